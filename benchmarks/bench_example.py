@@ -1,6 +1,6 @@
 """An example of `curvops bench`, for its page:   python -m benchmarks.bench_example
 
-The usual methods on two of the usual problems, then some solvers beside those of other packages on two more.
+The usual methods on two of the usual problems.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -18,36 +17,31 @@ import torch
 
 from benchmarks.study_page import Study
 from benchmarks.tables import table
-from curvops.cli.bench import sweep, tables
+from curvops.cli.bench import report, sweep
 from curvops.cli.bench.methods import Settings
 from curvops.cli.bench.problems import build
 
 USUAL = sweep.Choice(problems=("digits-ggn", "indefinite"))
-PEERS = sweep.Choice(("decaying", "tall"), ("block-cg", "minres", "lsmr"), ("none",), peers=True)
 SETTINGS = Settings()
 
 
 def measure() -> dict[str, Any]:
-    """What `curvops bench` writes as JSON of both, and of which problems."""
-    return {"usual": results(USUAL), "peers": results(PEERS)}
-
-
-def results(choice: sweep.Choice) -> dict[str, Any]:
-    """The rows of a choice, the notes, and a title for each problem."""
+    """What `curvops bench` writes as JSON, without the trails, and a title for each problem."""
     with TemporaryDirectory() as folder:
-        sweep.run(choice, SETTINGS, Path(folder), print)
-        found = json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))
+        sweep.run(USUAL, SETTINGS, Path(folder), print)
+        written = json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))
+    for row in written["solves"]:
+        del row["trail"]
     return {
-        **{key: found[key] for key in ("solves", "estimates", "notes")},
-        "titles": dict(map(title, choice.problems)),
+        **{key: written[key] for key in ("solves", "estimates", "notes")},
+        "titles": dict(map(title, USUAL.problems)),
     }
 
 
 def title(name: str) -> tuple[str, str]:
     """What a problem is, by its name."""
-    problem = build(name, SETTINGS.size, SETTINGS.columns, SETTINGS.dtype, SETTINGS.seed)
-    sides = tables.plural(problem.B.shape[1], "right-hand side")
-    return name, f"{problem.text}; {problem.size}, {sides}, rtol {SETTINGS.rtol:.0e}"
+    problem = build(name, SETTINGS.size, SETTINGS.columns, SETTINGS.dtype)
+    return name, f"{problem.text}; {problem.title}, rtol {SETTINGS.rtol:.0e}"
 
 
 def text(found: Mapping[str, Any]) -> str:
@@ -58,24 +52,24 @@ def text(found: Mapping[str, Any]) -> str:
         solves, estimates = (rows(found[kind], name) for kind in ("solves", "estimates"))
         if solves:
             ended = [] if {row.outcome for row in solves} == {"converged"} else ["outcome"]
-            shown = [*ended, "products", "setup", "iterations", "true residual", "time", "memory"]
-            parts.append(cells(solves, tables.SOLVES, shown))
-        for quantity, group in groupby(sorted(estimates, key=lambda row: row.quantity), key=lambda row: row.quantity):
+            shown = [*ended, "products", "setup", "iterations", "true residual", "time"]
+            parts.append(cells(solves, report.SOLVES, shown))
+        for quantity, group in report.by_quantity(estimates).items():
             parts.append(f"{quantity.capitalize()}, relative errors over {SETTINGS.seeds} seeds:")
-            shown = ["budget", "products", "mean error", "claimed 95 %", "inside", "time", "memory"]
-            parts.append(cells(list(group), tables.ESTIMATES, shown))
+            shown = ["budget", "products", "mean error", "claimed 95 %", "inside", "time"]
+            parts.append(cells(group, report.ESTIMATES, shown))
         parts += [f"{note.capitalize()}." for note in found["notes"] if note.startswith(name)]
     return "\n\n".join(parts)
 
 
-def rows(found: Sequence[Mapping[str, Any]], name: str) -> list[SimpleNamespace]:
+def rows(found: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     """The rows of one problem as the table of the command takes them."""
     of = (row for row in found if row["problem"] == name)
-    numbers = ("error", "claimed")
+    numbers = ("error", "claimed", "inside")
     return [SimpleNamespace(**row | {key: math.nan for key in numbers if row.get(key, 0) is None}) for row in of]
 
 
-def cells(found: Sequence[Any], columns: Sequence[tables.Column], shown: Sequence[str]) -> str:
+def cells(found: Sequence[Any], columns: Sequence[report.Column], shown: Sequence[str]) -> str:
     """A table of these columns, preconditioners beside the method."""
     show: dict[str, Callable[[Any], str]] = dict(columns)
     names = [row.method + (f", {row.preconditioner}" if row.preconditioner != "none" else "") for row in found]
@@ -83,12 +77,7 @@ def cells(found: Sequence[Any], columns: Sequence[tables.Column], shown: Sequenc
 
 
 STUDY = Study(
-    name="bench_example",
-    description=__doc__,
-    measure=measure,
-    sections={"bench": lambda found: text(found["usual"])},
-    page="docs/bench.md",
-    elsewhere={"docs/bench.md": {"bench: peers": lambda found: text(found["peers"])}},
+    name="bench_example", description=__doc__, measure=measure, sections={"bench": text}, page="docs/bench.md"
 )
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from benchmarks.digits import load_digits
 from benchmarks.layers import add_corrections, convolutional_network
 from benchmarks.machine import resident, run_apart
 from benchmarks.tables import tables
-from curvops.cli.bench.measure import clock
+from benchmarks.timing import clock
 
 SIZES = (500, 2000, 5000, 10000)
 DISTANCES = (500, 2000, 5000)

@@ -11,8 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-
-from curvops.cli.bench.measure import clock
+from typing import Any
 
 Run = Callable[[], object]
 
@@ -56,6 +55,19 @@ class Comparison:
             "unit_seconds": asdict(self.unit_seconds),
             "pairs": self.pairs,
         }
+
+
+def clock(call: Callable[[], Any], timer: Callable[[], float] = time.perf_counter) -> tuple[Any, float]:
+    """Run a call once without collecting garbage; return its value and its time in seconds by the timer."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        start = timer()
+        value = call()
+        return value, timer() - start
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def seconds(run: Run, timer: Callable[[], float] = time.perf_counter) -> float:

@@ -36,9 +36,8 @@ from benchmarks.report import fill
 from benchmarks.study_page import MEASURED
 from benchmarks.tables import machine_line, tables
 from curvops.plots import style
-from curvops.sampling.diagnostics import random_projections
-from curvops.sampling.diagnostics.projected_chains import effective_size
-from curvops.sampling.repriorisation.gap import divergence
+from curvops.sampling.diagnostics import effective_size, random_projections
+from curvops.sampling.repriorisation.reprior import divergence
 
 NOISE, WEIGHT_STD, BIAS_STD = 0.01, 2**0.5, 0.1
 TARGET, LEAST, MOST = 0.99, 0.98, 0.995

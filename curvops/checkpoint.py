@@ -2,7 +2,7 @@
 
 A public function with the keyword `checkpoint` is `resumable`. Once it has checked its arguments it calls `begin`,
 looks up the state or the result of an earlier run, and calls `save` at each of its steps. Most of these calls do
-nothing: a save comes at most every `PAUSE` seconds, and seldom enough that saves take no more than `SHARE` of the run.
+nothing: a save comes at most every `PAUSE` seconds, and later saves take no more than `SHARE` of the run.
 The folders are those of `storage`, which are complete whenever the process is killed.
 
 In a run with `parts`, each resumable function that it calls saves its progress in a folder inside the run's own,
@@ -36,7 +36,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from curvops import storage
 from curvops.errors import CheckpointWarning, warn
@@ -49,8 +49,6 @@ PAUSE = 30.0
 """The least number of seconds between two saves."""
 SHARE = 0.02
 """The largest share of a run's time that saves may take."""
-SPEED = 1e8
-"""The speed assumed for a disk, in bytes per second, until it has been measured."""
 ASIDE = ("checkpoint", "progress", "callback", "memory_budget", "preconditioner", "solver")
 """Arguments that determine how a problem is solved but not which problem it is, or that cannot be identified."""
 DEEPEST = 6
@@ -102,7 +100,7 @@ class Checkpoint:
         self._reached: Any = None
         self._ended: Any = None
         self._attached: dict[str, Callable[[], Any]] = {}
-        self._took, self._told = 0.0, False
+        self._told = False
         self._count, self._to_discard, self._name = 0, list[Path](), ""
         self.held: dict[str, Any] = {}
         """Objects that parts of the whole run store, by name."""
@@ -112,12 +110,11 @@ class Checkpoint:
         if self.folder is None:
             return
         self._about = {"algorithm": what, **problem()}
-        found = self._begin() if ranks is None else ranks.from_first(self._begin)
-        if found is not None:
-            self._reached, self._ended = (_unpack(found[name], device) for name in ("reached", "result"))
+        tree = self._begin() if ranks is None else ranks.from_first(self._begin)
+        if tree is not None:
+            self._reached, self._ended = (_unpack(tree[name], device) for name in ("reached", "result"))
             self._count = self._reached["parts"] if self._reached else 0
-        self._saved = time.monotonic()
-        self._due = self._saved + PAUSE
+        self._due = time.monotonic() + PAUSE
 
     @property
     def _writes(self) -> bool:
@@ -172,28 +169,24 @@ class Checkpoint:
         if self.folder is None:
             return None
         self._attached[name] = state
-        known = self._reached if self._ended is None else self._ended
-        return None if known is None else known["others"].get(name)
+        earlier = self._reached if self._ended is None else self._ended
+        return None if earlier is None else earlier["others"].get(name)
 
     def source(self, name: str, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
         """Return a source of random numbers whose state is saved and restored: the given one, or a new one."""
         if self.folder is None:
             return generator
-        kept = torch.Generator(device).manual_seed(_seed()) if generator is None else generator
-        known = self.attach(name, kept.get_state)
-        if known is not None:
-            kept.set_state(known.cpu())
-        return kept
+        source = torch.Generator(device).manual_seed(_seed()) if generator is None else generator
+        state = self.attach(name, source.get_state)
+        if state is not None:
+            source.set_state(state.cpu())
+        return source
 
     def save(self, state: Callable[[], Any], now: bool = False) -> None:
         """Save this state (plain values, tensors and dataclasses) if a save is due or `now` is true."""
         if not self._writes or not (now or time.monotonic() >= self._due):
             return
         tree = record_of({"state": state(), "others": self._attachments(), "parts": self._count})
-        expected = self._took or _nbytes(tree) / SPEED
-        if not now and time.monotonic() < self._saved + expected / SHARE:
-            self._due = self._saved + expected / SHARE
-            return
         if self._try_write(tree, None):
             while self._to_discard:
                 storage.discard(self._to_discard.pop(), KIND)
@@ -203,8 +196,8 @@ class Checkpoint:
         if self._writes:
             tree = record_of({"result": result, "others": self._attachments()})
             if self._try_write(None, tree):
-                for each in self._parts():
-                    storage.discard(each, KIND)
+                for folder in self._parts():
+                    storage.discard(folder, KIND)
         return result
 
     def _attachments(self) -> dict[str, Any]:
@@ -213,29 +206,29 @@ class Checkpoint:
     def _parts(self) -> list[Path]:
         assert self.folder is not None
         with contextlib.suppress(OSError):
-            return [each for each in self.folder.iterdir() if each.is_dir()]
+            return [path for path in self.folder.iterdir() if path.is_dir()]
         return []
 
     def _begin(self) -> Any:
         """Return the tree of an earlier run, or None; check at once whether the folder can be written."""
-        found = self._read()
-        if found is not None:
-            self._require_same(found["problem"])
-        if found is None or found["result"] is None:
-            self._write(None if found is None else found["reached"], None)
-        return found
+        tree = self._read()
+        if tree is not None:
+            self._require_same(tree["problem"])
+        if tree is None or tree["result"] is None:
+            self._write(None if tree is None else tree["reached"], None)
+        return tree
 
     def _read(self) -> Any:
         assert self.folder is not None
         try:
-            version, found = storage.load(self.folder, KIND, VERSION)
+            version, tree = storage.load(self.folder, KIND, VERSION)
             if version < VERSION:
                 raise ValueError(f"{self.folder} is a checkpoint of an earlier version of curvops and cannot be read.")
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise ValueError(f"{error} To start again, delete the folder or pass another path.") from error
-        return found
+        return tree
 
     def _try_write(self, reached: Any, result: Any) -> bool:
         begin, done = time.monotonic(), True
@@ -246,9 +239,8 @@ class Checkpoint:
             if not self._told:
                 warn(f"{error} The run continues and will try again.", CheckpointWarning)
             self._told = True
-        self._saved = time.monotonic()
-        self._took = self._saved - begin
-        self._due = self._saved + max(PAUSE, self._took / SHARE)
+        now = time.monotonic()
+        self._due = now + max(PAUSE, (now - begin) / SHARE)
         return done
 
     def _write(self, reached: Any, result: Any) -> None:
@@ -256,13 +248,13 @@ class Checkpoint:
         tree = {"problem": self._about, "reached": _pack(reached), "result": _pack(result)}
         storage.save(self.folder, KIND, VERSION, tree)
 
-    def _require_same(self, known: Mapping[str, Any]) -> None:
-        other = [name for name in self._about if not _same(known.get(name), self._about[name])]
-        if other:
+    def _require_same(self, saved: Mapping[str, Any]) -> None:
+        differing = [name for name in self._about if not _same(saved.get(name), self._about[name])]
+        if differing:
             raise ValueError(
                 f"{self.folder} is a checkpoint of another problem. What differs: "
-                f"{', '.join(_difference(name, known.get(name), self._about[name]) for name in other)}. Pass another "
-                "path, or delete the folder to start again."
+                f"{', '.join(_difference(name, saved.get(name), self._about[name]) for name in differing)}. Pass "
+                "another path, or delete the folder to start again."
             )
 
 
@@ -314,12 +306,12 @@ def begin(
     if path is None and not run:
         return NOTHING
     if path is None:
-        kept = Checkpoint(run.next_part(what), what, device=device, ranks=run.ranks)
-        kept.whole = run.whole
+        checkpoint = Checkpoint(run.next_part(what), what, device=device, ranks=run.ranks)
+        checkpoint.whole = run.whole
     else:
-        kept = Checkpoint(path, what, lambda: {**problem(), **_arguments(instead)}, device, ranks)
-    in_force.set(kept if kept and parts else None)
-    return kept
+        checkpoint = Checkpoint(path, what, lambda: {**problem(), **_arguments(instead)}, device, ranks)
+    in_force.set(checkpoint if checkpoint and parts else None)
+    return checkpoint
 
 
 def current() -> Checkpoint:
@@ -348,8 +340,8 @@ def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:
     signature, args, options = _call.get()
     bound = signature.bind(*args, **options)
     bound.apply_defaults()
-    given = {name: value for name, value in list(bound.arguments.items())[1:] if name not in ASIDE}
-    return {name: _numbers(value) for name, value in {**given, **instead}.items()}
+    arguments = {name: value for name, value in list(bound.arguments.items())[1:] if name not in ASIDE}
+    return {name: _numbers(value) for name, value in {**arguments, **instead}.items()}
 
 
 def _numbers(value: Any) -> Any:
@@ -388,8 +380,8 @@ def _text(value: Any, depth: int, seen: dict[int, Any]) -> str:
     kind = type(value)
     if isinstance(value, Tensor):
         number = value.numel() == 1 and not value.is_meta
-        told = f"{value.item()!r}, {value.dtype}, {tuple(value.shape)}" if number else digest([value])
-        return f"{kind.__qualname__}({told})"
+        numbers = f"{value.item()!r}, {value.dtype}, {tuple(value.shape)}" if number else digest([value])
+        return f"{kind.__qualname__}({numbers})"
     if isinstance(value, torch.Generator):
         return f"Generator({seed_of(value)})"
     if isinstance(value, torch.device) or (isinstance(value, str) and DEVICE.fullmatch(value)):
@@ -407,8 +399,8 @@ def _text(value: Any, depth: int, seen: dict[int, Any]) -> str:
     if depth == 0:
         raise UnidentifiedValueError
     if isinstance(value, tuple | list | set | frozenset):
-        parts = [_text(part, depth - 1, seen) for part in value]
-        return f"{kind.__qualname__}({', '.join(parts if isinstance(value, tuple | list) else sorted(parts))})"
+        items = [_text(item, depth - 1, seen) for item in value]
+        return f"{kind.__qualname__}({', '.join(items if isinstance(value, tuple | list) else sorted(items))})"
     if id(value) in seen:
         return f"{kind.__qualname__} again"
     if isinstance(value, nn.Module):
@@ -420,8 +412,8 @@ def _text(value: Any, depth: int, seen: dict[int, Any]) -> str:
         seen[id(value)] = value  # as long as it exists, no other object has its id
         held = _parts(value)
     named = [
-        f"{name if isinstance(name, str) else _text(name, depth - 1, seen)}={_text(part, depth - 1, seen)}"
-        for name, part in held.items()
+        f"{name if isinstance(name, str) else _text(name, depth - 1, seen)}={_text(item, depth - 1, seen)}"
+        for name, item in held.items()
     ]
     return f"{kind.__qualname__}({', '.join(named)})"
 
@@ -435,14 +427,18 @@ def _parts(value: Any) -> Mapping[Any, Any]:
     if isinstance(value, MethodType):
         return {"func": value.__func__, "of": value.__self__}
     if isinstance(value, LinearOperator):
-        given = {**dict(enumerate(value._args)), **value._kwargs}
-        return {name: part for name, part in given.items() if isinstance(part, TOLD) or hasattr(part, "identified_by")}
+        arguments = {**dict(enumerate(value._args)), **value._kwargs}
+        return {
+            name: argument
+            for name, argument in arguments.items()
+            if isinstance(argument, TOLD) or hasattr(argument, "identified_by")
+        }
     if hasattr(value, "identified_by"):
         return {"by": value.identified_by}
     if is_dataclass(value):
-        return {each.name: getattr(value, each.name) for each in fields(value) if each.compare}
+        return {item.name: getattr(value, item.name) for item in fields(value) if item.compare}
     held = getattr(value, "__dict__", {})
-    slots = {name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())}
+    slots = {name for item in type(value).__mro__ for name in getattr(item, "__slots__", ())}
     held = held | {name: getattr(value, name) for name in slots if hasattr(value, name)}
     if not held and not hasattr(value, "__dict__"):
         raise UnidentifiedValueError
@@ -454,29 +450,31 @@ def settings_of(module: nn.Module, depth: int = DEEPEST, seen: dict[int, Any] | 
 
     Attributes that do not consist of plain values, or are None, are left out, because they come and go (a trainer).
     """
-    found, seen = {}, {} if seen is None else seen
-    parts = {path: part for path, part in module.named_modules() if id(part) not in seen}
-    seen.update((id(part), part) for part in parts.values())
-    for path, part in parts.items():
-        hooks = [identify(hook) for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
-        tensors = [name for name, _ in (*part.named_parameters("", False), *part.named_buffers("", False))]
-        own = {}
-        for name, held in vars(part).items():
+    settings, seen = {}, {} if seen is None else seen
+    modules = {path: submodule for path, submodule in module.named_modules() if id(submodule) not in seen}
+    seen.update((id(submodule), submodule) for submodule in modules.values())
+    for path, submodule in modules.items():
+        hooks = [
+            identify(hook) for hook in (*submodule._forward_pre_hooks.values(), *submodule._forward_hooks.values())
+        ]
+        tensors = [name for name, _ in (*submodule.named_parameters("", False), *submodule.named_buffers("", False))]
+        attributes = {}
+        for name, held in vars(submodule).items():
             if name not in COMMON and held is not None:
                 with contextlib.suppress(UnidentifiedValueError):
-                    own[name] = _text(held, depth - 1, seen)
-        found[path] = f"{type(part).__qualname__}({part.training}, {hooks}, {tensors}, {own})"
-    return found
+                    attributes[name] = _text(held, depth - 1, seen)
+        settings[path] = f"{type(submodule).__qualname__}({submodule.training}, {hooks}, {tensors}, {attributes})"
+    return settings
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
     """Return a string that is the same for equal numbers of equal shapes and dtypes."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for tensor in tensors:
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        checksum.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         numbers = tensor.detach().resolve_conj().cpu().contiguous().reshape(-1)
-        found.update(numbers.view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        checksum.update(numbers.view(torch.uint8).numpy().data)
+    return checksum.hexdigest()
 
 
 def seed_of(generator: torch.Generator | None) -> str | None:
@@ -496,22 +494,22 @@ def _seed() -> int:
     return int(torch.randint(2**62, ()))
 
 
-def _same(known: Any, given: Any) -> bool:
-    if isinstance(given, Tensor):
-        if not isinstance(known, Tensor) or known.shape != given.shape or known.dtype != given.dtype:
+def _same(saved: Any, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        if not isinstance(saved, Tensor) or saved.shape != value.shape or saved.dtype != value.dtype:
             return False
-        slack = math.sqrt(torch.finfo(given.dtype).eps) * float(given.abs().max()) if given.numel() else 0.0
-        return bool(((known - given.cpu()).abs() <= slack).all()) or bool((known.isnan() & given.cpu().isnan()).any())
-    plain = list(given) if isinstance(given, tuple) else given
-    return bool(known == plain)
+        slack = math.sqrt(torch.finfo(value.dtype).eps) * float(value.abs().max()) if value.numel() else 0.0
+        return bool(((saved - value.cpu()).abs() <= slack).all()) or bool((saved.isnan() & value.cpu().isnan()).any())
+    plain = list(value) if isinstance(value, tuple) else value
+    return bool(saved == plain)
 
 
-def _difference(name: str, known: Any, given: Any) -> str:
+def _difference(name: str, saved: Any, here: Any) -> str:
     short = all(
-        value is None or (isinstance(value, bool | int | float | str) and len(str(value)) < 40)
-        for value in (known, given)
+        number is None or (isinstance(number, bool | int | float | str) and len(str(number)) < 40)
+        for number in (saved, here)
     )
-    return f"{name} ({known!r}, here {given!r})" if short else name
+    return f"{name} ({saved!r}, here {here!r})" if short else name
 
 
 def _pack(tree: Any) -> Any:
@@ -526,7 +524,3 @@ def _unpack(tree: Any, device: torch.device | None) -> Any:
 
 def _is_marked(tree: Any) -> bool:
     return isinstance(tree, dict) and "on accelerator" in tree
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def checked_number(name: str, given: object, interval: str = "(0, inf)", kind: s
         ValueError: it is outside the interval.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise TypeError(f"{name} must be {kind}, got {shown(given)}{_remedy(name, given)}.")
+        raise TypeError(f"{name} must be {kind}, got {shown(given)}.")
     value, (low, high) = float(given), map(float, interval[1:-1].split(","))
     at_end = (interval[0] == "[" and value == low) or (interval[-1] == "]" and value == high)
     if not (low < value < high or at_end):
@@ -69,17 +70,12 @@ def checked_whole(
         ValueError: it is too small or too large.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-        raise TypeError(f"{name} must be {kind}, got {shown(given)}{_remedy(name, given)}.")
+        raise TypeError(f"{name} must be {kind}, got {shown(given)}.")
     value = int(given)
     if value < least or (most is not None and value > most):
         limits = f"be at least {least}" if most is None else f"lie between {least} and the {most:,} there are"
         raise ValueError(f"{name} must {limits}, got {value}.")
     return value
-
-
-def _remedy(name: str, given: object) -> str:
-    """Return what to do with a tensor that holds one number, whose gradient would be lost."""
-    return f"; pass {name}.item()" if isinstance(given, Tensor) and not given.ndim else ""
 
 
 def check_limits(
@@ -161,14 +157,33 @@ def rounds_to_tf32(dtype: torch.dtype, device: torch.device) -> bool:
 def check_flag(name: str, given: object, hint: str = "") -> None:
     """Raise TypeError unless ``given`` is True or False; the ``hint`` is the end of the message."""
     if not isinstance(given, bool):
-        shown = repr(given) if isinstance(given, str | numbers.Number) or given is None else type(given).__name__
-        raise TypeError(f"{name} must be True or False, got {shown}.{hint and ' '}{hint}")
+        raise TypeError(f"{name} must be True or False, got {shown(given)}.{hint and ' '}{hint}")
 
 
 def check_choice(name: str, given: object, known: Collection[str]) -> None:
     """Raise ValueError, listing the choices, unless ``given`` is one of these names."""
     if not isinstance(given, str) or given not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(given)}.")
+
+
+def check_kind(name: str, given: object, kind: type | tuple[type, ...], wanted: str) -> None:
+    """Raise TypeError unless ``given`` is of this type; the message says what is ``wanted``, and how it is made."""
+    if not isinstance(given, kind):
+        raise TypeError(f"{name} must be {wanted}, got {type(given).__name__}.")
+
+
+def check_shape(name: str, given: Any, shape: Sequence[int], hint: str = "") -> None:
+    """Raise ValueError unless a tensor or an operator has this shape, where another would be broadcast."""
+    if tuple(given.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(given.shape)}.{hint and ' '}{hint}")
+
+
+def check_like(name: str, given: Any, like: Any, owner: str) -> None:
+    """Raise ValueError unless a tensor or an operator has the dtype and the device of the ``owner``'s."""
+    if (given.dtype, given.device) != (like.dtype, like.device):
+        raise ValueError(
+            f"{name} is {given.dtype} on {given.device}, but {owner} {like.dtype} on {like.device}: convert it."
+        )
 
 
 def carries_graph(tensors: Sequence[Tensor]) -> bool:
@@ -193,8 +208,11 @@ def in_functorch() -> bool:
 
 def refuse_tangents(vectors: Iterable[object]) -> None:
     """Raise RuntimeError inside a transform of `torch.func`, or for tensors whose tangents would count as zero."""
-    tensors = (vector for vector in vectors if isinstance(vector, Tensor))  # sharded ones have no tangents
-    if in_functorch() or (in_forward_mode() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)):
+    # Sharded vectors have no tangents.
+    if in_functorch() or (
+        in_forward_mode()
+        and any(forward_ad.unpack_dual(v).tangent is not None for v in vectors if isinstance(v, Tensor))
+    ):
         raise RuntimeError(NO_RULES)
 
 

@@ -118,10 +118,7 @@ def laplace(
     check_linearization(lin)
     check_flag("check_mode", check_mode)
     if prior_precision is not None and validation is not None:
-        raise ValueError(
-            "validation chooses the prior precision, and prior_precision gives it: leave one of them out. (To scale a "
-            "prior of your own, call co.evidence.validate(post, x, y).)"
-        )
+        raise ValueError("prior_precision and validation both give the prior precision: leave one of them out.")
     chosen = default_curvature(lin) if curvature is None else curvature
     given = START if prior_precision is None else prior_precision
     post = make_laplace(lin, chosen, given, prior_mean, temperature)

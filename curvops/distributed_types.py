@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -33,3 +34,39 @@ def even_share(length: int, ranks: int, rank: int) -> range:
     """Return the positions that `Shard` gives a rank: ⌈n/ranks⌉ each, fewer or none at the end."""
     step = -(-length // ranks)
     return range(min(length, rank * step), min(length, (rank + 1) * step))
+
+
+def unsharded_class(kind: type) -> type:
+    """Return the class that a module had before `fully_shard`, which derives a new one from it."""
+    marked = len(kind.__bases__) == 2 and is_fsdp(kind.__bases__[0], "FSDPModule")
+    return kind.__bases__[1] if marked else kind
+
+
+def has_hooks(part: Any) -> bool:
+    """Return whether a module has hooks of its forward pass, other than those of `fully_shard`."""
+    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+    own = part._get_fsdp_state() if hooks and is_fully_sharded(part) else None
+    return any(own is None or getattr(hook, "__self__", None) is not own for hook in hooks)
+
+
+def require_whole(source: Any) -> None:
+    """Raise ValueError if the parameters of a model, or of a function with its own, are shared among processes."""
+    named: Any = {}
+    if isinstance(source, nn.Module):
+        for path, part in source.named_modules():
+            if is_fsdp(type(part), "FullyShardedDataParallel"):
+                raise ValueError(
+                    f"{f'the module {path!r}' if path else 'the model'} is a FullyShardedDataParallel, which keeps the "
+                    "parameters of all its layers as one vector: linearise the module inside, on each process, with a "
+                    "shard of the data and process_group=."
+                )
+        named = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    elif isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping):
+        named = source[1]
+    for name, tensor in named.items():
+        if is_dtensor(tensor):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor, and each process of its mesh holds a part of it: linearise a model "
+                "of whole tensors (tensor.full_tensor()), on each process, with a shard of the data and "
+                "process_group=. (co.linearize itself takes a whole model that fully_shard has sharded.)"
+            )

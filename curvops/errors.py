@@ -19,7 +19,7 @@ from linear_operator.utils.errors import NotPSDError
 
 if TYPE_CHECKING:
     from curvops.linalg.core.results import FunctionProduct, Reason, Solution
-    from curvops.posterior.draws.deviations import Deviations
+    from curvops.posterior.deviations import Deviations
 
 __all__ = [
     "ConvergenceError",

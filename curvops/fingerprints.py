@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,16 +18,11 @@ from torch import Tensor
 CHUNK = 2**18
 """Words per partial sum: after widening to 64 bits they still fit in the processor's cache."""
 
-SMALL = 2**12
-"""Tensors of up to this many words take a third of the time in NumPy that they take in torch, mostly for calls."""
-
 MAX_CHUNKS = 2**16
 """The largest number of chunks in one call, 16 G words in total."""
 
 GENERATOR = 0x2545F4914F6CDD1D
 """A number whose powers modulo 2^64 repeat after 2^62 steps only."""
-
-Integers = TypeVar("Integers", Tensor, np.ndarray)
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
@@ -36,12 +30,10 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
 
     Shapes and dtypes do not enter. Costs one pass over the data, at about 5 GB/s on a core for 32- and 64-bit numbers.
     """
-    on_cpu, weights = tensors[0].device.type == "cpu", _odd_weights(tensors[0].device)
-    words = [_words(tensor) for tensor in tensors]
-    if on_cpu and max(each.numel() for each in words) <= SMALL:
-        return _of_few_words([each.numpy() for each in words], weights.numpy())
-    chunk_sums = _chunk_sums_in_cache if on_cpu else _chunk_sums_at_once
-    sums = torch.cat([chunk_sums(each, weights[:CHUNK]) for each in words])
+    device = tensors[0].device
+    weights = _odd_weights(device)
+    chunk_sums = _chunk_sums_in_cache if device.type == "cpu" else _chunk_sums_at_once
+    sums = torch.cat([chunk_sums(_words(tensor), weights[:CHUNK]) for tensor in tensors])
     return (sums * weights[CHUNK : CHUNK + len(sums)]).sum()
 
 
@@ -55,8 +47,6 @@ def point_prints(tensors: Sequence[Tensor]) -> Tensor:
     weights = _odd_weights(device)
     # Halves of 32 bits: sums of numbers that differ in their highest bits alone would differ in few bits.
     words = [each if each.element_size() == 1 else each.view(torch.int16) for each in map(_words, tensors)]
-    if device.type == "cpu" and n and max(each.numel() for each in words) <= SMALL:
-        return torch.from_numpy(_points_of_few_words([each.numpy().reshape(n, -1) for each in words], weights.numpy()))
     found = torch.zeros(n, dtype=torch.int64, device=device)
     for each in words:
         rows = each.view(n, -1)
@@ -97,22 +87,6 @@ def in_single(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
 
 
-def _of_few_words(words: Sequence[np.ndarray], weights: np.ndarray) -> Tensor:
-    """Return the fingerprint of tensors of one chunk each."""
-    sums = np.array([each.astype(np.int64) @ weights[: len(each)] for each in words])
-    return torch.from_numpy(np.asarray(sums @ weights[CHUNK : CHUNK + len(sums)]))
-
-
-def _points_of_few_words(words: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
-    """Return the `point_prints` of rows of one chunk each."""
-    found = np.zeros(len(words[0]), np.int64)
-    for rows in words:
-        if rows.shape[1]:
-            found = found * weights[CHUNK] + rows.astype(np.int64) @ weights[: rows.shape[1]]
-        found = _mixed(found)
-    return found
-
-
 def _chunk_sums_in_cache(words: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of each chunk, on a CPU through one small buffer: a new one takes five times as long."""
     wide = torch.empty(min(CHUNK, len(words)), dtype=torch.int64)
@@ -138,7 +112,7 @@ def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
     return torch.cat(parts) if len(parts) != 1 else parts[0]
 
 
-def _mixed(numbers: Integers) -> Integers:
+def _mixed(numbers: Tensor) -> Tensor:
     """Return 64-bit numbers whose bits each depend on all bits of the given ones (unsigned shifts, odd factors)."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):  # of MurmurHash3 and SplitMix64, as signed numbers
         numbers = (numbers ^ ((numbers >> 32) & 0xFFFFFFFF)) * factor
@@ -146,13 +120,10 @@ def _mixed(numbers: Integers) -> Integers:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bits as a vector of integers of at most 32 bits, of a sparse tensor those of its entries and places.
+    """Return the bits as a vector of integers of at most 32 bits.
 
     Not 64: floats often differ in their highest bits only, which products modulo 2^64 would push out.
     """
-    if tensor.layout is not torch.strided:
-        entries = tensor.to_sparse().coalesce()
-        return torch.cat([_words(entries.indices()), _words(entries.values())])
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = real.detach().reshape(-1)
     if flat.stride(0) != 1:  # a single number is contiguous with any stride, but cannot be viewed with another dtype

@@ -343,9 +343,7 @@ def temperature(
     if not 0 < bounds[0] < bounds[1]:
         raise ValueError(f"bounds must satisfy 0 < lower < upper, not {bounds}")
     if len(logits) > 1 and bool((logits > 0).all() & ((logits.double().sum(-1) - 1).abs() <= 1e-5).all()):
-        raise ValueError(
-            "these are probabilities, but temperature takes logits: pass the logits, or probabilities.log()."
-        )
+        raise ValueError("these are probabilities: pass temperature the logits, or probabilities.log().")
     f = logits.to(torch.float64)
     f = f - f.gather(-1, labels.long()[:, None])
     low, high = f.new_tensor(bounds).log()
@@ -379,9 +377,7 @@ def _check_shapes(values: Tensor, labels: Tensor, some: bool = True) -> None:
 def _check_probabilities(p: Tensor) -> None:
     check_tensor("probabilities", p)
     if not p.is_floating_point() or p.ndim < 2 or p.shape[-1] == 0:
-        raise ValueError(
-            f"probabilities must be a floating (..., N, C) tensor of C > 0 classes, not {tuple(p.shape)} {p.dtype}"
-        )
+        raise ValueError(f"probabilities must be a floating (..., N, C) tensor, not {tuple(p.shape)} {p.dtype}")
     # written so that a NaN fails too; bf16 has 8 bits, hence a tolerance from the dtype
     tolerance = max(1e-4, 8 * torch.finfo(p.dtype).eps)
     if not (p >= 0).all() or not ((p.sum(-1) - 1).abs() <= tolerance).all():

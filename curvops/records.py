@@ -22,8 +22,8 @@ def record_of(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
-        return {name: record_of(part) for name, part in value.items()}
-    return [record_of(part) for part in value] if isinstance(value, list | tuple) else value
+        return {name: record_of(item) for name, item in value.items()}
+    return [record_of(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def from_record(kind: type[Kind], record: Mapping[str, Any]) -> Kind:
@@ -50,7 +50,7 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 def _value(value: Any, hint: Any) -> Any:
     if isinstance(value, list):
         container = tuple if get_origin(hint) is tuple else list
-        return container(_value(part, get_args(hint)[0]) if get_args(hint) else part for part in value)
+        return container(_value(item, get_args(hint)[0]) if get_args(hint) else item for item in value)
     for kind in (hint, *get_args(hint)):  # for a union, the member that is not a plain value
         if isinstance(kind, type) and value is not None:
             if issubclass(kind, Enum):

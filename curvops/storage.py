@@ -12,7 +12,6 @@ earlier save unchanged. The remains of a crash do no harm, and a later save remo
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
@@ -23,14 +22,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from safetensors.torch import save as serialized
 from torch import Tensor
 
 from curvops.version import __version__
@@ -43,8 +40,6 @@ TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 SCRATCH = ".writing-"
 STALE = 3600.0
 """Seconds after which files without a reference count as those of a save that crashed."""
-SLACK = 2**20
-"""Bytes that must be free in addition to those of the tensors: names, and a file system's own."""
 
 
 def save(path: str | os.PathLike[str], kind: str, version: int, tree: Mapping[str, Any]) -> None:
@@ -71,16 +66,11 @@ def save(path: str | os.PathLike[str], kind: str, version: int, tree: Mapping[st
     before = _contents(folder)
     if before.get("kind", kind) != kind:
         raise FileExistsError(f"{folder} holds {before['kind']!r}, which {kind!r} does not replace; pass another path.")
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
-        _require_room(made[-1].parent if made else folder, sum(tensor.nbytes for tensor in tensors.values()))
         folder.mkdir(parents=True, exist_ok=True)
         with _scratch(folder) as scratch:
             _write(folder, scratch, {"kind": kind, "version": version, "tree": encoded}, tensors, before)
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            for each in made:
-                each.rmdir()
         why = f"{folder} was not written ({_reason(error)}); earlier contents, if any, are unchanged."
         code = getattr(error, "errno", None)
         raise (OSError(why) if code is None else OSError(code, why)) from error
@@ -104,26 +94,20 @@ def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, An
     if not folder.exists():
         raise FileNotFoundError(f"there is no folder {folder}.")
     if not (folder / CONTENTS).is_file():
-        given = " (pass the folder itself, not a file in it)" if folder.is_file() else ""
-        raise FileNotFoundError(f"{folder} holds no {CONTENTS}: nothing was saved there, or not completely{given}.")
-    text = (folder / CONTENTS).read_bytes()
-    while True:
-        found = _read_contents(folder, text, kind, version)
-        try:
-            tensors = _tensors(folder, found["tensors"])
-        except FileNotFoundError as error:
-            again = (folder / CONTENTS).read_bytes()
-            if again == text:
-                raise _damage(folder, f"{found['tensors']['file']} is missing") from error
-            text = again  # it was saved again meanwhile
-            continue
-        return found["version"], _decode(found["tree"], tensors)
+        hint = " (pass the folder itself, not a file in it)" if folder.is_file() else ""
+        raise FileNotFoundError(f"{folder} holds no {CONTENTS}: nothing was saved there, or not completely{hint}.")
+    contents = _read_contents(folder, (folder / CONTENTS).read_bytes(), kind, version)
+    try:
+        tensors = _tensors(folder, contents["tensors"])
+    except FileNotFoundError as error:
+        raise _damage(folder, f"{contents['tensors']['file']} is missing") from error
+    return contents["version"], _decode(contents["tree"], tensors)
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
     """Return the kind that the folder declares, unchecked, or None."""
-    found = _contents(folder_of(path)).get("kind")
-    return found if isinstance(found, str) else None
+    kind = _contents(folder_of(path)).get("kind")
+    return kind if isinstance(kind, str) else None
 
 
 def folder_of(path: Any) -> Path:
@@ -142,13 +126,13 @@ def discard(path: str | os.PathLike[str], kind: str) -> None:
     if before.get("format") != "curvops" or before.get("kind") != kind:
         return
     with contextlib.suppress(OSError):
-        for each in folder.iterdir():
-            if each.is_dir() and not each.name.startswith(SCRATCH):
-                discard(each, kind)
-            elif each.is_dir():
-                shutil.rmtree(each)
-            elif each.name == CONTENTS or TENSORS.fullmatch(each.name):
-                each.unlink()
+        for path_inside in folder.iterdir():
+            if path_inside.is_dir() and not path_inside.name.startswith(SCRATCH):
+                discard(path_inside, kind)
+            elif path_inside.is_dir():
+                shutil.rmtree(path_inside)
+            elif path_inside.name == CONTENTS or TENSORS.fullmatch(path_inside.name):
+                path_inside.unlink()
         folder.rmdir()
 
 
@@ -166,14 +150,14 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return _refer_to(value, name, tensors)
     if isinstance(value, list | tuple):
-        return [_encode(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
+        return [_encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} is a {type(value).__name__}; only numbers, words and tensors can be stored.")
     if not all(isinstance(key, str) for key in value):
         raise TypeError(f"{name or 'the tree'} has names that are not words: {list(value)}.")
     return {
-        f"${key}" if key.startswith("$") else key: _encode(part, f"{name}.{key}" if name else key, tensors)
-        for key, part in value.items()
+        f"${key}" if key.startswith("$") else key: _encode(item, f"{name}.{key}" if name else key, tensors)
+        for key, item in value.items()
     }
 
 
@@ -182,9 +166,6 @@ def _refer_to(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str
 
     The layout is kept because products round differently in another layout.
     """
-    if tensor.layout != torch.strided or tensor.is_meta or not _is_storable(tensor.dtype):
-        what = "without values" if tensor.is_meta else f"of {tensor.dtype}, {tensor.layout}"
-        raise TypeError(f"{name} is a tensor {what}, which cannot be stored.")
     while name in tensors:  # names may contain dots themselves
         name += "_"
     strides = tensor.stride()
@@ -193,19 +174,13 @@ def _refer_to(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str
     if not turned.is_contiguous():
         order, turned = list(range(tensor.ndim)), tensor.detach()
     # safetensors rejects two tensors that share memory, and writes all of the memory for a part of it.
-    own = turned.untyped_storage().nbytes() == turned.nbytes and not any(_shares(turned, t) for t in tensors.values())
-    tensors[name] = turned.cpu().contiguous() if own else turned.cpu().clone(memory_format=torch.contiguous_format)
+    owns_memory = turned.untyped_storage().nbytes() == turned.nbytes and not any(
+        _shares(turned, t) for t in tensors.values()
+    )
+    tensors[name] = (
+        turned.cpu().contiguous() if owns_memory else turned.cpu().clone(memory_format=torch.contiguous_format)
+    )
     return {"$tensor": name} | ({} if order == sorted(order) else {"order": order})
-
-
-@lru_cache
-def _is_storable(dtype: torch.dtype) -> bool:
-    """Return whether safetensors has a name for this dtype."""
-    try:
-        serialized({"": torch.empty(0, dtype=dtype)})
-    except KeyError:
-        return False
-    return True
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:
@@ -214,7 +189,7 @@ def _shares(one: Tensor, other: Tensor) -> bool:
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_decode(part, tensors) for part in value]
+        return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if "$float" in value:
@@ -222,7 +197,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$tensor" in value:
         tensor, order = tensors[value["$tensor"]], value.get("order")
         return tensor if order is None else tensor.permute(*torch.tensor(order).argsort().tolist())
-    return {key.removeprefix("$"): _decode(part, tensors) for key, part in value.items()}
+    return {key.removeprefix("$"): _decode(item, tensors) for key, item in value.items()}
 
 
 # Writing
@@ -271,8 +246,8 @@ def _write(
 def _contents(folder: Path) -> Mapping[str, Any]:
     """Return the contents of an earlier save, as far as they can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads((folder / CONTENTS).read_bytes())
-        return found if isinstance(found, dict) else {}
+        contents = json.loads((folder / CONTENTS).read_bytes())
+        return contents if isinstance(contents, dict) else {}
     return {}
 
 
@@ -287,16 +262,10 @@ def _tidy(folder: Path) -> None:
     """Remove the remains of crashed saves; recent files may belong to another process that is saving."""
     current = _file_of(_contents(folder))
     with contextlib.suppress(OSError):
-        for each in folder.iterdir():
-            left = each.name.startswith(SCRATCH) or (TENSORS.fullmatch(each.name) and each.name != current)
-            if left and time.time() - each.stat().st_mtime > STALE:
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
-
-
-def _require_room(place: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(place).free
-    if nbytes + SLACK > free:
-        raise OSError(errno.ENOSPC, f"it needs {nbytes + SLACK:,} bytes, and {free:,} are free on its disk")
+        for path in folder.iterdir():
+            left = path.name.startswith(SCRATCH) or (TENSORS.fullmatch(path.name) and path.name != current)
+            if left and time.time() - path.stat().st_mtime > STALE:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _reason(error: Exception) -> str:
@@ -332,26 +301,26 @@ def _checksum(contents: Mapping[str, Any]) -> str:
 
 def _read_contents(folder: Path, text: bytes, kind: str, version: int) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        contents = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _damage(folder, f"{CONTENTS} is not JSON ({error})") from error
-    if not isinstance(found, dict) or found.get("format") != "curvops":
+    if not isinstance(contents, dict) or contents.get("format") != "curvops":
         raise ValueError(f"{folder / CONTENTS} is not a file of curvops.")
-    _require_readable(folder, found, "layout", LAYOUT)
-    if found.get("kind") != kind:
-        raise ValueError(f"{folder} holds {found.get('kind')!r}, expected {kind!r}.")
-    _require_readable(folder, found, "version", version)
-    if found.get("sha256") != _checksum(found) or _file_of(found) is None:
+    _require_readable(folder, contents, "layout", LAYOUT)
+    if contents.get("kind") != kind:
+        raise ValueError(f"{folder} holds {contents.get('kind')!r}, expected {kind!r}.")
+    _require_readable(folder, contents, "version", version)
+    if contents.get("sha256") != _checksum(contents) or _file_of(contents) is None:
         raise _damage(folder, f"{CONTENTS} is not as it was written")
-    return found
+    return contents
 
 
-def _require_readable(folder: Path, found: Mapping[str, Any], what: str, known: int) -> None:
-    number = found.get(what)
-    if isinstance(number, int) and number > known:
+def _require_readable(folder: Path, contents: Mapping[str, Any], what: str, newest: int) -> None:
+    number = contents.get(what)
+    if isinstance(number, int) and number > newest:
         raise ValueError(
-            f"{folder} was written by {found.get('written_by', 'a newer curvops')}, in {what} {number} of its format; "
-            f"this is {WRITTEN_BY}, which reads up to {known}: upgrade it."
+            f"{folder} was written by {contents.get('written_by', 'a newer curvops')}, in {what} {number} of its "
+            f"format; this is {WRITTEN_BY}, which reads up to {newest}: upgrade it."
         )
 
 

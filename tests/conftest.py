@@ -119,8 +119,7 @@ def saved_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Ends a run after so much work with batches, `left`; counts it, `made`: pulls of J, products of GGNs, rows."""
     # Here, since the process that hands out the tests reads this file, too, and needs none of curvops.
-    from curvops.network.engines.layerwise import Layerwise
-    from curvops.network.walks import passes
+    from curvops.network.walks import batch_rows, passes
     from tests.linalg.interrupted import Killed
 
     state = {"left": float("inf"), "made": 0}
@@ -136,6 +135,5 @@ def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         return work
 
     monkeypatch.setattr(passes.BatchMap, "_pull", counted(passes.BatchMap._pull))
-    monkeypatch.setattr(Layerwise, "sandwich", counted(Layerwise.sandwich))
-    monkeypatch.setattr(passes, "each_group", counted(passes.each_group))
+    monkeypatch.setattr(batch_rows, "each_group", counted(batch_rows.each_group))
     return state

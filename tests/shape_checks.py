@@ -2,14 +2,13 @@
 
 jaxtyping's import hook decorates each function, also those inside functions, whenever the outer one runs: a decoration
 takes a millisecond, a checked call a tenth of one. What stands here decorates when a call is to be checked, so that
-loops of an algorithm run at its own speed after their first rounds.
+loops of an algorithm run at its own speed after their first rounds, and leaves out functions inside functions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
@@ -19,7 +18,6 @@ import jaxtyping
 CALLS = 4  # of each function in each test; 0: none is checked
 
 _jaxtyped = jaxtyping.jaxtyped
-_calls: Counter[int] = Counter()  # by the identity of the code: its hash takes longer than a call
 _open: list[_Gate] = []
 _tests = 0
 
@@ -28,7 +26,6 @@ def restart() -> None:
     """A test begins."""
     global _tests
     _tests += 1
-    _calls.clear()
     if CALLS:
         for gate in _open:
             gate.close()
@@ -83,33 +80,13 @@ def _calling(gate: _Gate, own: CodeType) -> CodeType:
     return code.replace(co_consts=constants, co_freevars=own.co_freevars, co_name=own.co_name)
 
 
-def _in_first_calls(function: FunctionType, typechecker: Any) -> Callable[..., Any]:
-    """The function with checks, one inside another function: it shares the number of calls with others of its code."""
-    code, checked = id(function.__code__), None
-    if _calls.get(code, 0) >= CALLS:
-        return function
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        nonlocal checked
-        if _calls.get(code, 0) >= CALLS:
-            return function(*args, **kwargs)
-        _calls[code] += 1
-        checked = checked or _jaxtyped(function, typechecker=typechecker)
-        return checked(*args, **kwargs)
-
-    return call
-
-
 def sparing(*, typechecker: Any) -> Callable[[Any], Any]:
     """In place of `jaxtyping.jaxtyped`, which the import hook calls by this name."""
 
     def decorate(subject: Any) -> Any:
         if isinstance(subject, FunctionType):
-            if "<locals>" in subject.__qualname__:
-                return _in_first_calls(subject, typechecker)
-            _Gate(subject, typechecker)
+            if "<locals>" not in subject.__qualname__:
+                _Gate(subject, typechecker)
         elif dataclasses.is_dataclass(subject) and not hasattr(subject.__init__, "__wrapped__"):
             _Gate(subject.__init__, typechecker)
         return subject

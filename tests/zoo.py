@@ -263,7 +263,7 @@ def _table() -> Iterator[Network]:
     yield row("resnet_batchnorm", _batch_norm, _images)
     yield row("instance_norms", parts.instance_norms, _images)
     yield row("rms_norms", parts.rms_norms, _sequences)
-    yield row("bilinear", parts.TwoBilinear, lambda: (_sequences(), _sequences()))
+    yield row("bilinear", parts.TwoBilinear, lambda: (_sequences(), _sequences()), ("mix*", "square*"))
     yield row("norms_1d", _norms_1d, _vectors)
     yield row("sequence_layernorm", _sequence_layernorm, _sequences)
     yield row("transformer_encoder", lambda: _encoder(True), _sequences)

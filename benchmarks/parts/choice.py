@@ -12,8 +12,7 @@ from torch import Tensor
 from benchmarks import routes
 from benchmarks.networks import Problem, build
 from benchmarks.parts.figures import Figures
-from benchmarks.timing import Comparison, Spread
-from curvops.cli.bench.measure import clock
+from benchmarks.timing import Comparison, Spread, clock
 from curvops.network.engines.plan import EngineChoice
 
 FORCED: tuple[EngineChoice, ...] = ("streamed", "autodiff", "layerwise")

@@ -70,56 +70,44 @@ def bench(
     size: Annotated[int | None, typer.Option(min=2, help="Rows of the matrix: 600, or 300 with --quick.")] = None,
     columns: Annotated[int, typer.Option(min=1, help="Right-hand sides.")] = 8,
     rtol: Annotated[float, typer.Option(min=0.0, help="Tolerance of the solvers.")] = 1e-6,
-    maxiter: Annotated[int, typer.Option(min=1, help="Maximum number of iterations of a solver.")] = 2000,
     rank: Annotated[
         int | None, typer.Option(min=1, help="Rank of low-rank preconditioners; they choose one if left out.")
     ] = None,
     budget: Annotated[list[int] | None, typer.Option(min=2, help="Products of an estimator. Repeatable.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each estimator: 5, or 3 with --quick.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first run.")] = 0,
     single: Annotated[bool, typer.Option("--float32", help="Use float32 instead of float64.")] = False,
-    peers: Annotated[bool, typer.Option("--peers", help="Also linear_operator and others (in a clone).")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Two small problems, in seconds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print results.json instead of tables.")] = False,
-    output: Annotated[Path, typer.Option(help="Folder for CSV, JSON and figures.")] = Path("curvops-bench"),
+    output: Annotated[Path, typer.Option(help="Folder for results.json and figures.")] = Path("curvops-bench"),
 ) -> None:
-    """Compare solvers and estimators: products, time, true and claimed errors, memory."""
+    """Compare solvers and estimators: products, time, true and claimed errors."""
     import torch
 
-    with _exit_codes("Interrupted."):
+    with _exit_codes("Interrupted; finished problems have their figures in " + str(output)):
         from curvops.cli.bench import sweep
         from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Settings
-        from curvops.cli.bench.problem import BenchError
-        from curvops.cli.bench.problems import NAMES
+        from curvops.cli.bench.problems import NAMES, BenchError
 
-    if names:
-        for what, known in (("problems", NAMES), ("methods", METHODS), ("preconditioners", PRECONDITIONERS)):
-            typer.echo(f"{what}: {', '.join(known)}")
-        return
-    default = sweep.Choice()
-    choice = sweep.Choice(
-        problem or (sweep.QUICK if quick else default.problems),
-        method or default.methods,
-        preconditioner or default.preconditioners,
-        peers,
-    )
-    usual = Settings(size=300, budgets=(30, 100), seeds=3) if quick else Settings()
-    settings = Settings(
-        size=size or usual.size,
-        columns=columns,
-        dtype=torch.float32 if single else torch.float64,
-        rtol=rtol,
-        maxiter=maxiter,
-        rank=rank,
-        budgets=tuple(sorted(budget)) if budget else usual.budgets,
-        seeds=seeds or usual.seeds,
-        seed=seed,
-    )
-    with _exit_codes("Interrupted; finished problems have their figures in " + str(output)):
+        if names:
+            for what, table in (("problems", NAMES), ("methods", METHODS), ("preconditioners", PRECONDITIONERS)):
+                typer.echo(f"{what}: {', '.join(table)}")
+            return
+        choice = sweep.Choice(
+            problem or (sweep.QUICK if quick else sweep.PROBLEMS),
+            method or sweep.USUAL,
+            preconditioner or sweep.USUAL_PRECONDITIONERS,
+        )
+        usual = Settings(size=300, budgets=(30, 100), seeds=3) if quick else Settings()
+        settings = Settings(
+            size=size or usual.size,
+            columns=columns,
+            dtype=torch.float32 if single else torch.float64,
+            rtol=rtol,
+            rank=rank,
+            budgets=tuple(sorted(budget)) if budget else usual.budgets,
+            seeds=seeds or usual.seeds,
+        )
         try:
-            sweep.run(choice, settings, output, (lambda _: None) if as_json else typer.echo)
+            sweep.run(choice, settings, output, typer.echo)
         except BenchError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(2) from None
-    if as_json:
-        typer.echo((output / "results.json").read_text(encoding="utf-8"))

@@ -12,8 +12,8 @@ from torch import Tensor
 def load_digits() -> tuple[Float[Tensor, "N 64"], Int[Tensor, " N"]]:
     """Return the images, with pixels in [0, 1], and their digits, in the order of scikit-learn."""
     try:
-        found = import_module("sklearn.datasets").load_digits(return_X_y=True)
+        dataset = import_module("sklearn.datasets").load_digits(return_X_y=True)
     except ImportError as error:
         raise ImportError("the digits need scikit-learn: pip install 'curvops[demo]'") from error
-    x, y = (torch.as_tensor(part) for part in found)
+    x, y = (torch.as_tensor(array) for array in dataset)
     return x.float() / 16, y.long()

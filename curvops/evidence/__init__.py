@@ -6,8 +6,7 @@ from curvops.evidence.mackay import mackay
 from curvops.evidence.maximize import maximize
 from curvops.evidence.train import train
 from curvops.evidence.validate import validate
-from curvops.posterior.log_evidence.evidence import Evidence
-from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep, Validation
+from curvops.posterior.log_evidence import Ending, Evidence, Tuning, TuningStep, Validation
 
 __all__ = [
     "Ending",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvops.checks import check_accuracy
+from curvops.checks import check_accuracy, check_kind
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
-from curvops.posterior.log_evidence.evidence import Evidence, find_evidence, prepare
+from curvops.posterior.log_evidence import Evidence, find_evidence, prepare
 from curvops.posterior.solves.linear_mode import warn_of_mode
 from curvops.summary import Table, Tabular, by_columns_of, summary
 
@@ -88,22 +87,17 @@ def grid(
     if at == "map":
         warn_of_mode(post)
     prepare(post.cache, min(map(_number, values)), rtol, generator)
-    found: list[Evidence] = []
+    evidences: list[Evidence] = []
     for value in values:
-        start = found[-1].theta if found else None
-        found.append(find_evidence(post.with_prior(value).terms, start, rtol, generator, at))
-    return Grid(found, values)
+        start = evidences[-1].theta if evidences else None
+        evidences.append(find_evidence(post.with_prior(value).terms, start, rtol, generator, at))
+    return Grid(evidences, values)
 
 
 def checked_precisions(prior_precisions: Any) -> list[float | Tensor]:
     """Return positive numbers, at least one; raise TypeError or ValueError for anything else."""
-    if isinstance(prior_precisions, str) or not isinstance(prior_precisions, Iterable):
-        raise TypeError(f"prior_precisions must be a sequence of numbers, got {prior_precisions!r}.")
-    if isinstance(prior_precisions, Tensor) and prior_precisions.ndim != 1:
-        raise ValueError(f"prior_precisions must be a sequence of numbers, got shape {tuple(prior_precisions.shape)}.")
+    check_kind("prior_precisions", prior_precisions, Iterable, "a sequence of positive numbers")
     values = list(prior_precisions)  # tensors keep their gradients
-    if not all(isinstance(value, numbers.Real | Tensor) for value in values):
-        raise TypeError(f"prior_precisions must be numbers, got {values}.")
     if not values or not all(0 < _number(value) < math.inf for value in values):
         raise ValueError(f"prior_precisions must be positive finite numbers, at least one; got {values}.")
     return values

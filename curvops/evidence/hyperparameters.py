@@ -18,11 +18,10 @@ from torch import Tensor
 
 from curvops.network import Batch, BatchMap
 from curvops.network.model.parameters import layer_of
-from curvops.operators import GGN, EmpiricalFisher, Linearization
+from curvops.operators import EmpiricalFisher, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.gaussians.laplace import Laplace
-from curvops.posterior.log_evidence.evidence import normal_mode, prepare, shares_of_weights
-from curvops.posterior.log_evidence.tuning import Tuning
+from curvops.posterior.log_evidence import Tuning, normal_mode, prepare, shares_of_weights
 from curvops.posterior.solves.function_space import REMEDIES
 from curvops.summary import summary
 
@@ -52,9 +51,9 @@ class PrecisionGroups:
         """Whether all weights have one precision."""
         return bool((self.base == 1).all())
 
-    def totals(self, each: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
+    def totals(self, values: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
         """Return the sum over each group."""
-        return torch.zeros_like(self.counts).index_add_(0, self.index, each.to(self.counts))
+        return torch.zeros_like(self.counts).index_add_(0, self.index, values.to(self.counts))
 
     def precision(self, alpha: Float[Tensor, " G"]) -> Tensor:
         """Return A in the form that a posterior takes: 0-d if it is a single number."""
@@ -130,14 +129,14 @@ class Hyperparameters:
         at_once = normal_mode(self.posterior.terms)
         if at_once is not None:
             return at_once, 0
-        found = self.posterior.linear_mode(start, rtol)
-        if not found.converged:
+        mode = self.posterior.linear_mode(start, rtol)
+        if not mode.converged:
             raise ValueError(
                 f"the linear model's mode was not found at prior precisions {summary(self.alpha)}. "
-                f"{REMEDIES.get(found.reason, found.reason.value)} With mode='map', maximize uses the network's own "
+                f"{REMEDIES.get(mode.reason, mode.reason.value)} With mode='map', maximize uses the network's own "
                 "weights."
             )
-        return found.theta, found.matvecs
+        return mode.theta, mode.matvecs
 
     def exact_counts(
         self, rtol: float, generator: torch.Generator | None
@@ -191,13 +190,9 @@ class Hyperparameters:
 
     def posterior_with(self, tuning: Tuning, generator: torch.Generator | None) -> Laplace:
         """Return the posterior under these hyperparameters, with its curvature at their noise."""
-        post, curvature = self.origin, self.origin.curvature
+        post = self.origin
         if self.noise is not None:
             post = post.with_noise(self.noise, generator)
-            known = self.origin.cache.known("spectrum")
-            if known is not None and isinstance(curvature, GGN) and curvature.asked == {}:  # without draws of its own
-                values = known.values * (self.origin.observation_noise / self.noise)
-                post.cache.put("spectrum", dataclasses.replace(known, values=values), known.vectors.nbytes)
         return dataclasses.replace(post.with_prior(self.groups.precision(self.alpha)), tuning=tuning)
 
 
@@ -224,17 +219,9 @@ def check_noise_scales(post: Laplace) -> None:
     """Raise ValueError unless the likelihood has one noise, and the curvature is proportional to its inverse."""
     _ = post.observation_noise
     if post.cache.power != 1:
-        raise ValueError(
-            "the noise of a tempered likelihood cannot be tuned: pass the curvature itself, not a multiple of it."
-        )
+        raise ValueError("the noise of a tempered likelihood cannot be tuned: pass the curvature itself.")
     curvature = post.curvature
     if not isinstance(curvature, UserOperator) or curvature.asked is None:
-        raise ValueError(
-            f"the noise is tuned with the curvature of one linearisation, co.GGN, co.KFAC, …; this "
-            f"{type(curvature).__name__} does not record how it was built, and cannot be built at another noise."
-        )
+        raise ValueError(f"this {type(curvature).__name__} cannot be built at another noise: use co.GGN, co.KFAC, …")
     if isinstance(curvature, EmpiricalFisher) or curvature.asked.get("fisher") == "empirical":
-        raise ValueError(
-            "the noise is tuned with a curvature that is proportional to 1 / noise, but an empirical Fisher is "
-            "proportional to its square. Use co.GGN, or the same class with fisher='exact'."
-        )
+        raise ValueError("an empirical Fisher is not proportional to 1 / noise: use co.GGN, or fisher='exact'.")

@@ -17,12 +17,10 @@ from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_nois
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
 from curvops.posterior.core.terms import CurvatureCache
-from curvops.posterior.draws.deviations import Deviations
-from curvops.posterior.draws.noise import Noise
-from curvops.posterior.draws.stochastic_descent import StochasticDescent
+from curvops.posterior.deviations import Deviations, Noise, StochasticDescent
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
-from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
+from curvops.posterior.log_evidence import Ending, Tuning, TuningStep
 from curvops.records import restore, state_of
 
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}
@@ -34,8 +32,6 @@ STEADY = 0.5
 
 MODE_RTOL = 1e-4
 """The relative accuracy of the mode if draws are used, whose γ is less accurate than one per cent."""
-LEAST_FALL = 0.3
-"""The share of its digits that a solve must have gained for its rate of convergence to be measured."""
 LARGEST_ERROR = 0.2
 """Relative errors of γ above this value do not end the steps earlier."""
 
@@ -90,9 +86,8 @@ def mackay(
 
     Returns:
         A new posterior; its `tuning` has the steps, with γ, its standard error and the products of each, the reason why
-        it ended, the products saved by starting from earlier solutions (`matvecs_saved`), and intervals of the
-        precisions and the noise. Steps end once the remaining change, extrapolated from the last two steps, is less
-        than a quarter of the error bar.
+        it ended, and intervals of the precisions and the noise. Steps end once the remaining change, extrapolated from
+        the last two steps, is less than a quarter of the error bar.
 
     Raises:
         TypeError, ValueError: `post` is not a posterior or has a prior operator, prior or update is unknown, the noise
@@ -125,9 +120,7 @@ def mackay(
     check_choice("update", update, ("mackay", "em"))
     present = post.prior.diagonal
     if present is None:
-        raise ValueError(
-            "mackay scales a prior precision that is a number or a vector; start from post.with_prior(1.0)."
-        )
+        raise ValueError("mackay scales a prior precision that is a number or a vector: use post.with_prior(1.0).")
     if count is None and (noise is not None or method is not None):
         raise ValueError("samples=None computes γ exactly, without draws: leave noise and method out.")
     if tune_noise:
@@ -214,9 +207,9 @@ class _FixedPoint:
             data = None if self.now.noise is None else misfit(self.now.origin, theta)
             self.targets = None if data is None else data.targets
             gamma, stderr, drawn = self._count(last)
-            products, saved = (0, 0.0) if drawn is None else (drawn.matvecs, self._products_saved(drawn))
+            spent += 0 if drawn is None else drawn.matvecs
             self.past = [*self.past[-1:], StepSolution(self._position(), theta, None if drawn is None else drawn.draws)]
-            self.records.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent + products, saved))
+            self.records.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent))
             new = self._next_hyperparameters(gamma, self.now.scatter(theta), data)
             new.require_near(start)
             changes.append(new.logs - self.now.logs)
@@ -258,14 +251,6 @@ class _FixedPoint:
             draws = draws + share * (draws - before.draws)
         return last.theta + share * (last.theta - before.theta), draws
 
-    def _products_saved(self, drawn: Deviations) -> float:
-        """Estimate the further products of a start at zero, by the rate at which residuals fell."""
-        if not self.past or drawn.method == "closed form" or not len(drawn.history):
-            return 0.0
-        start, steps = float(drawn.history[0].max()), len(drawn.history) - 1
-        whole, left = math.log(1 / self.rtol), math.log(max(start / self.rtol, 1.0))
-        return len(drawn.draws) * steps * (whole / max(left, LEAST_FALL * whole) - 1)
-
     def _count(
         self, guess: Float[Tensor, "k D"] | None
     ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], Deviations | None]:
@@ -274,27 +259,28 @@ class _FixedPoint:
             exact = self.now.exact_counts(self.xtol, self.generator)
             if exact is None:
                 raise ValueError(
-                    "samples=None: γ is exact if P has a closed form, and for "
-                    f"{self.now.origin.lin.num_parameters:,} weights otherwise only with prior='iso'; give a number "
-                    "of samples."
+                    "samples=None needs a closed form of P, or few weights and prior='iso'; give a number."
                 )
             return *exact, None
         groups, post = self.now.groups, self.now.posterior
         start = None if post.precision._closed_form() is not None else guess
-        found = post.deviations(self.samples, self.noise, self.method, start, self.rtol, self.generator)
-        self.noise = found.noise
-        A, z = post.prior.diagonal, found.draws
+        drawn = post.deviations(self.samples, self.noise, self.method, start, self.rtol, self.generator)
+        self.noise = drawn.noise
+        A, z = post.prior.diagonal, drawn.draws
         assert A is not None
-        each = groups.counts - torch.stack([groups.totals(share) for share in (A * z.square()).double()])
-        few = each.mean(0) <= groups.counts / 2
+        shares_of_draws = groups.counts - torch.stack([groups.totals(share) for share in (A * z.square()).double()])
+        few = shares_of_draws.mean(0) <= groups.counts / 2
         if bool(few.any()):
             pushed = post.curvature._matmul(z.mT).mT
             of_data = torch.stack([groups.totals(share) for share in (z * pushed).double()])
-            each, found = torch.where(few, of_data, each), replace(found, matvecs=found.matvecs + len(z))
-        stderr = each.std(0) / math.sqrt(len(each))
+            shares_of_draws, drawn = (
+                torch.where(few, of_data, shares_of_draws),
+                replace(drawn, matvecs=drawn.matvecs + len(z)),
+            )
+        stderr = shares_of_draws.std(0) / math.sqrt(len(shares_of_draws))
         least = torch.finfo(z.dtype).eps * groups.counts
-        gamma = each.mean(0).clamp(least, groups.counts - least)
-        return gamma, stderr, found
+        gamma = shares_of_draws.mean(0).clamp(least, groups.counts - least)
+        return gamma, stderr, drawn
 
     def _next_hyperparameters(
         self, gamma: Float[Tensor, " G"], scatter: Float[Tensor, " G"], data: Misfit | None

@@ -28,7 +28,7 @@ from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice
-from curvops.posterior.log_evidence.tuning import Tuning
+from curvops.posterior.log_evidence import Tuning
 from curvops.posterior.solves.linear_mode import TOLERATED, in_words, nats_below_mode
 from curvops.process_group import Ranks
 
@@ -106,8 +106,7 @@ def train(
             checked_whole(name, number)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            "optimizer must be a function that makes one from parameters, such as torch.optim.Adam or "
-            f"functools.partial(torch.optim.Adam, lr=1e-3), got an instance of {type(optimizer).__name__}."
+            "optimizer must be a function, such as functools.partial(torch.optim.Adam, lr=1e-3), got an instance."
         )
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
@@ -219,10 +218,7 @@ def _batches(
     if batch_size is not None:
         raise ValueError(f"batch_size={batch_size} is given, but the data come in batches: leave it out.")
     if shard is not None:
-        raise ValueError(
-            "over a process group minibatches are drawn from the points of all ranks: pass tensors (X, y) or a Dataset "
-            f"of this rank's points and batch_size=, instead of a {type(data).__name__}."
-        )
+        raise ValueError("over a process group pass this rank's points, (X, y) or a Dataset, and batch_size=.")
     return lambda: ((item, None) for item in data)
 
 

@@ -22,7 +22,7 @@ from curvops.network.data.randomness import items
 from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
-from curvops.posterior.log_evidence.tuning import Validation
+from curvops.posterior.log_evidence import Validation
 from curvops.posterior.predictions.answers import LABELS, targets_by_position
 from curvops.posterior.predictions.split_points import split_points
 
@@ -113,10 +113,7 @@ def validate(
     if post.lin.ranks is None and isinstance(y, Tensor) and not y.numel():
         raise ValueError("the held-out data hold no points.")
     if isinstance(data, Batches) and post.lin.ranks is None and data.are(x, y):
-        raise ValueError(
-            "these are the training data, whose likelihood does not show how well a prior predicts other data. Pass "
-            "data that were left out of training; if there are none, co.laplace(lin) chooses without them."
-        )
+        raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")
     targets = partial(targets_by_position, post.lin, x, y)
     split = split_points(post.lin, x, False, "validation", targets=targets)
     by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)
@@ -173,9 +170,9 @@ class _Search:
         """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""
         device = post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
-        found = post.log_likelihood(self.x, self.y, self.joint, None, draws, self.gather, self.link)
-        value, count = float(found.value.mean()), found.value.numel()
-        error = float(torch.as_tensor(found.stderr).norm()) / count
+        scores = post.log_likelihood(self.x, self.y, self.joint, None, draws, self.gather, self.link)
+        value, count = float(scores.value.mean()), scores.value.numel()
+        error = float(torch.as_tensor(scores.stderr).norm()) / count
         self.trials.append(_Trial(post, value, error))
         return value
 

@@ -1,14 +1,12 @@
 """Gaussian processes made from networks: gpytorch kernels and means, and a BoTorch model."""
 
-from importlib.metadata import version
 from typing import Any
 
 from curvops.errors import ModeNotFoundError
 from curvops.gp.exact_process import LinearizedGP
 from curvops.gp.infinite_width import InfiniteWidthKernel
-from curvops.gp.kernel import LinearizedKernel
+from curvops.gp.kernel import LinearizedKernel, LinearizedMean
 from curvops.gp.laplace_process import LaplaceProcess, laplace_gp
-from curvops.gp.mean import LinearizedMean
 from curvops.gp.operator_kernel import ComposedKernel
 from curvops.gp.reduction import ReducedPosterior, reduced_posterior
 
@@ -33,15 +31,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")
     try:
         from curvops.gp.botorch_model import LaplaceModel
-    except ImportError as error:
-        if (error.name or "").split(".")[0] != "botorch":
+    except ModuleNotFoundError as error:
+        if error.name != "botorch":
             raise
-        if error.name == "botorch":
-            message = "LaplaceModel needs BoTorch: pip install curvops[botorch]."
-            raise ModuleNotFoundError(message, name="botorch") from error
-        raise ImportError(
-            f"LaplaceModel needs BoTorch 0.14 or newer, this is {version('botorch')} ({error}): pip install --upgrade "
-            "curvops[botorch].",
-            name=error.name,
+        raise ModuleNotFoundError(
+            "LaplaceModel needs BoTorch: pip install curvops[botorch].", name="botorch"
         ) from error
     return LaplaceModel

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from inspect import signature
-from operator import index
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
@@ -20,7 +19,7 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_choice
+from curvops.checks import check_choice, check_kind, check_tensor
 from curvops.gp.points import as_points
 from curvops.linalg import Dense
 from curvops.network.likelihoods import Gaussian
@@ -78,20 +77,10 @@ class LaplaceModel(Model, FantasizeMixin):
         outcome_transform: OutcomeTransform | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(post, Laplace):
-            raise TypeError(f"post must be a Laplace posterior from co.laplace, got {type(post).__name__}.")
+        check_kind("post", post, Laplace, "a Laplace posterior from co.laplace")
         check_choice("mode", mode, MODES)
-        for name, given, kind in (
-            ("input_transform", input_transform, InputTransform),
-            ("outcome_transform", outcome_transform, OutcomeTransform),
-        ):
-            if not isinstance(given, kind | None):
-                raise TypeError(f"{name} must be one of BoTorch's, an {kind.__name__}, got {type(given).__name__}.")
         if len(post.lin.output_shape) > 1:
-            raise ValueError(
-                f"a BoTorch model has one vector of outputs per point, but this network's outputs have shape "
-                f"{tuple(post.lin.output_shape)}: append nn.Flatten() to it, and flatten the targets."
-            )
+            raise ValueError("a BoTorch model has one vector of outputs per point: append nn.Flatten() to the network.")
         self.post, self.likelihood = post, post.lin.likelihood
         self._step = None if mode == "map" else post.linear_mode().theta - post.lin.theta
         self._observed: list[Observed] = []
@@ -129,20 +118,20 @@ class LaplaceModel(Model, FantasizeMixin):
     ) -> Posterior:
         """Return the distribution of the outputs at X, joint within each set of q points; see BoTorch's `Model`."""
         self.eval()
-        found: Posterior = GPyTorchPosterior(self._distribution(X, output_indices, observation_noise))
+        posterior: Posterior = GPyTorchPosterior(self._distribution(X, output_indices, observation_noise))
         if hasattr(self, "outcome_transform"):
-            found = self.outcome_transform.untransform_posterior(found, X=X)
+            posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
         if posterior_transform is None:
-            return found
+            return posterior
         takes_points = "X" in signature(posterior_transform.forward).parameters  # from BoTorch 0.15 on
-        return posterior_transform(found, X=X) if takes_points else posterior_transform(found)
+        return posterior_transform(posterior, X=X) if takes_points else posterior_transform(posterior)
 
     def _distribution(
         self, X: Tensor, output_indices: Sequence[SupportsIndex] | None = None, observation_noise: bool | Tensor = False
     ) -> MultivariateNormal:
         mean, covariance = self._condition(self._transformed(X))
         q, C = mean.shape[-2:]
-        asked = range(self.num_outputs) if output_indices is None else self._checked(output_indices)
+        asked = range(self.num_outputs) if output_indices is None else output_indices
         chosen = [self._outputs[i] for i in asked]
         if chosen != list(range(C)):
             by_output = covariance.unflatten(-1, (q, C)).unflatten(-3, (q, C))
@@ -176,10 +165,7 @@ class LaplaceModel(Model, FantasizeMixin):
         """
         as_points(self.post.lin, X)
         if Y.ndim < 2 or X.shape[-2] != Y.shape[-2] or Y.shape[-1] != self.num_outputs:
-            raise ValueError(
-                f"Y must be of shape (..., {X.shape[-2]}, {self.num_outputs}) for X of shape {tuple(X.shape)} and a "
-                f"model of {self.num_outputs} outputs, got {tuple(Y.shape)}."
-            )
+            raise ValueError(f"Y must have shape (..., {X.shape[-2]}, {self.num_outputs}), got {tuple(Y.shape)}.")
         for name, values in (("X", X), ("Y", Y)):
             if not bool(values.isfinite().all()):
                 raise ValueError(f"{name} holds NaN or infinite values: leave out the points without targets.")
@@ -189,27 +175,13 @@ class LaplaceModel(Model, FantasizeMixin):
         variances = self._noise("noise", True if noise is None else noise, Y, Y.shape[-2])
         seen = Observed(self._transformed(X), Y, variances, self._outputs)
         new._observed = [*self._observed, seen]
-        try:
-            _ = new.batch_shape
-        except RuntimeError as error:
-            shapes = [tuple(part.shape) for part in (X, Y, seen.noise)]
-            raise ValueError(
-                f"the batches of X, Y and noise {shapes} do not broadcast together, or not with those of the earlier "
-                f"observations, {tuple(self.batch_shape)}."
-            ) from error
         return new
 
     def subset_output(self, idcs: Sequence[SupportsIndex]) -> LaplaceModel:
         """Return the model of a subset of the outputs."""
         new = copy(self)
-        new._outputs = [self._outputs[i] for i in self._checked(idcs)]
+        new._outputs = [self._outputs[i] for i in idcs]
         return new
-
-    def _checked(self, indices: Sequence[SupportsIndex]) -> list[int]:
-        found, count = [index(i) for i in indices], self.num_outputs
-        if not found or not all(-count <= i < count for i in found):
-            raise ValueError(f"outputs must be some of the {count} of this model, as indices from 0, got {found}.")
-        return found
 
     def draw_function(self, generator: torch.Generator | None = None) -> GenericDeterministicModel:
         """Return one draw of the linearised function as a deterministic model, for Thompson sampling.
@@ -224,10 +196,7 @@ class LaplaceModel(Model, FantasizeMixin):
             ValueError: the model is conditioned, so that its weights do not have the distribution of the posterior.
         """
         if self._observed:
-            raise ValueError(
-                "a conditioned model has no draws of the weights: draw from the model before conditioning, "
-                "or update the posterior."
-            )
+            raise ValueError("a conditioned model has no draws of the weights: draw before conditioning.")
         sample = self.post.sample(1, generator) + (0 if self._step is None else self._step)
 
         def function(X: Tensor) -> Tensor:
@@ -248,21 +217,11 @@ class LaplaceModel(Model, FantasizeMixin):
         m = self.num_outputs
         if given is True:
             if not isinstance(self.likelihood, Gaussian):
-                raise ValueError(
-                    f"observation noise needs a Gaussian likelihood, but this is {self.likelihood!r}: use the "
-                    "outputs' own distribution, observation_noise=False, with an objective such as GenericMCObjective."
-                )
+                raise ValueError("observation noise needs a Gaussian likelihood: use observation_noise=False.")
             of_all = self.likelihood.noise.to(like).expand(self.post.lin.num_outputs)
             return of_all[self._outputs].expand(points, m)
-        if not isinstance(given, Tensor):
-            raise TypeError(f"{name} must be a tensor of variances, or True or False, got {given!r}.")
-        try:
-            noise = given.to(like).expand(*given.shape[:-2], points, m)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{name} must have a shape that expands to (..., {points}, {m}), points by outputs, got "
-                f"{tuple(given.shape)}."
-            ) from error
+        check_tensor(name, given)
+        noise = given.to(like).expand(*given.shape[:-2], points, m)
         if not bool(((noise >= 0) & noise.isfinite()).all()):
             raise ValueError(f"{name} holds variances: none may be negative or not finite.")
         return noise
@@ -272,8 +231,6 @@ class LaplaceModel(Model, FantasizeMixin):
         lin = self.post.lin
         points = as_points(lin, X)
         batch, q = X.shape[:-2], X.shape[-2]
-        if not len(points):
-            raise ValueError(f"X of shape {tuple(X.shape)} has no points.")
         predicted = self.post.predict(points, groups=q)
         mean, covariance = predicted.mean, predicted.covariance_matrix
         if self._step is not None:
@@ -304,10 +261,7 @@ class LaplaceModel(Model, FantasizeMixin):
         left = factor.diagonal(dim1=-2, dim2=-1).square() / given.diagonal(dim1=-2, dim2=-1)
         least = 10 * len(told) * torch.finfo(left.dtype).eps
         if bool((info > 0).any() | (left < least).any()):
-            raise ValueError(
-                "the observations' covariance is singular: points are repeated, or too close to each other for "
-                "their noise. Leave some out, or pass noise; no jitter is added."
-            )
+            raise ValueError("the observations' covariance is singular: leave out repeated points, or pass noise.")
         half = torch.linalg.solve_triangular(factor, covariance[..., told, :cut], upper=False)
         residual = (Y - mean.flatten(-2)[..., told]).unsqueeze(-1)
         moved = half.mT @ torch.linalg.solve_triangular(factor, residual, upper=False)

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from gpytorch.constraints import Positive
 from gpytorch.kernels import Kernel
-from gpytorch.likelihoods import GaussianLikelihood, Likelihood, MultitaskGaussianLikelihood
+from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
 from gpytorch.means import Mean
 from gpytorch.models import ExactGP
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import LikelihoodChoice
-from curvops.gp.kernel import LinearizedKernel
-from curvops.gp.mean import LinearizedMean
+from curvops.gp.kernel import LinearizedKernel, LinearizedMean
 from curvops.gp.points import as_points
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
@@ -65,31 +64,18 @@ class LinearizedGP(ExactGP):
         check_linearization(lin)
         if kernel is not None and options:
             raise ValueError(f"the given kernel has its own {', '.join(options)}: leave these out.")
-        for name, given, kind in (
-            ("likelihood", likelihood, Likelihood),
-            ("kernel", kernel, Kernel),
-            ("mean", mean, Mean),
-        ):
-            if not isinstance(given, kind | None):
-                raise TypeError(f"{name} must be one of gpytorch, got {type(given).__name__}.")
         x, y = _training_data(lin)
         super().__init__(x, y, _likelihood_of(lin) if likelihood is None else likelihood)
         C = lin.num_outputs
         if getattr(self.likelihood, "num_tasks", None) != (C if C > 1 else None):
             fits = f"MultitaskGaussianLikelihood({C})" if C > 1 else "GaussianLikelihood()"
-            raise ValueError(
-                f"likelihood, a {type(likelihood).__name__}, is for another number of outputs than the network's {C}: "
-                f"pass {fits}, or None."
-            )
+            raise ValueError(f"a network of {C} outputs needs likelihood={fits}, or None.")
         self.mean_module = LinearizedMean(lin) if mean is None else mean
         self.covar_module = LinearizedKernel(lin, **options) if kernel is None else kernel
         for name, module in self.named_modules():
             own = getattr(module, "lin", None)
             if isinstance(own, Linearization) and lin.tangent_space.difference(own.tangent_space) is not None:
-                raise ValueError(
-                    f"{name}, a {type(module).__name__}, belongs to another linearisation than the process, at other "
-                    "weights or with other parameters: make both from one linearisation."
-                )
+                raise ValueError(f"{name} belongs to another linearisation: make both from one.")
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Normal:
         """Return the prior distribution of the outputs at x."""
@@ -101,10 +87,7 @@ class LinearizedGP(ExactGP):
 def _training_data(lin: Linearization) -> tuple[Float[Tensor, "N d"], Tensor]:
     """Return the inputs, one row per point, and the targets, (N,) for one output; raise for those that do not fit."""
     if not isinstance(lin.likelihood, Gaussian):
-        raise ValueError(
-            f"an exact Gaussian process needs a Gaussian likelihood, but this is {lin.likelihood!r}: co.gp.laplace_gp "
-            "takes any, and gpytorch's ApproximateGP takes gpytorch's with LinearizedKernel."
-        )
+        raise ValueError("an exact Gaussian process needs a Gaussian likelihood: see co.gp.laplace_gp.")
     batches = list(lin.gathered().data)
     if any(batch.weights is not None for batch in batches):
         raise ValueError("gpytorch's likelihoods take no weights of points: linearise without them, or use co.laplace.")
@@ -119,9 +102,7 @@ def _likelihood_of(lin: Linearization) -> GaussianLikelihood | MultitaskGaussian
     """Return gpytorch's likelihood with the noise of the linearisation's likelihood."""
     noise, C = lin.likelihood.single_noise, lin.num_outputs
     if noise is None:
-        raise ValueError(
-            f"{lin.likelihood!r} has several noises: pass likelihood=MultitaskGaussianLikelihood({C}) of gpytorch."
-        )
+        raise ValueError(f"{lin.likelihood!r} has several noises: pass likelihood=MultitaskGaussianLikelihood({C}).")
     options: dict[str, Any] = {"noise_constraint": Positive()}  # gpytorch's own constraint is at least 1e-4
     made: Any = GaussianLikelihood(**options)
     if C > 1:

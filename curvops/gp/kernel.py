@@ -1,4 +1,4 @@
-"""The tangent kernel of a linearised network as a gpytorch kernel."""
+"""The tangent kernel and the prior mean of a linearised network, as a kernel and a mean of gpytorch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 from gpytorch.constraints import Interval
+from gpytorch.means import Mean
 from gpytorch.priors import Prior
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.argument_types import PriorPrecision
+from curvops.argument_types import PriorMean, PriorPrecision
 from curvops.checks import check_choice, checked_number
 from curvops.gp.operator_kernel import OperatorKernel, check_points
 from curvops.gp.points import OUTPUTS, as_points, own_outputs, same_points
 from curvops.linalg import Dense, LowRank
 from curvops.network.model.parameters import layer_of, matching
-from curvops.network.model.weight_vectors import read_precision
+from curvops.network.model.weight_vectors import read_mean, read_precision
 from curvops.operators import Linearization, TangentKernel
-from curvops.operators.function_space.gram_graph import gram_with_graph
-from curvops.operators.function_space.gram_matrix import gram_terms
+from curvops.operators.function_space.gram_matrix import gram_terms, gram_with_graph
 from curvops.posterior.core.arguments import require_linearized
 
 OVER = ("scalar", "layers", "tensors")
@@ -136,12 +136,12 @@ class LinearizedKernel(OperatorKernel):
         """
         check_points(x1, x2, diag, last_dim_is_batch)
         C, same = self.lin.num_outputs, same_points(x1, x2)
-        found = self._joint(x1, x1 if same else x2, diag)
+        matrix = self._joint(x1, x1 if same else x2, diag)
         if not self.batch_shape:
-            return found
-        if isinstance(found, Tensor):
-            return own_outputs(found.unflatten(-1, (-1, C)).mT, 1)
-        blocks = found.to_dense().unflatten(-1, (-1, C)).unflatten(-3, (-1, C)).diagonal(dim1=-3, dim2=-1)
+            return matrix
+        if isinstance(matrix, Tensor):
+            return own_outputs(matrix.unflatten(-1, (-1, C)).mT, 1)
+        blocks = matrix.to_dense().unflatten(-1, (-1, C)).unflatten(-3, (-1, C)).diagonal(dim1=-3, dim2=-1)
         return Dense(own_outputs(blocks.movedim(-1, -3), 2), psd=same)
 
     def _joint(self, x1: Tensor, x2: Tensor, diag: bool) -> LinearOperator | Tensor:
@@ -167,10 +167,10 @@ class LinearizedKernel(OperatorKernel):
     def _entries(self) -> Float[Tensor, " D"]:
         """Return s A⁻¹, one number per weight."""
         selection, scales = self.lin.model.selection, self._scales()
-        each = {
+        scale_of = {
             name: scales[self._group_of[name]].expand(shape) for name, shape in zip(selection.names, selection.shapes)
         }
-        return selection.flatten(each)
+        return selection.flatten(scale_of)
 
     def _tangent_kernel(self, x1: Tensor, x2: Tensor) -> TangentKernel:
         second = None if x2 is x1 else as_points(self.lin, x2)
@@ -187,8 +187,8 @@ class LinearizedKernel(OperatorKernel):
         sets = [x1] if x2 is x1 else [x1, x2]
         together = torch.cat([x.expand(*batch, -1, -1) for x in sets], -2)
         blocks = self._tangent_kernel(together, together).blocks(together.shape[-2])
-        found = blocks.reshape(*batch, *blocks.shape[-2:])
-        return found if x2 is x1 else found[..., :rows, rows:]
+        matrices = blocks.reshape(*batch, *blocks.shape[-2:])
+        return matrices if x2 is x1 else matrices[..., :rows, rows:]
 
     def _matrix(self, x1: Tensor, x2: Tensor) -> LinearOperator:
         kernel = self._tangent_kernel(x1, x2)
@@ -202,8 +202,8 @@ class LinearizedKernel(OperatorKernel):
             return kernel.keeping_in(self._kept.get("store", x1, x2, dict))
         if left.is_recorded or right.is_recorded:
             scales = self._scales()
-            each = {name: scales[group] for name, group in self._group_of.items()}
-            return Dense(gram_with_graph(left, right, each), psd=x2 is x1)
+            scale_of = {name: scales[group] for name, group in self._group_of.items()}
+            return Dense(gram_with_graph(left, right, scale_of), psd=x2 is x1)
         one = torch.ones_like(self.lin.theta[0])  # J_g(x) J_g(x')ᵀ for each group of weights
         units = self._kept.get("grams", x1, x2, lambda: gram_terms(left, right, one, self._group_of))
         return Dense(torch.tensordot(self._scales(), units, 1), psd=x2 is x1)
@@ -250,3 +250,52 @@ def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], 
         of = {name: owners.index(owner[name]) for name in names}
         values = [checked_number("prior_precision", start, kind="a number or {glob: number}")] * len(owners)
     return of, torch.tensor(values, dtype=lin.theta.dtype, device=lin.theta.device)
+
+
+class LinearizedMean(Mean):
+    """The mean f(x, θ*) + J(x)(m − θ*) of the linear model under its prior N(m, A⁻¹), as a gpytorch mean.
+
+    Together with `LinearizedKernel`, it makes a gpytorch `ExactGP` the linearised network as a Gaussian process: for a
+    Gaussian likelihood its predictions are those of `co.laplace` at the linear model's mode.
+
+    Inputs are (..., n, d); the result is (..., n) for a network with one output, otherwise (..., n, C). It costs a
+    forward pass and one product with J, and has a gradient in the inputs, but none in the network's weights.
+
+    Args:
+        lin: the linearised network. It is not a submodule: it is not trained, not moved, and not in the state dict.
+        prior_mean: m, a number, a vector (D,) or a mapping {glob over parameter names: number}.
+        outputs: "joint", or "independent" for a kernel of independent outputs: the result is then (..., C, n).
+
+    Raises:
+        TypeError, ValueError: `lin` is not a linearisation; the prior mean is of another kind or size; inputs do not
+            fit the network.
+
+    Examples:
+        >>> co.gp.LinearizedMean(lin)(x).shape
+        torch.Size([8, 2])
+    """
+
+    def __init__(self, lin: Linearization, prior_mean: PriorMean = 0.0, *, outputs: str = "joint") -> None:
+        super().__init__()
+        require_linearized(lin)
+        check_choice("outputs", outputs, OUTPUTS)
+        self._outputs = outputs
+        self.lin, self._prior_mean = lin, read_mean(prior_mean, lin.model).detach()
+
+    def extra_repr(self) -> str:
+        """Return the linearisation, which torch prints among a module's parts."""
+        return repr(self.lin)
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n"] | Float[Tensor, "..."]:
+        """Return the mean at x: (*b, n) for one output, else (*b, n, C); for independent outputs (..., C, n)."""
+        jacobian = self.lin.jacobian(as_points(self.lin, x), differentiable=True)
+        step = self._prior_mean.expand_as(self.lin.theta) - self.lin.theta
+        values = jacobian.outputs().flatten() + jacobian._matmul(step)
+        mean = values.reshape(*x.shape[:-1], self.lin.num_outputs)
+        if self._outputs == "independent":
+            return own_outputs(mean.mT, 1)
+        return mean.squeeze(-1) if mean.shape[-1] == 1 else mean
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedMean:
+        """Return a copy that shares the linearisation."""
+        return LinearizedMean(self.lin, self._prior_mean, outputs=self._outputs)

@@ -19,26 +19,19 @@ from curvops.linalg import Estimate, Reason
 from curvops.linalg.core.memory import keep
 from curvops.linalg.core.solve_routes import KERNEL_COPIES
 from curvops.linalg.solvers.solve import default_rtol
-from curvops.operators import Linearization
+from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.posterior.core.arguments import check_linearization, checked_count
-from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, read_prior
-from curvops.posterior.draws.deviations import draw_deviations
-from curvops.posterior.draws.noise import Noise, Systems
-from curvops.posterior.log_evidence.evidence import Evidence, add_up, count_parameters, log_ratio
+from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior, read_prior
+from curvops.posterior.deviations import Noise, Systems, draw_deviations
+from curvops.posterior.log_evidence import Evidence, add_up, count_parameters, log_ratio
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
-from curvops.posterior.solves.function_space import (
-    FormedKernel,
-    FormedSpace,
-    FunctionSpace,
-    StreamedSpace,
-    TrainingOutputs,
-    find_dual_mode,
-)
+from curvops.posterior.solves.function_space import DualMode, FunctionSpace
 from curvops.posterior.solves.leave_one_out import with_left_out_noise
+from curvops.posterior.solves.linear_mode import find_mode
 from curvops.posterior.solves.precision import inverse_for_rows
 from curvops.summary import Summarised
 
@@ -77,7 +70,7 @@ class LaplaceProcess(Summarised, Predictive):
     training_log_likelihood: Float[Tensor, ""]
     """The log-likelihood log p(y | f) at the mode, in nats."""
     gradient: float
-    """The relative gradient ‖u + r‖ / ‖r‖ at the end, with r the residuals."""
+    """The relative gradient at the end: ‖u + r‖ / ‖r‖ with r the residuals, or that of `post.linear_mode`."""
     reason: Reason
     """The reason: CONVERGED, or PRECISION_LIMIT if it is as near as the dtype allows."""
     steps: int
@@ -202,10 +195,10 @@ def laplace_gp(
         TypeError, ValueError: an argument is of another kind or size; the prior precision is an operator or an earlier
             posterior; hyperparameters require a gradient, which is not available here.
 
-    Cost: if memory has room for five matrices of (N·C)² numbers in float64, and there are at most as many outputs in
-    total as weights: the Gram matrix, and a Cholesky factorisation per step; a prediction then takes the Gram matrix
-    with the training points. Otherwise conjugate gradients on I + LᵀKL, or on JᵀHJ + A if that is smaller, at two
-    passes over the data per iteration; predictions cost as much as those of `co.laplace`.
+    Cost: if half of the memory left has room for five matrices of (N·C)² numbers in float64, and there are at most as
+    many outputs in total as weights: the Gram matrix, and a Cholesky factorisation per step; a prediction then takes
+    the Gram matrix with the training points. Otherwise the mode is found in weight space, as by `post.linear_mode`, and
+    predictions cost as much as those of `co.laplace`.
 
     Source: Rasmussen & Williams 2006, sections 3.4 and 3.5; Immer, Korzepa & Bauer 2021.
 
@@ -223,51 +216,55 @@ def laplace_gp(
     prior = read_prior(prior_precision, prior_mean, lin.model)
     A = prior.diagonal
     if A is None:
-        raise ValueError(
-            "laplace_gp needs a prior_precision that is a number, a vector or a mapping {glob: number}, got "
-            f"{type(prior_precision).__name__}; co.laplace accepts operators and earlier posteriors."
-        )
+        raise ValueError("laplace_gp needs a prior_precision that is a number, a vector or a mapping {glob: number}.")
     if carries_graph((A, prior.mean)):
-        raise ValueError(
-            "prior_precision or prior_mean requires a gradient, which laplace_gp does not have: detach it. "
-            "co.laplace(lin, prior_precision=...).log_evidence() has this gradient."
-        )
-    space = _space_for(lin, A)
-    found = find_dual_mode(space, prior.mean, float(rtol), most)
-    if not math.isfinite(found.gradient):
-        raise ModeNotFoundError(Reason.NON_FINITE, found.gradient, found.steps, rtol, NOT_FINITE)
-    if found.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
-        remedy = REMEDIES.get(found.reason, found.reason.value)
-        raise ModeNotFoundError(found.reason, found.gradient, found.steps, rtol, remedy)
-    curvature = DisplacedGGN.at(lin, (found.outputs - space.points.outputs).to(lin.theta))
-    dual = None
-    if isinstance(space, FormedSpace):
-        L, factor = space.points.factor(found.outputs, 1.0)
-        keep(lin.jacobian(), factor, factor.nbytes + L.nbytes)
-        dual = factor, L
+        raise ValueError("laplace_gp has no gradient for prior_precision or prior_mean: detach it.")
+    mode, dual = _find_mode(lin, prior, A, float(rtol), most)
+    if not math.isfinite(mode.gradient):
+        raise ModeNotFoundError(Reason.NON_FINITE, mode.gradient, mode.steps, rtol, NOT_FINITE)
+    if mode.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
+        remedy = REMEDIES.get(mode.reason, mode.reason.value)
+        raise ModeNotFoundError(mode.reason, mode.gradient, mode.steps, rtol, remedy)
+    curvature = DisplacedGGN.at(lin, lin.push(mode.theta - lin.theta))
     by_position = -1, lin.output_shape[-1]
     return LaplaceProcess(
         lin,
-        found.theta,
-        found.outputs.reshape(by_position),
-        found.u.reshape(by_position),
-        found.log_likelihood,
-        found.gradient,
-        found.reason,
-        found.steps,
-        space.matvecs,
-        space.is_formed,
+        mode.theta,
+        mode.outputs.reshape(by_position),
+        mode.u.reshape(by_position),
+        mode.log_likelihood,
+        mode.gradient,
+        mode.reason,
+        mode.steps,
+        mode.matvecs,
+        dual is not None,
         PrecisionTerms(CurvatureCache(lin, curvature), prior),
         dual,
     )
 
 
-def _space_for(lin: Linearization, A: Tensor) -> FunctionSpace:
-    """Return function space with the Gram matrix formed, if memory has room and weights are not fewer than outputs."""
+def _find_mode(
+    lin: Linearization, prior: Prior, A: Tensor, rtol: float, most_steps: int
+) -> tuple[DualMode, tuple[Tensor, Tensor] | None]:
+    """Return the mode, and the factor of I + LᵀKL and L, or None if the mode was found in weight space.
+
+    The Gram matrix is formed if memory has room for it and for its factor, and weights are not fewer than outputs.
+    """
+    space = FunctionSpace(lin, metric=A)
     outputs = lin.num_data * max(lin.num_outputs, lin.likelihood.root_columns(lin.num_outputs))
     if outputs <= lin.num_parameters and 2 * KERNEL_COPIES * 8 * outputs**2 <= lin.memory.room():
-        return FormedSpace(FormedKernel(lin, metric=A), 1.0)
-    return StreamedSpace(TrainingOutputs(lin), A)
+        found = space.mode(1.0, prior.mean, rtol, most_steps)
+        if found.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT) or not math.isfinite(found.gradient):
+            return found, None
+        L, factor = space.factor(found.outputs, 1.0)
+        keep(lin.jacobian(), factor, factor.nbytes + L.nbytes)
+        return found, (factor, L)
+    terms = PrecisionTerms(CurvatureCache(lin, GGN(lin)), prior)
+    mode = find_mode(terms, prior.mean.expand_as(lin.theta), rtol, most_steps)
+    with torch.no_grad():
+        at = space.outputs_at(mode.theta)
+        misfit, residual = space.loss(at)
+    return DualMode(-residual, mode.theta, at, -misfit, mode.gradient, mode.reason, mode.steps, mode.matvecs), None
 
 
 def _count(factor: Float[Tensor, "NR NR"]) -> Estimate:

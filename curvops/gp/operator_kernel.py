@@ -14,6 +14,7 @@ from linear_operator import to_dense
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import check_kind
 from curvops.gp.points import same_points
 from curvops.linalg import Dense, Operator
 from curvops.summary import name_of
@@ -31,10 +32,10 @@ class OperatorKernel(Kernel):
 
     def __call__(self, x1: Tensor, x2: Tensor | None = None, diag: bool = False, **params: Any) -> Any:
         """Return the lazy matrix, or its diagonal; see gpytorch's `Kernel.__call__`."""
-        found = super().__call__(x1, x2, diag=diag, **params)
-        if type(found) is LazyEvaluatedKernelTensor:
-            return LazyOperatorKernel(found.x1, found.x2, kernel=self, **params)
-        return found
+        matrix = super().__call__(x1, x2, diag=diag, **params)
+        if type(matrix) is LazyEvaluatedKernelTensor:
+            return LazyOperatorKernel(matrix.x1, matrix.x2, kernel=self, **params)
+        return matrix
 
     def __add__(self, other: Kernel) -> Kernel:
         return ComposedKernel(super().__add__(other))
@@ -57,10 +58,7 @@ class OperatorKernel(Kernel):
     def _set_value(self, name: str, value: Any) -> None:
         raw, constraint = getattr(self, f"raw_{name}"), getattr(self, f"raw_{name}_constraint")
         given = torch.as_tensor(value, dtype=raw.dtype, device=raw.device)
-        try:
-            start = constraint.inverse_transform(given.expand_as(raw))
-        except RuntimeError as error:
-            raise ValueError(f"{name} has the shape {tuple(raw.shape)}, got {tuple(given.shape)}.") from error
+        start = constraint.inverse_transform(given.expand_as(raw))
         if not bool(start.isfinite().all()):
             raise ValueError(f"{name} must be finite and within its constraint, {constraint}, got {value}.")
         self.initialize(**{f"raw_{name}": start})
@@ -91,8 +89,7 @@ class ComposedKernel(OperatorKernel):
 
     def __init__(self, base_kernel: Kernel) -> None:
         super().__init__()
-        if not isinstance(base_kernel, Kernel):
-            raise TypeError(f"base_kernel must be a kernel of gpytorch, got {type(base_kernel).__name__}.")
+        check_kind("base_kernel", base_kernel, Kernel, "a kernel of gpytorch")
         self.base_kernel = base_kernel
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> Any:
@@ -102,10 +99,10 @@ class ComposedKernel(OperatorKernel):
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> LinearOperator | Tensor:
         """Return the kernel's matrix, or its diagonal."""
         with settings.lazily_evaluate_kernels(False):
-            found = self.base_kernel(x1, x2, diag=diag, **params)
-        if diag or (isinstance(found, Operator) and not isinstance(found, Dense)):
-            return found
-        return Dense(to_dense(found), psd=same_points(x1, x2))
+            matrix = self.base_kernel(x1, x2, diag=diag, **params)
+        if diag or (isinstance(matrix, Operator) and not isinstance(matrix, Dense)):
+            return matrix
+        return Dense(to_dense(matrix), psd=same_points(x1, x2))
 
     def __getitem__(self, index: Any) -> Kernel:
         return ComposedKernel(self.base_kernel[index])
@@ -115,13 +112,6 @@ def check_points(x1: Tensor, x2: Tensor, diag: bool, last_dim_is_batch: bool) ->
     """Raise ValueError for a kernel per input dimension, and for two sets of points that form no matrix."""
     if last_dim_is_batch:
         raise ValueError("last_dim_is_batch makes a kernel per input dimension, but a network takes them together.")
-    try:
-        torch.broadcast_shapes(x1.shape[: -1 if diag else -2], x2.shape[: -1 if diag else -2])
-    except RuntimeError as error:
-        raise ValueError(
-            f"inputs of shapes {tuple(x1.shape)} and {tuple(x2.shape)} have batches that do not broadcast together or, "
-            "for a diagonal, different numbers of points."
-        ) from error
 
 
 class LazyOperatorKernel(LazyEvaluatedKernelTensor):

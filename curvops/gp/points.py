@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import carries_graph
+from curvops.checks import carries_graph, check_kind, check_tensor
 from curvops.operators import Linearization
 
 OUTPUTS = ("joint", "independent")
@@ -20,20 +21,12 @@ def as_points(lin: Linearization, x: Tensor) -> Tensor:
 
     Raises TypeError if x is not a tensor or the network takes several, ValueError if d is not the size of its input.
     """
-    few = lin.data.few
-    if not isinstance(few, Tensor):
-        raise TypeError(
-            f"a Gaussian process has inputs of one tensor (n, d), but the network takes a {type(few).__name__}: "
-            "wrap it in a module that splits one tensor."
-        )
-    if not isinstance(x, Tensor):
-        raise TypeError(f"inputs must be a tensor (..., n, d), got {type(x).__name__}: convert with torch.tensor(x).")
+    few: Any = lin.data.few
+    check_kind("the network's input", few, Tensor, "one tensor: wrap the network in a module that splits it")
+    check_tensor("inputs", x)
     shape = few.shape[1:]
     if x.ndim < 2 or x.shape[-1] != math.prod(shape):
-        raise ValueError(
-            f"inputs of shape {tuple(x.shape)} do not fit a network whose input has the shape {tuple(shape)}: expected "
-            f"(..., n, {math.prod(shape)}), one row per point."
-        )
+        raise ValueError(f"inputs must have shape (..., n, {math.prod(shape)}), a row per point, got {tuple(x.shape)}.")
     points = x.reshape(-1, *shape)
     return points if few.is_floating_point() else points.to(few.dtype)
 
@@ -51,10 +44,7 @@ def own_outputs(values: Float[Tensor, "*b C *rest"], rest: int) -> Float[Tensor,
     if values.shape[at - 1] == 1:
         return values.squeeze(at - 1)
     if values.shape[at - 1] != outputs:
-        raise ValueError(
-            f"inputs of {outputs} independent outputs have a last batch dimension of 1 or {outputs}, got "
-            f"{values.shape[at - 1]}: unsqueeze(-3) gives inputs (..., n, d) to all outputs."
-        )
+        raise ValueError(f"inputs of {outputs} independent outputs have a last batch dimension of 1 or {outputs}.")
     return values.diagonal(dim1=at - 1, dim2=at).movedim(-1, at - 1)
 
 

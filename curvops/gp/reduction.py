@@ -158,10 +158,7 @@ class ReducedPosterior(Laplace):
             or self.curvature is not made.curvature
             or bool(ratio.max() > (1 + PROPORTIONAL) * ratio.min())
         ):
-            raise ValueError(
-                "what the features leave out is known only for the prior that they were made for, and for multiples of "
-                "it: call co.gp.reduced_posterior again, with this prior and these data."
-            )
+            raise ValueError("what the features leave out is known only for multiples of the prior they were made for.")
         return float(ratio.mean())
 
 
@@ -259,10 +256,7 @@ class FeatureChoice:
         diagonal = self.lin.curvature_diagonal(exact)
         trace = (diagonal.double() / self.prior).sum()
         if not bool(trace > 0):
-            raise ValueError(
-                f"{type(self.lin.likelihood).__name__} has no curvature at the outputs of these points (all of them "
-                "left out, or a loss that is linear there): the posterior is the prior, and there is nothing to reduce."
-            )
+            raise ValueError("the loss has no curvature at these points: the posterior is the prior.")
         chosen = None
         if points is not None:
             basis = self._basis(self.lin.jacobian(points).formed())
@@ -344,13 +338,7 @@ def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, c
         if features != "inducing" or candidates is not None:
             raise ValueError("points=Z are the features themselves: leave out features and candidates.")
         rank = lin.jacobian(points).shape[-2]
-        if not rank:
-            raise ValueError("points=Z has no points.")
-    else:
-        if checked_whole("rank", rank, 1, kind="a whole number of features") > min(D, terms):
-            raise ValueError(
-                f"rank must be at most {min(D, terms):,}: J has {terms:,} rows and {D:,} columns, got {rank}."
-            )
+    checked_whole("rank", rank, 1, min(D, terms), "a whole number of features")
     if candidates is not None and features != "random":
         raise ValueError(f'candidates need features="random", not {features!r}.')
     drawn = (
@@ -361,9 +349,5 @@ def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, c
     room, needed = max(LEAST_ROOM, lin.memory.room()), int(each * rank * lin.theta.element_size())
     if needed > room:
         fits = int(room / (each * lin.theta.element_size()))
-        raise ValueError(
-            f"{rank} features of {D:,} weights and {terms:,} outputs need {needed:,} bytes, but the memory budget "
-            f"has room for {room:,}, or {fits} features. Lower the rank, or pass a larger memory_budget to "
-            "co.linearize."
-        )
+        raise ValueError(f"{rank} features need {needed:,} bytes, the memory budget has {room:,}: room for {fits}.")
     return rank, drawn

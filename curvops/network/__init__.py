@@ -16,8 +16,8 @@ from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
+from curvops.network.likelihoods.gaussian import estimated_noise, gaps_and_weights, mean_squares, needs_noise
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
-from curvops.network.likelihoods.residual_noise import estimated_noise, gaps_and_weights, mean_squares, needs_noise
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Blocks
 from curvops.network.model.tangent_space import TangentSpace

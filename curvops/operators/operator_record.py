@@ -59,10 +59,7 @@ def _record(operator: LinearOperator, lin: Linearization, what: str) -> dict[str
     if DATA_OPERATORS.get(name) is type(operator):
         return _data_record(operator, lin, what)
     if TENSOR_OPERATORS.get(name) is not type(operator):
-        raise ValueError(
-            f"{what} holds {name}, an operator that cannot be saved: use co.low_rank(op), co.KFAC(lin), or for few "
-            "weights co.linalg.Dense(op.to_dense(), psd=True)."
-        )
+        raise ValueError(f"{what} holds {name}, an operator that cannot be saved: use co.low_rank(op) or co.KFAC(lin).")
     kwargs = {key: v for key, v in operator._kwargs.items() if key not in TOLD and not isinstance(v, Cache)}
     record = {
         "class": name,
@@ -86,15 +83,11 @@ def _operator(record: Mapping[str, Any], lin: Linearization) -> Any:
     name = record["class"]
     if name in DATA_OPERATORS:
         if not lin.data.is_present:
-            raise ValueError(
-                f"the file holds co.{name}, whose products walk over the {lin.data.num_data:,} training points: "
-                "pass them, co.load(path, model, data)."
-            )
+            raise ValueError(f"co.{name} walks over the training points: pass them, co.load(path, model, data).")
         options = {key: value_of_record(value, lin) for key, value in record["options"].items()}
         if options.get("draws") is not None and record.get("order", lin.data.prints.order) != lin.data.prints.order:
             raise ValueError(
-                f"the file holds co.{name} with targets drawn for each point: pass the data in the order that they had "
-                "then (over a process group, the shards one after the other)."
+                f"targets of co.{name} were drawn for each point: pass the data in the order they had then."
             )
         hyperparameters = [value_of_record(tensor, lin) for tensor in record["hyperparameters"]]
         operator = DATA_OPERATORS[name].build_at(lin, hyperparameters, **options)
@@ -114,11 +107,7 @@ def _operator(record: Mapping[str, Any], lin: Linearization) -> Any:
 def _data_record(operator: Any, lin: Linearization, what: str) -> dict[str, Any]:
     own: Linearization = operator.lin
     if own.source != lin.source or own.tangent_space.difference(lin.tangent_space):
-        raise ValueError(
-            f"{what} holds co.{type(operator).__name__} of other data or other weights than those of the posterior's "
-            f"own linearisation ({own.num_data:,} points), and a GGN is saved by reference to its data: keep it in "
-            "compressed form, post.update(lin_new, rank=...) or co.low_rank(op)."
-        )
+        raise ValueError(f"{what} holds a curvature of other data or weights: save co.low_rank(op) in its place.")
     return {
         "class": type(operator).__name__,
         "hyperparameters": [tensor.detach() for tensor in operator._args[1:]],

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from curvops.checks import check_generator, checked_whole
+from curvops.checks import check_generator, check_kind, checked_whole
 from curvops.operators.curvatures.subnetwork import checked_indices
 from curvops.operators.linearized.linearization import Linearization
 
@@ -37,8 +37,7 @@ def subsample(
         >>> few.num_data, co.GGN(few).shape
         (4, torch.Size([17, 17]))
     """
-    if not isinstance(lin, Linearization):
-        raise TypeError(f"subsample takes a linearisation, co.linearize(…), as its first argument, got {lin!r}.")
+    check_kind("lin", lin, Linearization, "a linearisation, co.linearize(…)")
     chosen = _positions(m, lin.num_data, generator)
     if lin.passes.shard is not None:
         lin.passes.shard.ranks.require_equal({"the chosen points, from m and generator": chosen.tolist()})

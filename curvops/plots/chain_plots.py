@@ -11,8 +11,9 @@ from jaxtyping import Real
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from curvops.checks import check_kind
 from curvops.plots import style
-from curvops.sampling.diagnostics import projected_chains
+from curvops.sampling import diagnostics
 
 Chains = Real[np.ndarray, "chains draws"] | Real[Tensor, "chains draws"]
 BINS = 30
@@ -83,8 +84,8 @@ def autocorrelation(draws: Mapping[str, Chains], *, lags: int = 100, ax: Axes | 
     axes = style.axes_of(ax, 8.0, 4.4)
     for (name, look), chains in zip(style.looks(draws).items(), draws.values()):
         series = torch.as_tensor(chains, dtype=torch.float64)
-        rho = projected_chains.autocorrelation(series)[:, : lags + 1].numpy()
-        x, size = np.arange(rho.shape[1]), float(projected_chains.effective_size(series))
+        rho = diagnostics.autocorrelation(series)[:, : lags + 1].numpy()
+        x, size = np.arange(rho.shape[1]), float(diagnostics.effective_size(series))
         axes.plot(x, rho.mean(0), linewidth=2, label=f"{name}: {size:,.0f} of {chains.size:,} draws", **look.line)
         axes.fill_between(x, rho.min(0), rho.max(0), color=look.color, alpha=style.BAND, linewidth=0)
     longest = max(chains.shape[1] for chains in draws.values())
@@ -97,15 +98,11 @@ def autocorrelation(draws: Mapping[str, Chains], *, lags: int = 100, ax: Axes | 
 
 def _checked(draws: Mapping[str, Chains], what: str) -> dict[str, np.ndarray]:
     """Return the draws as arrays (chains, draws), or raise TypeError or ValueError."""
-    if not isinstance(draws, Mapping):
-        raise TypeError(f"{what} draws {{name: array (chains, draws)}}, got {type(draws).__name__}.")
+    check_kind(what, draws, Mapping, "{name: array (chains, draws)}")
     arrays = {name: style.as_array(chains) for name, chains in draws.items()}
-    if not arrays:
-        raise ValueError(f"{what} draws {{name: array (chains, draws)}}, got none.")
-    for name, chains in arrays.items():
-        if chains.ndim != 2 or not chains.size:
-            raise ValueError(
-                f"{what} needs numbers, each as an array (chains, draws); {name!r} has shape {chains.shape}. For a "
-                "tensor, pass single entries, draws[name][..., i]."
-            )
+    if not arrays or any(chains.ndim != 2 or not chains.size for chains in arrays.values()):
+        shapes = {name: chains.shape for name, chains in arrays.items()}
+        raise ValueError(
+            f"{what} draws numbers, each an array (chains, draws), such as draws[name][..., i]; got {shapes}."
+        )
     return arrays

@@ -58,10 +58,7 @@ def regression(
     points = np.sort(style.vector("x", x))
     lin, outputs = post.lin, post.lin.num_outputs
     if output not in range(outputs) and (output is not None or outputs > 1):
-        raise ValueError(
-            f"regression draws one output, and this network has {outputs}; pass output=0 to {outputs - 1}, got "
-            f"{output}."
-        )
+        raise ValueError(f"regression draws one output of {outputs}: pass output=0 to {outputs - 1}, got {output}.")
     x_train, y_train, shape = _training_data(lin, output or 0)
     inputs = torch.as_tensor(points, dtype=lin.theta.dtype, device=lin.theta.device).reshape(shape)
     predicted = post.predict(inputs)
@@ -91,10 +88,7 @@ def _training_data(lin: Any, output: int) -> tuple[np.ndarray, np.ndarray, tuple
     first = batches[0][0]
     if not isinstance(first, Tensor) or first[0].numel() != 1:
         features = f"inputs of shape {tuple(first.shape)}" if isinstance(first, Tensor) else "several inputs"
-        raise ValueError(
-            f"regression draws against one input feature, and this network has {features}; draw post.predict(x).mean "
-            "and .stddev against a coordinate of your choice."
-        )
+        raise ValueError(f"regression draws against one input feature, and this network has {features}.")
     x = np.concatenate([style.as_array(inputs).reshape(-1) for inputs, _ in batches])
     y = np.concatenate([style.as_array(targets).reshape(-1, lin.num_outputs)[:, output] for _, targets in batches])
     return x, y, (-1, *first.shape[1:])
@@ -154,11 +148,13 @@ def reliability(
     if not named:
         raise ValueError("reliability draws {name: probabilities (N, C)}, got none.")
     y = torch.as_tensor(style.as_array(labels)).reshape(-1)
-    found = {name: _classes(name, given) for name, given in named.items()}
-    counted = [(metrics.reliability_bins(p, y, bins=bins), float(metrics.ece(p, y, bins=bins))) for p in found.values()]
+    probabilities = {name: _classes(name, values) for name, values in named.items()}
+    counted = [
+        (metrics.reliability_bins(p, y, bins=bins), float(metrics.ece(p, y, bins=bins))) for p in probabilities.values()
+    ]
     axes = style.axes_of(ax, 5.6, 5.4)
     axes.plot([0, 1], [0, 1], color=style.GREY, linestyle=":", linewidth=1.5, label="perfect calibration")
-    for (name, look), (bin_, error) in zip(style.looks(found).items(), counted):
+    for (name, look), (bin_, error) in zip(style.looks(probabilities).items(), counted):
         confidence, accuracy, count = (style.as_array(part) for part in (bin_.confidence, bin_.accuracy, bin_.count))
         held = count > 0
         label = f"{name}, ECE {100 * error:.1f} %"

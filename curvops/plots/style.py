@@ -117,12 +117,12 @@ def as_array(values: Any) -> np.ndarray:
 
 def vector(name: str, values: Any) -> Real[np.ndarray, " N"]:
     """Return finite or missing numbers (N,) of an array, a tensor or a list, or of a column (N, 1)."""
-    found = as_array(values)
-    found = found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
-    if found.ndim != 1 or not found.size or not (np.issubdtype(found.dtype, np.number) or found.dtype == bool):
-        kind = f"shape {found.shape}" if np.issubdtype(found.dtype, np.number) else type(values).__name__
+    array = as_array(values)
+    array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+    if array.ndim != 1 or not array.size or not (np.issubdtype(array.dtype, np.number) or array.dtype == bool):
+        kind = f"shape {array.shape}" if np.issubdtype(array.dtype, np.number) else type(values).__name__
         raise ValueError(f"{name} must be a vector (N,), or a column (N, 1), of at least one number, got {kind}.")
-    return found
+    return array
 
 
 def vectors(what: str, common: Any, named: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -139,12 +139,12 @@ def vectors(what: str, common: Any, named: Any) -> tuple[np.ndarray, dict[str, n
     return first, arrays
 
 
-def check_named(what: str, given: Any, kind: type, source: str) -> None:
+def check_named(what: str, named: Any, kind: type, source: str) -> None:
     """Raise TypeError or ValueError unless at least one object of a kind is given, each by its name."""
-    if not isinstance(given, Mapping) or not all(isinstance(value, kind) for value in given.values()):
-        found = [type(v).__name__ for v in given.values()] if isinstance(given, Mapping) else type(given).__name__
-        raise TypeError(f"{what} draws {{name: {kind.__name__}}}, each {source}; got {found}.")
-    if not given:
+    if not isinstance(named, Mapping) or not all(isinstance(value, kind) for value in named.values()):
+        kinds = [type(v).__name__ for v in named.values()] if isinstance(named, Mapping) else type(named).__name__
+        raise TypeError(f"{what} draws {{name: {kind.__name__}}}, each {source}; got {kinds}.")
+    if not named:
         raise ValueError(f"{what} draws {{name: {kind.__name__}}}, each {source}; got none.")
 
 

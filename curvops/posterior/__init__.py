@@ -1,8 +1,7 @@
 """Gaussian posteriors over the weights, and what they predict."""
 
 from curvops.errors import DivergenceError, InertWeightsWarning, ModeWarning, NotSolvedError
-from curvops.posterior.draws.deviations import Deviations
-from curvops.posterior.draws.stochastic_descent import StochasticDescent
+from curvops.posterior.deviations import Deviations, StochasticDescent
 from curvops.posterior.gaussians.fit_mode import ModeFit, fit_mode
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.posterior.gaussians.laplace import Laplace

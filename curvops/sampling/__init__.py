@@ -2,25 +2,21 @@
 
 from curvops.errors import FewDrawsWarning, NotVectorizedWarning, UnsettledWarning
 from curvops.sampling import diagnostics
-from curvops.sampling.core.chain_draws import Chain
-from curvops.sampling.core.log_density import LogPosterior, log_posterior
-from curvops.sampling.core.schedules import Constant, Cosine, RobbinsMonro
-from curvops.sampling.core.state import Info, MomentumState, State
-from curvops.sampling.core.transition import Transition
-from curvops.sampling.families.extended_kalman import ExtendedKalmanFilter, KalmanState, ekf
-from curvops.sampling.families.variational import FitEnding, Variational, VariationalInfo, VariationalState, vi
-from curvops.sampling.repriorisation.gap import GradientGap
-from curvops.sampling.repriorisation.reprior import Reprior, reprior
-from curvops.sampling.repriorisation.reprior_problem import ntk_precision
-from curvops.sampling.runs.empirical_posterior import EmpiricalPosterior, empirical
-from curvops.sampling.runs.minibatches import Minibatches, minibatches
-from curvops.sampling.runs.running import chains, run
-from curvops.sampling.samplers.baoa import baoa
-from curvops.sampling.samplers.hmc import hmc, lmc
-from curvops.sampling.samplers.pcn import pcn
-from curvops.sampling.samplers.sghmc import sghmc, sgnht
-from curvops.sampling.samplers.sgld import sgld
-from curvops.sampling.samplers.torch_optimizer import optimizer
+from curvops.sampling.chain_draws import Chain
+from curvops.sampling.empirical_posterior import EmpiricalPosterior, empirical
+from curvops.sampling.extended_kalman import ExtendedKalmanFilter, KalmanState, ekf
+from curvops.sampling.feed import Minibatches, minibatches
+from curvops.sampling.langevin import baoa, sghmc, sgld, sgnht
+from curvops.sampling.log_density import LogPosterior, log_posterior
+from curvops.sampling.metropolis import hmc, lmc, pcn
+from curvops.sampling.repriorisation.problem import ntk_precision
+from curvops.sampling.repriorisation.reprior import GradientGap, Reprior, reprior
+from curvops.sampling.running import chains, run
+from curvops.sampling.schedules import Constant, Cosine, RobbinsMonro
+from curvops.sampling.state import Info, MomentumState, State
+from curvops.sampling.torch_optimizer import optimizer
+from curvops.sampling.transition import Transition
+from curvops.sampling.variational import FitEnding, Variational, VariationalInfo, VariationalState, vi
 
 __all__ = [
     "Chain",

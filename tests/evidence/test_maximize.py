@@ -1,9 +1,5 @@
-"""The hyperparameters of largest evidence: a dense gradient vanishes there, whatever was tuned and however.
+"""The hyperparameters of largest evidence: a dense gradient vanishes there, whatever was tuned and however."""
 
-Tests `ascent.py`.
-"""
-
-import importlib
 import math
 
 import pytest
@@ -11,11 +7,9 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.evidence import ascent
 from curvops.linalg.core import solve_routes as routes
 from tests.posterior.trained import problem
 
-linear_mode = importlib.import_module("curvops.posterior.solves.linear_mode")
 DOUBLE = torch.float64
 CURVATURES = {"GGN": co.GGN, "KFAC": co.KFAC, "diagonal": co.DiagonalGGN}
 
@@ -125,25 +119,6 @@ def test_steps_share_a_sketch(network, monkeypatch, annotations_unchecked):
     generator = torch.Generator().manual_seed(0)
     tuned = co.evidence.maximize(posterior(network), "layers", generator=generator)
     assert len(tuned.tuning.steps) >= 8 and len(made) <= 3
-
-
-@pytest.mark.parametrize("use", ["probes", "linear mode"])
-def test_solves_that_fail_inside_name_no_option_of_a_solver(network, use, monkeypatch, annotations_unchecked):
-    """Where the message says what to do, the public call can do it."""
-    monkeypatch.setattr(routes, "WHOLE", 0)
-    for place in (ascent, linear_mode):
-        monkeypatch.setattr(place, "cg", lambda *a, **options: co.linalg.cg(*a, **{**options, "maxiter": 1}))
-    post = posterior(network, prior=1e-3)
-    calls = {
-        "probes": lambda: co.evidence.maximize(post, "layers", mode="map"),
-        "linear mode": lambda: post.linear_mode(rtol=1e-10),
-    }
-    with pytest.raises(co.linalg.ConvergenceError, match="prior precision") as caught:
-        calls[use]()
-    said = str(caught.value)
-    assert not [
-        option for option in ("maxiter", "add_diagonal", "minres", "preconditioner", "nystrom") if option in said
-    ]
 
 
 def test_weighted_targets_count_by_their_weights():

@@ -54,7 +54,7 @@ def test_data_in_any_form_are_those_tensors(regression, annotations_unchecked):
         ([], ValueError, "no points"),
         (x, TypeError, "A batch is"),
         ((x, y, y), TypeError, "a third item"),
-        (iter([(x, y)]), TypeError, "read only once"),
+        (iter([(x, y)]), TypeError, "only once"),
     ]:
         with pytest.raises(error, match=message):
             co.evidence.validate(post, data)

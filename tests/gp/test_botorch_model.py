@@ -339,14 +339,3 @@ def test_without_botorch_the_error_says_what_to_install(monkeypatch: pytest.Monk
         co.gp.__getattr__("LaplaceModel")
     with pytest.raises(AttributeError, match="no attribute 'Model'"):
         co.gp.__getattr__("Model")
-
-
-def test_without_a_name_of_botorch_the_error_names_the_version_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    import botorch.models.model
-
-    monkeypatch.delitem(sys.modules, "curvops.gp.botorch_model")
-    monkeypatch.delattr(botorch.models.model, "FantasizeMixin")
-    with pytest.raises(ImportError, match=r"BoTorch 0.14 or newer, this is [\d.]+.*FantasizeMixin"):
-        co.gp.__getattr__("LaplaceModel")

@@ -66,5 +66,5 @@ def test_densities_of_targets_of_another_shape_are_refused() -> None:
         marginal = gpytorch.mlls.ExactMarginalLogLikelihood(gp.likelihood, gp)
         y = gp.train_targets
         for wrong in (y.unsqueeze(-1), y[:5], y.mT if y.ndim == 2 else y[:1]):
-            with pytest.raises(ValueError, match="do not end with the event's shape"):
+            with pytest.raises(ValueError, match="values must end with the event's shape"):
                 marginal(gp(*gp.train_inputs), wrong)

@@ -1,6 +1,6 @@
 """Networks of infinite width against quadrature, many digits, random networks and dense Gaussian processes.
 
-Tests `infinite_width.py`, `gaussian_expectations.py`.
+Tests `infinite_width.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.func import functional_call, jacrev
 
 import curvops as co
 from curvops.gp import InfiniteWidthKernel
-from curvops.gp.gaussian_expectations import ACTIVATIONS, Covariance
+from curvops.gp.infinite_width import ACTIVATIONS, Covariance
 from curvops.linalg import Operator
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}

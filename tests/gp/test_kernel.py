@@ -1,6 +1,6 @@
 """A linearised network inside gpytorch against dense Jacobians and the linearised Laplace posterior.
 
-Tests `kernel.py`, `mean.py`, `operator_kernel.py`, `points.py`.
+Tests `kernel.py`, `operator_kernel.py`, `points.py`.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ def test_where_neither_j_nor_its_gram_matrix_fits_few_weights_are_solved_for(
     gp = Process(lin, x, y, likelihood, **PRIORS[prior])
     streamed: list[bool] = []
     for name in ("_sum", "_forms"):
-        walk = getattr(weight_space_form, name)
+        walk = getattr(tangent_kernel, name)
         monkeypatch.setattr(tangent_kernel, name, lambda *args, walk=walk: (streamed.append(True), walk(*args))[1])
 
     def dense_value() -> Tensor:
@@ -371,7 +371,7 @@ def test_the_form_of_few_weights_is_the_matrix_s(noise: float, each: bool, monke
     J = lin.jacobian().to_dense()
     dense = (J / A) @ J.mT + d.expand(600).diag()
     b = torch.randn(600, 3, dtype=DOUBLE)
-    assert isinstance(P._closed_form(), weight_space_form.WeightSpaceForm)
+    assert isinstance(P._closed_form(), tangent_kernel.WeightSpaceForm)
     solved = P.solve(b)
     backward = (dense @ solved - b).norm() / (torch.linalg.matrix_norm(dense, 2) * solved.norm() + b.norm())
     assert float(backward) < 1e-15

@@ -1,6 +1,6 @@
 """The kernel of a linearised network inside gpytorch's variational models: exact where the family holds the posterior.
 
-Tests `outputs="independent"` of `kernel.py` and `mean.py`, too.
+Tests `outputs="independent"` of `kernel.py`, too.
 """
 
 from __future__ import annotations

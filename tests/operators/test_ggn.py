@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.network.engines import layerwise
 from tests.linalg.samples import assert_covariance
 from tests.zoo import ZOO
 
@@ -80,17 +79,6 @@ def test_sample_weights_enter_the_curvature_and_the_gradient():
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
     torch.testing.assert_close(lin.gradient(), expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(lin.log_likelihood(), -loss.detach(), rtol=1e-12, atol=0)
-
-
-def test_points_that_are_multiplied_few_at_a_time_keep_their_own_curvature(monkeypatch):
-    monkeypatch.setattr(layerwise, "CACHED_BYTES", 0)
-    layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)
-    model, (x, y), w = nn.Sequential(*layers).double(), data(), torch.rand(11, dtype=torch.float64)
-    batches = list(zip(x.split([6, 5]), y.split([6, 5]), w.split([6, 5])))
-    lin = co.linearize(model, batches, "classification", weights=True, engine="layerwise")
-    v = torch.randn(lin.num_parameters, dtype=torch.float64)
-    expected = dense_ggn(model, x, lin.likelihood, w) @ v
-    torch.testing.assert_close(co.GGN(lin) @ v, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("parameters", ["last_layer", "0.weight", ["*.bias"], lambda name, p: p.ndim == 2])

@@ -23,12 +23,10 @@ from curvops.operators.function_space.gram_matrix import (
     HELD,
     PASS,
     PRODUCT,
-    SHIFTED,
     TOUCHED,
     Sizes,
     gram_cost,
     layer_sets,
-    work_of_pixels,
 )
 
 DOUBLE = torch.float64
@@ -82,16 +80,10 @@ PRIORS = {
     ("prior", "room"),
     [("number", None), ("tensors", None), ("vector", None), ("tensors", 3 * 2**13), ("tensors", 0), ("vector", 0)],
 )
-@pytest.mark.parametrize(
-    ("form", "shifted"), [("rows", 0), ("pairs", math.inf), ("pairs", 0), ("images", math.inf), ("images", 0)]
-)
-def test_the_forms(lin, form, shifted, prior, room, monkeypatch):
-    """Every form gives J A⁻¹ Jᵀ and J A⁻¹ J'ᵀ, whole, in sets of layers and some points at a time, or one by one.
-
-    Inner products of patches are taken from patches where shifted sums count as infinite work, otherwise from pixels.
-    """
+@pytest.mark.parametrize("form", ["rows", "pairs", "images"])
+def test_the_forms(lin, form, prior, room, monkeypatch):
+    """Every form gives J A⁻¹ Jᵀ and J A⁻¹ J'ᵀ, whole, in sets of layers and some points at a time, or one by one."""
     monkeypatch.setattr(gram_matrix, "form_of", lambda *_: form)
-    monkeypatch.setattr(gram_matrix, "SHIFTED", shifted)
     A, x = PRIORS[prior](lin), torch.randn(5, 32, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
     J, other, scale = lin.jacobian().to_dense(), lin.jacobian(x).to_dense(), read_precision("prior", A, lin.model)
     if room is not None:
@@ -197,22 +189,6 @@ def test_the_least_work():
     assert Sizes(t=16, u=16, r=10, s=10, **sizes).work(2, 3)["rows"] == 256 * 2304 * (
         600 + 50 * (16 * FORMING + FORMED)
     )
-
-
-def test_pixels_take_less_work_than_patches(monkeypatch):
-    """With stride 1, a ninth of the products for 3 × 3, and passes over the sums; with stride 2, patches take less."""
-    sizes = Sizes(1, 64, 64, 128, 1152, 10, 10)
-    by_pixels, strided = (sizes._replace(pixels=work_of_pixels(x, x, 128, 1152, 2)) for x in (64, 256))
-    assert by_pixels.pixels == pytest.approx(64**2 * (128 + SHIFTED * (3 + 3)))
-    assert [each.by_pixels for each in (sizes, by_pixels, strided)] == [False, True, False]
-    torch.manual_seed(0)
-    lin = co.linearize(NETWORKS["convolution"](), (torch.randn(7, 32), torch.arange(7) % 3), "classification")
-    costs = []
-    for shifted in (math.inf, 0.0):
-        monkeypatch.setattr(gram_matrix, "SHIFTED", shifted)
-        costs.append(gram_cost(lin.plan, 7))
-    gradient = 7 * (3 * (4 * 16 * 72 + 64 * 3) + TOUCHED * (64 + 3))
-    assert costs[0] - costs[1] == pytest.approx(PRODUCT * 7 * 7 * 4 * 4 * (73 - 8) / 2 / gradient)
 
 
 def test_the_cost():

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import curvops as co
-from curvops.network.engines import engine
-from curvops.network.model.model import Model
 from tests.network.products import agree
 from tests.zoo import ZOO, batches, call, parameters_of, points, reference
 from tests.zoo_modules import Wired
@@ -236,21 +234,17 @@ def test_data_of_another_precision_are_cast_to_that_of_the_weights(ours: torch.d
     assert torch.equal(arrays.predict(x.numpy()), lin.predict(x))
 
 
-def test_outputs_at_other_weights_are_computed_some_points_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "FORWARD_POINTS", 2)
-    monkeypatch.setattr(engine, "MAPPED_BYTES", 0)
-    model, inputs = ZOO["mlp"].build()
-    lin = co.linearize(model, (inputs, torch.zeros(5, 3).double()), co.likelihoods.Gaussian(noise=1.0))
-    run, seen = Model.__call__, list[int]()
-
-    def counted(self: Model, values: Any, some: Any) -> Tensor:
-        seen.append(len(some))
-        return run(self, values, some)
-
-    monkeypatch.setattr(Model, "__call__", counted)
-    found = lin.predict(inputs, 1.1 * lin.theta)
-    assert seen == [2, 2, 1]
-    assert torch.allclose(found, run(lin.model, lin.unflatten(1.1 * lin.theta), inputs), atol=1e-13)
+def test_outputs_at_other_weights_are_computed_some_points_at_a_time() -> None:
+    """A pass that makes 1 MB a point is over at most 32 of them."""
+    model = nn.Sequential(nn.Linear(4, 2**16), nn.Tanh(), nn.AdaptiveAvgPool1d(8), nn.Linear(8, 3)).double()
+    seen, x = list[int](), torch.randn(70, 4).double()
+    model[2].register_forward_hook(lambda _, args, output: seen.append(len(output)))
+    data = x, torch.zeros(70, 3).double()
+    lin = co.linearize(model, data, co.likelihoods.Gaussian(noise=1.0), parameters="3.*")
+    seen.clear()
+    outputs = lin.predict(x, 1.1 * lin.theta)
+    assert seen == [24, 24, 22]
+    assert torch.allclose(outputs, 1.1 * model(x), atol=1e-13)
 
 
 class Steps(nn.Module):

@@ -23,7 +23,6 @@ NETWORKS = [
     "cnn",
     "cnn_1d",
     "resnet_groupnorm",
-    "bilinear",
     "norms_1d",
     "sequence_layernorm",
     "transformer_encoder",

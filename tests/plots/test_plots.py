@@ -1,7 +1,6 @@
 """Each figure carries labels with units, the lines it promises, and can be written; nothing global changes.
 
-Tests `chain_plots.py`, `cost_plots.py`, `density.py`, `prediction_plots.py`, `prior_plots.py`, `removal_plots.py`,
-`style.py`.
+Tests `chain_plots.py`, `prediction_plots.py`, `spectrum_plots.py`, `style.py`, `tuning_plots.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from curvops import metrics, plots
-from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
+from curvops.posterior.log_evidence import Ending, Tuning, TuningStep
 
 GRID = torch.linspace(-4, 4, 30).double()
 

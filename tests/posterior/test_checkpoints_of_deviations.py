@@ -94,7 +94,7 @@ def test_the_noise_of_a_run_without_a_seed_is_kept(after, tmp_path, saved_at_eac
     again = draws(tmp_path, seed=None)
     assert equal(first, again)
     post = setting()
-    expected = post.deviations(3, co.posterior.draws.noise.Noise(**first["noise"]), method="cg", rtol=1e-10).draws
+    expected = post.deviations(3, co.posterior.deviations.Noise(**first["noise"]), method="cg", rtol=1e-10).draws
     P = post.precision.to_dense()
     assert ((P @ (first["draws"] - expected).mT).norm(dim=0) <= 1.1e-7 * (P @ expected.mT).norm(dim=0)).all()
 

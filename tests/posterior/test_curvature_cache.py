@@ -1,4 +1,7 @@
-"""The cache: computed once, forgotten by value, counted by the budget, copied without its lock and generator."""
+"""The cache of `terms.py`: computed once, forgotten by value, counted by the budget, copied without its lock.
+
+Tests `terms.py`.
+"""
 
 import copy
 import gc

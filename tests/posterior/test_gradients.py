@@ -150,7 +150,7 @@ def test_a_posterior_that_follows_its_noise_is_saved_and_tuned_at_its_present_on
         torch.testing.assert_close(kept.log_evidence().value, post.log_evidence().value, rtol=1e-10, atol=0)
         torch.testing.assert_close(kept.predict(X).variance, post.predict(X).variance, rtol=1e-10, atol=0)
         noise.mul_(2.0)
-    with pytest.raises(ValueError, match="changed from 0.5 to 1 since the curvature was built"):
+    with pytest.raises(ValueError, match="has changed since the curvature was built"):
         post.save(tmp_path / "changed")
 
 

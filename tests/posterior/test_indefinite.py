@@ -63,14 +63,6 @@ def test_an_indefinite_precision_that_passed_the_door_is_refused_by_every_use(li
             use()
 
 
-def test_a_curvature_known_to_be_semidefinite_costs_nothing_at_the_door(lin, monkeypatch):
-    monkeypatch.setattr(
-        "curvops.posterior.solves.precision.lanczos", lambda *args, **kwargs: pytest.fail("products spent")
-    )
-    for curvature in (co.GGN, co.KFAC, 0.5 * co.GGN(lin) + co.DiagonalGGN(lin)):
-        co.laplace(lin, curvature, prior_precision=1.0, check_mode=False).with_prior(2.0)
-
-
 class Untrue(co.linalg.Operator):
     """A matrix of one's own that is said to be symmetric, and is not."""
 

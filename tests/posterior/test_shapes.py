@@ -70,7 +70,7 @@ def answers(post, x, y):
         f"{name}{field}": getattr(u, field) for name, u in parts.items() for field in ("mean", "total", "epistemic")
     }
     found |= {"score": post.log_likelihood(x, y).value, "drawn score": post.log_likelihood(x, y, samples=S).value}
-    if not isinstance(post._target(), co.posterior.predictions.uncertainty.NUMBERS):
+    if not isinstance(post._target(), co.posterior.predictions.answers.NUMBERS):
         links = ["probit", "mc", "network"] + ["bridge", "bridge_norm"] * isinstance(
             post._target(), co.likelihoods.Categorical
         )

@@ -1,6 +1,6 @@
 """Posteriors with structured curvatures: predictive, evidence and samples against the dense matrix of each.
 
-Tests `evidence.py`.
+Tests `log_evidence.py`.
 """
 
 from importlib import import_module
@@ -72,7 +72,7 @@ def test_tuning_and_samples_iterate_nowhere(lin, name):
     curvature = CURVATURES[name](lin)
     solving, quadrature = (
         import_module("curvops.linalg.solvers.solve"),
-        "curvops.posterior.log_evidence.evidence.spectral_quadrature",
+        "curvops.posterior.log_evidence.spectral_quadrature",
     )
     with patch.object(solving, "cg", side_effect=AssertionError), patch(quadrature, side_effect=AssertionError):
         post = co.evidence.maximize(co.laplace(lin, curvature, prior_precision=1.0, check_mode=False))

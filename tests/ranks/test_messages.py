@@ -106,6 +106,9 @@ def test_messages_and_bytes_are_those_of_the_formulas(size) -> None:
         bits = "bits of a product"
         assert found[bits] == everywhere[0][bits]
         messages, sent = found["linearize"]
-        assert messages == 18 and sent < 4096 and found["linearize a wider network"] == (messages, sent)
+        wider, more = found["linearize a wider network"]
+        assert (
+            messages == wider == 18 and max(sent, more) < 4096 and abs(sent - more) < 16
+        )  # lengths of pickled numbers
         for name, count in expected.items():
             assert found[name] == count, (rank, name)

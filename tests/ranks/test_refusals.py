@@ -174,7 +174,7 @@ REFUSED = {
     "weights on one rank": "RanksDifferError: whether points have weights",
     "other subsets": "RanksDifferError: the chosen points",
     "repeated points": "ValueError: this DistributedSampler repeats points",
-    "minibatches": "ValueError: minibatches are not available for data that are shared among the ranks",
+    "minibatches": "ValueError: minibatches are not available for data of a process group",
     "another dtype": "ValueError: the data of a linearisation over a process group cannot be converted",
     "a pickle": "TypeError: a linearisation over a process group cannot be pickled",
     "no group again": "7",

@@ -1,6 +1,6 @@
 """Samplers whose log posterior is added up over ranks: every chain is that of one process, and equal on all ranks.
 
-Tests `minibatches.py`.
+Tests `feed.py`.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "a linearised batch": outcome(lambda: f.linearize(lin.theta, (X, y))),
     }
     many = S.chains(S.hmc(f, 0.1, leapfrog_steps=3), 2)
-    state, before = many.init(f.params, seeded()), ranks.messages
+    state, before, batch = many.init(f.params, seeded()), ranks.messages, (X, y)
     for _ in range(5):
-        state, _ = many.update(state, (X, y), inplace=True)
+        state, _ = many.update(state, batch, inplace=True)
     found["messages of 5 steps of HMC"] = str(ranks.messages - before)
     state = S.sgld(f, 0.1).init(f.params, seeded())
     before, sent = ranks.messages, ranks.bytes_sent
@@ -156,7 +156,7 @@ REFUSED = {
     "minibatches for Metropolis": "ValueError: this batch has 4 of the 14 points",
     "part of a shard": "ValueError: this batch has 3 of the ",
     "a filter": "ValueError: ekf is not for a log posterior over a process group",
-    "a linearised batch": "ValueError: a log posterior over a process group linearises no batches",
+    "a linearised batch": "ValueError: over a process group no batch is linearised",
     "messages of 5 steps of HMC": str(5 * 3 + 1),
     "messages of a step of SGLD": f"1, {(43 + 1) * 8} bytes",
 }

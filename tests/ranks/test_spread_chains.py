@@ -1,6 +1,6 @@
 """Chains spread over ranks, each on all data: they are the chains of one process, and so are their diagnostics.
 
-Tests `spread.py`.
+Tests `chain_draws.py`.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ REFUSED = {
     "chains of chains": "ValueError: the sampler already runs ",
     "data shared by the same ranks": "ValueError: the ranks of process_group share the data of log_posterior",
     "a checkpoint": "ValueError: checkpoint= is not for chains that ranks share",
-    "rhat of one rank's chains": "ValueError: draws hold only the chains of rank ",
-    "predictions of one rank's chains": "ValueError: draws hold only the chains of rank ",
+    "rhat of one rank's chains": "ValueError: draws hold the chains of this rank alone",
+    "predictions of one rank's chains": "ValueError: draws hold the chains of this rank alone",
     "other projections": "RanksDifferError: the projections, from count and generator",
     "reprior of a shard": "RanksDifferError: the params to start from",
     "a fit": "ValueError: variational inference makes one fit, not chains",

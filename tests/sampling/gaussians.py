@@ -16,7 +16,7 @@ from torch import Tensor
 
 import curvops as co
 from curvops.linalg.core.column_noise import ColumnNoise
-from curvops.sampling.core.state import NoiseSource
+from curvops.sampling.state import NoiseSource
 
 TEMPERATURE, POINTS = 0.7, 5
 SCALED = TEMPERATURE / POINTS

@@ -1,6 +1,6 @@
 """Effective sample sizes, R̂ and Stein discrepancies against closed forms, quadrature and brute force.
 
-Tests `chain_draws.py`, `kernel_stein.py`, `projected_chains.py`, `ranks.py`.
+Tests `chain_draws.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import curvops as co
-from curvops.sampling.diagnostics.kernel_stein import u_statistic
-from curvops.sampling.diagnostics.projected_chains import autocorrelation, effective_size, effective_sizes
+from curvops.sampling.diagnostics import AT_A_TIME, autocorrelation, effective_size, effective_sizes, u_statistic
 
 diagnostics = co.sampling.diagnostics
 
@@ -92,12 +91,12 @@ def test_projections_are_those_of_all_weights_in_one_vector() -> None:
     assert bool((found.r_squared >= 1).all()) and found.ess.shape == (3, 7)
 
 
-def test_projections_of_entries_that_come_few_at_a_time_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("curvops.sampling.diagnostics.projected_chains.AT_A_TIME", 120)
-    draws = autoregressive(3, 20, 0.5, 6)
-    found = diagnostics.random_projections(draws, 5, torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(0)
-    columns = torch.cat([torch.randn(2, 5, generator=generator, dtype=torch.float64) for _ in range(3)])
+def test_projections_of_entries_that_come_some_at_a_time_are_those_of_all() -> None:
+    size = AT_A_TIME // 4
+    draws = torch.randn(2, 4, size + 10, generator=torch.Generator().manual_seed(1)).double()
+    found = diagnostics.random_projections(draws, 2, torch.Generator().manual_seed(0))
+    generator, widths = torch.Generator().manual_seed(0), (size // 2, size // 2, 10)
+    columns = torch.cat([torch.randn(width, 2, generator=generator, dtype=torch.float64) for width in widths])
     assert torch.allclose(found.series, (draws - draws[:1, :1]) @ columns, rtol=1e-9)
 
 

@@ -1,6 +1,6 @@
 """The log posterior that samplers take: its scale, its gradient against Laplace's own, batches and selections.
 
-Tests `evaluation.py`.
+Tests `transition.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Inner products over many weights against float64, and their derivatives.
 
-Tests `structure.py`.
+Tests `state.py`.
 """
 
 import math
@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from curvops.sampling.core.structure import FOLD, long_dot
+from curvops.sampling.state import FOLD, long_dot
 
 
 @pytest.mark.parametrize("size", [1, FOLD - 1, FOLD, 3 * FOLD, 3 * FOLD + 5])

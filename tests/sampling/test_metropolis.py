@@ -1,7 +1,4 @@
-"""Samplers that accept or reject: the energies, the flip of momenta, and what a state keeps from step to step.
-
-Tests `pcn.py`.
-"""
+"""Samplers that accept or reject: the energies, the flip of momenta, and what a state keeps from step to step."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor
 
 import curvops as co
-from curvops.sampling.runs.running import StepSizeSearch
+from curvops.sampling.running import StepSizeSearch
 from tests.sampling.gaussians import (
     POINTS,
     SCALED,

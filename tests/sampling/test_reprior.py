@@ -1,6 +1,6 @@
 """Identities of repriorisation: exact in float64, for each form and λ.
 
-Tests `conjugate.py`, `map.py`.
+Tests `readout_map.py`.
 """
 
 from __future__ import annotations

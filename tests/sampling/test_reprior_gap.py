@@ -1,6 +1,6 @@
 """Distances of a reparametrised posterior from its prior: against quadrature, exact cases, and the width.
 
-Tests `gap.py`.
+Tests `reprior.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.sampling.repriorisation.gap import divergence, effective_draws, plain_mean, warn_of_few, weighted_mean
+from curvops.sampling.repriorisation.reprior import divergence, effective_draws, plain_mean, warn_of_few, weighted_mean
 from tests.sampling.repriors import flat, mlp, one, precision, regression, slope
 
 

@@ -1,6 +1,6 @@
 """`run`: what it keeps, that it goes on after a kill with the same bits, and that divergence is an error.
 
-Tests `divergence.py`, `feed.py`.
+Tests `feed.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from curvops import storage
-from curvops.sampling.runs.divergence import largest_curvature
+from curvops.sampling.running import largest_curvature
 from tests.sampling.gaussians import curvature, log_density, preconditioners, seeded
 
 S = co.sampling

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [
-        (lambda p, b: (p["x"].sum(), None), TypeError, "returned a tuple"),
-        (lambda p, b: p["x"], ValueError, "mean over the batch"),
-        (lambda p, b: 3.0, TypeError, "real floating-point tensor"),
+        (lambda p, b: (p["x"].sum(), None), TypeError, "one real number"),
+        (lambda p, b: p["x"], TypeError, "mean over the batch"),
+        (lambda p, b: 3.0, TypeError, "got float"),
         (lambda p, b: p["x"].detach().sum(), ValueError, "no gradient in params"),
         (lambda p, b: p["x"].sum(), ValueError, r"does not depend on params\['y'\]"),
         (lambda p, b: (p["x"].sum() + p["y"].sum()) * float("nan"), ValueError, "at the initial params"),

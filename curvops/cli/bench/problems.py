@@ -1,4 +1,4 @@
-"""The problems by name: spectra with random eigenvectors, the GGN of a small digits network, and users' own."""
+"""The matrices of the benchmark: spectra with random eigenvectors, the GGN of a digits network, and users' own."""
 
 from __future__ import annotations
 
@@ -7,23 +7,146 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.cli.bench.problem import BenchError, CountingOperator, Problem
 from curvops.cli.digits import load_digits
-from curvops.linalg import Damped, Dense
+from curvops.linalg import Damped, Dense, Operator
+from curvops.linalg.solvers.solve import seems_symmetric
 
+EXACT_SIZE = 4000
+"""The largest number of rows of which true values are computed from the dense matrix."""
+KINDS = ("square", "symmetric", "positive semidefinite")
+"""Kinds of matrix, each of which includes those after it."""
 DIGITS = "digits-ggn"
-TALL = "tall"
 DIGITS_PRIOR, DIGITS_POINTS = 0.1, 300
 Seed = int | torch.Generator
-"""A number, or a function that draws it from a generator."""
+"""A number, or a generator that draws it."""
+
+
+class BenchError(ValueError):
+    """Raised for a wrong choice of problems or methods; the message is one line with the possible choices."""
+
+
+@dataclass
+class Counter:
+    """The number of products with single vectors so far; a block of K counts as K products."""
+
+    count: int = 0
+
+
+class CountingOperator(Operator):
+    """A square operator that counts another operator's products in ``counter``.
+
+    Its symmetry is determined once: from the tag of a curvops operator, and by two products for other operators.
+    """
+
+    def __init__(self, base: LinearOperator, counter: Counter | None = None, symmetric: bool | None = None) -> None:
+        if symmetric is None:
+            symmetric = base.symmetric if isinstance(base, Operator) else seems_symmetric(base)
+        super().__init__(base, counter=Counter() if counter is None else counter, symmetric=symmetric)
+
+    @property
+    def base(self) -> LinearOperator:
+        """The operator whose products are counted."""
+        return self._args[0]
+
+    @property
+    def counter(self) -> Counter:
+        """The number of products so far."""
+        return self._kwargs["counter"]
+
+    @property
+    def symmetric(self) -> bool:
+        return self._kwargs["symmetric"]
+
+    @property
+    def psd(self) -> bool:
+        return bool(getattr(self.base, "psd", False))
+
+    def _size(self) -> torch.Size:
+        return self.base.shape
+
+    def _product(self, block: Tensor) -> Tensor:
+        self.counter.count += block.shape[-1]
+        return self.base._matmul(block)
+
+    def _transposed_product(self, block: Tensor) -> Tensor:
+        self.counter.count += block.shape[-1]
+        return self.base._t_matmul(block)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A matrix A = G + shift I (n, n) with right-hand sides B (n, K).
+
+    ``lower`` is a known lower bound of A's spectrum, or 0. ``definite`` is False if A is known to be indefinite; a
+    user's matrix counts as definite, since failures are reported with their reason. ``diagonal`` is the diagonal of G
+    if it is cheap, ``layers`` its diagonal blocks.
+    """
+
+    name: str
+    text: str
+    G: CountingOperator
+    shift: float
+    B: Tensor
+    lower: float = 0.0
+    definite: bool = True
+    diagonal: Tensor | None = None
+    layers: LinearOperator | None = None
+
+    @cached_property
+    def A(self) -> LinearOperator:
+        """The matrix as a counting operator."""
+        return self.G.add_diagonal(self.shift) if self.shift else self.G
+
+    @property
+    def title(self) -> str:
+        """The size of A and the number of right-hand sides, for headings."""
+        n, sides = self.B.shape
+        return f"n = {n:,}, {sides} right-hand side{'s' if sides > 1 else ''}"
+
+    @property
+    def kind(self) -> str:
+        """The kind of A that a method may rely on, one of `KINDS`."""
+        if not self.G.symmetric:
+            return KINDS[0]
+        return KINDS[2] if self.definite else KINDS[1]
+
+    def uncounted(self, V: Tensor) -> Tensor:
+        """Return A V without counting its products."""
+        before = self.G.counter.count
+        image = self.A._matmul(V)
+        self.G.counter.count = before
+        return image
+
+    def residual(self, X: Tensor) -> float:
+        """Return the worst ‖b − Ax‖/‖b‖ of the columns, without counting the products."""
+        lengths = self.B.norm(dim=0).clamp_min(torch.finfo(self.B.dtype).tiny)
+        return float(((self.B - self.uncounted(X)).norm(dim=0) / lengths).nan_to_num(torch.inf).max())
+
+    @cached_property
+    def dense(self) -> Tensor | None:
+        """The matrix A in float64, by n products that are not counted; None if it is too large."""
+        n = len(self.B)
+        if n > EXACT_SIZE:
+            return None
+        dense = self.uncounted(torch.eye(n, dtype=self.B.dtype, device=self.B.device)).double()
+        return (dense + dense.mT) / 2 if self.G.symmetric else dense
+
+    @cached_property
+    def exact(self) -> dict[str, Tensor]:
+        """The true value of each quantity that exists and can be computed from the dense matrix."""
+        if self.dense is None:
+            return {}
+        values = {"trace": self.dense.trace(), "diagonal": self.dense.diagonal()}
+        L, info = torch.linalg.cholesky_ex(self.dense)
+        return values | ({"logdet": 2 * L.diagonal().log().sum()} if self.G.symmetric and not info else {})
 
 
 def powers(n: int, exponent: float | int) -> Tensor:
@@ -53,7 +176,7 @@ def step(n: int, large: int, high: float | int, low: float | int) -> Tensor:
 
 def clusters(n: int, centres: Sequence[float | int], width: float = 1e-3) -> Tensor:
     """Return n values in equal clusters, spread over ``width`` above each centre; the first get the remainder."""
-    sizes = [len(part) for part in torch.arange(n).tensor_split(len(centres))]
+    sizes = [len(cluster) for cluster in torch.arange(n).tensor_split(len(centres))]
     return torch.cat([centre + width * flat(size, 0, 1) for centre, size in zip(centres, sizes)])
 
 
@@ -70,75 +193,49 @@ def symmetric(eigenvalues: Tensor, seed: Seed = 0) -> Tensor:
     return ((A + A.mT) / 2).to(eigenvalues.dtype)
 
 
-@dataclass(frozen=True)
-class Eigenvalues:
-    """Eigenvalues of G as a function of their number, and the shift of A = G + shift I."""
-
-    values: Callable[[int], Tensor]
-    shift: float
-    text: str
-
-
-def _kappa(exponent: int) -> Eigenvalues:
-    return Eigenvalues(lambda n: log_spaced(n, 10.0**exponent), 0.0, f"log-spaced from 1 to 1e-{exponent}")
-
-
-def _indefinite(n: int) -> Tensor:
-    return torch.cat([flat(n, 1 + 2 / n, 3)[:-1], torch.tensor([-0.243]).double()])
-
-
-FOUR = (1, 10, 50, 200)
-SPECTRA: dict[str, Eigenvalues] = {
-    "decaying": Eigenvalues(lambda n: powers(n, -2), 1e-4, "eigenvalues k⁻² + 1e-4"),
-    "exponential": Eigenvalues(lambda n: geometric(n, 0.9), 1e-6, "eigenvalues 0.9ᵏ + 1e-6"),
-    "step": Eigenvalues(lambda n: step(n, max(1, n // 10), 100, 0), 1.0, "a tenth at 101, the rest at 1"),
-    "clustered": Eigenvalues(lambda n: clusters(n, FOUR), 0.0, "four tight clusters, at 1, 10, 50, 200"),
-    "flat": Eigenvalues(lambda n: flat(n, 1 + 2 / n, 3), 0.0, "eigenvalues 1 to 3"),
-    **{f"kappa1e{exponent}": _kappa(exponent) for exponent in (4, 6, 8)},
-    "indefinite": Eigenvalues(_indefinite, 0.0, "1 to 3, and one -0.243"),
+MINUS = torch.tensor([-0.243], dtype=torch.float64)
+SPECTRA: dict[str, tuple[Callable[[int], Tensor], float, str]] = {
+    "decaying": (lambda n: powers(n, -2), 1e-4, "eigenvalues k⁻² + 1e-4"),
+    "exponential": (lambda n: geometric(n, 0.9), 1e-6, "eigenvalues 0.9ᵏ + 1e-6"),
+    "step": (lambda n: step(n, max(1, n // 10), 100, 0), 1.0, "a tenth at 101, the rest at 1"),
+    "clustered": (lambda n: clusters(n, (1, 10, 50, 200)), 0.0, "four tight clusters, at 1, 10, 50, 200"),
+    "flat": (lambda n: flat(n, 1 + 2 / n, 3), 0.0, "eigenvalues 1 to 3"),
+    "kappa1e4": (lambda n: log_spaced(n, 1e4), 0.0, "log-spaced from 1 to 1e-4"),
+    "kappa1e6": (lambda n: log_spaced(n, 1e6), 0.0, "log-spaced from 1 to 1e-6"),
+    "kappa1e8": (lambda n: log_spaced(n, 1e8), 0.0, "log-spaced from 1 to 1e-8"),
+    "indefinite": (lambda n: torch.cat([flat(n, 1 + 2 / n, 3)[:-1], MINUS]), 0.0, "1 to 3, and one -0.243"),
 }
-NAMES = (*SPECTRA, DIGITS, TALL)
+"""Eigenvalues of G as a function of their number, the shift of A = G + shift I, and a description."""
+NAMES = (*SPECTRA, DIGITS)
 
 
-def build(name: str, size: int, columns: int, dtype: torch.dtype, seed: int) -> Problem:
-    """Build the problem of this name, or of a ``module:function``.
+def build(name: str, size: int, columns: int, dtype: torch.dtype) -> Problem:
+    """Build a problem.
 
     Args:
         name: One of `NAMES`, or a user's ``module:function``, which determines matrix, dtype and right-hand sides.
         size: The number of rows; for the digits network approximate.
         columns: The number of right-hand sides.
         dtype: The dtype of matrix and right-hand sides.
-        seed: The seed of eigenvectors and right-hand sides.
 
     Raises:
         BenchError: There is no such module or function, or the function returned something else.
     """
     if ":" in name:
-        return load_user_problem(name)
-    generator = torch.Generator().manual_seed(seed)
-    if name in (DIGITS, TALL):
-        return (_digits if name == DIGITS else _tall)(size, columns, dtype, generator)
-    spectrum = SPECTRA[name]
-    values, shift = spectrum.values(size), spectrum.shift
+        return _of_user(name)
+    generator = torch.Generator().manual_seed(0)
+    if name == DIGITS:
+        return _digits(size, columns, dtype, generator)
+    spectrum, shift, text = SPECTRA[name]
+    values = spectrum(size)
     dense, lowest = symmetric(values, generator).to(dtype), float(values.min()) + shift
-    G = Dense(dense, psd=bool((values >= 0).all()))
+    G = CountingOperator(Dense(dense, psd=bool((values >= 0).all())))
     B = _right_hand_sides(size, columns, dtype, generator)
-    bounds = (max(lowest, 0.0), lowest > 0, G.tensor.diagonal())
-    return Problem(name, spectrum.text, CountingOperator(G), shift, B, *bounds, tensor=G.tensor)
+    return Problem(name, text, G, shift, B, max(lowest, 0.0), lowest > 0, dense.diagonal())
 
 
 def _right_hand_sides(rows: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     return torch.randn(columns, rows, generator=generator, dtype=torch.float64).to(dtype).mT
-
-
-def _tall(size: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Problem:
-    """Make a least-squares problem with twice as many rows as columns and random right-hand sides."""
-    draws = (torch.randn(rows, size, generator=generator, dtype=torch.float64) for rows in (2 * size, size))
-    U, V = (torch.linalg.qr(draw).Q for draw in draws)
-    dense = ((U * log_spaced(size, 1e2)) @ V.mT).to(dtype)
-    text = "least squares, singular values log-spaced from 1 to 1e-2"
-    B = _right_hand_sides(2 * size, columns, dtype, generator)
-    return Problem(TALL, text, CountingOperator(Dense(dense)), 0.0, B, tensor=dense)
 
 
 def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Problem:
@@ -149,7 +246,7 @@ def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Genera
     images, labels = load_digits()
     x, _, y, _ = train_test_split(images, labels, train_size=DIGITS_POINTS, stratify=labels, random_state=0)
     x = x.to(dtype)
-    torch.manual_seed(int(generator.initial_seed()))
+    torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10)).to(dtype)
     optimizer = torch.optim.Adam(network.parameters(), 0.02)
     for _ in range(100):
@@ -161,69 +258,30 @@ def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Genera
     text = f"GGN of a digits network 64-{width}-10 with {len(x)} points, prior precision {DIGITS_PRIOR}"
     diagonal, layers = co.DiagonalGGN(lin).entries, co.BlockDiagonal(lin)
     B = _right_hand_sides(lin.num_parameters, columns, dtype, generator)
-    G = CountingOperator(co.GGN(lin))
-    return Problem(DIGITS, text, G, DIGITS_PRIOR, B, DIGITS_PRIOR, True, diagonal, layers)
+    return Problem(DIGITS, text, CountingOperator(co.GGN(lin)), DIGITS_PRIOR, B, DIGITS_PRIOR, True, diagonal, layers)
 
 
-def import_module_here(name: str) -> Any:
-    """Import a module, which may be in the working directory."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
+def _of_user(name: str) -> Problem:
+    """Call a user's ``module:function``, which may be in the working directory, and make a problem from its result."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
     try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(here)
-
-
-def load_user_problem(name: str) -> Problem:
-    """Call a user's ``module:function``, which may be in the working directory, and make a problem from its result.
-
-    Raises:
-        BenchError: There is no such module or function, or it fails or returns something else.
-    """
-    module_name, _, function_name = name.partition(":")
-    try:
-        module = import_module_here(module_name)
+        A, B = getattr(importlib.import_module(module), function)()
+        fits = tuple(A.shape) == 2 * tuple(B.shape[:1]) and A.dtype == B.dtype
     except Exception as error:  # a user's module may fail in any way
-        raise BenchError(f"cannot import {module_name!r} for the problem {name!r}: {_line(error)}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name]
-        known = ", ".join(own) or "none"
-        raise BenchError(f"module {module_name!r} has no function {function_name!r}; it has: {known}.")
-    try:
-        returned = function()
-    except Exception as error:  # for the same reason
-        raise BenchError(f"{name} failed: {_line(error)}") from error
-    return _check(name, returned)
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _check(name: str, returned: Any) -> Problem:
-    """Make a problem from a user's operator and right-hand sides."""
-    wanted = f"{name} must return (operator, right-hand sides)"
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise BenchError(f"{wanted}, got {type(returned).__name__}.")
-    A, B = returned
-    if not isinstance(A, Tensor | LinearOperator) or not isinstance(B, Tensor):
-        kinds = f"{type(A).__name__} and {type(B).__name__}"
-        raise BenchError(f"{wanted}: a tensor or LinearOperator and a tensor, got {kinds}.")
-    if len(A.shape) != 2 or not A.dtype.is_floating_point or not all(A.shape):
-        raise BenchError(f"{wanted}: the operator must be a floating matrix, got {tuple(A.shape)}, {A.dtype}.")
-    if B.ndim not in (1, 2) or B.shape[0] != A.shape[0] or B.dtype != A.dtype or B.device != A.device:
+        raise BenchError(f"{name} failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if not fits:
         raise BenchError(
-            f"{wanted}: the right-hand sides must be ({A.shape[0]},) or ({A.shape[0]}, K), {A.dtype} on {A.device}; "
-            f"got {tuple(B.shape)}, {B.dtype} on {B.device}."
+            f"{name} must return a square operator or tensor (n, n) and right-hand sides (n,) or (n, K) of its dtype, "
+            f"got {tuple(A.shape)} {A.dtype} and {tuple(B.shape)} {B.dtype}."
         )
-    if not bool(torch.isfinite(B).all()):
-        raise BenchError(f"{wanted}: the right-hand sides hold NaN or Inf.")
-    wide, text = B.detach().reshape(len(B), -1), f"{type(A).__name__} of {name}"
+    B, text = B.detach().reshape(len(B), -1), f"{type(A).__name__} of {name}"
     if isinstance(A, Damped) and A.shift.ndim == 0:
         shift = float(A.shift)
         lower = shift if getattr(A.base, "psd", False) else 0.0
-        return Problem(name, text, CountingOperator(A.base), shift, wide, lower)
-    tensor = A.detach() if isinstance(A, Tensor) else None
-    return Problem(name, text, CountingOperator(A if tensor is None else Dense(tensor)), 0.0, wide, tensor=tensor)
+        return Problem(name, text, CountingOperator(A.base), shift, B, lower)
+    if isinstance(A, Tensor):
+        return Problem(name, text, CountingOperator(Dense(A.detach())), 0.0, B, diagonal=A.detach().diagonal())
+    return Problem(name, text, CountingOperator(A), 0.0, B)

@@ -28,6 +28,10 @@ class Size:
     epochs: int = 200
 
 
+FULL = Size()
+"""The length that a user sees."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A score of the network alone, and that of its posterior."""
@@ -66,14 +70,12 @@ class Classification:
     unseen: Tensor
     scores: dict[str, Tensor]
     """The uncertainty of each test digit, known or unseen."""
-    temperature: Row
-    """The NLL of a temperature that is fitted to the held-out labels, beside the posterior's."""
     rows: list[Row]
 
 
 def perceptron(*widths: int, activation: type[nn.Module]) -> nn.Sequential:
     """Make linear layers of these widths with an activation between them."""
-    layers = [part for m, n in pairwise(widths) for part in (nn.Linear(m, n), activation())]
+    layers = [layer for m, n in pairwise(widths) for layer in (nn.Linear(m, n), activation())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -132,8 +134,8 @@ def classification(seed: int, size: Size) -> Classification:
     images, digits = load_digits()
     order = torch.randperm(len(images))
     images, digits = images[order], digits[order]
-    known = digits < KNOWN
-    x, y, unseen = images[known], digits[known], images[~known]
+    is_known = digits < KNOWN
+    x, y, unseen = images[is_known], digits[is_known], images[~is_known]
     y = torch.where(torch.rand(len(y)) < WRONG, torch.randint(KNOWN, y.shape), y)
     parts = [TRAIN, HELD_OUT, len(y) - TRAIN - HELD_OUT]
     (x_train, x_held_out, x_test), (y_train, y_held_out, y_test) = x.split(parts), y.split(parts)
@@ -144,23 +146,28 @@ def classification(seed: int, size: Size) -> Classification:
     post = co.laplace(lin, validation=(x_held_out, y_held_out))
 
     logits = lin.predict(x_test)
-    found = {"network": logits.softmax(-1), "Laplace": post.probabilities(x_test)}
+    probabilities = {"network": logits.softmax(-1), "Laplace": post.probabilities(x_test)}
     temperature = metrics.temperature(lin.predict(x_held_out), y_held_out)
     everything, is_unseen = torch.cat([x_test, unseen]), torch.arange(len(x_test) + len(unseen)) >= len(x_test)
     scores = {
         "network": metrics.predictive_entropy(lin.predict(everything).softmax(-1)),
         "Laplace": post.uncertainty(everything, generator=torch.Generator().manual_seed(seed)).epistemic,
     }
-    nll, ece = ([float(score(p, y_test)) for p in found.values()] for score in (metrics.nll, metrics.ece))
+    nll, ece = ([float(score(p, y_test)) for p in probabilities.values()] for score in (metrics.nll, metrics.ece))
     areas = [float(metrics.auroc(score, is_unseen)) for score in scores.values()]
-    rows = [Row("NLL", nll[0], nll[1]), Row("ECE", ece[0], ece[1]), Row("AUROC", areas[0], areas[1], True)]
-    scaled = Row("NLL", float(metrics.nll((logits / temperature).softmax(-1), y_test)), nll[1])
-    return Classification(post, found, y_test, is_unseen, scores, scaled, rows)
+    scaled = float(metrics.nll((logits / temperature).softmax(-1), y_test))
+    rows = [
+        Row("NLL", nll[0], nll[1]),
+        Row("ECE", ece[0], ece[1]),
+        Row("NLL with a temperature", scaled, nll[1]),
+    ]
+    rows.append(Row("AUROC", areas[0], areas[1], True))
+    return Classification(post, probabilities, y_test, is_unseen, scores, rows)
 
 
 def roc(score: Tensor, positive: Tensor) -> tuple[Any, Any]:
     """Return the shares of negatives and of positives above each threshold, from 0 to 1."""
     ordered = positive[score.argsort(descending=True)].double()
     zero = ordered.new_zeros(1)
-    false, true = (torch.cat([zero, part.cumsum(0) / part.sum()]).numpy() for part in (1 - ordered, ordered))
+    false, true = (torch.cat([zero, counted.cumsum(0) / counted.sum()]).numpy() for counted in (1 - ordered, ordered))
     return false, true

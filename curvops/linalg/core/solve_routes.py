@@ -172,12 +172,6 @@ def _route(name: str, products: float | int, nbytes: float | int, *obstacles: tu
     return Route(name, products, nbytes, next((why for there, why in obstacles if there), ""))
 
 
-def kept_directions(room: float | int, vector_bytes: int) -> int:
-    """Return how many search directions, two vectors each, CG keeps in a room of bytes."""
-    fitting = int(min(room, 2**62)) // KEPT_SHARE // (2 * vector_bytes)
-    return min(MOST_KEPT, fitting) if fitting >= LEAST_KEPT else 0
-
-
 def directions_pay(condition: float, rtol: float, columns: int, points_a_weight: float) -> bool:
     """Return whether it is cheaper for CG to keep its directions, given the condition number that a sketch leaves.
 

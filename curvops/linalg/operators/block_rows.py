@@ -39,11 +39,6 @@ class BlockRows(Operator):
     """
 
     def __init__(self, own: Float[Tensor, "own n"], *, layout: RowLayout, psd: bool = False) -> None:
-        if not isinstance(layout, RowLayout) or own.ndim != 2 or len(own) != layout.counts[layout.ranks.rank]:
-            raise ValueError(
-                f"BlockRows takes this rank's rows of a matrix and a layout of all ranks that agrees with them, got "
-                f"{tuple(own.shape)} and {layout}: use BlockRows.of(tensor) or co.TangentKernel(lin).formed(mesh)."
-            )
         super().__init__(own, layout=layout, psd=psd)
 
     @classmethod
@@ -61,11 +56,9 @@ class BlockRows(Operator):
             TypeError: the argument is not a DTensor.
             ValueError: the DTensor has another placement, or is not a matrix.
         """
-        if not is_dtensor(matrix):
-            raise TypeError(f"BlockRows.of takes a DTensor with Shard(0), got {type(matrix).__name__}.")
+        if not is_dtensor(matrix) or matrix.ndim != 2:
+            raise TypeError(f"BlockRows.of takes a DTensor (m, n) with Shard(0), got {type(matrix).__name__}.")
         block = unwrapped(matrix)
-        if block.ndim != 2:
-            raise ValueError(f"BlockRows.of takes a matrix (m, n), got {tuple(block.shape)}.")
         return cls(block.local, layout=block.rows, psd=psd)
 
     @property

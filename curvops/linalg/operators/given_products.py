@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from curvops.checks import check_like, check_shape, check_tensor
 from curvops.linalg.core.vectors import as_matrix, describe
 from curvops.linalg.operators.base import Operator
 
@@ -60,23 +61,16 @@ class GivenProducts(Operator):
     def _transposed_product(self, block: Float[Tensor, "m K"]) -> Float[Tensor, "n K"]:
         adjoint = self._kwargs["adjoint"]
         if adjoint is None:
-            raise TypeError(
-                f"{NO_ADJOINT}, which a function of A does not give: pass a SciPy LinearOperator with an rmatvec, or a "
-                "subclass of curvops.linalg.Operator with a _transposed_product."
-            )
+            raise TypeError(f"{NO_ADJOINT}: pass a SciPy LinearOperator with an rmatvec, or a subclass of Operator.")
         return _checked(adjoint(block), block, self.shape[1])
 
 
 def _checked(found: Any, given: Tensor, rows: int) -> Tensor:
-    """Return the result of a function; raise ValueError if it is not what a product with `given` is."""
-    expected = (rows, *given.shape[1:])
-    if isinstance(found, Tensor) and found.shape == expected and found.dtype == given.dtype:
-        return found
-    result = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-    raise ValueError(
-        f"the function of A must map a tensor {tuple(given.shape)} of {given.dtype} to a tensor {expected} of that "
-        f"dtype, got {result}. It is given what B, or like, is: vectors (n,), or blocks (n, K)."
-    )
+    """Return the result of a function; raise TypeError or ValueError if it is not what a product with `given` is."""
+    check_tensor("the result of the function of A", found)
+    check_shape("the result of the function of A", found, (rows, *given.shape[1:]))
+    check_like("the result of the function of A", found, given, "its argument")
+    return found
 
 
 def as_operator(A: Any, like: Tensor | None = None) -> Operator:
@@ -105,16 +99,11 @@ def as_operator(A: Any, like: Tensor | None = None) -> Operator:
     """
     if isinstance(A, type | nn.Module) or hasattr(A, "jacobian") or not callable(A):
         describe(A)  # raises an error that says what a matrix is
-    if like is not None and not isinstance(like, Tensor):
-        raise TypeError(
-            f"the size of A is that of a tensor, B or like, got {type(like).__name__}: pass torch.as_tensor(...)."
-        )
+    if like is not None:
+        check_tensor("B or like", like)
     if not hasattr(A, "rmatmat"):
         if like is None:
-            raise TypeError(
-                "a function does not tell the size of its matrix: wrap it by curvops.linalg.as_operator(function, "
-                "like=v) with a vector v (n,) of its dtype and on its device."
-            )
+            raise TypeError("the size of a function's matrix is unknown: as_operator(function, like=v).")
         rows = like.shape[-2] if like.ndim > 1 else len(like)
         return GivenProducts(like.detach().new_empty(0), size=(rows, rows), multiply=A, vectors=like.ndim == 1)
     kind = np.dtype(A.dtype or float)

@@ -254,10 +254,7 @@ class Kronecker(_GroupedBlocks):
         for name, factor, known in (("left", left, details[0]), ("right", right, details[1])):
             square = factor.ndim == 2 or (factor.ndim == 3 and (known.by_root or factor.shape[1] == factor.shape[2]))
             if not square or factor.shape[0] != left.shape[0]:
-                raise ValueError(
-                    f"{name} must be (g, m, m), or (g, m) if it is diagonal, with the same g for both factors; "
-                    f"got left {tuple(left.shape)} and right {tuple(right.shape)}."
-                )
+                raise ValueError(f"{name} must be (g, m, m), or (g, m) if diagonal, with one g: {factor.shape}.")
         if left.dtype != right.dtype:
             raise TypeError(f"left and right must have one dtype, got {left.dtype} and {right.dtype}.")
         super().__init__(left, right, cache=Cache() if cache is None else cache, details=details)
@@ -583,10 +580,10 @@ def decompose(blocks: Iterable[Any], progress: Progress = None, memory: Memory |
 
     The others are computed on first use. As many run at a time as ``memory`` has room for, at least one.
     """
-    blocks = [block for block in blocks if isinstance(block, Kronecker)]
-    if sum(operations(factor) for block in blocks for factor in block.factors) < kronecker_factors.AT_ONCE:
+    wanted = [block for block in blocks if isinstance(block, Kronecker) and block.known_eigen is None]
+    wanted = [block for block in wanted if not carries_graph(block._args)]
+    if sum(operations(factor) for block in wanted for factor in block.factors) < kronecker_factors.AT_ONCE:
         return
-    wanted = [block for block in blocks if block.known_eigen is None and not carries_graph(block._args)]
     found = decompositions([factor for block in wanted for factor in block.factors], progress, memory)
     for block, left, right in zip(wanted, found[::2], found[1::2]):
         block.keep_eigen(block._assemble(left, right))

@@ -64,10 +64,7 @@ def serves_rows(form: KroneckerForm, count: int) -> bool:
     They are if this takes less than the eigendecomposition that is missing, and if the rounding of a sum in single
     precision is too small to be seen: eigenvalues within it count as zero in an eigendecomposition only.
     """
-    base = form.base
-    if base.known_eigen is not None:
-        return False
-    sides = _Sides.of(base)
+    base, sides = form.base, _Sides.of(form.base)
     small, wide = sides.small[0], sides.wide[0]
     columns, cache = small.shape[-1], base._kwargs["cache"]
     if small.ndim == 2 or wide.ndim == 2 or columns > MOST_SMALL or count * columns > sides.order:
@@ -75,7 +72,7 @@ def serves_rows(form: KroneckerForm, count: int) -> bool:
     if len(wide) * sides.order**3 < kronecker_factors.AT_ONCE or carries_graph((*base._args, form.shift)):
         return False
     calls = cache.get("calls for rows", base._args) or 0
-    if calls == MOST_CALLS or not _is_accurate(sides, form.level.detach()):
+    if base.known_eigen is not None or calls == MOST_CALLS or not _is_accurate(sides, form.level.detach()):
         return False
     cache.put("calls for rows", base._args, calls + 1)
     return True

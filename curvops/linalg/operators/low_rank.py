@@ -12,7 +12,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import carries_graph, check_tensor
+from curvops.checks import carries_graph, check_shape, check_tensor
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sharded import Sharded, block_of
@@ -358,9 +358,7 @@ class LowRank(Operator):
         check_tensor("vectors", vectors)
         check_tensor("values", values)
         if vectors.ndim != 2 or values.shape != vectors.shape[1:]:
-            raise ValueError(
-                f"LowRank needs vectors (n, r) and values (r,), got {tuple(vectors.shape)} and {tuple(values.shape)}."
-            )
+            raise ValueError(f"vectors must be (n, r), values (r,): got {tuple(vectors.shape)}, {tuple(values.shape)}.")
         if vectors.dtype != values.dtype:
             raise TypeError(f"LowRank needs vectors and values of one dtype, got {vectors.dtype} and {values.dtype}.")
         super().__init__(vectors, values, error=error, space=space, sources=sources)
@@ -445,8 +443,7 @@ class LowRank(Operator):
             ValueError: an entry is smaller than that of the low-rank part beyond rounding.
         """
         n = self.shape[-1]
-        if diagonal.shape != (n,):
-            raise ValueError(f"the diagonal must have shape ({n},), got {tuple(diagonal.shape)}.")
+        check_shape("the diagonal", diagonal, (n,))
         own = self._diagonal()
         rest = diagonal - own
         # Allows for rounding of a Nyström approximation (its stabilising shift) and of the sums over points in both.
@@ -456,8 +453,7 @@ class LowRank(Operator):
             worst = int((rest.detach() + slack).argmin())
             raise ValueError(
                 f"entry {worst} of the diagonal is {float(diagonal[worst]):.6g}, less than {float(own[worst]):.6g} of "
-                "the low-rank part. Pass the exact diagonal of the approximated matrix, not an estimate, and make "
-                'the low-rank part with method="nystrom": Lanczos\' part can exceed its matrix.'
+                'the low-rank part: pass the exact diagonal, and make the low-rank part with method="nystrom".'
             )
         return self.add_diagonal(rest.clamp_min(0))
 

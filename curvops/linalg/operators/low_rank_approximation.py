@@ -116,8 +116,6 @@ def low_rank(
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
     if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
         raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
-    if checkpoint is not None and method != "nystrom":
-        raise ValueError(f'method={method!r} saves no checkpoint; use method="nystrom".')
     kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device, ranks=ranks_of(op))
     generator = spawn_generator(generator)
     beside = kept.source("generator of the error's probes", derive_generator(generator), facts.device)

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.checks import check_choice, check_limits, check_tensor, checked_number, checked_whole
+from curvops.checks import check_choice, check_limits, check_shape, check_tensor, checked_number, checked_whole
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.memory import room_for
@@ -170,8 +170,7 @@ def cholesky(
     wanted = min(n, MOST_RANK if rank is None else rank)
     with torch.no_grad(), at_work("cholesky", None, progress, A):
         left, spent = diagonal_of(A) if diagonal is None else (diagonal.detach().to(dtype), 0)
-        if left.shape != (n,):
-            raise ValueError(f"the diagonal must have shape ({n},), got {tuple(left.shape)}.")
+        check_shape("the diagonal", left, (n,))
         scale = _scale(left)
         aim = _aim(float(left.double().sum()), rank, float(shift), rtol)
         block = 1 if pivoting == "greedy" else BLOCK
@@ -262,8 +261,8 @@ def _check_core(core: Tensor, expected: Tensor, scale: float, dtype: torch.dtype
     gap = (core.diagonal() - expected).abs().amax()
     if not bool(gap <= math.sqrt(torch.finfo(dtype).eps) * scale):
         raise ValueError(
-            f"the diagonal and the columns of A differ by {float(gap):.3e}, and the largest entry is {scale:.3e}. "
-            "Pass the exact diagonal, not an estimate, and a symmetric deterministic A."
+            f"the diagonal and the columns of A differ by {float(gap):.3e}, and the largest entry is {scale:.3e}: pass "
+            "the exact diagonal, and a symmetric deterministic A."
         )
 
 

@@ -12,7 +12,7 @@ tensor([0.5000, 0.5000, 0.2500])
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.checks import check_limits, checked_number, shown
+from curvops.checks import check_limits, checked_number
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.partition import Partition, partition
@@ -196,11 +196,7 @@ def _positions(blocks: BlockChoice, n: int, device: torch.device) -> list[Tensor
         found = blocks
     else:
         if isinstance(blocks, int):
-            if blocks < 1:
-                raise ValueError(f"the size of a block must be at least 1, got {blocks}.")
             blocks = [min(blocks, n - start) for start in range(0, n, blocks)]
-        if not isinstance(blocks, Iterable) or isinstance(blocks, str | Tensor):
-            raise TypeError(f"blocks must be a size, or a list of sizes or of positions, got {shown(blocks)}.")
         sets: list[range | Tensor] = []
         start = 0
         for block in blocks:

@@ -90,8 +90,7 @@ class Nystrom(Summarised):
             ValueError: the shift is negative, or zero although the approximation is exhausted (P would be singular).
         """
         shift = self.shift if shift is None else shift
-        if not shift >= 0:
-            raise ValueError(f"shift must not be negative, got {shift}.")
+        checked_number("shift", shift, "[0, inf)")
         if self.tail + shift <= 0 and len(self.eigenvalues):
             raise ValueError("a preconditioner from an operator of low rank needs a positive shift; got 0.")
         ratios = (self.eigenvalues + shift) / (shift if shift else self.tail)

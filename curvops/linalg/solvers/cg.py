@@ -10,10 +10,8 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +21,13 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
 from curvops.checks import check_flag, checked_whole
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
-from curvops.linalg.core.memory import Multiply, keep
+from curvops.linalg.core.memory import Multiply, holding, memories_of, room_for
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.solve_routes import KEPT_SHARE, LEAST_KEPT, MOST_KEPT
 from curvops.linalg.core.vectors import (
+    Description,
     Given,
     Matrix,
     Vectors,
@@ -38,15 +38,15 @@ from curvops.linalg.core.vectors import (
     columns,
     combine,
     describe_square,
+    empty_block,
     gram,
     inner,
-    largest,
     norm,
     part,
     product,
+    put,
     put_columns,
 )
-from curvops.linalg.solvers.kept_directions import VECTORS, KeptDirections, most_directions
 from curvops.linalg.solvers.refinement import Refinement
 from curvops.linalg.solvers.systems import (
     Preconditioner,
@@ -56,27 +56,21 @@ from curvops.linalg.solvers.systems import (
     goal_of,
     solve_in_groups,
 )
-from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, Callback, Goal
+from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, Callback, Goal, raise_norm
 from curvops.progress import Progress
-from curvops.records import from_record, restore, state_of
+from curvops.records import restore, state_of
 
+VECTORS = 12
+"""Working vectors per right-hand side, temporaries included."""
 REFINED = 16
 """Further working vectors for iterative refinement, in float64."""
+TOGETHER = 64
+"""How many kept directions are stored side by side."""
 SKEWED = 0.01
 """⟨x, Aq⟩ − ⟨Ax, q⟩, relative to ‖A‖‖x‖‖q‖, above which a failure is attributed to Aᵀ ≠ A, not to noisy products."""
 STATE = (
-    "active",
-    "x",
-    "r",
-    "norm_A",
-    "nearest",
-    "peaks",
-    "checked",
-    "strikes",
-    "drifted",
-    "null_met",
-    "renewed",
-    "renewals",
+    *("active", "x", "r", "norm_A", "last", "most", "nearest", "checked", "strikes", "drifted", "null_met"),
+    *("renewed", "renewals"),
 )
 MOST_RENEWALS = 4
 """How often a column may restart; no consistent system needed more than two restarts in tests."""
@@ -84,10 +78,6 @@ DRIFT = 0.1
 """The share of the true residual by which the recursion's residual may differ before it is replaced."""
 NULL_PATIENCE = 3 * CHECK_EVERY
 """The iterations without a gain after which a column stops if A has shown a null vector."""
-ROUNDED = 30
-"""The rounding of a residual in units of its largest predecessor's."""
-MOST_ROUNDED = 0.03
-"""The largest relative error that is attributed to a residual: directions less dependent than that are kept."""
 
 
 @on_shards
@@ -171,53 +161,44 @@ def cg(
     if kept.done:
         return kept.result(Solution)
     B, x0 = kept.attach("right-hand sides", lambda: [B, x0]) or (B, x0)
-    apply = as_function(preconditioner, facts)
-    most = (keep_directions or 0) if block else 0
-    if block and keep_directions is None:
-        most = most_directions(A, as_columns(B).shape[1], memory_budget)
+    most = keep_directions or 0
+    if keep_directions is None and block:
+        most = most_directions(A, facts, as_columns(B).shape[1], memory_budget)
     most = kept.attach("directions", lambda: most) or most
-    begin_directions = partial(KeptDirections, most, partial(keep, A))
+    apply = as_function(preconditioner, facts)
 
-    done: list[int] = []
-
-    def solve(part: Vectors, start: Vectors | None) -> Solution:
+    def solve(B: Vectors, X0: Vectors | None, first: int) -> Solution:
         if refine is False:
-            found = _solve(A, apply, _algebra(facts.dtype, begin_directions(), block), part, start, goal, sum(done))
-            done.append(part.shape[1])
-            return found
+            step = named_part(f"columns-{first}-{B.shape[1]}", B.device)
+            return _solve(A, apply, block, most, B, X0, goal, step)
         low = facts.dtype if refine is True else refine
-        inner_solve = partial(_solve, A.to(low), lambda V: apply(V.to(facts.dtype)).to(V.dtype))
+        rounded = A.to(low)
 
-        def correct(R: Vectors, X0: Vectors | None, inner_goal: Goal) -> Solution:
-            return inner_solve(_algebra(low, begin_directions(), block), R, X0, inner_goal)
+        def correct(R: Vectors, start: Vectors | None, inner_goal: Goal) -> Solution:
+            return _solve(rounded, lambda V: apply(V.to(facts.dtype)).to(V.dtype), block, most, R, start, inner_goal)
 
-        return Refinement(A.to(torch.float64), low, part, start).solve(correct, goal)
+        return Refinement(A.to(torch.float64), low, B, X0).solve(correct, goal)
 
     vectors = VECTORS + (0 if refine is False else REFINED)
-    return kept.finish(solve_in_groups("cg", solve, A, B, x0, vectors, memory_budget, progress, kept))
-
-
-def _algebra(dtype: torch.dtype, past: KeptDirections, block: bool = True) -> Directions:
-    """Return the small algebra of the steps of one solve."""
-    noise = 20 * torch.finfo(dtype).eps
-    return BlockDirections(noise, past) if block else ColumnDirections(noise, past)
+    with holding(A, 2 * most * facts.vector_bytes):
+        return kept.finish(solve_in_groups("cg", solve, A, B, x0, vectors, memory_budget, progress, kept))
 
 
 def _solve(
     A: Matrix,
     precondition: Multiply,
-    directions: Directions,
+    block: bool,
+    most: int,
     B: Vectors,
     X0: Vectors | None,
     goal: Goal,
-    first: int = 0,
+    kept: Checkpoint = NOTHING,
 ) -> Solution:
-    """Iterate on columns of unit norm; the first of them is column `first` of all."""
-    kept = named_part(f"columns-{first}-{B.shape[1]}", B.device)
+    """Iterate on columns of unit norm, and keep at most so many directions."""
     if kept.done:
         return kept.result(Solution)
     system = UnitSystems.of(B, X0, B)
-    run = ConjugateGradients(product(A), precondition, directions, system, goal, kept)
+    run = ConjugateGradients(product(A), precondition, block, most, system, goal, kept)
     run.solve()
     return kept.finish(system.solution(run.records))
 
@@ -225,21 +206,24 @@ def _solve(
 class ConjugateGradients:
     """The iteration on K systems with right-hand sides of unit norm; columns in ``active`` have no reason yet.
 
-    ``x`` and ``r`` are the active columns; ``records`` holds the best solution of every column, by true residual.
-    Numbers per column are Python lists on the CPU, read once per iteration.
+    ``x`` and ``r`` are the active columns; ``records`` holds the best solution of every column, by true residual. A
+    block shares its directions, and small matrices are (K, K); without ``block`` each column has its own, and (K,)
+    numbers take their place. Numbers per column are Python lists on the CPU.
     """
 
     def __init__(
         self,
         multiply: Multiply,
         precondition: Multiply,
-        directions: Directions,
+        block: bool,
+        most: int,
         system: UnitSystems,
         goal: Goal,
         kept: Checkpoint = NOTHING,
     ) -> None:
         self.kept = kept
-        self.multiply, self.precondition, self.directions = multiply, precondition, directions
+        self.multiply, self.precondition, self.block, self.most = multiply, precondition, block, most
+        self.products = gram if block else inner
         self.B, K = system.unit, system.unit.shape[1]
         self.active = list(range(K))
         self.x, self.r = as_block(system.X), as_block(self.B)
@@ -248,16 +232,17 @@ class ConjugateGradients:
         self.records = system.records(norm(self.r), goal)
         self.records.matvecs = K if system.warm else 0
         self.eps = torch.finfo(self.B.dtype).eps
-        self.norm_A = torch.zeros((), dtype=torch.float64, device=self.B.device)
+        self.norm_A = 0.0
+        self.last: list[Vectors] = []
+        """The directions W of the last step, scaled so that WᵀAW = I, and their images AW."""
+        self.panels: list[Panel] = []
+        """The first directions of the solve, at most ``most``: rounding loses conjugacy to these."""
         self.nearest = list(self.records.best)
         """The smallest backward error of each column."""
-        self.peaks = list(self.records.best)
-        """The largest residual of each column, to whose rounding later ones are known."""
         self.checked = [math.inf] * K
         """The smallest residual of each column in checks that showed drift; `strikes`: checks that did not halve it."""
         self.strikes = [0] * K
         self.drifted = [False] * K
-        self.last: Step | None = None
         self.null_met = False
         """Whether a direction was left out of a step because its image is only rounding."""
         self.renewed = list(self.active)
@@ -266,150 +251,176 @@ class ConjugateGradients:
 
     def solve(self) -> None:
         """Iterate until every column has a reason."""
-        step: Step | None = None
-        if self.kept.state is None:
-            P = self.propose(step)
-        else:
-            step, P = self.recall(self.kept.state)
+        if self.kept.state is not None:
+            self.recall(self.kept.state)
+        records = self.records
         while self.active:
-            recursion, sound, overlap = self.fetch(P, step)
-            if step is not None and sound:
-                self.renewed = []
-                self.directions.past.add(step.Q, step.AQ, step.curvature)
-            elif step is not None:
-                step = self.repair(step)
-                if not self.active:
-                    self.records.history.append(list(self.records.current))
-                    return
-                P = self.propose(step)
-                recursion, _, overlap = self.fetch(P, None)
-            self.records.record(self.active, recursion)
-            for column, size in zip(self.active, recursion):
-                self.peaks[column] = max(self.peaks[column], size)
-            due = self.due(recursion)
+            P, residuals, overlap = self.propose()
+            records.record(self.active, residuals)
+            periodic = records.iteration and records.iteration % CHECK_EVERY == 0
+            due = [j for j, size in enumerate(residuals) if periodic or not size > records.trigger]
             if due:
                 del P  # the product does not need it, and most columns end here
                 self.inspect(due, {})
-                kept = self.shrink()
-                step = step and self.directions.keep(step, kept)
                 if not self.active:
                     return
-                P = self.propose(step)
-                _, _, overlap = self.fetch(P, None)
-            if self.records.iteration >= self.records.maxiter:
+                P, _, overlap = self.propose()
+            if records.iteration >= records.maxiter:
                 self.stop_all(Reason.ITERATION_LIMIT)
             elif not bool(torch.isfinite(overlap).all()):
                 self.stop_all(Reason.NON_FINITE)
-            elif not (Q := self.directions.basis(P, overlap, self.rounding())).shape[1]:
+            elif not (Q := self.basis(P, overlap)).shape[1]:
                 self.stop_all(Reason.STAGNATION)
             else:
                 del P
-                step = self.last = None  # three blocks that the product does not need
-                step = self.take_step(Q)
-                P = self.propose(step)
-                self.kept.save(partial(self.state, step, P))
+                self.step(Q)
+                self.kept.save(self.state)
 
-    def state(self, step: Step, P: Vectors) -> dict[str, Any]:
-        """Return the state from which a run continues after this step, with these directions."""
-        past = self.directions.past.state()
-        return state_of(self, STATE) | {"records": self.records.state(), "step": step, "P": P, "past": past}
+    def state(self) -> dict[str, Any]:
+        """Return the state from which a run continues."""
+        panels = [panel.pair for panel in self.panels]
+        return state_of(self, STATE) | {"records": self.records.state(), "panels": panels}
 
-    def recall(self, state: Mapping[str, Any]) -> tuple[Step, Vectors]:
-        """Continue from a state; return the last step and the next directions."""
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
         restore(self, STATE, state)
         self.records.recall(state["records"])
-        self.last = from_record(Step, state["step"])
-        self.directions.past.recall(state["past"])
-        return self.last, state["P"]
+        for W, AW in state["panels"]:
+            self.append(W, AW)
 
-    def take_step(self, Q: Vectors) -> Step:
-        """Make the one block product of an iteration."""
+    def propose(self) -> tuple[Vectors, list[float], Tensor]:
+        """Return preconditioned residuals, conjugate to the last directions, with ‖r‖ and their products on the CPU."""
+        P = self.precondition(self.r)
+        if self.last:
+            W, AW = self.last
+            P = axpy(as_block(P), W, -self.products(AW, P))
+        overlap = self.products(P, P)
+        packet = torch.cat([norm(self.r), overlap.flatten()]).cpu()
+        k = self.r.shape[1]
+        return P, packet[:k].tolist(), packet[k:].view(overlap.shape)
+
+    def basis(self, P: Vectors, overlap: Tensor) -> Vectors:
+        """Return unit directions that span P, and are conjugate to those that are kept."""
+        if not self.block:
+            sizes = torch.where(overlap > 0, overlap.sqrt(), 1.0)
+            return P / sizes.to(P.device, P.dtype, non_blocking=True)
+        Q = independent_basis(P, overlap)
+        for panel in self.panels:  # as late as this, since a basis of nearly dependent columns magnifies its error
+            W, AW = panel.pair
+            axpy(Q, W, -gram(AW, Q))
+        return Q
+
+    def step(self, Q: Vectors) -> None:
+        """Minimise the energy of every column along these directions, with the one block product of an iteration."""
+        records, self.last = self.records, []  # two blocks that the product does not need
         AQ = self.multiply(Q)
-        self.records.matvecs += Q.shape[1]
-        self.records.iteration += 1
-        sizes = norm(AQ)
-        self.norm_A = torch.maximum(self.norm_A, torch.where(torch.isfinite(sizes), sizes, 0.0).amax())
-        step = self.last = self.directions.step(Q, AQ, self.r, self.norm_A)
-        self.advance(step)
-        return step
-
-    def advance(self, step: Step) -> None:
-        """Update x ← x + Q α, r ← r − AQ α."""
-        axpy(self.x, step.Q, step.alpha)
-        axpy(self.r, step.AQ, -step.alpha)
-
-    def propose(self, step: Step | None) -> Vectors:
-        """Return what the next directions span: preconditioned residuals, conjugate to the last directions."""
-        Z = self.precondition(self.r)
-        return Z if step is None else self.directions.conjugate(Z, step)
-
-    def repair(self, step: Step) -> Step:
-        """Take a step along its safe directions only; columns without a safe direction restart, or stop.
-
-        After a direction of nearly no curvature has made a residual larger, conjugation may leave only rounding of a
-        residual that A can still reduce: then the column restarts. If the residual itself is such a direction, the
-        column stops.
-        """
-        self.directions.past.end()
-        step, failed = self.directions.repair(step, self.r, self.norm_A)
+        records.matvecs += Q.shape[1]
+        records.iteration += 1
+        curvature = self.products(Q, AQ)
+        packet = torch.cat([norm(AQ), curvature.flatten()]).cpu()
+        images, curvature = packet[: Q.shape[1]], packet[Q.shape[1] :].view(curvature.shape)
+        self.norm_A = raise_norm(self.norm_A, images.tolist(), [1.0] * len(images))
+        scale, failed = (self.block_scale if self.block else self.column_scales)(Q, AQ, curvature, images)
         again = [j for j, reason in failed.items() if reason is Reason.SINGULAR and self.may_restart(self.active[j])]
         self.renewed = [self.active[j] for j in again]
         for column in self.renewed:
             self.renewals[column] += 1
+        scale = scale.to(Q.device, non_blocking=True)
+        W, AW = (combine(Q, scale), combine(AQ, scale)) if self.block else (Q * scale.to(Q), AQ * scale.to(Q))
+        del Q, AQ
+        alpha = self.products(W, self.r)
+        axpy(self.x, W, alpha)
+        axpy(self.r, AW, -alpha)
+        self.last = [W, AW]
+        if self.block:
+            self.append(W, AW)
         failed = {j: reason for j, reason in failed.items() if j not in again}
         if failed:
             self.inspect(sorted(failed), failed)
-            return self.directions.keep(step, self.shrink())
+            if not self.active:
+                records.history.append(list(records.current))
+
+    def block_scale(
+        self, Q: Vectors, AQ: Vectors, curvature: Tensor, images: Tensor
+    ) -> tuple[Tensor, dict[int, Reason]]:
+        """Return S with (QS)ᵀA(QS) = I, without unsafe directions, and reasons if A proves unfit."""
+        everyone, noise = range(self.r.shape[1]), 20 * self.eps
+        curvature = (curvature + curvature.mT) / 2
+        identity = torch.eye(len(curvature), dtype=torch.float64)
+        none = identity[:, :0]
+        if not bool(torch.isfinite(curvature).all() & torch.isfinite(images).all()):
+            return none, dict.fromkeys(everyone, Reason.NON_FINITE)
+        _, unsafe = torch.linalg.cholesky_ex(curvature - noise * self.norm_A * identity)
+        L, info = torch.linalg.cholesky_ex(curvature)
+        if not bool(unsafe) and not bool(info):
+            return torch.linalg.solve_triangular(L, identity, upper=False).mT, {}
+        # Too close to singular for directions that are kept; after a step along the safe ones, a column may restart.
+        self.most, self.panels = 0, []
+        values, V = torch.linalg.eigh(curvature)
+        sizes = norm(combine(AQ, V.to(AQ.device))).cpu()
+        sound, indefinite = classify_directions(values, sizes, self.norm_A, noise)
+        if bool(indefinite.any()):
+            return none, dict.fromkeys(everyone, Reason.NOT_POSITIVE_DEFINITE)
         self.null_met = True
-        self.advance(step)
-        return step
+        if not bool(sound.any()):
+            return none, dict.fromkeys(everyone, Reason.SINGULAR)
+        return V[:, sound] / values[sound].sqrt(), {}
+
+    def column_scales(
+        self, Q: Vectors, AQ: Vectors, curvature: Tensor, images: Tensor
+    ) -> tuple[Tensor, dict[int, Reason]]:
+        """Return qᵀAq^-½ of each column, 0 where it is not safely positive, and the reasons of those columns."""
+        sound, indefinite = classify_directions(curvature, images, self.norm_A, 20 * self.eps)
+        failed = {}
+        for j in (~sound).nonzero().squeeze(1).tolist():
+            finite = math.isfinite(curvature[j]) and math.isfinite(images[j])
+            null = Reason.SINGULAR if finite else Reason.NON_FINITE
+            failed[j] = Reason.NOT_POSITIVE_DEFINITE if bool(indefinite[j]) else null
+        self.null_met = self.null_met or Reason.SINGULAR in failed.values()
+        return torch.where(sound, curvature, math.inf).rsqrt(), failed
 
     def may_restart(self, column: int) -> bool:
-        """Return whether a column's small residual was not itself the direction, and the column has restarts left."""
+        """Return whether a column's small residual was not itself the direction, and the column has restarts left.
+
+        After a direction of nearly no curvature has made a residual larger, conjugation may leave only rounding of a
+        residual that A can still reduce.
+        """
         small = self.records.current[column] <= ANSWERED
         return small and column not in self.renewed and self.renewals[column] < MOST_RENEWALS
 
-    def fetch(self, P: Vectors, step: Step | None) -> tuple[list[float], bool, Tensor]:
-        """Transfer residual norms, soundness of the step and overlap of the directions, once per iteration."""
-        overlap = self.directions.overlap(P)
-        sound = torch.ones((), device=P.device) if step is None else step.sound.all()
-        k = self.r.shape[1]
-        packet = torch.cat([norm(self.r), sound.double().reshape(1), overlap.flatten()]).cpu()
-        return packet[:k].tolist(), bool(packet[k]), packet[k + 1 :].view(overlap.shape)
-
-    def rounding(self) -> Tensor:
-        """Return the error of each active residual relative to it: it was subtracted from its largest predecessor."""
-        current = torch.tensor([self.records.current[j] for j in self.active], dtype=torch.float64)
-        peaks = torch.tensor([self.peaks[j] for j in self.active], dtype=torch.float64)
-        return (ROUNDED * self.eps * peaks / current).clamp(max=MOST_ROUNDED)
-
-    def due(self, recursion: list[float]) -> list[int]:
-        """Return the active positions whose true residual must be checked now."""
-        if self.records.iteration and self.records.iteration % CHECK_EVERY == 0:
-            return list(range(len(recursion)))
-        return [j for j, value in enumerate(recursion) if not value > self.records.trigger]
+    def append(self, W: Vectors, AW: Vectors) -> None:
+        """Keep these directions for all later steps, if there is room for all of them."""
+        r, count = W.shape[1], sum(panel.filled for panel in self.panels)
+        if not r or count + r > self.most:
+            return
+        if not self.panels or self.panels[-1].filled + r > self.panels[-1].W.shape[1]:
+            width = min(max(TOGETHER, r), self.most - count)
+            self.panels.append(Panel(empty_block(W, width), empty_block(W, width)))
+        self.panels[-1].add(W, AW)
 
     def inspect(self, positions: Sequence[int], failed: Mapping[int, Reason]) -> None:
-        """Compare with the true residual; give reasons to columns that stop, and replace residuals that drifted."""
+        """Compare with the true residual; drop columns that stop, with reasons, and replace residuals that drifted."""
         records, index = self.records, torch.tensor(positions)
         whole = len(positions) == self.x.shape[1]
         x, r = (self.x, self.r) if whole else (columns(self.x, index), columns(self.r, index))
         image = self.multiply(x)
         records.matvecs += len(positions)
-        sizes = norm(x)
-        growth = torch.nan_to_num(norm(image) / sizes, nan=0.0, posinf=0.0).amax()
-        self.norm_A = torch.maximum(self.norm_A, growth)
-        gaps = self.asymmetry(x, image)
+        gaps = torch.zeros(len(positions), dtype=torch.float64, device=self.B.device)
+        if self.last and self.last[0].shape[1]:  # |xᵀAw − (Ax)ᵀw| / ‖w‖ shows Aᵀ ≠ A without a further product
+            W, AW = self.last
+            lengths = norm(W)
+            gaps = ((gram(x, AW) - gram(image, W)).abs() / torch.where(lengths > 0, lengths, 1.0)).amax(1)
         true = columns(self.B, torch.tensor([self.active[j] for j in positions]))
-        true = axpy(true, image, -torch.ones_like(sizes))
+        true = axpy(true, image, -torch.ones_like(gaps))
+        facts = torch.stack([norm(true), norm(true - r), norm(x), norm(image), gaps]).cpu()
         del image
-        facts = torch.stack([norm(true), norm(true - r), sizes, self.norm_A.expand(len(positions)), gaps]).cpu()
+        self.norm_A = raise_norm(self.norm_A, facts[3].tolist(), facts[2].tolist())
         replaced = []
         for i, j in enumerate(positions):
-            residual, drift, size, norm_A, gap = facts[:, i].tolist()
+            residual, drift, size, _, gap = facts[:, i].tolist()
             column = self.active[j]
-            backward = residual / (norm_A * size + 1)
-            skewed = gap > SKEWED * norm_A * size
+            backward = residual / (self.norm_A * size + 1)
+            skewed = gap > SKEWED * self.norm_A * size
             stopped = failed.get(j) or self.verdict(column, residual, drift, backward)
             if stopped is None and skewed and residual >= records.best[column]:
                 stopped = Reason.STAGNATION
@@ -421,13 +432,18 @@ class ConjugateGradients:
                 replaced.append(i)
         if replaced:
             put_columns(self.r, index[replaced], columns(true, torch.tensor(replaced)))
-            self.directions.past.project(self.x, self.r)
-
-    def asymmetry(self, x: Vectors, image: Vectors) -> Tensor:
-        """Return the largest of |xᵀAq − (Ax)ᵀq| over the last directions q, without spending a product."""
-        if self.last is None or not self.last.Q.shape[1]:
-            return torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-        return (gram(x, self.last.AQ) - gram(image, self.last.Q)).abs().amax(1)
+            for panel in self.panels:  # these components are in no later direction
+                W, AW = panel.pair
+                alpha = gram(W, self.r)
+                axpy(self.x, W, alpha)
+                axpy(self.r, AW, -alpha)
+        remaining = [j for j, column in enumerate(self.active) if column not in records.reasons]
+        if len(remaining) < len(self.active):
+            index = torch.tensor(remaining, dtype=torch.long)
+            self.active = [self.active[j] for j in remaining]
+            self.x, self.r = columns(self.x, index), columns(self.r, index)
+            if not self.block:
+                self.last = [columns(V, index) for V in self.last]
 
     def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float) -> None:
         """Store the solution if it is the best, and return whether it is an improvement."""
@@ -478,157 +494,49 @@ class ConjugateGradients:
         """Stop every active column."""
         everyone = range(len(self.active))
         self.inspect(everyone, dict.fromkeys(everyone, reason))
-        self.shrink()
-
-    def shrink(self) -> Tensor:
-        """Drop the columns that have a reason; return the active positions that remain."""
-        kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
-        index = torch.tensor(kept, dtype=torch.long)
-        if len(kept) < len(self.active):
-            self.active = [self.active[j] for j in kept]
-            self.x, self.r = columns(self.x, index), columns(self.r, index)
-        return index
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One step: orthonormal directions Q, images AQ, curvature QᵀAQ (or its diagonal), and the coefficients."""
+@dataclass(eq=False)
+class Panel:
+    """Directions side by side, with room for more: W and AW, of which the first ``filled`` columns are in use."""
 
-    Q: Float[Vectors, "n r"]
-    AQ: Float[Vectors, "n r"]
-    curvature: Float[Tensor, "..."]
-    alpha: Float[Tensor, "..."]
-    sound: Bool[Tensor, "..."]
+    W: Float[Vectors, "n j"]
+    AW: Float[Vectors, "n j"]
+    filled: int = 0
 
+    @property
+    def pair(self) -> tuple[Vectors, Vectors]:
+        """The directions and their images."""
+        return part(self.W, 0, self.filled), part(self.AW, 0, self.filled)
 
-@dataclass(frozen=True)
-class Directions(ABC):
-    """The small algebra of a step: the minimum of the energy over the directions, and the next conjugate directions.
-
-    Curvature below ``noise`` ‖A‖ is rounding.
-    """
-
-    noise: float
-    past: KeptDirections
-
-    @abstractmethod
-    def overlap(self, P: Vectors) -> Tensor:
-        """Return the numbers of P that ``basis`` needs, which are sent to the CPU with the residual norms."""
-
-    @abstractmethod
-    def basis(self, P: Vectors, overlap_host: Tensor, rounding: Tensor) -> Vectors:
-        """Return directions that span P, whose columns have these relative errors, conjugate to past ones."""
-
-    @abstractmethod
-    def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
-        """Return the energy-minimising step, without directions whose curvature is not safely positive."""
-
-    @abstractmethod
-    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
-        """Return Z made A-conjugate to the directions of the last step."""
-
-    @abstractmethod
-    def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
-        """Return the step without its unsafe directions, and the columns that must stop, with their reasons."""
-
-    @abstractmethod
-    def keep(self, step: Step, index: Tensor) -> Step:
-        """Return the step that the remaining columns took."""
+    def add(self, W: Vectors, AW: Vectors) -> None:
+        """Write further directions behind the others."""
+        put(self.W, self.filled, W)
+        put(self.AW, self.filled, AW)
+        self.filled += W.shape[1]
 
 
 def classify_directions(
-    curvature: Tensor, image: Tensor, norm_A: Tensor, noise: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which directions are sound, which prove that A is not positive definite, and which are null to rounding.
+    curvature: Float[Tensor, " r"], image: Float[Tensor, " r"], norm_A: float, noise: float
+) -> tuple[Bool[Tensor, " r"], Bool[Tensor, " r"]]:
+    """Return which directions are sound, and which prove that A is not positive definite; curvature is qᵀAq.
 
     For positive semidefinite A, ‖Aq‖² ≤ ‖A‖ qᵀAq: a direction without curvature has no image. An image without
     curvature therefore disproves semidefiniteness (a nilpotent matrix), whatever the sign of the rounding error.
+    Curvature below ``noise`` ‖A‖ is rounding.
     """
     finite = torch.isfinite(curvature) & torch.isfinite(image)
     floor = noise * norm_A
     sound = finite & ((curvature > floor) | ((curvature > 0.1 * image) & (curvature > 0)))
-    indefinite = finite & ~sound & ((curvature < -floor) | (image.square() > 100 * noise * norm_A.square()))
-    return sound, indefinite, finite & ~sound & ~indefinite
+    indefinite = finite & ~sound & ((curvature < -floor) | (image.square() > 100 * noise * norm_A**2))
+    return sound, indefinite
 
 
-class BlockDirections(Directions):
-    """One block of directions shared by all columns (O'Leary 1980)."""
-
-    def overlap(self, P: Vectors) -> Tensor:
-        return gram(P, P)
-
-    def basis(self, P: Vectors, overlap_host: Tensor, rounding: Tensor) -> Vectors:
-        # Without other directions to be conjugate to, one that is rounding costs less than one left out too early.
-        Q = independent_basis(P, overlap_host, rounding if self.past.most else None)
-        return self.past.conjugate(Q)  # as late as this, since a basis of nearly dependent columns magnifies its error
-
-    def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
-        curvature = gram(Q, AQ)
-        curvature = (curvature + curvature.mT) / 2
-        shifted = curvature - self.noise * norm_A * torch.eye(len(curvature), dtype=torch.float64, device=R.device)
-        _, unsafe = torch.linalg.cholesky_ex(shifted)
-        L, info = torch.linalg.cholesky_ex(curvature)
-        alpha = torch.cholesky_solve(gram(Q, R), L)
-        sound = (unsafe == 0) & (info == 0) & torch.isfinite(alpha).all() & torch.isfinite(curvature).all()
-        return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
-
-    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
-        if not step.Q.shape[1]:
-            return Z
-        L, _ = torch.linalg.cholesky_ex(step.curvature)
-        return Z - combine(step.Q, torch.cholesky_solve(gram(step.AQ, Z), L))
-
-    def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
-        everyone = range(R.shape[1])
-        curvature = step.curvature.cpu()
-        if not bool(torch.isfinite(curvature).all()) or not bool(torch.isfinite(largest(R)).all()):
-            return step, dict.fromkeys(everyone, Reason.NON_FINITE)
-        values, V = torch.linalg.eigh(curvature)
-        V = V.to(R.device)
-        Q, AQ = combine(step.Q, V), combine(step.AQ, V)
-        sound, indefinite, _ = classify_directions(values, norm(AQ).cpu(), norm_A.cpu(), self.noise)
-        if bool(indefinite.any()):
-            return step, dict.fromkeys(everyone, Reason.NOT_POSITIVE_DEFINITE)
-        failed = {} if bool(sound.any()) else dict.fromkeys(everyone, Reason.SINGULAR)
-        index = sound.nonzero().squeeze(1)
-        Q, AQ, values = columns(Q, index), columns(AQ, index), values[index].to(R.device)
-        alpha = gram(Q, R) / values[:, None]
-        return Step(Q, AQ, torch.diag(values), alpha, torch.ones((), dtype=torch.bool, device=R.device)), failed
-
-    def keep(self, step: Step, index: Tensor) -> Step:
-        return step
-
-
-class ColumnDirections(Directions):
-    """One direction per column: textbook CG for K systems that share the block product."""
-
-    def overlap(self, P: Vectors) -> Tensor:
-        return norm(P)
-
-    def basis(self, P: Vectors, overlap_host: Tensor, rounding: Tensor) -> Vectors:
-        sizes = torch.where(overlap_host > 0, overlap_host, 1.0)
-        return P / sizes.to(P.device, P.dtype, non_blocking=True)
-
-    def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
-        curvature, image = inner(Q, AQ), norm(AQ)
-        sound, _, _ = classify_directions(curvature, image, norm_A, self.noise)
-        alpha = inner(Q, R) / torch.where(sound, curvature, 1.0)
-        return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
-
-    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
-        beta = inner(step.AQ, Z) / torch.where(step.sound, step.curvature, 1.0)
-        return Z - step.Q * torch.where(step.sound, beta, 0.0).to(Z.dtype)
-
-    def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
-        curvature, image = step.curvature.cpu(), norm(step.AQ).cpu()
-        sound, indefinite, null = classify_directions(curvature, image, norm_A.cpu(), self.noise)
-        failed = {}
-        for j in (~sound).nonzero().squeeze(1).tolist():
-            known = Reason.NOT_POSITIVE_DEFINITE if bool(indefinite[j]) else Reason.NON_FINITE
-            failed[j] = Reason.SINGULAR if bool(null[j]) else known
-        return replace(step, alpha=torch.zeros_like(step.alpha)), failed  # the sound columns have taken this step
-
-    def keep(self, step: Step, index: Tensor) -> Step:
-        where = index.to(step.alpha.device)
-        small = (step.curvature[where], step.alpha[where], step.sound[where])
-        return Step(columns(step.Q, index), columns(step.AQ, index), *small)
+def most_directions(A: Matrix, facts: Description, columns: int, memory_budget: int | None) -> int:
+    """Return how many directions an operator of a network keeps beside the working vectors: within a share of them."""
+    room = room_for(A, memory_budget, 0) if memories_of(A) else None
+    if room is None:
+        return 0
+    fitting = (room - VECTORS * facts.vector_bytes * columns) // (KEPT_SHARE * 2 * facts.vector_bytes)
+    # What is left of a small space is rounding.
+    return min(MOST_KEPT, fitting, facts.rows // 2) if fitting >= LEAST_KEPT else 0

@@ -117,7 +117,7 @@ def dual_descent(
     options = DescentOptions(float(noise), min(batch_size, n), step_size, momentum, generator)
     goal = Goal(float(rtol), EPOCHS if maxiter is None else maxiter, callback)
 
-    def solve(part: Vectors, start: Vectors | None) -> Solution:
+    def solve(part: Vectors, start: Vectors | None, _: int) -> Solution:
         system = UnitSystems.of(part, start, facts)
         descent = DualDescent(K, system, options, goal)
         descent.solve()

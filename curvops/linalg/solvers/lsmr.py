@@ -115,7 +115,7 @@ def lsmr(
     goal = goal_of(min(facts.rows, facts.columns), rtol, maxiter, callback)
     operator = AugmentedMatrix(product(A), transposed_product(A), float(damp))
 
-    def solve(part: Vectors, start: Vectors | None) -> Solution:
+    def solve(part: Vectors, start: Vectors | None, _: int) -> Solution:
         system = UnitSystems.of(part, start, facts)
         run = Bidiagonalisation(operator, system, consistent, goal)
         run.solve()

@@ -133,7 +133,7 @@ def minres(
     def multiply(V: Vectors) -> Vectors:
         return plain(V) + sigma * V if sigma else plain(V)
 
-    def solve(part: Vectors, start: Vectors | None) -> Solution:
+    def solve(part: Vectors, start: Vectors | None, _: int) -> Solution:
         system = UnitSystems.of(part, start, facts)
         run = MinimalResiduals(multiply, precondition, system, goal)
         run.solve()

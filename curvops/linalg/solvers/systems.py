@@ -218,7 +218,7 @@ class UnitSystems:
 
 def solve_in_groups(
     what: str,
-    solve: Callable[[Vectors, Vectors | None], Solution],
+    solve: Callable[[Vectors, Vectors | None, int], Solution],
     A: Matrix,
     B: Vectors,
     x0: Vectors | None,
@@ -227,7 +227,7 @@ def solve_in_groups(
     progress: Progress,
     kept: Checkpoint = NOTHING,
 ) -> Solution:
-    """Run ``solve(B, x0)`` for as many columns at a time as fit into memory, at least one.
+    """Run ``solve(B, x0, number of the first column)`` for as many columns at a time as fit into memory, at least one.
 
     A column needs ``vectors`` working vectors. x has the shape of B. If memory still runs out, fewer columns run at
     once.
@@ -239,7 +239,7 @@ def solve_in_groups(
 
 
 def _in_groups(
-    solve: Callable[[Vectors, Vectors | None], Solution],
+    solve: Callable[[Vectors, Vectors | None, int], Solution],
     A: Matrix,
     B: Vectors,
     X0: Vectors | None,
@@ -256,7 +256,7 @@ def _in_groups(
 
     def work(start: int, stop: int) -> Solution:
         with holding(A, width * column):
-            return solve(part(B, start, stop), None if X0 is None else part(X0, start, stop))
+            return solve(part(B, start, stop), None if X0 is None else part(X0, start, stop), start)
 
     while start < K:
         width = widths[min(len(found), len(widths) - 1)]

@@ -23,6 +23,7 @@ from curvops.errors import DataChangedError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.inputs import (
     Inputs,
+    Layout,
     components,
     copy,
     move,
@@ -33,7 +34,6 @@ from curvops.network.data.inputs import (
     take,
     tensor_of,
 )
-from curvops.network.data.layout import Layout
 from curvops.network.data.loaders import LoaderPasses, in_order
 from curvops.network.data.randomness import items
 
@@ -51,8 +51,6 @@ LABELS = ("labels", "label")
 """The names of the targets in Hugging Face collators and data sets."""
 IGNORED = -100
 """The label of ignored positions in Hugging Face batches."""
-STACKED = 1024
-"""The number of fingerprints put into one tensor: each by itself would take hundreds of bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,22 +246,22 @@ class Batches:
         yield from self._held or self._again()
 
     def _again(self) -> Iterator[Batch]:
-        expected, found = self._first_pass, _Noted()
+        expected, present = self._first_pass, _Noted()
         for index, item in enumerate(self._items()):
             if index == self.num_batches:
                 raise DataChangedError(
                     self._describe_change(f"there are more than the first pass's {self.num_batches} batches")
                 )
             batch = self._reading.read(item, index)
-            found.add(batch)
-            if found.signatures[index] != expected.signatures[index]:
+            present.add(batch)
+            if present.signatures[index] != expected.signatures[index]:
                 raise DataChangedError(self._describe_change(f"batch {index} has other shapes or dtypes"))
             yield batch
-        if (count := len(found.sizes)) < self.num_batches:
+        if (count := len(present.sizes)) < self.num_batches:
             raise DataChangedError(
                 self._describe_change(f"there are only {count} of the first pass's {self.num_batches} batches")
             )
-        changed = (found.prints != expected.prints).tolist()
+        changed = (present.prints != expected.prints).tolist()
         if any(changed):
             raise DataChangedError(
                 self._describe_change(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")
@@ -316,10 +314,7 @@ class AbsentBatches:
         return max(self.sizes)
 
     def __iter__(self) -> Iterator[NoReturn]:
-        raise ValueError(
-            f"this needs the {self.num_data:,} training points, and the posterior was loaded without them: pass them, "
-            "co.load(path, model, data)."
-        )
+        raise ValueError("this needs the training points: pass them, co.load(path, model, data).")
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> AbsentBatches:
         """Return a copy on another device or in another floating-point dtype."""
@@ -366,8 +361,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
     if isinstance(data, Iterator):
         raise TypeError(
-            f"The data are read many times, but a {type(data).__name__} can be read only once. Pass a list of its "
-            "batches, a DataLoader or a Dataset."
+            f"The data are read many times, a {type(data).__name__} only once: pass a list or a DataLoader."
         )
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
@@ -392,30 +386,27 @@ def holds_all(data: object) -> bool:
 def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
     """Return inputs, targets and weights of one batch: a tuple, a list, or a mapping with these names or with labels.
 
-    weights: whether a third item was declared to be weights. Raises TypeError for another form, for a third item that
-    was not declared, and for complex weights; ValueError for labels that a causal language model shifts.
+    weights: whether a third item was declared to be weights. Raises TypeError for another form, and for a third item
+    that was not declared; ValueError for labels that a causal language model shifts.
     """
     if _is_named(item):
         assert isinstance(item, Mapping)
-        found = [item[name] for name in NAMES if name in item]
+        parts = [item[name] for name in NAMES if name in item]
     elif isinstance(item, Mapping) and any(name in item for name in LABELS):
-        found = _split_labels(item, weights)
+        parts = _split_labels(item, weights)
     elif isinstance(item, (tuple, list)) and len(item) in (2, 3):
-        found = list(item)
-        if len(found) == 3 and not weights:
-            raise TypeError(_describe_undeclared(found[2]))
+        parts = list(item)
+        if len(parts) == 3 and not weights:
+            raise TypeError(_describe_undeclared(parts[2]))
     else:
         raise TypeError(_not_a_batch(item))
-    if weights and len(found) == 2:
+    if weights and len(parts) == 2:
         raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
-    found[1:] = map(tensor_of, found[1:])
-    if not all(isinstance(part, Tensor) for part in found[1:]):
-        kinds = ", ".join(type(part).__name__ for part in found[1:])
+    parts[1:] = map(tensor_of, parts[1:])
+    if not all(isinstance(part, Tensor) for part in parts[1:]):
+        kinds = ", ".join(type(part).__name__ for part in parts[1:])
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
-    w = found[2] if len(found) == 3 else None
-    if w is not None and w.is_complex():
-        raise TypeError(f"Sample weights are real numbers, counts or masks; given {w.dtype}.")
-    return found[0], found[1], w
+    return parts[0], parts[1], parts[2] if len(parts) == 3 else None
 
 
 def _is_named(item: object) -> bool:
@@ -433,11 +424,7 @@ def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
     y, ids = (tensor_of(item.get(name)) for name in (given[0], "input_ids"))
     alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
     if alike and bool(((y == ids) | (y == IGNORED)).all()):
-        raise ValueError(
-            "the labels are the input_ids themselves: a causal language model shifts them inside its own loss, but its "
-            "output at a position predicts the next token. Pass (inputs, targets) with the targets shifted, "
-            "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."
-        )
+        raise ValueError("the labels are the input_ids themselves: pass (inputs, targets) with the targets shifted.")
     return [inputs, *(item[name] for name in apart)]
 
 
@@ -453,15 +440,9 @@ def _describe_undeclared(third: object) -> str:
 def _require_aligned(where: str, inputs: Inputs, targets: Tensor, weights: Tensor | None) -> None:
     n = num_points(inputs)
     if targets.ndim == 0 or len(targets) != n:
-        raise ValueError(
-            f"In {where} there are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading "
-            "dimension of both counts points; wrap single points in a DataLoader."
-        )
+        raise ValueError(f"In {where} there are {n} inputs, but the targets have shape {tuple(targets.shape)}.")
     if weights is not None and (weights.ndim == 0 or len(weights) != n):
-        raise ValueError(
-            f"In {where} there are {n} points, but the sample weights have shape {tuple(weights.shape)}. Give one "
-            "weight per point or per position."
-        )
+        raise ValueError(f"In {where} there are {n} points, but the sample weights have shape {tuple(weights.shape)}.")
 
 
 def _require_valid(batch: Batch, index: int) -> None:
@@ -485,32 +466,25 @@ def _in_batch(index: int) -> Iterator[None]:
 
 
 class _Noted:
-    """The shapes, dtypes and fingerprints of the batches of a pass; for a million batches they take some 24 MB."""
+    """The shapes, dtypes and fingerprints of the batches of a pass."""
 
     def __init__(self, batches: Iterable[Batch] = ()) -> None:
         self.signatures: list[object] = []
         self.sizes: list[int] = []
-        self._known: dict[object, tuple[object, int]] = {}  # the few distinct ones, to which all batches refer
-        self._stacks: list[Tensor] = []
-        self._last: list[Tensor] = []
+        self._prints: list[Tensor] = []
         for batch in batches:
             self.add(batch)
 
     def add(self, batch: Batch) -> None:
         named = list(batch.named_tensors())
-        own = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
-        signature, size = self._known.setdefault(own, (own, batch.num_points))
-        self.signatures.append(signature)
-        self.sizes.append(size)
-        self._last.append(fingerprint([tensor for _, tensor in named]))
-        if len(self._last) == STACKED:
-            self._stacks.append(torch.stack(self._last))
-            self._last.clear()
+        self.signatures.append([(name, tensor.shape, tensor.dtype) for name, tensor in named])
+        self.sizes.append(batch.num_points)
+        self._prints.append(fingerprint([tensor for _, tensor in named]))
 
     @property
     def prints(self) -> Tensor:
         """The fingerprint of each batch."""
-        return torch.cat([*self._stacks, *(one.unsqueeze(0) for one in self._last)])
+        return torch.stack(self._prints)
 
 
 def _not_a_batch(item: object) -> str:

@@ -56,14 +56,11 @@ def _reader(data: Any, weights: bool) -> tuple[int, Callable[[Tensor], Any]]:
 
         def take_points(chosen: Tensor) -> Any:
             at = chosen.to(targets.device)
-            return (take(inputs, at), *(each[at] for each in rest))
+            return (take(inputs, at), *(tensor[at] for tensor in rest))
 
         return len(targets), take_points
     if not isinstance(data, Dataset) or not hasattr(data, "__len__"):
-        raise TypeError(
-            "data must be tensors (X, y) or a Dataset with a length, whose points can be read in any order, got "
-            f"{type(data).__name__}."
-        )
+        raise TypeError(f"data must be tensors (X, y) or a Dataset with a length, got {type(data).__name__}.")
 
     def read(chosen: Tensor) -> Any:
         if not len(data):

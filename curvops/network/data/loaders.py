@@ -40,14 +40,7 @@ class LoaderPasses:
         except IndexError:
             loader = copy.copy(self.loader)
             loader.generator, loader._iterator = self._generator, None
-        try:
-            yield from loader
-        except (ConnectionError, EOFError) as error:  # a worker ended while it handed over a batch
-            if loader.num_workers == 0 or "in DataLoader worker process" in str(error):  # raised by the dataset
-                raise
-            raise RuntimeError(
-                f"DataLoader worker exited unexpectedly while it handed over a batch: {error}"
-            ) from error
+        yield from loader
         self._idle.append(loader)  # after a whole pass only: the workers of any other may have died
 
     def __reduce__(self) -> Any:
@@ -69,15 +62,9 @@ class LoaderPasses:
 def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return the loader or, if it shuffles or drops a batch, one that reads each point of its dataset once, in order.
 
-    Raises ValueError if its sampler does not draw each point once or repeats points so that ranks have equally many,
-    and if batches come in the order in which its workers are ready.
+    Raises ValueError if its sampler does not draw each point once, or repeats points so that ranks have equally many.
     """
     sampler, dataset = loader.sampler, loader.dataset
-    if not getattr(loader, "in_order", True) and loader.num_workers > 1:
-        raise ValueError(
-            "this DataLoader has in_order=False, so that batches come as its workers are ready, in a different order "
-            "in each pass. The library compares its passes over the data: leave in_order=True."
-        )
     if isinstance(sampler, DistributedSampler) and sampler.total_size != len(dataset):  # type: ignore[arg-type]
         what = "repeats" if sampler.total_size > len(dataset) else "leaves out"  # type: ignore[arg-type]
         raise ValueError(
@@ -91,8 +78,7 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     plain = type(loader) is DataLoader and type(loader.batch_sampler) in (BatchSampler, type(None))
     if not shuffles and (not plain or loader.batch_size is None):  # None: batches from a user's own sampler
         raise ValueError(
-            f"this {type(loader).__name__} has drop_last=True, which leaves out the points of a last batch that is not "
-            "full, but sums over the data need each point: pass drop_last=False."
+            f"this {type(loader).__name__} has drop_last=True, but sums need each point: pass drop_last=False."
         )
     once = isinstance(sampler, SubsetRandomSampler) or (
         isinstance(sampler, RandomSampler)

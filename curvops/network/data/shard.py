@@ -107,10 +107,7 @@ class Shard(Batches):
         return self.ranks.line_up(part[:count])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
-        raise ValueError(
-            "the data of a linearisation over a process group cannot be converted: linearise the model in the new "
-            "dtype and on the new device, on each rank."
-        )
+        raise ValueError("data of a process group cannot be converted: linearise the converted model on each rank.")
 
     def _note_points(self, prints: Tensor, start: int) -> None:
         lowest = torch.cat([self._lowest, prints.cpu()])
@@ -125,8 +122,8 @@ class Shard(Batches):
         on the same rank; if hardly any are, the shards overlap.
         """
         own = self._lowest[:0] if self.borrows else self._lowest.sort().values[:COMPARED]
-        found, counts = self.ranks.line_up_counted(own)
-        parts = list(found.split(counts))
+        prints, counts = self.ranks.line_up_counted(own)
+        parts = list(prints.split(counts))
         cut = min([int(part[-1]) for part, count in zip(parts, self.counts) if count > len(part)], default=2**63 - 1)
         held = [Counter(part[part <= cut].tolist()) for part in parts]
         again = sum(held, Counter())

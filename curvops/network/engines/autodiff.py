@@ -80,24 +80,12 @@ class Streamed:
         return torch.stack([graph.push_by_rows(tangents) for graph in graphs], 1)
 
     def _push_one(self, tangent: Blocks) -> Float[Tensor, "n C"]:
-        # Half the points at a time: inputs and outputs of a layer are in memory together with their tangents, and the
-        # pull should be the part of a product that takes most memory.
-        half = -(-num_points(self.inputs) // 2)
-        parts = (take(self.inputs, slice(0, half)), take(self.inputs, slice(half, None)))
-        found = [self._pass(part, tangent) for part in parts if num_points(part)]
-        self._outputs, result = (torch.cat(pieces) for pieces in zip(*found))
-        return result
-
-    def _pass(self, inputs: Any, tangent: Blocks) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"]]:
-        """Return outputs and tangents."""
         with self.model.differentiating(), torch.no_grad(), forward_ad.dual_level():
             values = self.model.values
-            duals = {
-                name: forward_ad.make_dual(_own_storage(values[name]), _own_storage(tangent[name]))
-                for name in self.names
-            }
-            outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, inputs))
-        return outputs.detach(), torch.zeros_like(outputs) if result is None else result.detach()
+            duals = {n: forward_ad.make_dual(_own_storage(values[n]), _own_storage(tangent[n])) for n in self.names}
+            outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, self.inputs))
+        self._outputs = outputs.detach()
+        return torch.zeros_like(outputs) if result is None else result.detach()
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
         """Return Jᵀ U for K cotangents, by name, (K, *shape) each."""

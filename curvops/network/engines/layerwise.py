@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -41,8 +40,6 @@ COLUMN_BYTES = 2**22
 """Bytes of δ per cotangent above which, on a CPU, each gets its own backward pass, since batching rules copy."""
 # On a CPU a larger tensor is allocated anew each time, page by page, which costs more than reading δ again.
 MAPPED_BYTES = 2**25 - 1
-CACHED_BYTES = 2**22
-"""Bytes of δ that a product reads at a time on a CPU, few enough to be in a cache when it multiplies by them again."""
 # Operations that change the shape of numbers, but not their order.
 RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
 # Functions of one number at a time.
@@ -83,10 +80,6 @@ class Layer:
         """Return the shape of the layer's "weight" or "bias"."""
         return getattr(self.module, local).shape
 
-    def of(self, tangents: Mapping[str, Tensor]) -> Local:
-        """Return the tangents of this layer, by local name."""
-        return {local: tangents[name] for local, name in self.names.items()}
-
     @property
     def width(self) -> int:
         """The number q of columns of the layer's matrix (g, p, q) of weight and bias; see `Rule.left`, `Rule.right`."""
@@ -120,12 +113,12 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a layer in a recorded forward pass: its inputs, and its position in the graph."""
+    """One call of a layer in a recorded pass: its input a, what is kept of it, and its position in the graph."""
 
     owner: nn.Module
     layer: Layer
-    inputs: tuple[Tensor, ...]
-    versions: list[int]
+    a: Tensor
+    version: int  # of a
     kept: Tensor
     edge: GradientEdge
 
@@ -135,52 +128,64 @@ Recording = tuple[Tensor, list[Call], set[str]]
 
 
 @dataclass(frozen=True, eq=False)
-class FactoredCall(ABC):
-    """One call of a layer, kept as factors of its rows, that is multiplied by some vectors of a block at a time."""
+class Part(ABC):
+    """One call of a layer as an engine keeps it: the rows of J for its parameters, which multiply blocks of vectors.
+
+    `spread` says how many numbers, beside those of the layer's output, a product makes for each vector: a block that
+    takes more than `MAPPED_BYTES` in all is multiplied some vectors at a time.
+    """
 
     layer: Layer
+    spread: ClassVar[int] = 1
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
-        given = self.layer.of(tangents)
-        parts = self._parts(next(iter(given.values())))
-        return concatenate([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
+        """Return the rows times K tangents by parameter name."""
+        own = {local: tangents[name] for local, name in self.layer.names.items()}
+        some = self._columns(next(iter(own.values())))
+        if len(some) == 1:
+            return self._push(own)
+        return torch.cat([self._push({local: tangent[k] for local, tangent in own.items()}) for k in some])
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
-        pieces = [self._pull(cotangents[part]) for part in self._parts(cotangents)]
-        return {local: concatenate([piece[local] for piece in pieces]) for local in self.layer.names}
+        """Return the adjoint's images by the layer's own names."""
+        some = self._columns(cotangents)
+        if len(some) == 1:
+            return self._pull(cotangents)
+        pieces = [self._pull(cotangents[k]) for k in some]
+        return {local: torch.cat([piece[local] for piece in pieces]) for local in self.layer.names}
+
+    def _columns(self, block: Tensor) -> list[slice]:
+        return in_parts(len(block), self.spread * self.layer.output.numel() * block.element_size(), block.is_cuda)
 
     @abstractmethod
-    def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
-        """Return the images of the vectors of a part."""
+    def _push(self, tangents: Local) -> Float[Tensor, "k n R"]: ...
 
     @abstractmethod
-    def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
-        """Return the adjoint's images of the vectors of a part."""
+    def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local: ...
 
-    def _parts(self, block: Tensor) -> list[slice]:
-        return in_parts(len(block), self.layer.output.numel() * block.element_size(), block.is_cuda)
+    @abstractmethod
+    def at(self, points: slice) -> Part:
+        """Return the rows of some points."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The bytes that are kept."""
 
 
 @dataclass(frozen=True, eq=False)
-class Factors(FactoredCall):
+class Factors(Part):
     """One call of a layer, kept as its input a and sensitivity δ (n, R, *out): the rows of J are sums of products."""
 
     kept: Tensor
     delta: Tensor
 
     def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
-        return torch.bmm(self.delta.flatten(2), self.changes(tangents).mT).permute(2, 0, 1)
+        z = self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2)
+        return torch.bmm(self.delta.flatten(2), z.mT).permute(2, 0, 1)
 
     def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
-        return self.gradients(torch.bmm(cotangents.transpose(0, 1), self.delta.flatten(2)))
-
-    def changes(self, tangents: Local) -> Float[Tensor, "n k o"]:
-        """Return the changes of the layer's output, its numbers side by side."""
-        return self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2)
-
-    def gradients(self, s: Float[Tensor, "n k o"]) -> Local:
-        """Return the gradients of these sensitivities of the layer's output."""
-        s = s.unflatten(2, self.delta.shape[2:])
+        s = torch.bmm(cotangents.transpose(0, 1), self.delta.flatten(2)).unflatten(2, self.delta.shape[2:])
         return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
 
     def left(self) -> Tensor | None:
@@ -206,8 +211,10 @@ class Factors(FactoredCall):
 
 
 @dataclass(frozen=True, eq=False)
-class Slopes(FactoredCall):
+class Slopes(Part):
     """A layer that feeds the last one, kept as its input a and the slopes m (n, out) in between: δ = W ∘ m."""
+
+    spread: ClassVar[int] = 8  # nothing is read again for some of the vectors, which stay in a cache
 
     kept: Tensor
     slopes: Float[Tensor, "n out"]
@@ -222,10 +229,6 @@ class Slopes(FactoredCall):
         u = cotangents.transpose(0, 1)
         s = (u.flatten(0, 1) @ self.weight).unflatten(0, u.shape[:2]).mul_(self.slopes.unsqueeze(1))
         return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
-
-    def _parts(self, block: Tensor) -> list[slice]:
-        # An eighth of what others take at once: nothing is read again for each part, and a part stays in a cache.
-        return in_parts(len(block), 8 * self.layer.output.numel() * block.element_size(), block.is_cuda)
 
     def at(self, points: slice) -> Slopes:
         return replace(self, kept=self.kept[points], slopes=self.slopes[points])
@@ -243,23 +246,18 @@ def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
     return [slice(start, start + width) for start in range(0, columns, width)]
 
 
-def concatenate(pieces: list[Tensor], dim: int = 0) -> Tensor:
-    """Return the pieces as one tensor; a single one is not copied."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-
-
 @dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(Part):
     """A layer kept as its own rows, (n, R, p), with its p parameters side by side."""
 
-    layer: Layer
     jacobian: Tensor
+    spread: ClassVar[int] = 0
 
-    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
-        v = torch.cat([tangent.flatten(1) for tangent in self.layer.of(tangents).values()], 1)
+    def _push(self, tangents: Local) -> Float[Tensor, "K n R"]:
+        v = torch.cat([tangent.flatten(1) for tangent in tangents.values()], 1)
         return (v @ self.jacobian.flatten(0, 1).mT).unflatten(1, self.jacobian.shape[:2])
 
-    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
+    def _pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         return self._layout.named(cotangents.flatten(1) @ self.jacobian.flatten(0, 1))
 
     def named_rows(self) -> Blocks:
@@ -279,10 +277,9 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Features:
+class Features(Part):
     """The layer whose outputs are the model's, kept as its input a; its δ is the identity, for any C."""
 
-    layer: Layer
     kept: Tensor
 
     @property
@@ -302,16 +299,10 @@ class Features:
         """The number C of outputs per position."""
         return self.layer.output[-1]
 
-    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
-        given = self.layer.of(tangents)
-        first = next(iter(given.values()))
-        parts = in_parts(len(first), self.layer.output.numel() * first.element_size(), first.is_cuda)
-        return concatenate([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
-
     def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
         return self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2).transpose(0, 1)
 
-    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
+    def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
         s = cotangents.transpose(0, 1).unflatten(2, self.layer.output[1:])
         return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
 
@@ -327,11 +318,6 @@ class Features:
     @property
     def nbytes(self) -> int:
         return self.kept.nbytes
-
-
-Part = Factors | Rows | Slopes | Features
-Weigh = Callable[[Float[Tensor, "K m R"], slice], Float[Tensor, "K m R"]]
-"""The product H u of each point's rows u with its own H, at the points in a range."""
 
 
 class Layerwise:
@@ -384,13 +370,10 @@ class Layerwise:
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         """Return Lᵀ J V for K tangents by name, (K, *shape) each."""
         with torch.no_grad():
-            return self._push(tangents, self.parts)
-
-    def _push(self, tangents: Mapping[str, Tensor], parts: Iterable[Part]) -> Float[Tensor, "K n R"]:
-        total = None if self.rest is None else self.rest.push(tangents)
-        for part in parts:
-            pushed = part.push(tangents)
-            total = pushed if total is None else total + pushed
+            total = None if self.rest is None else self.rest.push(tangents)
+            for part in self.parts:
+                pushed = part.push(tangents)
+                total = pushed if total is None else total + pushed
         if total is None:
             columns = next(iter(tangents.values())).shape[0]
             return self.outputs.new_zeros(columns, len(self.outputs), self.num_columns)
@@ -399,53 +382,22 @@ class Layerwise:
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Blocks:
         """Return Jᵀ L U for K cotangents, by name, (K, *shape) each."""
         with torch.no_grad():
-            return self._pull(cotangents, ((part.layer, part.pull(cotangents)) for part in self.parts))
-
-    def _pull(self, cotangents: Float[Tensor, "K n R"], found: Iterable[tuple[Layer, Local]]) -> Blocks:
-        whole = OneBlock.if_large(self._layout, len(cotangents), cotangents)
-        total: Blocks = {}
-        rest = () if self.rest is None else self.rest.pull(cotangents).items()
-        named = ((layer.names[local], value) for layer, gradients in found for local, value in gradients.items())
-        for name, gradient in chain(rest, named):
-            if whole is None:
-                total[name] = total[name] + gradient if name in total else gradient
-            else:
-                total[name] = total[name].add_(gradient) if name in total else whole[name].copy_(gradient)
-        for name, value in self._zero.items():
-            if name not in total:  # a layer whose branch does not reach the outputs
-                shape = cotangents.shape[0], *value.shape
-                total[name] = value.new_zeros(shape) if whole is None else whole[name].zero_()
-        return total if whole is None else whole
-
-    def sandwich(self, tangents: Mapping[str, Tensor], weigh: Weigh) -> Blocks:
-        """Return Jᵀ H J V, where `weigh` multiplies the rows of some points by H.
-
-        Where δ is most of what a product reads, it is read once, a few points at a time, and used in both directions.
-        """
-        first = next(iter(tangents.values()))
-        read = [part for part in self.parts if isinstance(part, Factors)]
-        others = [part for part in self.parts if not isinstance(part, Factors)]
-        size = sum(part.delta.numel() for part in read) * first.element_size()
-        beside = size * len(first) // self.num_columns  # the changes of the layers' outputs, all in memory at once
-        if first.is_cuda or size <= CACHED_BYTES or beside > min(size // 2, 2 * MAPPED_BYTES):
-            return self.pull(weigh(self.push(tangents), slice(None)))
-        with torch.no_grad():
-            pushed, found = self._push(tangents, others), []
-            # Contiguous, since the sensitivities are written into their memory, point by point.
-            changes = [part.changes(part.layer.of(tangents)).contiguous() for part in read]
-            step = max(1, CACHED_BYTES * len(self.outputs) // size)
-            for start in range(0, len(self.outputs), step):
-                points = slice(start, start + step)
-                deltas = [part.delta[points].flatten(2) for part in read]
-                u = pushed[:, points]
-                for delta, z in zip(deltas, changes):
-                    u = u + torch.bmm(delta, z[points].mT).permute(2, 0, 1)
-                found.append(weigh(u, points))
-                for delta, z in zip(deltas, changes):
-                    torch.bmm(found[-1].transpose(0, 1), delta, out=z[points])
-            u = concatenate(found, 1)
-            each = ((part.layer, part.gradients(s)) for part, s in zip(read, changes))
-            return self._pull(u, chain(each, ((part.layer, part.pull(u)) for part in others)))
+            block = OneBlock.if_large(self._layout, len(cotangents), cotangents)
+            total = Blocks() if self.rest is None else self.rest.pull(cotangents)
+            if block is not None:
+                total = {name: block[name].copy_(gradient) for name, gradient in total.items()}
+            for part in self.parts:
+                for local, gradient in part.pull(cotangents).items():
+                    name = part.layer.names[local]
+                    if name in total:
+                        total[name] = total[name] + gradient if block is None else total[name].add_(gradient)
+                    else:
+                        total[name] = gradient if block is None else block[name].copy_(gradient)
+            for name, value in self._zero.items():
+                if name not in total:  # a layer whose branch does not reach the outputs
+                    shape = cotangents.shape[0], *value.shape
+                    total[name] = value.new_zeros(shape) if block is None else block[name].zero_()
+        return total if block is None else block
 
 
 def owners_of(model: Model) -> Owners:
@@ -472,7 +424,7 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
     first), in another dtype (autocast), with further arguments, or on a tensor that was written to later. All hooks
     are removed after the pass.
     """
-    found: list[tuple[Any, ...]] = []  # the parts of calls, once the last layer is known
+    calls: list[Call] = []
     misfits: set[str] = set()
     dtype, n, paths = model.theta.dtype, num_points(inputs), model.paths
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
@@ -481,18 +433,18 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
         rule = rule_of(type(module))
         assert rule is not None  # only such layers have hooks
         node, points = output.grad_fn, output.ndim > 1 and output.shape[0] == n
-        if not (points and len(given) == rule.operands and node is not None and _are_of(dtype, (output, *given))):
+        if not (points and len(given) == 1 and node is not None and _are_of(dtype, (output, *given))):
             misfits.update(names.values())
             return
-        kept = rule.keep(module, *(given if graph else [a.detach() for a in given]))
+        (a,) = given
+        kept = rule.keep(module, a if graph else a.detach())
         size = kept.nbytes // (kept.shape[0] * output.element_size())
         layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
         # Keep the edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
-        found.append((owner, layer, tuple(given), _versions(given), kept, GradientEdge(node, output.output_nr)))
+        calls.append(Call(owner, layer, a, a._version, kept, GradientEdge(node, output.output_nr)))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        named = [kwargs[name] for name in sorted(kwargs)] if kwargs else []
-        given = [value for value in (*args, *named) if value is not None]
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
         note(module, module, paths[module], owners[module], given, output)
 
     def note_projection(owner: nn.Module, module: nn.Linear, a: Tensor, output: Tensor) -> None:
@@ -512,13 +464,12 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
         for handle in handles:
             handle.remove()
     behind, before = _follow(outputs.grad_fn, RESHAPES), list[Node]()
-    calls = [Call(owner, layer, given, *rest) for owner, layer, given, *rest in found]
     for i, call in enumerate(calls):
         if call.edge.node in behind and isinstance(call.layer.rule, LinearRule):
-            calls[i] = call = replace(call, layer=replace(call.layer, is_last=True))
-            if call.inputs[0].ndim == 2 and call.layer.names.get("weight") in model.values:
-                before = _follow(call.inputs[0].grad_fn, ELEMENTWISE)
-        if _versions(call.inputs) != call.versions:
+            calls[i] = replace(call, layer=replace(call.layer, is_last=True))
+            if call.a.ndim == 2 and call.layer.names.get("weight") in model.values:
+                before = _follow(call.a.grad_fn, ELEMENTWISE)
+        if call.a._version != call.version:
             misfits.update(call.layer.names.values())
     feeding = (replace(call, layer=replace(call.layer, feeds_last=call.edge.node in before)) for call in calls)
     return outputs, list(feeding), misfits
@@ -539,10 +490,6 @@ def _are_of(dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
     return not [tensor for tensor in tensors if tensor.dtype != dtype and tensor.is_floating_point()]
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
-
-
 def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
     """Return the names of parameters whose layers were not called."""
     ran = {id(call.owner) for call in calls}
@@ -559,24 +506,20 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, r
     sizes = [(call.layer.size,) if rows else call.layer.output[1:] for call, rows in zip(calls, as_rows)]
     stores = [outputs.new_empty(n, columns, *size) for size in sizes]
     reached = [False] * len(calls)
-    if not outputs.is_cuda and bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES:
+    if not outputs.is_cuda:
         chunk_bytes = min(chunk_bytes, COLUMN_BYTES)  # batched passes copy, and gain nothing beyond a cache
     step, leaves = chunk_size(calls, outputs.element_size(), chunk_bytes), model.leaves()
     for start in range(0, columns if calls else 0, step):
         some = slice(start, min(start + step, columns))
         with torch.no_grad():
             cotangents = root.columns(outputs.detach(), some.start, some.stop)
-        into = [None if rows else store[:, some] for rows, store in zip(as_rows, stores)]
-        run = partial(sensitivities, model, outputs, calls, cotangents, into=into)
-        deltas = model.holding(leaves, run)
-        for i in range(len(deltas)):
-            delta, deltas[i] = deltas[i], None  # freed once it is used, and before the next pass
-            reached[i] |= delta is not None
-            if delta is None:  # for these columns; a custom function may return nothing for zeros
-                stores[i][:, some] = 0
-            elif delta is not into[i]:
-                with torch.no_grad():
-                    stores[i][:, some] = _rows(calls[i], delta) if as_rows[i] else delta
+        deltas = model.holding(leaves, partial(sensitivities, model, outputs, calls, cotangents))
+        with torch.no_grad():
+            for i, delta in enumerate(deltas):
+                reached[i] |= delta is not None  # a custom function may return nothing for zeros
+                rows = delta if delta is None or not as_rows[i] else _rows(calls[i], delta)
+                stores[i][:, some] = 0 if rows is None else rows
+        del deltas, delta, rows  # before the next pass
     found = [
         Rows(call.layer, store) if rows else Factors(call.layer, call.kept, store)
         for call, store, rows, is_reached in zip(calls, stores, as_rows, reached)
@@ -588,7 +531,7 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, r
 
 def _slopes(model: Model, call: Call, last: Call) -> Slopes:
     """Return the part of a call that feeds the last layer, by one backward pass between the two."""
-    h, layer = last.inputs[0], last.layer
+    h, layer = last.a, last.layer
     run = partial(torch.autograd.grad, h, call.edge, torch.ones_like(h), retain_graph=True)
     (slopes,) = model.holding(model.leaves(), run)
     weight = model.values[layer.names["weight"]]
@@ -607,66 +550,34 @@ def bytes_of_one(calls: Sequence[Call], itemsize: int) -> int:
 
 
 def sensitivities(
-    model: Model,
-    outputs: Tensor,
-    calls: Sequence[Call],
-    cotangents: Float[Tensor, "r n C"],
-    graph: bool = False,
-    into: Sequence[Tensor | None] = (),
+    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"], graph: bool = False
 ) -> list[Tensor | None]:
     """Return δ (n, r, *out) of each call for r cotangents of the outputs; None for branches that do not reach them.
 
-    With `graph` the results have their own graph. If each cotangent has its own backward pass, δ is written to a tensor
-    in `into` where there is one.
+    With `graph` the results have their own graph.
     """
     if not calls or not outputs.requires_grad:
         return [None] * len(calls)
-    if outputs.shape[1] == 1 and len(cotangents) > 1 and not graph:  # points are separate: columns are multiples of one
-        one = sensitivities(model, outputs, calls, torch.ones_like(cotangents[:1]))
-        factors = cotangents.squeeze(2).T
-        return [None if g is None else g * factors.view(*factors.shape, *[1] * (g.ndim - 2)) for g in one]
     edges = [call.edge for call in calls]
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
     with model.differentiating():
-        if len(cotangents) == 1:
-            found = torch.autograd.grad(outputs, edges, cotangents[0], **options)
-            return [None if g is None else g.unsqueeze(1) for g in found]
-        if outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES:
+        small = outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES
+        if small and len(cotangents) > 1:
             with suppress(RuntimeError):  # an operation without a batching rule
                 found = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
                 return [None if g is None else g.transpose(0, 1) for g in found]
-        each = (sensitivities(model, outputs, calls, cotangents[r : r + 1], graph) for r in range(len(cotangents)))
-        return _gather(each, into or [None] * len(calls), len(cotangents), graph)
+        passes = [torch.autograd.grad(outputs, edges, u, **options) for u in cotangents]
+        by_call = [list(gradients) for gradients in zip(*passes)]
+        del passes
+        return [_side_by_side(by_call.pop(0)) for _ in calls]  # those of a call are freed once they are copied
 
 
-def _gather(
-    each: Iterable[list[Tensor | None]], into: Sequence[Tensor | None], columns: int, graph: bool
-) -> list[Tensor | None]:
-    """Concatenate the δ of the cotangents, (n, 1, *out) each, into (n, r, *out)."""
-    if graph:
-        return [_joined(row) for row in zip(*each)]
-    stores: list[Tensor | None] = [None] * len(into)
-    for r, row in enumerate(each):
-        for i in range(len(into)):
-            delta, row[i] = row[i], None  # freed once it is copied, before the pass for the next cotangent
-            store = stores[i]
-            if store is None and delta is not None:
-                given = into[i]
-                new = delta.new_empty(columns, len(delta), *delta.shape[2:]).transpose(0, 1) if given is None else given
-                store = stores[i] = new
-                store[:, :r] = 0  # where there was none
-            if store is not None:
-                store[:, r] = 0 if delta is None else delta[:, 0]
-            del delta
-    return stores
-
-
-def _joined(row: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate the δ of one call, zeros where there is none."""
-    known = next((delta for delta in row if delta is not None), None)
-    if known is None:
-        return None
-    return torch.cat([torch.zeros_like(known) if delta is None else delta for delta in row], 1)
+def _side_by_side(gradients: list[Tensor | None]) -> Tensor | None:
+    """Return the δ of one call for all cotangents, zeros where there is none."""
+    like = next((g for g in gradients if g is not None), None)
+    if like is None or len(gradients) == 1:
+        return None if like is None else like.unsqueeze(1)
+    return torch.stack([torch.zeros_like(like) if g is None else g for g in gradients], 1)
 
 
 def _rows(call: Call, delta: Tensor) -> Tensor:

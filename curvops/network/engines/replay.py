@@ -12,7 +12,7 @@ import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +21,6 @@ from torch import Tensor
 from curvops.eager_mode import EagerMode
 from curvops.network.model.parameters import Blocks
 
-_Facts = tuple[torch.Size, torch.dtype, tuple[int, ...]]
-"""A tangent's shape, dtype and strides."""
-_ADD, _EXPAND = torch.ops.aten.add.Tensor, torch.ops.aten.expand.default
 READS = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
 """Operations whose results Python gets, and may decide by."""
 
@@ -103,7 +100,7 @@ class Recorder(EagerMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._slot_of: dict[int, int] = {}  # of tangents that exist, since the id of a freed one may be another's
         self._ends: list[weakref.ref[Tensor]] = []
-        self._facts: list[_Facts] = []
+        self._slots = 0
         self._given: dict[str, int] = {}
         self._steps: list[_Step] = []
         self._kept_in: dict[int, list[list[Any]]] = defaultdict(list)
@@ -126,6 +123,12 @@ class Recorder(EagerMode):
         slots = [self._slot_of.get(id(tensor)) for tensor in written]
         self._writes = self._writes or bool(written)
         self._broken = self._broken or any(slot is None or slot in given for slot in slots)
+        if func is torch.ops.aten.add.Tensor and not kwargs and (tangent := self._beside_zeros(args)) is not None:
+            if tangent.shape != found.shape:
+                func, args = torch.ops.aten.expand.default, (tangent, found.shape)
+            elif tangent.stride() == found.stride():  # what follows may need the strides of the sum
+                self._name(found, self._slot(tangent))
+                return found
         in_list = isinstance(found, tuple | list)
         results = found if in_list else (found,)
         if any(isinstance(result, Tensor) for result in results):
@@ -140,16 +143,29 @@ class Recorder(EagerMode):
             return None
         end, steps = self._slot_of[id(result)], self._steps
         if not self._writes:
-            steps = _leading_to(end, _without_zeros(steps, self._facts, end))
-        return Replay(steps, self._given, end, len(self._facts))
+            steps = _leading_to(end, steps)
+        return Replay(steps, self._given, end, self._slots)
 
     def _slot(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._slot_of:
+            self._name(tensor, self._slots)
+            self._slots += 1
+        return self._slot_of[id(tensor)]
+
+    def _name(self, tensor: Tensor, slot: int) -> None:
+        """Give a tangent a slot as long as it exists."""
         key, slots = id(tensor), self._slot_of
-        if key not in slots:
-            slots[key] = len(self._facts)
-            self._facts.append((tensor.shape, tensor.dtype, tensor.stride()))
-            self._ends.append(weakref.ref(tensor, lambda _: slots.pop(key)))
-        return slots[key]
+        slots[key] = slot
+        self._ends.append(weakref.ref(tensor, lambda _: slots.pop(key)))
+
+    def _beside_zeros(self, pair: Sequence[Any]) -> Tensor | None:
+        """Return the tangent to which zeros of its dtype are added, as for inputs without a tangent; None otherwise."""
+        tangents = [value for value in pair if id(value) in self._slot_of]
+        zeros = [value for value in pair if isinstance(value, Tensor) and id(value) not in self._slot_of]
+        if len(tangents) != 1 or len(zeros) != 1 or tangents[0].dtype != zeros[0].dtype or bool(zeros[0].any()):
+            return None
+        tangent: Tensor = tangents[0]
+        return tangent
 
     def _referring(self, values: list[Any]) -> list[Any]:
         """Return arguments with slots instead of tangents, recording the storage of each constant."""
@@ -182,26 +198,6 @@ def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     return found
 
 
-def _without_zeros(steps: Sequence[_Step], facts: Sequence[_Facts], end: int) -> list[_Step]:
-    """Return the steps without added constants, which in a linear map are zeros: only their shape remains."""
-    found: list[_Step] = []
-    same: dict[int, int] = {}
-    for step in steps:
-        args, place = _rename(step.args, same), step.results[0]
-        if step.run is _ADD and not step.keywords and place is not None and place != end:
-            tangent = next(iter(_slots(args)))
-            constant = next((value for value in args if isinstance(value, Tensor)), None)
-            (before, dtype, strides), (after, found_dtype, found_strides) = facts[tangent.index], facts[place]
-            if constant is not None and dtype == found_dtype and not bool(constant.any()):
-                if before != after:
-                    step, args = replace(step, run=_EXPAND), [tangent, after]
-                elif strides == found_strides:  # what follows may need the strides of the sum
-                    same[place] = tangent.index
-                    continue
-        found.append(replace(step, args=args))
-    return found
-
-
 def _leading_to(end: int, steps: Sequence[_Step]) -> list[_Step]:
     """Return the steps without those whose results are not used."""
     needed, found = {end}, []
@@ -210,17 +206,6 @@ def _leading_to(end: int, steps: Sequence[_Step]) -> list[_Step]:
             needed.update(slot.index for slot in _slots(step.args))
             found.append(step)
     return found[::-1]
-
-
-def _rename(values: list[Any], same: dict[int, int]) -> list[Any]:
-    return [
-        _Slot(same.get(value.index, value.index))
-        if isinstance(value, _Slot)
-        else _rename(value, same)
-        if isinstance(value, list)
-        else value
-        for value in values
-    ]
 
 
 def _fill(values: Sequence[Any], held: Sequence[Any]) -> list[Any]:

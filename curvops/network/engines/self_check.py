@@ -78,14 +78,14 @@ def bypassed(model: Model, recording: Recording) -> set[str]:
     written to through a view.
     """
     outputs, calls, _ = recording
-    inputs = {call.edge.node: [a for a in call.inputs if a.requires_grad] for call in calls}
+    inputs = {call.edge.node: call.a for call in calls}
     todo = [] if outputs.grad_fn is None else [outputs.grad_fn]
     seen = {*todo}
     places = set()
     for node in todo:  # the list grows
         parents: list[Node | None] = []
         if node in inputs:
-            parents += [get_gradient_edge(a).node for a in inputs[node]]
+            parents += [get_gradient_edge(inputs[node]).node] if inputs[node].requires_grad else []
         else:
             parents += [parent for parent, _ in node.next_functions]
             if (variable := getattr(node, "variable", None)) is not None:

@@ -1,13 +1,14 @@
-"""The categorical likelihood of class labels: one logit per class."""
+"""The categorical likelihood of class labels, one logit per class, and the Bradley–Terry likelihood of preferences."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvops.checks import checked_number, checked_whole
 from curvops.network.data.inputs import within
@@ -55,10 +56,7 @@ class Categorical(Likelihood):
     ) -> None:
         weight = weight_of("weight", weight)
         if weight is not None and not (weight.ndim == 1 and weight.is_floating_point() and within(weight, 0.0)):
-            raise ValueError(
-                "Class weights must be a floating-point tensor of shape (C,), finite and not negative; "
-                f"given {weight.dtype} of shape {tuple(weight.shape)}."
-            )
+            raise ValueError(f"Class weights must be floating-point, (C,), finite and at least 0; given {weight}.")
         self.weight = weight
         self.ignore_index = checked_whole("ignore_index", ignore_index, -sys.maxsize - 1)
         self.label_smoothing = checked_number("label_smoothing", label_smoothing, "[0, 1)")
@@ -135,13 +133,10 @@ class Categorical(Likelihood):
             self._check_classes(num_outputs)
         if y.is_floating_point() and y.ndim == 2:
             if self.ignore_index >= 0:
-                raise ValueError(
-                    f"ignore_index={self.ignore_index} has no meaning for class probabilities (torch rejects it, too); "
-                    "leave points out by giving them weights of zero."
-                )
+                raise ValueError("ignore_index has no meaning for class probabilities: use sample weights of zero.")
             _check_probabilities(y, num_outputs)
             return
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        if y.is_floating_point() or y.dtype == torch.bool:
             raise TypeError(
                 "Categorical targets are class indices of an integer dtype, or class probabilities (n, C) of a "
                 f"floating-point one; given {y.dtype}, shape {tuple(y.shape)}. Convert labels by y.long(), one-hot "
@@ -172,8 +167,7 @@ class Categorical(Likelihood):
     def _check_classes(self, num_outputs: int) -> None:
         if num_outputs < 2:
             raise ValueError(
-                f"A categorical likelihood needs a model with C >= 2 outputs; it has {num_outputs}. For two classes "
-                "from one logit, use two logits (0, f) instead."
+                f"A categorical likelihood needs C >= 2 outputs, not {num_outputs}: use two logits (0, f)."
             )
         if self.weight is not None and len(self.weight) != num_outputs:
             raise ValueError(f"{len(self.weight)} class weights were given, but the model has {num_outputs} outputs.")
@@ -237,3 +231,79 @@ def _check_probabilities(y: Tensor, num_outputs: int | None) -> None:
             "Labels become y.long(), logits y.softmax(-1); rows of votes y / y.sum(-1, keepdim=True), with the sums as "
             'sample weights. For regression use likelihood="regression".'
         )
+
+
+class BradleyTerry(Categorical):
+    """The Bradley–Terry likelihood of preferences in pairs with rewards f (n, 2): p(second preferred) = σ(f₂ − f₁).
+
+    It is the softmax of `Categorical` over the pair, so H is that of two classes. Targets are the index of the
+    preferred item, 0 or 1, of an integer dtype, or the probabilities of both, floating-point rows (n, 2). Adding one
+    number to all rewards changes nothing: a predicted preference depends only on the difference of the rewards, whose
+    variance is v₁ + v₂ − 2 c₁₂, from their covariance.
+
+    Args:
+        label_smoothing: s in [0, 1), as in `Categorical`.
+
+    Raises:
+        ValueError: label_smoothing is out of range.
+
+    Source: Bradley & Terry 1952; for reward models Stiennon et al. 2020, section 3.3.
+
+    Examples:
+        >>> pairs, preferred = torch.stack([x, x.flip(0)], 1), torch.zeros(8, dtype=torch.long)
+        >>> rewards = co.likelihoods.RewardPairs(nn.Linear(2, 1))
+        >>> lin = co.linearize(rewards, (pairs, preferred), co.likelihoods.BradleyTerry())
+        >>> lin.output_shape
+        torch.Size([2])
+    """
+
+    def __init__(self, label_smoothing: float | int = 0.0) -> None:
+        super().__init__(label_smoothing=label_smoothing)
+
+    def __repr__(self) -> str:
+        return f"BradleyTerry(label_smoothing={self.label_smoothing:g})"
+
+    def _check_classes(self, num_outputs: int) -> None:
+        if num_outputs != 2:
+            raise ValueError("BradleyTerry compares two rewards: wrap the model as co.likelihoods.RewardPairs(model).")
+
+
+class RewardPairs(nn.Module):
+    """A model of one output per item, such as a reward model, applied to both items of each pair.
+
+    Inputs are pairs: each tensor (n, 2, ...), alone, in a tuple or in a mapping, has the two items at dimension 1.
+    Outputs are (n, 2), so that predictions include the covariance of the two. The parameters are the model's own, with
+    names that begin with "model.".
+
+    Args:
+        model: a module that returns (n, 1) or (n,) for n items, or an object with such `logits`. It is called twice
+            per pass.
+
+    A call raises ValueError for inputs without this dimension and for outputs of another shape.
+
+    Examples:
+        >>> pairs = torch.stack([x, x.flip(0)], 1)
+        >>> rewards = co.likelihoods.RewardPairs(nn.Linear(2, 1))
+        >>> rewards(pairs).shape
+        torch.Size([8, 2])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Float[Tensor, "n 2"]:
+        for tensor in (*inputs, *named.values()):
+            if tensor.ndim < 2 or tensor.shape[1] != 2:
+                raise ValueError(
+                    f"RewardPairs takes inputs (n, 2, ...), got {tuple(tensor.shape)}: torch.stack([a, b], 1)."
+                )
+        pairs = [self.model(*(x[:, i] for x in inputs), **{name: x[:, i] for name, x in named.items()}) for i in (0, 1)]
+        return torch.stack([_rewards(outputs) for outputs in pairs], 1)
+
+
+def _rewards(outputs: Any) -> Float[Tensor, " n"]:
+    rewards: Tensor = getattr(outputs, "logits", outputs)
+    if rewards.ndim > 2 or rewards.shape[1:].numel() != 1:
+        raise ValueError(f"RewardPairs needs a model with one output per item; it returns {tuple(rewards.shape)}.")
+    return rewards.flatten()

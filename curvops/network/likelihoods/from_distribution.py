@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch import Tensor, distributions
 from torch.distributions import Distribution
 
 from curvops.checks import drawn_seed
-from curvops.network.likelihoods.by_autograd import ByAutograd, vjp
-from curvops.network.likelihoods.likelihood import Outputs
+from curvops.network.likelihoods.likelihood import ByAutograd, Outputs, vjp
 from curvops.summary import summary
 
 # The number of points and draws on which a Hessian is checked before it is used as the Fisher.
@@ -63,26 +61,22 @@ class FromDistribution(ByAutograd):
     def distribution(self, f: Outputs) -> Distribution:
         """Return p(. | f). Raises TypeError or ValueError unless it is a distribution with one row per point."""
         try:
-            with _validating():
-                found = self.function(f)
+            p = self.function(f)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise ValueError(
                 f"{self!r} could not make a distribution from outputs of shape {tuple(f.shape)}: {error} Check how it "
                 "uses the outputs: scales and rates must be positive, as f.exp() is, and probabilities logits=f."
             ) from error
-        if not isinstance(found, Distribution):
-            raise TypeError(f"{self!r} returns {type(found).__name__}, expected a torch.distributions.Distribution.")
-        if found.batch_shape[:1] != f.shape[:1]:
-            raise ValueError(
-                f"{self!r} made a distribution of batch shape {tuple(found.batch_shape)} from outputs of shape "
-                f"{tuple(f.shape)}; expected (n, ...) with n = {len(f)}, one row per point."
-            )
-        return found
+        if not isinstance(p, Distribution):
+            raise TypeError(f"{self!r} returns {type(p).__name__}, expected a torch.distributions.Distribution.")
+        if p.batch_shape[:1] != f.shape[:1]:
+            raise ValueError(f"{self!r} made a batch of shape {tuple(p.batch_shape)}; expected one row per point.")
+        return p
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
-        found = self.distribution(f.detach())
+        p = self.distribution(f.detach())
         if generator is None:
-            return self._draw(found)
+            return self._draw(p)
         # Distributions draw only from torch's default generators, which are seeded here and restored.
         seed = drawn_seed(generator)
         accelerator = [] if f.device.type == "cpu" else [f.device]
@@ -92,62 +86,47 @@ class FromDistribution(ByAutograd):
                 module = torch.get_device_module(f.device)
                 with module.device(f.device):
                     module.manual_seed(seed)
-            return self._draw(found)
+            return self._draw(p)
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
-        found = self.distribution(f)
-        if isinstance(found, distributions.Categorical):
-            return found.probs
+        p = self.distribution(f)
+        if isinstance(p, distributions.Categorical):
+            return p.probs
         try:
-            return found.mean.reshape(len(f), -1)
+            return p.mean.reshape(len(f), -1)
         except NotImplementedError as error:
-            raise TypeError(f"{self!r} gives a {type(found).__name__}, which has no mean.") from error
+            raise TypeError(f"{self!r} gives a {type(p).__name__}, which has no mean.") from error
 
-    def _draw(self, found: Distribution) -> Tensor:
+    def _draw(self, p: Distribution) -> Tensor:
         try:
-            return found.sample().detach()
+            return p.sample().detach()
         except NotImplementedError as error:
-            raise TypeError(
-                f"{self!r} gives a {type(found).__name__}, which has no sample(); use a distribution that has one, or "
-                "subclass curvops.likelihoods.Likelihood."
-            ) from error
+            raise TypeError(f"{self!r} gives a {type(p).__name__}, which has no sample().") from error
 
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the log-probabilities (n, F) of the F independent factors of each point."""
-        found = self.distribution(f)
-        if y.shape != found.batch_shape + found.event_shape:
-            raise ValueError(
-                f"{self!r} gives a {type(found).__name__} over targets of shape "
-                f"{tuple(found.batch_shape + found.event_shape)}; given {tuple(y.shape)}."
-            )
-        return self._score(found, f, y)
+        p = self.distribution(f)
+        if y.shape != p.batch_shape + p.event_shape:
+            raise ValueError(f"{self!r} gives targets {tuple(p.batch_shape + p.event_shape)}; given {tuple(y.shape)}.")
+        return self._score(p, f, y)
 
     def _score_at(self, y: Tensor, f: Tensor) -> Tensor:
         return self._score(self.distribution(f), f, y)
 
-    def _score(self, found: Distribution, f: Tensor, y: Tensor) -> Tensor:
-        base = _base(found)
+    def _score(self, p: Distribution, f: Tensor, y: Tensor) -> Tensor:
         try:
-            if not base._validate_args:  # torch.compile turns it off for the whole process, see `_validating`
-                base._validate_sample(y)
-            log_p = base.log_prob(y)
+            log_p = _base(p).log_prob(y)
         except NotImplementedError as error:
-            raise TypeError(
-                f"{self!r} gives a {type(found).__name__}, which has no log_prob(); use a distribution that has one, "
-                "or subclass curvops.likelihoods.Likelihood."
-            ) from error
+            raise TypeError(f"{self!r} gives a {type(p).__name__}, which has no log_prob().") from error
         except (ValueError, RuntimeError, IndexError) as error:
-            raise ValueError(
-                f"{self!r} gives a {type(found).__name__}, which cannot score targets of {y.dtype}: {error} Check the "
-                "range and dtype of the targets."
-            ) from error
+            raise ValueError(f"{self!r} cannot score targets of {y.dtype}: {error}") from error
         return log_p.reshape(len(f), -1).to(f.dtype)
 
     def _fisher(self, f: Tensor, y: Tensor) -> Tensor:
-        found = _base(self.distribution(f))
-        if found.has_enumerate_support:
+        p = _base(self.distribution(f))
+        if p.has_enumerate_support:
             try:
-                return self._enumerate(f, found.enumerate_support(expand=False))
+                return self._enumerate(f, p.enumerate_support(expand=False))
             except NotImplementedError:  # for example a binomial with different total counts
                 pass
         if not self._constant:
@@ -195,19 +174,8 @@ class FromDistribution(ByAutograd):
         return bool((targets.unflatten(0, (DRAWS + 1, -1)) != targets[: len(y)]).any())
 
 
-@contextmanager
-def _validating() -> Iterator[None]:
-    """Turn on torch's checks of a distribution's parameters, which torch.compile turns off for the whole process."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(True)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
-
-
-def _base(found: Distribution) -> Distribution:
+def _base(p: Distribution) -> Distribution:
     """Return the distribution whose batch entries are the independent factors."""
-    while isinstance(found, distributions.Independent):
-        found = found.base_dist
-    return found
+    while isinstance(p, distributions.Independent):
+        p = p.base_dist
+    return p

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.network.likelihoods.by_autograd import ByAutograd
-from curvops.network.likelihoods.likelihood import Outputs
+from curvops.network.likelihoods.likelihood import ByAutograd, Outputs
 from curvops.summary import summary
 
 TARGET_NAMES = ("target", "targets", "label", "labels", "y", "y_true", "truth")
@@ -48,13 +47,10 @@ class FromLoss(ByAutograd):
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         names = required_names(function)
         if names is not None and len(names) != 2:
-            raise TypeError(
-                f"a loss is a function of (outputs, targets); {_describe(function)} takes ({', '.join(names)})."
-            )
+            raise TypeError(f"a loss is a function of (outputs, targets); this one takes ({', '.join(names)}).")
         if names and names[0] in TARGET_NAMES and names[1] not in TARGET_NAMES:
             raise TypeError(
-                f"a loss takes the outputs first; {_describe(function)} takes ({', '.join(names)}). Swap them: lambda "
-                "outputs, targets: loss(targets, outputs)."
+                f"a loss takes the outputs first; {_describe(function)} takes ({', '.join(names)}): swap them."
             )
         if isinstance(function, nn.Module):
             function = copy.deepcopy(function).requires_grad_(False)
@@ -75,9 +71,7 @@ class FromLoss(ByAutograd):
         """Check that all targets have the shape of the first ones, since a loss would silently broadcast others."""
         super().check_targets(y, num_outputs)
         if self._target_shape not in (None, y.shape[1:]):
-            raise ValueError(
-                f"{self!r} had targets of shape {('n', *self._target_shape)} before, and now {tuple(y.shape)}."
-            )
+            raise ValueError(f"{self!r} had targets {('n', *self._target_shape)} before, and now {tuple(y.shape)}.")
         self._target_shape = y.shape[1:]
 
     def check_scores(self, f: Outputs, y: Tensor) -> None:
@@ -102,17 +96,10 @@ class FromLoss(ByAutograd):
             hint = "" if y.is_floating_point() else " Pass floating-point targets, y.float(), unless they are classes."
             raise ValueError(f"{self!r} cannot be differentiated in the outputs: {error}.{hint}") from error
         if not sloped:
-            raise ValueError(
-                f"{self!r} has no gradient in the outputs: does it contain a detach(), an argmax or a comparison? A "
-                "loss must be a differentiable function of the outputs, its first argument."
-            )
+            raise ValueError(f"{self!r} has no gradient in the outputs: does it contain a detach() or an argmax?")
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
-        raise TypeError(
-            f"{self!r} is a loss, not a distribution of targets: there is nothing to draw. Use co.GGN(lin), "
-            "fisher='exact', or co.EmpiricalFisher(lin); or pass the distribution, a function from outputs to a "
-            "torch.distributions.Distribution."
-        )
+        raise TypeError(f"{self!r} is a loss, not a distribution: there is nothing to draw. Use fisher='exact'.")
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         return self.sample(f)
@@ -125,21 +112,21 @@ class FromLoss(ByAutograd):
 
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
         try:
-            found = self.function(f, y)
+            losses = self.function(f, y)
         except Exception as error:
             raise ValueError(
                 f"{self!r} cannot score outputs of shape {tuple(f.shape)} and targets of shape {tuple(y.shape)} "
                 f"({y.dtype}): {error} It is called as loss(outputs, targets)."
             ) from error
-        if not isinstance(found, Tensor):
-            raise TypeError(f"{self!r} returns {type(found).__name__}, expected a tensor of losses ({len(f)},).")
-        if found.shape not in {f.shape[:1], f.shape, y.shape, (len(f), 1)}:
-            hint = " Is it reduced? Return a loss per point, reduction='none'." if found.ndim == 0 else ""
+        if not isinstance(losses, Tensor):
+            raise TypeError(f"{self!r} returns {type(losses).__name__}, expected a tensor of losses ({len(f)},).")
+        if losses.shape not in {f.shape[:1], f.shape, y.shape, (len(f), 1)}:
+            hint = " Is it reduced? Return a loss per point, reduction='none'." if losses.ndim == 0 else ""
             raise ValueError(
-                f"{self!r} made outputs {tuple(f.shape)} and targets {tuple(y.shape)} into {tuple(found.shape)}; "
+                f"{self!r} made outputs {tuple(f.shape)} and targets {tuple(y.shape)} into {tuple(losses.shape)}; "
                 f"expected a loss per point, ({len(f)},), or the shape of outputs or targets.{hint}"
             )
-        return -found.reshape(len(f), -1).to(f.dtype)
+        return -losses.reshape(len(f), -1).to(f.dtype)
 
     def _fisher(self, f: Tensor, y: Tensor) -> Tensor:
         try:
@@ -174,12 +161,13 @@ def required_names(function: Any) -> list[str] | None:
     if not callable(function) or isinstance(function, type):
         raise TypeError(f"a loss or a distribution is given as a function, not {function!r}.")
     try:
-        found = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values()
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):
         return None
-    if any(p.kind is p.VAR_POSITIONAL for p in found):
+    parameters = signature.parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
-    return [p.name for p in found if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 
 
 def _slack(x: Tensor) -> Tensor:

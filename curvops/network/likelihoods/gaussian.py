@@ -1,4 +1,4 @@
-"""The Gaussian likelihood of real-valued targets: the outputs are their means."""
+"""The Gaussian likelihood of real-valued targets, whose means are the outputs, and the noise that residuals show."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.errors import NoiseWarning, warn
 from curvops.network.data.inputs import require_finite, tensor_of, within
-from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, normal_like, weigh
+from curvops.network.likelihoods.likelihood import (
+    Independent,
+    Likelihood,
+    Outputs,
+    Weights,
+    check_rows,
+    normal_like,
+    weigh,
+)
 from curvops.summary import summary
 
 
@@ -69,10 +78,6 @@ class Gaussian(Independent):
         self.noise = tensor
 
     @property
-    def always_curved(self) -> bool:
-        return within(self.noise, 0.0, strict=True)  # a cast may have made it infinite
-
-    @property
     def described(self) -> str:
         return f"Gaussian with {self.printed_noise}"
 
@@ -95,12 +100,9 @@ class Gaussian(Independent):
         """
         noise, C = self.noise, self.noise.numel()
         if self.estimated == "per_output" and len(shape) > 2:
-            raise ValueError(
-                f"noise='per_output' needs outputs (N, C) or (N, T, C), and the model returns "
-                f"(N, {', '.join(map(str, shape))}): pass a noise for each channel, such as a tensor (C, 1, 1)."
-            )
+            raise ValueError("noise='per_output' needs outputs (N, C) or (N, T, C): pass a tensor such as (C, 1, 1).")
         if C == 1 or len(shape) == noise.ndim == 1:
-            found = None
+            class_dim = None
         else:
             ends = (d for d in {-len(shape), -1} if shape[d] == C)
             fits = [d for d in ends if noise.ndim == 1 or (noise.ndim >= -d and noise.shape[d] == C)]
@@ -111,10 +113,10 @@ class Gaussian(Independent):
                     f"Gaussian noise of shape {tuple(noise.shape)} does not show which dimension of the outputs, "
                     f"(N, {', '.join(map(str, shape))}), it goes along: pass one variance, or a tensor of shape {each}."
                 )
-            found = -1 if fits == [-1] else 1
+            class_dim = -1 if fits == [-1] else 1
         new = copy.copy(self)
         new.noise = noise.flatten() if noise.ndim > 1 else noise
-        return new, found
+        return new, class_dim
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         squares = (f - y).square() / self.noise + (2.0 * math.pi * self.noise).log()
@@ -147,15 +149,11 @@ class Gaussian(Independent):
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if not y.is_floating_point():
             raise TypeError(
-                f"Gaussian targets must have a floating-point dtype; given {y.dtype}. Convert with y.float(); "
-                'for class labels use likelihood="classification".'
+                f'Gaussian targets must be floating-point, y.float(), not {y.dtype}; labels need "classification".'
             )
         check_rows(y, num_outputs, "Gaussian")
         if num_outputs is not None and self.noise.shape not in ((), (1,), (num_outputs,)):
-            raise ValueError(
-                f"{self.noise.numel()} noise variances were given, but the model has {num_outputs} outputs: the noise "
-                f"has shape {tuple(self.noise.shape)}, expected () or ({num_outputs},)."
-            )
+            raise ValueError(f"the model has {num_outputs} outputs, and the noise has shape {tuple(self.noise.shape)}.")
         require_finite("targets", y)
 
     @property
@@ -171,3 +169,66 @@ class Gaussian(Independent):
         new = copy.copy(self)
         new.noise, new.estimated = noise, None
         return new
+
+
+EXACT_FIT = 64.0
+"""Residuals within this many eps of the targets' root mean square are rounding, and tell nothing of the noise."""
+
+
+def gaps_and_weights(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "2 n c"]:
+    """Return f − y and the weights, both in the outputs' shape."""
+    unit = likelihood.with_hyperparameters([torch.ones_like(noise) for noise in likelihood.hyperparameters])
+    weights = f.new_ones(len(f), 1) if w is None else w.reshape(len(f), -1)
+    weights = weights.unsqueeze(-1).expand(-1, likelihood.positions or 1, f.shape[1] // (likelihood.positions or 1))
+    return torch.stack([unit.residual(f, y), weights.flatten(1)])
+
+
+def sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "3 C"]:
+    """Return Σ w (y − f)², Σ w y² and Σ w of each output, over points and positions, in float64."""
+    T = likelihood.positions or 1
+    (gap, weights), (target, _) = (gaps_and_weights(likelihood, at, y, w).double() for at in (f, torch.zeros_like(f)))
+    terms = torch.stack([weights * gap.square(), weights * target.square(), weights])
+    return terms.view(3, len(f) * T, -1).sum(1)
+
+
+def mean_squares(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: float) -> Float[Tensor, " m"] | None:
+    """Return the mean squared residual, over all outputs or for each if the noise is; None if one is but rounding."""
+    gaussian = likelihood.of_position
+    assert isinstance(gaussian, Gaussian)
+    if gaussian.estimated != "per_output" and gaussian.noise.numel() == 1:
+        sums = sums.sum(1, keepdim=True)
+    squares, sizes, weights = sums
+    shown = (weights > 0) & (squares > (EXACT_FIT * eps) ** 2 * sizes)
+    return squares / weights if bool(shown.all()) else None
+
+
+def needs_noise(likelihood: Likelihood) -> bool:
+    """Return whether the likelihood is a Gaussian one whose noise is to be estimated."""
+    return isinstance(likelihood.of_position, Gaussian) and likelihood.of_position.estimated is not None
+
+
+def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Tensor) -> Likelihood:
+    """Return the likelihood with its noise estimated from these sums, in the dtype of `like`, to four digits.
+
+    Another order or other batches change the sums by rounding, but not the noise. Warns with `NoiseWarning` if the
+    residuals do not show it: it then stays unknown, and counts as 1.
+    """
+    gaussian, limits = likelihood.of_position, torch.finfo(like.dtype)
+    assert isinstance(gaussian, Gaussian)
+    if not bool(sums.isfinite().all()):
+        return likelihood  # the outputs hold NaN, of which a posterior tells
+    squares = mean_squares(likelihood, sums, limits.eps)
+    if squares is None or not bool(((squares > limits.tiny) & (squares < limits.max)).all()):
+        warn(
+            "the noise of this regression is unknown, and its residuals do not show it: the network's outputs equal "
+            "its targets to rounding. It counts as 1 (co.laplace tries to estimate it from left-out points). Pass it, "
+            "co.likelihoods.Gaussian(noise=variance), or find it with points that were left out of training, "
+            "co.evidence.validate(post, x, y, over='noise').",
+            NoiseWarning,
+        )
+        return likelihood
+    noise = like.new_tensor([float(f"{value:.4g}") for value in squares.tolist()])
+    new = likelihood.with_hyperparameters([noise if gaussian.estimated == "per_output" else noise[0]])
+    assert isinstance(new.of_position, Gaussian)
+    new.of_position.estimated, new.of_position.found = gaussian.estimated, True
+    return new

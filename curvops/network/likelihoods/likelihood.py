@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.checks import check_tensor
-from curvops.network.data.inputs import move_tensor, own, tensor_of
+from curvops.fingerprints import fingerprint, in_single
+from curvops.network.data.inputs import move_tensor, own, require_finite, tensor_of
 
 Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
@@ -55,11 +56,6 @@ class Likelihood(ABC):
             for name in ("hessian_parts", "narrow_columns", "narrow_root"):
                 if name not in vars(cls):
                     setattr(cls, name, getattr(Likelihood, name))
-
-    @property
-    def always_curved(self) -> bool:
-        """Whether H is certain to be positive at some outputs, whatever the targets, so that this need not be tried."""
-        return False
 
     @property
     def kind(self) -> str:
@@ -152,10 +148,6 @@ class Likelihood(ABC):
         Waits for the device once. Raises TypeError for a wrong dtype and ValueError for a wrong shape or value.
         """
 
-    def check_scores(self, f: Outputs, y: Tensor) -> None:
-        """Raise an error if the outputs and targets of the first points do not fit each other."""
-        self.log_prob(f, y)
-
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, "n *T"] | None:
         """Return a mask of the points (for sequences: positions) that count; None if all do.
 
@@ -222,6 +214,59 @@ class Independent(Likelihood):
         return self.root_product(f, u, y, w)
 
 
+class ByAutograd(Likelihood):
+    """A likelihood whose H, C x C per point, is computed in each product; its root costs O(C^3) per point."""
+
+    @property
+    def kind(self) -> str:
+        return repr(self)
+
+    @abstractmethod
+    def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the terms (n, F) of each point's log-likelihood."""
+
+    @abstractmethod
+    def _fisher(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return H (n, C, C) without weights."""
+
+    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
+        return weigh(self._log_factors(f, y), w).sum(-1)
+
+    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
+        return weigh(with_autograd(self._residual, f, y), w)
+
+    def fisher(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, "n C C"]:
+        """Return H of each point, weights included."""
+        H = with_autograd(self._fisher, f, y)
+        return H if w is None else H * w[:, None, None]
+
+    def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
+        return torch.einsum("ncd,...nd->...nc", self.fisher(f, y, w), u)
+
+    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
+        values, vectors = torch.linalg.eigh(self.fisher(f, y, w))
+        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT
+        return torch.einsum("ncd,...nd->...nc", root, z)
+
+    def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> RootBlock:
+        return self.root_product(f, u, y, w)
+
+    def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
+        """Check that targets are finite; shapes and values are checked when targets are scored."""
+        require_finite("targets", y)
+
+    def _residual(self, f: Tensor, y: Tensor) -> Tensor:
+        gradient: Tensor = torch.func.grad(lambda g: -self._log_factors(g, y).sum())(f)
+        return gradient
+
+    def _hessians(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the Hessians (n, C, C) of -log p."""
+        _, pull = vjp(lambda g: self._residual(g, y), f)
+        units = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
+        H = torch.stack([pull(unit.expand_as(f))[0] for unit in units], -1)
+        return (H + H.mT) / 2
+
+
 def weigh(x: Tensor, w: Tensor | None) -> Tensor:
     """Multiply x (..., n, C) by one factor per point, if any."""
     return x if w is None else x * w.unsqueeze(-1)
@@ -254,3 +299,46 @@ def unit_vectors(f: Outputs, columns: int, start: int, stop: int) -> Float[Tenso
     units = f.new_zeros(stop - start, len(f), columns)
     units.diagonal(start, 0, 2).fill_(1.0)
     return units
+
+
+def vjp(function: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
+    """Return function(f), and the function that pulls cotangents back."""
+    result: Any = torch.func.vjp(function, f)
+    return result[0], result[1]
+
+
+def with_autograd(compute: Callable[[Tensor, Tensor], Tensor], f: Tensor, y: Tensor) -> Tensor:
+    """Return compute(f, y) with autograd, even if the caller records no gradients or is in inference mode."""
+    keep = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    with torch.inference_mode(False), torch.enable_grad():
+        f, y = (t.clone() if t.is_inference() else t for t in (f, y))
+        result = compute(f if keep or not f.requires_grad else f.detach(), y)
+    return result if keep or not result.requires_grad else result.detach()
+
+
+def likelihood_state(likelihood: Likelihood, token: str = "") -> str:
+    """Return a string that is the same for equal likelihoods with the same hyperparameters."""
+    return repr(_state(likelihood, token))
+
+
+def _state(likelihood: Likelihood, token: str) -> Hashable:
+    """Return a key that distinguishes likelihoods, at the current values of their tensors."""
+    # An estimated noise is told by its value.
+    attributes = sorted(item for item in vars(likelihood).items() if item[0] not in ("estimated", "found"))
+    if all(_is_plain(value) for _, value in attributes):
+        kind = f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"
+        return kind, tuple((name, _identity(value, token)) for name, value in attributes)
+    return token, tuple(_identity(tensor, token) for tensor in likelihood.hyperparameters)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | torch.Size | Tensor | Likelihood)
+
+
+def _identity(value: Any, token: str) -> Hashable:
+    if isinstance(value, Likelihood):
+        return _state(value, token)
+    if isinstance(value, Tensor):
+        return tuple(value.shape), int(fingerprint([in_single(value.detach())])) if value.numel() else 0
+    known: Hashable = value
+    return known

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.network.data.layout import misplaced
+from curvops.network.data.inputs import misplaced
 from curvops.network.likelihoods.likelihood import HessianParts, Likelihood, OutputBlock, Outputs, RootBlock
 
 SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
@@ -69,8 +69,8 @@ class Sequences(Likelihood):
         return torch.Size((self.positions, self.num_outputs))
 
     def log_prob(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Float[Tensor, " n"]:
-        each = self.likelihood.log_prob(self._split(f), y.flatten(0, 1), self._each(w))
-        return each.unflatten(0, (-1, self.positions)).sum(1)
+        log_p = self.likelihood.log_prob(self._split(f), y.flatten(0, 1), self._each(w))
+        return log_p.unflatten(0, (-1, self.positions)).sum(1)
 
     def residual(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Outputs:
         return self._join(self.likelihood.residual(self._split(f), y.flatten(0, 1), self._each(w)))
@@ -99,13 +99,13 @@ class Sequences(Likelihood):
     def narrow_root(
         self, f: Outputs, y: Tensor, w: SequenceWeights, start: int, stop: int
     ) -> Float[Tensor, "{stop}-{start} n C"]:
-        each, y, w = self._split(f), y.flatten(0, 1), self._each(w)
-        width = self.likelihood.narrow_columns(each.shape[1])
-        root = f.new_zeros(stop - start, len(f), self.positions, each.shape[1])
+        f, y, w = self._split(f), y.flatten(0, 1), self._each(w)
+        width = self.likelihood.narrow_columns(f.shape[1])
+        root = f.new_zeros(stop - start, len(f) // self.positions, self.positions, f.shape[1])
         for t in range(start // width, -(-stop // width)):
             first, end = max(start, t * width), min(stop, (t + 1) * width)
-            found = self.likelihood.narrow_root(each, y, w, first - t * width, end - t * width)
-            root[first - start : end - start, :, t] = found.unflatten(1, (-1, self.positions))[:, :, t]
+            columns = self.likelihood.narrow_root(f, y, w, first - t * width, end - t * width)
+            root[first - start : end - start, :, t] = columns.unflatten(1, (-1, self.positions))[:, :, t]
         return root.flatten(2)
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
@@ -125,10 +125,7 @@ class Sequences(Likelihood):
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if num_outputs not in (None, self.output_shape.numel()):
-            raise ValueError(
-                f"{self!r} needs {self.positions} x {self.num_outputs} = {self.output_shape.numel()} outputs; the "
-                f"model has {num_outputs}."
-            )
+            raise ValueError(f"{self!r} needs {self.output_shape.numel()} outputs; the model has {num_outputs}.")
         if y.ndim < 2 or y.shape[1] != self.positions:
             raise ValueError(misplaced((self.positions,), y))
         try:
@@ -137,13 +134,10 @@ class Sequences(Likelihood):
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"With each of the {self.positions} positions as a point (n·T in total): {error}") from error
 
-    def check_scores(self, f: Outputs, y: Tensor) -> None:
-        self.likelihood.check_scores(self._split(f), y.flatten(0, 1))
-
     def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"] | None:
         """Return a mask of the positions that count, None if all do."""
-        each = self.likelihood.counted(y.flatten(0, 1), self._each(w))
-        return None if each is None else each.unflatten(0, (-1, self.positions))
+        mask = self.likelihood.counted(y.flatten(0, 1), self._each(w))
+        return None if mask is None else mask.unflatten(0, (-1, self.positions))
 
     @property
     def hyperparameters(self) -> tuple[Tensor, ...]:

@@ -67,10 +67,7 @@ class Calls:
         if _refusal(signature, inputs, True) is None:
             return True
         names = ", ".join(repr(name) for name in inputs) if isinstance(inputs, Mapping) else f"{len(inputs)} tensors"
-        raise TypeError(
-            f"the model's forward{signature} cannot be called with inputs {names} ({refusal}). Name the entries of a "
-            "mapping as forward names its arguments, or let forward take the whole mapping as its only argument."
-        )
+        raise TypeError(f"the model's forward{signature} cannot be called with inputs {names} ({refusal}).")
 
     def _signature(self) -> inspect.Signature | None:
         try:

@@ -43,16 +43,15 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
     Raises ValueError if there is no such layer, for example if the outputs are a softmax or a sum over two layers.
     """
     if model.module is None:
-        found, why, remedy = _of_function(model, inputs), "or of no single product", "parameters='head.*'"
+        names, why, remedy = _of_function(model, inputs), "or of no single product", "parameters='head.*'"
     else:
         search = _BehindOutputs(model, inputs)
-        found, why, remedy = search.names, search.why, search.remedy
-    if not found:
+        names, why, remedy = search.names, search.why, search.remedy
+    if not names:
         raise ValueError(
-            f"parameters='last_layer': the model's output is not linear in the output of one layer ({why}); name its "
-            f"parameters by globs, as {remedy}."
+            f"parameters='last_layer': not linear in the output of one layer ({why}); name its parameters, as {remedy}."
         )
-    return found
+    return names
 
 
 def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
@@ -95,7 +94,7 @@ class _BehindOutputs:
 
     def _follow(self, last: Node | None, names: dict[int, str]) -> str:
         """Note the layers behind the outputs, through linear operations; return why they are not one."""
-        found: dict[nn.Module, None] = {}
+        layers: dict[nn.Module, None] = {}
         waiting, seen = [last], set[Node]()
         while waiting:
             node = waiting.pop()
@@ -104,7 +103,7 @@ class _BehindOutputs:
             seen.add(node)
             layer = next((module for module, made in self.calls if made is node), None)
             if layer is not None:
-                found[layer] = None
+                layers[layer] = None
             elif (name := names.get(id(getattr(node, "variable", None)))) is not None:
                 self.added[name] = None
             elif _is_linear(node):
@@ -113,12 +112,12 @@ class _BehindOutputs:
                 return f"they come from a product of parts that both depend on parameters, {node.name()}"
             else:
                 return f"they come from {node.name()}, which is not linear"
-        self.layers = [*found]
-        if len(found) == 1:
+        self.layers = [*layers]
+        if len(layers) == 1:
             return ""
-        if not found:
+        if not layers:
             return "no layer with parameters is called before them"
-        return f"they add up the outputs of {_listed([self.paths[layer] for layer in found])}"
+        return f"they add up the outputs of {_listed([self.paths[layer] for layer in layers])}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -159,18 +158,18 @@ def _of_function(model: Model, inputs: Inputs) -> tuple[str, ...]:
     with model.differentiating():
         node = model.raw(leaves, inputs).grad_fn
     names = {id(leaf): name for name, leaf in leaves.items()}
-    found: dict[str, None] = {}
+    factors: dict[str, None] = {}
     while node is not None:
         behind = [_before_views(parent) for parent in _parents(node)]
         given = [names.get(id(getattr(end, "variable", None))) for end in behind]
-        found.update(dict.fromkeys(name for name in given if name is not None))
+        factors.update(dict.fromkeys(name for name in given if name is not None))
         rest = [end for end, name in zip(behind, given) if name is None]
         if any(given) and _kind(node) in PRODUCTS:
             break
         if not _is_linear(node) or len(rest) > 1:
             return ()
         node = rest[0] if rest else None  # a bias was added to this
-    return tuple(name for name in leaves if name in found)
+    return tuple(name for name in leaves if name in factors)
 
 
 def _before_views(node: Node) -> Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
-from curvops.network.data.inputs import Inputs, components, copy, first_of, is_finite, normalise
-from curvops.network.data.layout import Layout
+from curvops.distributed_types import require_whole
+from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs, normalise
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
-from curvops.network.model.fused_kernels import settings_for, stand_ins_for, unfused
-from curvops.network.model.normalisations import NORMS, ContiguousNorms
+from curvops.network.model.fused_kernels import NORMS, ContiguousNorms, settings_for, stand_ins_for, unfused
 from curvops.network.model.parameters import Blocks, Selection, as_real, at_even_place, select
-from curvops.network.model.shards import require_whole
 from curvops.network.model.skeleton import (
     TensorUse,
     changed_in,
@@ -118,23 +116,26 @@ class Model:
 
     def at(self, weights: Float[Tensor, " D"]) -> Model:
         """Return this network with other values of the selected parameters, copied."""
-        other = object.__new__(Model)
-        other.__dict__.update({key: value for key, value in self.__dict__.items() if key != "tangent_space"})
         index, given = self.selection.index, weights.detach()
-        other._flat = given.clone() if index is None else self._flat.index_copy(0, index, given)
-        return other
+        return self._with(_flat=given.clone() if index is None else self._flat.index_copy(0, index, given))
 
     def with_all_parameters(self) -> Model:
         """Return this network with all parameters selected that require a gradient, at the same values."""
         if self.selection.index is None and set(self.selection.names) >= set(self._trainable):
             return self
         tensors = {**self.frozen, **self.selection.named(self._flat)}
+        selection = select(tensors, list(self._trainable), None, ())
+        return self._with(
+            selection=selection,
+            frozen={name: tensor for name, tensor in tensors.items() if name not in selection.names},
+            _flat=torch.cat([tensors[name].flatten() for name in selection.names]),
+        )
+
+    def _with(self, **changed: Any) -> Model:
+        """Return this network with other attributes; both share the module and its lock."""
         other = object.__new__(Model)
-        other.__dict__.update({key: value for key, value in self.__dict__.items() if key != "tangent_space"})
-        other.selection = select(tensors, list(self._trainable), None, ())
-        other.frozen = {name: tensor for name, tensor in tensors.items() if name not in other.selection.names}
-        other._flat = torch.cat([tensors[name].flatten() for name in other.selection.names])
-        other._views = (None, {}, {})
+        attributes = {name: value for name, value in self.__dict__.items() if name != "tangent_space"}
+        other.__dict__.update(attributes | {"_views": (None, {}, {})} | changed)
         return other
 
     @cached_property
@@ -166,11 +167,11 @@ class Model:
     @property
     def kept_tensors(self) -> Blocks:
         """The tensors of the snapshot by name, without buffers that are not persistent (see `tensors_of`)."""
-        found = {**self.values, **self.frozen, **self._buffers}
+        tensors = {**self.values, **self.frozen, **self._buffers}
         if self.module is None:
-            return found
+            return tensors
         computed = _computed_buffers(self.module)
-        return {name: tensor for name, tensor in found.items() if name not in computed}
+        return {name: tensor for name, tensor in tensors.items() if name not in computed}
 
     @property
     def eps(self) -> float:
@@ -213,10 +214,11 @@ class Model:
         """
         return self.rows(self.raw(values, inputs))
 
-    def raw(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
-        """Return the model's outputs (n, ...) in the shape in which it returns them."""
-        with explain(inputs, OF_VALUES):
-            outputs = self._run(values, inputs)
+    def raw(self, values: Mapping[str, Tensor], inputs: Any, explained: str = OF_VALUES) -> Tensor:
+        """Return the model's outputs (n, ...) in its own shape; errors that have this pattern are explained."""
+        inputs = normalise(inputs)
+        with explain(inputs, explained):
+            outputs = self._call(values, copy(inputs) if self._writes else inputs)
         return checked_outputs(outputs, self.layout)
 
     def fix_layout(self, inputs: Any, class_dim: int = -1, numbers: bool = False) -> tuple[Layout, Tensor]:
@@ -229,7 +231,6 @@ class Model:
         """
         self.calls.arguments(inputs)
         given = copy(inputs)
-        before = _versions(given)
         with torch.no_grad(), explain(inputs):
             try:
                 outputs = self._checked_call(given)
@@ -239,8 +240,10 @@ class Model:
                     raise
                 given = copy(inputs)
                 outputs = self._checked_call(given)
-        pairs = zip(components(given), components(inputs))
-        self._writes = _versions(given) != before or not all(torch.equal(new, old) for (_, new), (_, old) in pairs)
+        self._writes = any(
+            new.is_inference() or new._version > 0 or not torch.equal(new, old)
+            for (_, new), (_, old) in zip(components(given), components(inputs))
+        )
         if numbers and isinstance(outputs, Tensor) and outputs.ndim == 1:
             self.layout = Layout(torch.Size(()))
         else:
@@ -258,9 +261,7 @@ class Model:
         few = first_of(inputs)
         self.calls.arguments(few)
         with torch.no_grad():
-            with explain(few):
-                outputs = self._run(self.values, few)
-            self.rows(checked_outputs(outputs, self.layout))
+            self.rows(self.raw(self.values, few, explained=""))
         self._admitted.add(form)
 
     def require_points_apart(self, outputs: Tensor, alone: Tensor) -> None:
@@ -281,28 +282,13 @@ class Model:
         if layout.shape != outputs.shape[1:]:
             expected = ", ".join(str(length) for length in layout.shape)
             raise ValueError(
-                f"the model returns shape {tuple(outputs.shape)}, but (N, {expected}) for the first points; pad "
-                "sequences to one length in all batches."
+                f"the model returns {tuple(outputs.shape)}, but (N, {expected}) for the first points: pad sequences."
             )
         return layout.rows(outputs).to(self._flat.dtype)
 
-    def _run(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
-        inputs = normalise(inputs)
-        if self._writes:
-            return self._call(values, copy(inputs))
-        before = _versions(inputs)
-        outputs = self._call(values, inputs)
-        if _versions(inputs) != before:
-            self._writes = True
-            raise ValueError(
-                "the model wrote into its inputs, which it did not do for the first points, so the data may have "
-                "changed. Make it work on a copy, x = x.clone(), check the data, and linearise again."
-            )
-        return outputs
-
     def _call(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
         """Call the model and return its result unchecked."""
-        module, function, inputs = self.module, self._function, _recordable(inputs)
+        module, function, inputs = self.module, self._function, map_inputs(_recordable, inputs)
         if self._differentiates and not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.enable_grad():
                 outputs = self._call(values, inputs)
@@ -339,12 +325,11 @@ class Model:
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
         """Call `run` while the module holds `values` and its snapshot: backward passes rerun checkpointed blocks."""
-        run = self._with_stand_ins(run)
         if self.module is None:
-            with own_randomness(self._flat.device):
+            with self._standing_in():
                 return run()
         tensors = self._as_held({**self.frozen, **self._buffers, **self.values, **values})
-        with self.lock, own_randomness(self._flat.device):
+        with self.lock, self._standing_in():
             # As in `torch.func.functional_call`, which walks to each place by its path.
             slots: list[tuple[Any, Any, str]] = [
                 (part._parameters if local in part._parameters else part._buffers, local, name)
@@ -368,11 +353,14 @@ class Model:
             tensors[name] = torch.view_as_complex(pairs) if name in self.complex else pairs
         return tensors
 
-    def _with_stand_ins(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a call with the functions in force that stand in for some of torch's."""
-        for stand_in in self._stand_ins:
-            run = partial(_within, stand_in, run)
-        return run
+    @contextlib.contextmanager
+    def _standing_in(self) -> Iterator[None]:
+        """Run with the library's random numbers, and the functions that stand in for some of torch's."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(own_randomness(self._flat.device))
+            for stand_in in self._stand_ins:
+                stack.enter_context(stand_in())
+            yield
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -395,12 +383,13 @@ class Model:
             return tensor.to(device=device, dtype=wanted if real else None)
 
         _ = dict(self.tangent_space.held)  # computed before rounding
-        other = object.__new__(Model)
-        other.__dict__.update(self.__dict__)
-        other._flat, other._admitted = convert(self._flat), set()
-        other.frozen = {name: convert(tensor) for name, tensor in self.frozen.items()}
-        other._buffers = {name: convert(buffer) for name, buffer in self._buffers.items()}
-        return other
+        return self._with(
+            tangent_space=self.tangent_space,
+            _flat=convert(self._flat),
+            _admitted=set(),
+            frozen={name: convert(tensor) for name, tensor in self.frozen.items()},
+            _buffers={name: convert(buffer) for name, buffer in self._buffers.items()},
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "lock"} | {"_views": (None, {}, {})}
@@ -408,11 +397,6 @@ class Model:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.lock = threading.RLock()
-
-
-def _within(context: Callable[[], Any], run: Callable[[], Any]) -> Any:
-    with context():
-        return run()
 
 
 def tensors_of(source: Any) -> Blocks:
@@ -459,7 +443,7 @@ def places(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks]:
     `functional_call` could handle tied names itself, but leaves the tensors of the call in a module that has two names.
     """
     names: dict[int, str] = {}
-    found: list[Slot] = []
+    slots: list[Slot] = []
     parameters: Blocks = {}
     buffers: Blocks = {}
     for part, path in paths.items():
@@ -471,8 +455,8 @@ def places(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks]:
                 if name is None:
                     name = names[id(tensor)] = f"{path}.{local}" if path else local
                     named[name] = tensor
-                found.append(Slot(part, local, name))
-    return found, parameters, buffers
+                slots.append(Slot(part, local, name))
+    return slots, parameters, buffers
 
 
 def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
@@ -483,20 +467,14 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
     if not isinstance(outputs, Tensor):
         wanted = "outputs.logits" if hasattr(outputs, "logits") else "only the tensor of outputs"
         raise TypeError(
-            f"the model returns {type(outputs).__name__}, expected a tensor (N, C); wrap it so that forward returns "
-            f"{wanted}."
+            f"the model returns {type(outputs).__name__}, expected a tensor (N, C): let forward return {wanted}."
         )
     if not outputs.is_floating_point():
         raise TypeError(f"the model returns {outputs.dtype}, expected a real floating-point tensor (N, C).")
     if outputs.ndim == 0 or (outputs.ndim == 1 and (layout is None or layout.shape)):
-        raise ValueError(
-            f"the model returns shape {tuple(outputs.shape)}, expected (N, C), or (N, ..., C) with positions between; "
-            "add outputs.unsqueeze(1)."
-        )
+        raise ValueError(f"the model returns shape {tuple(outputs.shape)}, expected (N, C): add outputs.unsqueeze(1).")
     if outputs.shape[1:].numel() == 0:
-        raise ValueError(
-            f"the model returns shape {tuple(outputs.shape)}: a point has no outputs, expected at least one."
-        )
+        raise ValueError(f"the model returns shape {tuple(outputs.shape)}: a point has no outputs.")
     return outputs
 
 
@@ -505,14 +483,10 @@ def check_deterministic_modules(paths: Mapping[nn.Module, str]) -> None:
     for part, name in paths.items():
         if isinstance(part, STOCHASTIC) and part.training and getattr(part, "p", 1) > 0:
             raise ValueError(
-                f"{name or 'the model'} ({type(part).__name__}) is in train mode: outputs would be random or depend "
-                "on the other points of a batch; call model.eval() first."
+                f"{name or 'the model'} ({type(part).__name__}) is in train mode; call model.eval() first."
             )
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
-            raise ValueError(
-                f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics, so each point's "
-                "output depends on its batch; use track_running_stats=True or another normalisation."
-            )
+            raise ValueError(f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics.")
 
 
 def unwrap(model: Any) -> Any:
@@ -561,23 +535,12 @@ def form_of(inputs: Inputs) -> Hashable:
     return tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in components(inputs))
 
 
-def _versions(inputs: Inputs) -> list[int]:
-    """Return how often each tensor was written to."""
-    return [-1 if tensor.is_inference() else tensor._version for _, tensor in components(inputs)]
+def _recordable(tensor: Tensor) -> Tensor:
+    """Return an input for one call: detached, so that flags set on it are not the user's, unless it is recorded.
 
-
-def _recordable(inputs: Any) -> Any:
-    """Return the inputs for one call: detached, so that flags set on them are not the user's, unless it is recorded.
-
-    Those made in inference mode are copied if they are now to be differentiated.
+    One that was made in inference mode is copied if it is now to be differentiated.
     """
-    if isinstance(inputs, Tensor):
-        if inputs.is_inference() and not torch.is_inference_mode_enabled():
-            return inputs.clone()
-        # A slice made without gradients may say that it requires one, but is not in the graph of what it is used for.
-        return inputs if inputs.requires_grad and torch.is_grad_enabled() else inputs.detach()
-    if isinstance(inputs, Mapping):
-        return {name: _recordable(part) for name, part in inputs.items()}
-    if isinstance(inputs, tuple | list):
-        return tuple(_recordable(part) for part in inputs)
-    return inputs
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return tensor.clone()
+    # A slice made without gradients may say that it requires one, but is not in the graph of what it is used for.
+    return tensor if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,19 @@ class FlatLayout:
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
 
-    @property
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of entries of each tensor."""
+        return tuple(shape.numel() for shape in self.shapes)
+
+    @cached_property
     def size(self) -> int:
         """The length d of the vector."""
-        return sum(shape.numel() for shape in self.shapes)
+        return sum(self.sizes)
 
     def parts(self, vector: Shaped[Tensor, "*k d"]) -> list[Tensor]:
         """Return the tensors (*k, *shape) in their order, views of the vector."""
-        parts = torch.split_with_sizes(vector, [shape.numel() for shape in self.shapes], -1)
+        parts = torch.split_with_sizes(vector, self.sizes, -1)
         return [part.view(part.shape[:-1] + shape) for shape, part in zip(self.shapes, parts)]
 
     def named(self, vector: Shaped[Tensor, "*k d"]) -> Blocks:
@@ -80,7 +86,7 @@ class Selection(FlatLayout):
 
     def size_of(self, names: Collection[str]) -> int:
         """Return the number of entries in the named tensors."""
-        return sum(shape.numel() for name, shape in zip(self.names, self.shapes) if name in names)
+        return sum(size for name, size in zip(self.names, self.sizes) if name in names)
 
     def matching(self, *globs: str) -> list[str]:
         """Return the names that match any of the globs, in their order."""
@@ -249,8 +255,8 @@ def _check_tensors(selected: Mapping[str, Tensor]) -> None:
     for what in ("device", "dtype"):
         kinds = {str(getattr(tensor, what)): name for name, tensor in selected.items()}
         if len(kinds) > 1:
-            found = ", ".join(f"{kind} ({name!r})" for kind, name in sorted(kinds.items()))
-            raise ValueError(f"the selected parameters mix {what}s: {found}; convert them, or select fewer.")
+            listed = ", ".join(f"{kind} ({name!r})" for kind, name in sorted(kinds.items()))
+            raise ValueError(f"the selected parameters mix {what}s: {listed}; convert them, or select fewer.")
     for name, tensor in selected.items():
         if not tensor.is_floating_point():
             raise TypeError(f"parameter {name!r} is {tensor.dtype}; only floating-point ones can be selected.")

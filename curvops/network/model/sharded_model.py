@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from curvops.distributed_types import is_dtensor, is_fully_sharded
 from curvops.network.data.inputs import Inputs
-from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls
 from curvops.network.model.fused_kernels import settings_for, stand_ins_for
 from curvops.network.model.model import Model, check_deterministic_modules, form_of, places, require_all_finite
@@ -101,13 +100,11 @@ class ShardedModel(Model):
         """Raise ValueError for inputs of another form than the first points, since trying them would take all ranks."""
         if form_of(inputs) not in self._admitted:
             raise ValueError(
-                "the inputs have another dtype or shape than the first points, and a model that is sharded over ranks "
-                "cannot be tried on them: pad sequences to one length."
+                "the inputs have another dtype or shape than the first points: pad sequences to one length."
             )
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-        run = self._with_stand_ins(run)
-        with self.at_snapshot(), own_randomness(self._flat.device):
+        with self.at_snapshot(), self._standing_in():
             return run()
 
     @contextlib.contextmanager
@@ -145,14 +142,14 @@ class ShardedModel(Model):
 
     def _held(self) -> Blocks:
         """Return the module's present values; its first pass, and users, may have moved some of its tensors."""
-        found = {}
+        tensors = {}
         for part, local, name in self.places:
-            held = part._parameters.get(local, part._buffers.get(local))
+            tensor = part._parameters.get(local, part._buffers.get(local))
             value = self._snapshot[name]
-            if held is None or (_local(held).shape, held.dtype) != (value.shape, value.dtype):
+            if tensor is None or (_local(tensor).shape, tensor.dtype) != (value.shape, value.dtype):
                 raise ValueError(f"{name!r} has changed since the model was linearised: linearise it again.")
-            found[name] = _local(held)
-        return found
+            tensors[name] = _local(tensor)
+        return tensors
 
     def _reshard(self) -> None:
         for part in self._sharded:
@@ -178,22 +175,18 @@ class ShardedModel(Model):
         ours = dist.get_process_group_ranks(self.ranks.group)
         meshes = {}
         for name, tensor in tensors.items():
-            if tensor.is_meta:
-                raise ValueError(f"parameter {name!r} is on the meta device: give the model its weights first.")
             if not is_dtensor(tensor):
                 continue
             mesh, kinds = tensor.device_mesh, [type(placement).__name__ for placement in tensor.placements]
             if mesh.ndim != 1 or kinds != ["Shard"]:
                 raise ValueError(
-                    f"parameter {name!r} has placements {list(tensor.placements)} on {mesh}: only one-dimensional "
-                    "meshes are supported, fully_shard(model, mesh=mesh), without tensor parallelism or HSDP replicas."
+                    f"parameter {name!r}: only one-dimensional meshes are supported, fully_shard(model, mesh=mesh)."
                 )
             meshes[mesh] = name
             theirs = dist.get_process_group_ranks(mesh.get_group())
             if theirs != ours:
                 raise ValueError(
-                    f"parameter {name!r} is sharded over ranks {theirs}, but process_group= has {ours}: give the group "
-                    "of the mesh, process_group=mesh.get_group()."
+                    f"parameter {name!r} is sharded over ranks {theirs}, not {ours}: process_group=mesh.get_group()."
                 )
         if len(meshes) > 1:
             raise ValueError(f"the parameters {sorted(meshes.values())} lie on different meshes: use one mesh for all.")
@@ -207,10 +200,7 @@ class ShardedModel(Model):
         for what in ("param_dtype", "output_dtype"):
             asked = getattr(policy, what, None)
             if asked is not None and {asked} != dtypes:
-                raise ValueError(
-                    f"{where} is sharded with MixedPrecisionPolicy({what}={asked}), in which a layer's inputs and "
-                    "sensitivities are rounded: shard it without mp_policy, or convert the model to that dtype."
-                )
+                raise ValueError(f"{where} has MixedPrecisionPolicy({what}={asked}): shard it without mp_policy.")
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for group in groups:
             if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":
@@ -219,30 +209,21 @@ class ShardedModel(Model):
     def _require_selectable(self, tensors: Mapping[str, Any]) -> None:
         for name in self.selection.names:
             if not is_dtensor(tensors[name]):
-                raise ValueError(
-                    f"parameter {name!r} is not sharded (fully_shard ignored it): leave it out of parameters=, or "
-                    "shard it."
-                )
+                raise ValueError(f"parameter {name!r} is not sharded: leave it out of parameters=, or shard it.")
             if not tensors[name].requires_grad:
-                raise ValueError(
-                    f"parameter {name!r} requires no gradient, and this cannot be changed here for a sharded model: "
-                    "call requires_grad_() on it, or leave it out of parameters=."
-                )
+                raise ValueError(f"parameter {name!r} requires no gradient: call requires_grad_(), or leave it out.")
 
 
 def _local(tensor: Any) -> Tensor:
-    found: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return found.detach()
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local.detach()
 
 
 def _checked_spec(parameters: Any) -> Any:
     """Return `parameters=`; raise ValueError for values that need a whole vector or a copy of the model."""
     if isinstance(parameters, Tensor) or (isinstance(parameters, str) and parameters == "last_layer"):
         what = "a subnetwork" if isinstance(parameters, Tensor) else "'last_layer'"
-        raise ValueError(
-            f"parameters= got {what}, which is not supported for a model that is sharded over ranks: name its "
-            "parameters, by globs or a predicate."
-        )
+        raise ValueError(f"parameters= got {what}: name a sharded model's parameters, by globs or a predicate.")
     if isinstance(parameters, Selection):
         raise ValueError("parameters= got a selection of another model: name the parameters.")
     return parameters

@@ -1,4 +1,4 @@
-"""Parameters that a model shares among processes: how to recognise them, and how they lie on the ranks."""
+"""The places on the ranks of parameters that a model shares among processes, and of vectors over them."""
 
 from __future__ import annotations
 
@@ -10,50 +10,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from curvops.distributed_types import even_share, is_dtensor, is_fsdp, is_fully_sharded
+from curvops.distributed_types import even_share, is_dtensor
 from curvops.network.model.parameters import Blocks, FlatLayout
 from curvops.process_group import Ranks
-
-
-def unsharded_class(kind: type) -> type:
-    """Return the class that a module had before `fully_shard`, which derives a new one from it."""
-    marked = len(kind.__bases__) == 2 and is_fsdp(kind.__bases__[0], "FSDPModule")
-    return kind.__bases__[1] if marked else kind
-
-
-def has_hooks(part: Any) -> bool:
-    """Return whether a module has hooks of its forward pass, other than those of `fully_shard`."""
-    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-    own = part._get_fsdp_state() if hooks and is_fully_sharded(part) else None
-    return any(own is None or getattr(hook, "__self__", None) is not own for hook in hooks)
-
-
-def require_whole(source: Any) -> None:
-    """Raise ValueError if a model's parameters are shared among processes."""
-    if isinstance(source, nn.Module):
-        for path, part in source.named_modules():
-            where = f"the module {path!r}" if path else "the model"
-            if any(is_fsdp(kind, "FullyShardedDataParallel") for kind in type(part).__mro__):
-                raise ValueError(
-                    f"{where} is a FullyShardedDataParallel, which keeps the parameters of all its layers as one "
-                    "vector: linearise the module inside, on each process, with a shard of the data and process_group=."
-                )
-            if is_fully_sharded(part):
-                raise ValueError(
-                    f"{where} is sharded by fully_shard, so that each process holds a part of each parameter: give "
-                    "co.linearize the model itself, or an unsharded copy of it."
-                )
-        named: Mapping[str, Any] = {**dict(source.named_parameters()), **dict(source.named_buffers())}
-    else:
-        named = source[1] if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping) else {}
-    held = [name for name, tensor in named.items() if is_dtensor(tensor)]
-    if held:
-        raise ValueError(
-            f"parameter {held[0]!r} is a DTensor, and each process of its mesh holds a part of it: linearise a model "
-            "of whole tensors (tensor.full_tensor()), on each process, with a shard of the data and process_group=."
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,16 +35,7 @@ class ShardedParameters:
         """Return the layout of these DTensors."""
         dims = tuple(tensor.placements[0].dim for tensor in tensors.values())
         mesh = next(iter(tensors.values())).device_mesh
-        found = cls(ranks, mesh, FlatLayout(tuple(tensors), tuple(tensor.shape for tensor in tensors.values())), dims)
-        for name, tensor in tensors.items():
-            dim = found._dim[name]
-            expected = even_share(tensor.shape[dim], ranks.size, ranks.rank)
-            if tensor.to_local().shape[dim] != len(expected):
-                raise ValueError(
-                    f"parameter {name!r} has {tuple(tensor.to_local().shape)} on {ranks.names}, but fully_shard puts "
-                    f"{len(expected)} along dimension {dim}: shard the model by fully_shard."
-                )
-        return found
+        return cls(ranks, mesh, FlatLayout(tuple(tensors), tuple(tensor.shape for tensor in tensors.values())), dims)
 
     @cached_property
     def _dim(self) -> dict[str, int]:
@@ -119,7 +71,7 @@ class ShardedParameters:
 
     def gather(self, block: Float[Tensor, "d K"], names: Sequence[str]) -> Blocks:
         """Return some parameters' parts of K vectors whole, (K, *shape) each. Their owners broadcast them."""
-        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        gathered: dict[str, list[Tensor]] = {name: [] for name in names}
         for rank in range(self.ranks.size):
             pieces = list(self._pieces(names, rank))
             if not pieces:
@@ -130,8 +82,8 @@ class ShardedParameters:
                 held = block.new_empty(block.shape[1], sum(rows.stop - rows.start for *_, rows in pieces))
             held = self.ranks.broadcast(held, rank)
             for (name, *_), part in zip(pieces, held.split([rows.stop - rows.start for *_, rows in pieces], 1)):
-                found[name].append(part)
-        return {name: torch.cat(parts, 1).view(-1, *self.shapes[name]) for name, parts in found.items()}
+                gathered[name].append(part)
+        return {name: torch.cat(parts, 1).view(-1, *self.shapes[name]) for name, parts in gathered.items()}
 
     def add_scattered(self, total: Float[Tensor, "d K"], blocks: Mapping[str, Tensor]) -> None:
         """Add the sum over ranks of some parameters' blocks (K, *shape) to this rank's rows. One all-to-all."""
@@ -139,9 +91,9 @@ class ShardedParameters:
         for rank in range(self.ranks.size):
             parts = [blocks[name].flatten(1)[:, entries] for name, entries, _ in self._pieces(names, rank)]
             sent.append(torch.cat(parts, 1) if parts else total.new_empty(total.shape[1], 0))
-        found = self.ranks.add_up_apart(sent)
+        received = self.ranks.add_up_apart(sent)
         own = [rows for *_, rows in self._pieces(names, self.ranks.rank)]
-        for rows, part in zip(own, found.split([rows.stop - rows.start for rows in own], 1)):
+        for rows, part in zip(own, received.split([rows.stop - rows.start for rows in own], 1)):
             total[rows] += part.mT
 
     def to_dtensors(self, block: Float[Tensor, "d *K"]) -> dict[str, Any]:
@@ -149,14 +101,14 @@ class ShardedParameters:
 
         Sends every vector to all ranks, one parameter at a time.
         """
-        one, found = block.ndim == 1, {}
+        one, tensors = block.ndim == 1, {}
         for name, shape in self.shapes.items():
             whole = self.gather(block.unsqueeze(1) if one else block, (name,))[name]
             dim = self._dim[name]
             own = even_share(shape[dim], self.ranks.size, self.ranks.rank)
             part = whole.narrow(dim + 1, min(own.start, shape[dim]), len(own)).clone()
-            found[name] = self.as_parameter(name, part[0] if one else part)
-        return found
+            tensors[name] = self.as_parameter(name, part[0] if one else part)
+        return tensors
 
     def as_parameter(self, name: str, own: Float[Tensor, "*slice"]) -> Any:
         """Return this rank's slice of a parameter, or K of them, as a DTensor laid out as the parameter."""
@@ -213,7 +165,6 @@ class ShardedParameters:
             kinds = [(type(placement).__name__, getattr(placement, "dim", None)) for placement in held.placements]
             if held.device_mesh != self.mesh or kinds != [("Shard", dim)]:
                 raise ValueError(
-                    f"{name!r} has placements {list(held.placements)} on {held.device_mesh}, expected [Shard({dim})] "
-                    f"on {self.mesh}, like the parameter: call tensor.redistribute(mesh, placements)."
+                    f"{name!r} has placements {list(held.placements)}, not those of the parameter: redistribute it."
                 )
         return tensor.shape[0] if extra else None

@@ -182,8 +182,8 @@ def _script(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
         file.seek(0)
         other: torch.jit.ScriptModule = torch.jit.load(file)
     for mine, theirs in zip(other.modules(), module.modules()):
-        for name, tensor in theirs._parameters.items():
-            mine._parameters[name] = tensor
+        for name, parameter in theirs._parameters.items():
+            mine._parameters[name] = parameter
         for name, tensor in theirs._buffers.items():
             mine._buffers[name] = tensor
     return other

@@ -28,8 +28,8 @@ class Fingerprints(Mapping[str, int]):
         """Return the fingerprints as a dict; the first call makes one pass over the tensors."""
         if self._tensors:
             tensors = self._tensors
-            found = torch.stack([fingerprint([in_single(tensor)]) for tensor in tensors.values()]).tolist()
-            self._taken = dict(zip(tensors, found))
+            prints = torch.stack([fingerprint([in_single(tensor)]) for tensor in tensors.values()]).tolist()
+            self._taken = dict(zip(tensors, prints))
             self._tensors = {}  # cleared last, since another thread may be here, too
         return self._taken
 

@@ -21,10 +21,7 @@ def read_precision(name: str, given: Any, network: Model, others: str = "") -> T
     hint = "wrap a matrix as co.linalg.Dense(matrix, psd=True)"
     precision = read_vector(name, given, network, "a positive number", others, hint)
     if not within(precision, 0.0, strict=True):
-        raise ValueError(
-            f"{name} must be positive and finite, got {float(precision.detach().min()):.3g}; without a prior the "
-            "posterior is improper in every direction that the data leave undetermined."
-        )
+        raise ValueError(f"{name} must be positive and finite, got {float(precision.detach().min()):.3g}.")
     return precision
 
 
@@ -50,8 +47,7 @@ def read_vector(name: str, given: Any, network: Model, number: str, others: str 
     vector = _like(network, given, name)
     if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != network.num_parameters):
         raise ValueError(
-            f"{name} must be a number or a vector of {network.num_parameters} entries, got {tuple(vector.shape)}; "
-            f"{hint}."
+            f"{name} must be a number or have {network.num_parameters} entries, got {tuple(vector.shape)}; {hint}."
         )
     return vector
 
@@ -68,7 +64,7 @@ def _by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[
     Raises ValueError unless each selected parameter is matched exactly once and each glob matches one.
     """
     selection = network.selection
-    found: dict[str, tuple[str, Any]] = {}
+    entries: dict[str, tuple[str, Any]] = {}
     for glob, entry in given.items():
         value = tensor_of(entry)
         if not isinstance(glob, str):
@@ -79,15 +75,17 @@ def _by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[
         if not matched:
             raise ValueError(f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")
         for name in matched:
-            if name in found:
-                raise ValueError(f"{what}: {name!r} is matched by both {found[name][0]!r} and {glob!r}; name it once.")
-            found[name] = glob, value
-    left = [name for name in selection.names if name not in found]
+            if name in entries:
+                raise ValueError(
+                    f"{what}: {name!r} is matched by both {entries[name][0]!r} and {glob!r}; name it once."
+                )
+            entries[name] = glob, value
+    left = [name for name in selection.names if name not in entries]
     if left:
         raise ValueError(f"{what}: no glob matches {left}; each selected parameter needs one.")
     tensors = {}
     for name, shape in zip(selection.names, selection.shapes):
-        glob, value = found[name]
+        glob, value = entries[name]
         if isinstance(value, Tensor) and value.ndim and value.shape != shape:
             raise ValueError(f"{what}[{glob!r}] has shape {tuple(value.shape)}, but {name!r} has {tuple(shape)}.")
         used = torch.as_tensor(value, dtype=network.theta.dtype, device=network.theta.device).expand(shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,12 @@ from torch import Tensor, nn
 
 from curvops.errors import NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
 from curvops.network.data.batches import Batches, Reading, as_source, holds_all, items_of, parts_of
-from curvops.network.data.inputs import Inputs, first_of, move, move_tensor, normalise, num_points, take
-from curvops.network.data.layout import Layout
+from curvops.network.data.inputs import Inputs, Layout, first_of, move, move_tensor, normalise, num_points, take
 from curvops.network.data.randomness import own_randomness
 from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Gaussian, Sequences, as_likelihood
-from curvops.network.likelihoods.by_autograd import ByAutograd
+from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
 from curvops.network.likelihoods.from_loss import shrunk
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
+from curvops.network.likelihoods.likelihood import ByAutograd, Likelihood
 from curvops.network.model.model import Model
 from curvops.process_group import Ranks
 
@@ -43,10 +40,9 @@ def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Lay
     `NotLogitsWarning`.
     """
     interpretation = interpretation_of(spec)
-    if interpretation is None:
-        layout, outputs = checked_layout(model, few)
-    else:
-        layout, outputs = checked_layout(model, few, interpretation.class_dim, numbers=not interpretation.indices)
+    class_dim = -1 if interpretation is None else interpretation.class_dim
+    numbers = interpretation is not None and not interpretation.indices
+    layout, outputs = checked_layout(model, few, class_dim, numbers)
     likelihood, layout = at_positions(as_likelihood(spec, layout.shape), layout)
     model.layout = layout  # a noise may have placed the outputs along another dimension
     _warn_of_no_logits(model, likelihood, layout.rows(outputs), outputs.dtype)
@@ -61,11 +57,15 @@ def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, La
     if isinstance(likelihood, Gaussian):
         likelihood, class_dim = likelihood.along(layout.shape)
         layout = layout if class_dim is None else dataclasses.replace(layout, class_dim=class_dim)
-    if layout.positions:
-        return _over_positions(likelihood, layout), layout
+    if layout.positions and not isinstance(likelihood, Sequences):
+        return Sequences(likelihood, *layout.output_shape), layout
     if isinstance(likelihood, Sequences):
-        return likelihood, dataclasses.replace(layout, positions_in_rows=likelihood.positions)
-    if likelihood.positions is not None:
+        if not layout.positions:
+            return likelihood, dataclasses.replace(layout, positions_in_rows=likelihood.positions)
+        if likelihood.output_shape != layout.output_shape:
+            shape = ", ".join(str(length) for length in layout.shape)
+            raise ValueError(f"the model returns (N, {shape}), not the outputs of {likelihood}.")
+    elif likelihood.positions is not None:
         raise ValueError(f"{likelihood} needs {likelihood.positions} positions per point; the model returns one.")
     return likelihood, layout
 
@@ -90,16 +90,6 @@ def reading_for(
     return Reading(theta.device, theta.dtype, check, layout, weights, model.admit)
 
 
-def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
-    """Return the likelihood of all positions of a point, unless it is one already."""
-    if not isinstance(likelihood, Sequences):
-        return Sequences(likelihood, *layout.output_shape)
-    if likelihood.output_shape != layout.output_shape:
-        shape = ", ".join(str(length) for length in layout.shape)
-        raise ValueError(f"the model returns (N, {shape}), not the outputs of {likelihood}.")
-    return likelihood
-
-
 def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Inputs, Any, type]:
     """Return the inputs of some points, their targets in the user's form, and the type of mappings.
 
@@ -112,10 +102,10 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
         own = _own_first_points(data, theta, weights)
     except NoDataError:
         own = None
-    found = [each for each in ranks.gather(own) if each is not None]
-    if not found:
+    points_of_ranks = [points for points in ranks.gather(own) if points is not None]
+    if not points_of_ranks:
         raise NoDataError(f"the shards of all {ranks.size} ranks hold no points.")
-    inputs, targets, kind = found[0]
+    inputs, targets, kind = points_of_ranks[0]
     return move(inputs, theta.device), targets, kind
 
 
@@ -148,30 +138,19 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     """
     assert model.layout is not None
     y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
-    model.layout.targets(y)  # raises if these are targets of other positions
-    few = _at_few_positions(likelihood, model.layout, outputs, y)
-    f, rows = few[1].rows(few[2]).to(model.theta.dtype), few[1].targets(few[3])
-    few[0].check_scores(f, rows)
-    _warn_of_no_curvature(few[0], f, rows)
-    if interpretation_of(spec) is not None and not isinstance(likelihood.of_position, FromLoss):
-        if type(spec) is not nn.CrossEntropyLoss:  # a subclass may treat positions differently
-            few = likelihood, model.layout, outputs, y
-        require_same_loss(spec, *few, few[1].rows(few[2]).to(f.dtype))
-
-
-def _at_few_positions(
-    likelihood: Likelihood, layout: Layout, outputs: Tensor, y: Tensor
-) -> tuple[Likelihood, Layout, Tensor, Tensor]:
-    """Return outputs and targets at some positions of each point, if positions have one likelihood; else as given."""
-    if not layout.positions or likelihood.of_position.positions is not None:
-        return likelihood, layout, outputs, y
-    dims, step = len(layout.positions), max(1, layout.output_shape[0] // LOOKED_AT)
-    if layout.class_dim == 1:
-        outputs, y = (part.flatten(-dims)[..., ::step] for part in (outputs, y))
-    else:
-        outputs, y = (part.flatten(1, dims)[:, ::step] for part in (outputs, y))
-    layout = Layout(outputs.shape[1:], layout.class_dim)
-    return Sequences(likelihood.of_position, *layout.output_shape), layout, outputs, y
+    f = model.layout.rows(outputs).to(model.theta.dtype)
+    rows, labels = f, model.layout.targets(y)  # raises if these are targets of other positions
+    position = likelihood
+    if isinstance(likelihood, Sequences) and likelihood.likelihood.positions is None:
+        position, step = likelihood.likelihood, max(1, likelihood.positions // LOOKED_AT)
+        rows = f.unflatten(1, (likelihood.positions, -1))[:, ::step].flatten(0, 1)
+        labels = labels[:, ::step].flatten(0, 1)
+    position.log_prob(rows, labels)
+    if isinstance(position, FromLoss):
+        position.check_scores(rows, labels)
+    elif isinstance(spec, nn.Module) and type(spec) not in INTERPRETATIONS:  # a subclass may compute something else
+        require_same_loss(spec, likelihood, model.layout, outputs, y, f)
+    _warn_of_no_curvature(position, rows, labels)
 
 
 def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
@@ -192,7 +171,7 @@ def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         return  # it cannot score other outputs
     eps, known = torch.finfo(f.dtype).eps, together.isfinite()
     slack = eps**0.5 * together.where(known, 0).abs().amax() + 8 * eps * (1 + f.abs().amax())
-    differ = [known[part] & ~((found - together[part]).abs() <= slack) for part, found in zip(parts, others)]
+    differ = [known[part] & ~((apart - together[part]).abs() <= slack) for part, apart in zip(parts, others)]
     if bool(torch.cat(differ).any()):
         raise ValueError(
             f"{likelihood!r} couples the points of a batch: the loss of a point depends on the other points of its "
@@ -205,18 +184,18 @@ def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
 def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     """Warn if residuals at drawn targets, or H, are zero: at these outputs, at smaller ones, near the targets."""
     counted = likelihood.counted(y)
-    if likelihood.of_position.always_curved or not (counted is None or bool(counted.any())):
+    if counted is not None and not bool(counted.any()):
         return  # points that do not count show nothing
     generator = torch.Generator(device=f.device).manual_seed(0)
     noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
-    of_loss = isinstance(likelihood.of_position, FromLoss)
-    times = max(1, LOOKED_AT // (len(f) * (likelihood.positions or 1)))
-    for g in _trial_outputs(f, y, noise):
+    of_loss, times = isinstance(likelihood, FromLoss), max(1, LOOKED_AT // len(f))
+    near_targets = [y + 1e-3 * noise] if y.shape == f.shape and y.is_floating_point() else []
+    for g in (f, shrunk(f), *near_targets):
         try:
             if of_loss:
                 slopes = likelihood.hessian_product(g, noise, y)
             else:
-                slopes = likelihood.mc_residual(_repeat(g, times), _repeat(y, times), None, generator)
+                slopes = likelihood.mc_residual(torch.cat([g] * times), torch.cat([y] * times), None, generator)
         except (TypeError, ValueError, RuntimeError):
             return  # it cannot draw, or is not convex
         if bool(slopes.any()):
@@ -232,7 +211,10 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
 
 
 def _warn_of_no_logits(model: Model, likelihood: Likelihood, f: Tensor, dtype: torch.dtype) -> None:
-    """Warn if the outputs at the first points, computed in `dtype`, are probabilities or their logarithms."""
+    """Warn if the outputs at the first points, computed in `dtype`, are probabilities or their logarithms.
+
+    Equal rows prove nothing: a new head whose bias is the logarithms of the class frequencies has them.
+    """
     last, what = "softmax", None
     if isinstance(likelihood.of_position, Categorical):
         C = likelihood.output_shape[-1] if isinstance(likelihood, Sequences) else f.shape[-1]
@@ -240,33 +222,24 @@ def _warn_of_no_logits(model: Model, likelihood: Likelihood, f: Tensor, dtype: t
             return  # outputs of another shape are refused later
         rows = f.reshape(-1, C)
         rows = rows[:: max(1, len(rows) // (2 * LOOKED_AT))].double()
-        what = _normalised(rows, min(ROUNDING * torch.finfo(dtype).eps, 1e-2))
+        slack = min(ROUNDING * torch.finfo(dtype).eps, 1e-2)
+        if bool((rows == rows[:1]).all()):
+            return
+        if bool((rows >= 0).all() & ((rows.sum(-1) - 1).abs() <= slack).all()):
+            what = f"probabilities: each row is at least 0 and sums to 1. The likelihood takes their softmax, {WRONG}"
+        elif bool((rows <= 0).all() & (rows.logsumexp(-1).abs() <= slack).all()):
+            what = (
+                "log-probabilities: the exponentials of each row sum to 1. Likelihood and curvature are those of the "
+                "logits, but variances of outputs and link='probit' are not"
+            )
     elif isinstance(likelihood.of_position, Bernoulli) and isinstance(_last_module(model.module), nn.Sigmoid):
         last, what = "sigmoid", f"probabilities: the model ends with a sigmoid. The likelihood takes another, {WRONG}"
-    if what is None:
-        return
-    warn(
-        f"the outputs at the first points are {what}. Return the logits: leave out the model's last {last}, as in "
-        "co.linearize(model[:-1], ...) of an nn.Sequential that ends with it.",
-        NotLogitsWarning,
-    )
-
-
-def _normalised(rows: Tensor, slack: float) -> str | None:
-    """Say in which way rows are a softmax or its logarithm, all of them to this slack; None if they are not.
-
-    Equal rows prove nothing: a new head whose bias is the logarithms of the class frequencies has them.
-    """
-    if bool((rows == rows[:1]).all()):
-        return None
-    if bool((rows >= 0).all() & ((rows.sum(-1) - 1).abs() <= slack).all()):
-        return f"probabilities: each row is at least 0 and sums to 1. The likelihood takes their softmax, {WRONG}"
-    if bool((rows <= 0).all() & (rows.logsumexp(-1).abs() <= slack).all()):
-        return (
-            "log-probabilities: the exponentials of each row sum to 1. Likelihood and curvature are those of the "
-            "logits, but variances of outputs and link='probit' are not"
+    if what is not None:
+        warn(
+            f"the outputs at the first points are {what}. Return the logits: leave out the model's last {last}, as in "
+            "co.linearize(model[:-1], ...) of an nn.Sequential that ends with it.",
+            NotLogitsWarning,
         )
-    return None
 
 
 def _last_module(module: nn.Module | None) -> nn.Module | None:
@@ -274,18 +247,6 @@ def _last_module(module: nn.Module | None) -> nn.Module | None:
     while isinstance(module, nn.Sequential) and len(module):
         module = list(module.children())[-1]
     return module
-
-
-def _trial_outputs(f: Tensor, y: Tensor, noise: Tensor) -> Iterator[Tensor]:
-    """Yield outputs at which a curvature may show: the given ones, smaller ones, and some near the targets."""
-    yield f
-    yield shrunk(f)
-    if y.shape == f.shape and y.is_floating_point():
-        yield y + 1e-3 * noise
-
-
-def _repeat(x: Tensor, times: int) -> Tensor:
-    return torch.cat([x] * times)
 
 
 def checked_layout(
@@ -305,8 +266,7 @@ def checked_layout(
         outputs = model.rows(returned)
         if outputs.shape[0] != num_points(few):
             raise ValueError(
-                f"{num_points(few)} points gave outputs of shape {(len(outputs), *layout.shape)}, expected one row "
-                "per point."
+                f"{num_points(few)} points gave outputs {tuple(outputs.shape)}, expected one row per point."
             )
         if outputs.numel() and not bool(torch.stack(outputs.aminmax()).isfinite().all()):
             raise ValueError("the model's outputs hold NaN or Inf; check its buffers and the scale of the inputs.")
@@ -320,8 +280,7 @@ def checked_layout(
             alone = model(model.values, take(few, slice(0, 1)))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"the model accepts {num_points(few)} points but not a single one ({error}); call model.eval(), and "
-                "make it accept batches of any size."
+                f"the model rejects a single point ({error}); call model.eval(), and accept any batch size."
             ) from error
         model.require_points_apart(outputs, alone)
         try:

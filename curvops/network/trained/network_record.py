@@ -6,6 +6,7 @@ and the inputs and outputs of two points. It also contains the selected weights,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,18 +17,32 @@ from torch import Tensor
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, as_source
-from curvops.network.data.inputs import Inputs, as_inputs, num_points, take
-from curvops.network.data.layout import Layout
-from curvops.network.likelihoods import FromLoss, as_likelihood
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.likelihood_record import likelihood_state, record_of_likelihood, recorded_likelihood
-from curvops.network.likelihoods.residual_noise import needs_noise
+from curvops.network.data.inputs import Inputs, Layout, as_inputs, num_points, take
+from curvops.network.likelihoods import (
+    Bernoulli,
+    BradleyTerry,
+    Categorical,
+    FromLoss,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Poisson,
+    Sequences,
+    as_likelihood,
+)
+from curvops.network.likelihoods.gaussian import needs_noise
+from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection
 from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape, reading_for
 from curvops.network.trained.trained_network import N, TrainedNetwork
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.progress import Progress, check_progress
+
+STORED: dict[str, type[Likelihood]] = {
+    kind.__name__: kind
+    for kind in (Bernoulli, BradleyTerry, Categorical, Gaussian, HeteroscedasticGaussian, Poisson, Sequences)
+}
+"""Classes that store their constructor's arguments as attributes of the same names."""
 
 
 @torch.no_grad()
@@ -46,7 +61,7 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
         "index": model.selection.index,
         "outputs": {"shape": list(layout.shape), "class_dim": layout.class_dim},
         "tried": {"inputs": few, "outputs": outputs, "device": outputs.device.type},
-        "likelihood": record_of_likelihood(lin.likelihood) or _describe(lin, outputs),
+        "likelihood": _record_of(lin.likelihood) or _describe(lin, outputs),
         "token": lin.token,
         "engine": lin.engine,
         "data": {
@@ -119,17 +134,14 @@ def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layo
     """Return the layout, once the model has reproduced the outputs that it had when it was saved."""
     shape = torch.Size(record["outputs"]["shape"])
     layout, _ = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
-    known = record["tried"]["outputs"].to(network.theta.device)
+    saved = record["tried"]["outputs"].to(network.theta.device)
     with torch.no_grad():
-        found = network(network.values, few)
+        present = network(network.values, few)
     # Another kind of device may round its products to half of the digits (TF32).
-    digits = 0.5 if record["tried"]["device"] == known.device.type else 0.25
-    slack = network.eps**digits * (1 + known.abs().max())
-    if layout.shape != shape or not bool(((found - known).abs() <= slack).all()):
-        raise ValueError(
-            "the model has the weights that were saved, but computes something else: its outputs at the saved inputs "
-            "differ. Its forward, or a setting such as an activation, has changed; restore it."
-        )
+    digits = 0.5 if record["tried"]["device"] == saved.device.type else 0.25
+    slack = network.eps**digits * (1 + saved.abs().max())
+    if layout.shape != shape or not bool(((present - saved).abs() <= slack).all()):
+        raise ValueError("the model has the saved weights, but other outputs: restore its forward and its settings.")
     return layout
 
 
@@ -155,11 +167,30 @@ def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layo
 
 
 def _dtype(known: Mapping[str, Any]) -> torch.dtype | None:
-    found: torch.dtype | None = None if known["dtype"] is None else getattr(torch, known["dtype"].split(".")[-1])
-    return found
+    dtype: torch.dtype | None = None if known["dtype"] is None else getattr(torch, known["dtype"].split(".")[-1])
+    return dtype
 
 
-# The likelihood is recorded by its arguments; if it holds a function, it has to be passed again.
+def _record_of(likelihood: Likelihood) -> dict[str, Any] | None:
+    """Return class and arguments; None for other classes, and for those with a function, such as `FromDistribution`."""
+    if STORED.get(type(likelihood).__name__) is not type(likelihood):
+        return None
+    arguments = {name: getattr(likelihood, name) for name in inspect.signature(type(likelihood)).parameters}
+    if isinstance(inner := arguments.get("likelihood"), Likelihood):
+        arguments["likelihood"] = _record_of(inner)
+        if arguments["likelihood"] is None:
+            return None
+    return {"class": type(likelihood).__name__, "arguments": arguments}
+
+
+def _recorded(record: Mapping[str, Any], device: torch.device) -> Likelihood:
+    """Build the likelihood of a record. Raises ValueError for a class of a later version."""
+    if record["class"] not in STORED:
+        raise ValueError(f"it holds a likelihood {record['class']}, which this version does not have; upgrade curvops.")
+    arguments = dict(record["arguments"])
+    if isinstance(arguments.get("likelihood"), Mapping):
+        arguments["likelihood"] = _recorded(arguments["likelihood"], device)
+    return STORED[record["class"]](**arguments).to(device=device)
 
 
 def _describe(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
@@ -180,7 +211,7 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
     known, device, dtype = record["likelihood"], outputs.device, outputs.dtype
     named = None if given is None else as_likelihood(given, layout.shape).snapshot(device, dtype)
     if "class" in known:
-        stored = recorded_likelihood(known, device)
+        stored = _recorded(known, device)
         if (
             named is not None
             and not needs_noise(named)
@@ -189,16 +220,13 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
             raise ValueError(f"the posterior was saved with {stored}, but likelihood={given!r} is given; leave it out.")
         return at_positions(stored, layout)
     if named is None:
-        raise ValueError(
-            f"the likelihood of this posterior, {known['given']}, cannot be saved, because it holds a function or "
-            "belongs to a class of your own. Pass it again, co.load(path, model, likelihood=...)."
-        )
+        raise ValueError(f"this likelihood, {known['given']}, cannot be saved: co.load(path, model, likelihood=...).")
     likelihood, layout = at_positions(named, layout)
     drawn, scores = known["drawn"], known["scores"]
     if drawn is not None:
-        found, scores = likelihood.log_prob(outputs, drawn.to(device)), scores.to(device)
+        present, scores = likelihood.log_prob(outputs, drawn.to(device)), scores.to(device)
         slack = torch.finfo(dtype).eps ** 0.5 * (1 + scores.abs().max())
-        if not bool(((found - scores).abs() <= slack).all()):
+        if not bool(((present - scores).abs() <= slack).all()):
             raise ValueError(f"the likelihood is not that of the saved posterior, {known['given']}.")
     return likelihood, layout
 
@@ -223,14 +251,12 @@ def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor], 
     missing, further = known.keys() - given.keys(), given.keys() - known.keys()
     if missing or further:
         lacks, more = (_some(sorted(names)) or "nothing" for names in (missing, further))
-        raise ValueError(
-            f"this is not the model that was saved: it lacks {lacks}, and also has {more}. Build it as it was then."
-        )
-    found = identity_of(given)
+        raise ValueError(f"this is not the saved model: it lacks {lacks}, and also has {more}.")
+    identities = identity_of(given)
     for what in ("shape", "dtype"):
-        other = [name for name in known if known[name][what] != found[name][what]]
+        other = [name for name in known if known[name][what] != identities[name][what]]
         if other:
-            was, now = (_format(each[other[0]][what]) for each in (known, found))
+            was, now = (_format(each[other[0]][what]) for each in (known, identities))
             remedy = {
                 "shape": "Build the model with the sizes that it had then.",
                 "dtype": "Convert a copy of the model first, as model.double() and model.float() do.",
@@ -240,7 +266,7 @@ def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor], 
                 f"{remedy[what]}"
             )
     compared = [name for name in known if name not in restored]
-    other = [name for name in compared if known[name]["fingerprint"] != found[name]["fingerprint"]]
+    other = [name for name in compared if known[name]["fingerprint"] != identities[name]["fingerprint"]]
     if other:
         raise ValueError(
             f"the model has other values than when it was saved in {len(other)} of {len(known)} tensors: "

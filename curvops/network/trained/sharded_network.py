@@ -13,10 +13,9 @@ from curvops.checkpoint import identify
 from curvops.checks import check_generator, checked_whole
 from curvops.network.data.batches import Reading, as_source
 from curvops.network.data.shard import Shard
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.likelihood_record import likelihood_state
+from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
+from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.likelihoods.output_fisher import OutputFisher, Sampled
-from curvops.network.likelihoods.residual_noise import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.model.sharded_model import ShardedModel
 from curvops.network.trained.drawn_fisher import drawn_residuals, output_fisher
 from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
@@ -59,14 +58,10 @@ class ShardedNetwork(NetworkOnData):
         """Read a sharded model, this rank's data and the likelihood, and check them against each other."""
         if process_group is None:
             raise ValueError(
-                "the model is sharded by fully_shard, and passes through it need all its ranks: give each its shard of "
-                "the data, and process_group=mesh.get_group(), the group of its mesh."
+                "a model sharded by fully_shard needs process_group=mesh.get_group(), and a shard on each rank."
             )
         if engine not in ("auto", "layerwise"):
-            raise ValueError(
-                f"engine={engine!r} would gather all parameters on each rank: a model that is sharded by fully_shard "
-                "is multiplied layer by layer, with engine='auto' or 'layerwise'."
-            )
+            raise ValueError(f"engine={engine!r} would gather all parameters: use engine='auto' or 'layerwise'.")
         ranks = Ranks(process_group)
         network = ShardedModel(model, parameters, ranks)
         theta = network.theta

@@ -21,10 +21,9 @@ from curvops.network.data.inputs import Inputs, as_inputs, components, copy, in_
 from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.likelihood_record import likelihood_state
+from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
+from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
-from curvops.network.likelihoods.residual_noise import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.tangent_space import TangentSpace
@@ -224,8 +223,8 @@ class TrainedNetwork(NetworkOnData):
         if "source" not in known:
             likelihood = likelihood_state(self.likelihood, self.token)
             known["source"] = Source(self.data.num_data, self.data.prints.contents, likelihood)
-        found: Source = known["source"]
-        return found
+        source: Source = known["source"]
+        return source
 
     def name_of(self, value: Any) -> str | None:
         """Return "source" or "space" for a value that equals the network's own; records refer to it by this name."""
@@ -286,9 +285,7 @@ class TrainedNetwork(NetworkOnData):
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
         for name, _ in () if differentiable else _require_gradient(inputs):
             raise ValueError(
-                f"{name} requires a gradient, which this call does not compute, so that it would count as zero: use "
-                "lin.jacobian(x, differentiable=True), lin.predict(x) or a posterior's predictions, pass x.detach(), "
-                "or call this under torch.no_grad()."
+                f"{name} requires a gradient, which this call lacks: use lin.jacobian(x, differentiable=True)."
             )
         self.model.admit(inputs)
         return inputs
@@ -305,8 +302,8 @@ class TrainedNetwork(NetworkOnData):
         (A likelihood that is a function may contain tensors that require a gradient.)
         """
         if not torch.is_grad_enabled() and (known := self.known_now().get("log likelihood")) is not None:
-            found: Tensor = known.clone()
-            return found
+            value: Tensor = known.clone()
+            return value
         exact = self._exact
         return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
 

@@ -12,7 +12,6 @@ from torch.autograd import Function
 
 from curvops.network.engines.autodiff import Streamed
 from curvops.network.engines.engine import Engine
-from curvops.network.engines.layerwise import Layerwise, Weigh
 from curvops.network.model.model import Model
 
 
@@ -44,13 +43,6 @@ class BatchMap:
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Float[Tensor, "D K"]:
         """Return Jᵀ U."""
         return linear(cotangents, self._pull, self._push)
-
-    def sandwich(self, vectors: Float[Tensor, "D K"], weigh: Weigh) -> Float[Tensor, "D K"]:
-        """Return Jᵀ H J V, where `weigh` multiplies the rows of some points by H."""
-        if torch.is_grad_enabled() or not isinstance(self._engine, Layerwise):
-            return self.pull(weigh(self.push(vectors), slice(None)))
-        with self._lock:
-            return self._selection.join(self._engine.sandwich(self._selection.split(vectors), weigh))
 
     def _push(self, vectors: Tensor) -> Tensor:
         with self._lock:

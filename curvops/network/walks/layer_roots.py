@@ -28,7 +28,6 @@ from curvops.network.engines.layerwise import (
     Layer,
     Recording,
     chunk_size,
-    concatenate,
     in_parts,
     sensitivities,
 )
@@ -51,7 +50,8 @@ def _push(part: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r
         return torch.cat([_push_rows(part.rows(points), tangents) for points in pieces], 1)
     # A layer's part of a vector is scattered over it and has to be copied: some vectors at a time, in reused memory.
     some = in_parts(columns, size, delta.is_cuda)
-    return concatenate([part.push({name: tangents[name][k] for name in layer.names.values()}) for k in some])
+    pushed = [part.push({name: tangents[name][k] for name in layer.names.values()}) for k in some]
+    return pushed[0] if len(pushed) == 1 else torch.cat(pushed)
 
 
 def _push_rows(rows: Blocks, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K m r"]:

@@ -190,7 +190,8 @@ class Passes(BatchRows):
         block = self.replicated(block)
 
         def term(batch: Any, J: BatchMap) -> Tensor:
-            return J.sandwich(block, lambda u, points: fisher.product(J.outputs[points], u, batch.labels(points)))
+            u = J.push(block)  # before the outputs, which a push gives, too
+            return J.pull(fisher.product(J.outputs, u, batch))
 
         return self.total(term, block.shape[1], own=own)
 

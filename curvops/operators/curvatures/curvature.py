@@ -147,14 +147,9 @@ class CurvatureRoot(NetworkOperator):
         batch, shuffled as a whole.
         """
         if isinstance(self.output, Sampled):
-            raise ValueError(
-                "minibatches need the exact root, which a Monte-Carlo GGN lacks: use co.GGN(lin) or method='cg'."
-            )
+            raise ValueError("minibatches need the exact root: use co.GGN(lin) or method='cg'.")
         if self.lin.passes.shard is not None:
-            raise ValueError(
-                "minibatches are not available for data that are shared among the ranks of a process group: use "
-                "method='cg' or method='dual'."
-            )
+            raise ValueError("minibatches are not available for data of a process group: use method='cg' or 'dual'.")
         for chosen, walk in self.lin.passes.minibatches(size, generator):
             kept = {"walk": walk, "points": len(chosen), "reduced": False}
             yield chosen, CurvatureRoot(self.theta, **self._kwargs | kept)

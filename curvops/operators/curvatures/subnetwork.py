@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import require_no_graph, shown
+from curvops.checks import check_choice, check_kind, check_shape, require_no_graph
 from curvops.linalg import Damped, Dense, DirectSum
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
@@ -61,20 +61,11 @@ class Subnetwork(Dense):
         if "psd" in stored:
             LinearOperator.__init__(self, source, indices=indices, **stored)
             return
-        if stored:
-            raise TypeError(f"Subnetwork takes only an operator and indices, got also {', '.join(stored)}.")
-        if isinstance(source, Linearization):
-            raise TypeError(
-                "Subnetwork is a block of an operator, not of a linearisation: choose an operator, "
-                "co.Subnetwork(co.GGN(lin), indices)."
-            )
-        if not isinstance(source, LinearOperator | Tensor):
-            raise TypeError(f"Subnetwork is a block of an operator (D, D), got {type(source).__name__}.")
-        if indices is None:
-            raise TypeError("Subnetwork needs indices: a vector of positions, or a boolean mask.")
+        if stored or indices is None:
+            raise TypeError("Subnetwork takes an operator (D, D) and indices, co.Subnetwork(co.GGN(lin), indices).")
+        check_kind("source", source, (LinearOperator, Tensor), "an operator (D, D), such as co.GGN(lin)")
         operator = source if isinstance(source, LinearOperator) else Dense(source)
-        if operator.ndim != 2 or operator.shape[0] != operator.shape[1]:
-            raise ValueError(f"Subnetwork is a block of an operator (D, D), got shape {tuple(operator.shape)}.")
+        check_shape("source", operator, operator.shape[-1:] * 2)
         indices = checked_indices(indices, operator.shape[-1]).to(operator.device)
         require_no_graph(operator.representation(), "Subnetwork")
         block, rest = round_with_rest(principal_block(operator, indices), operator.dtype)
@@ -124,21 +115,16 @@ class BlockDiagonal(UserOperator, DirectSum):
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
     """Return indices or a boolean mask as distinct positions below `size`; raise ValueError or TypeError for others."""
-    try:
-        index = torch.as_tensor(indices)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"indices must be a vector of integers or a boolean mask, got {shown(indices)}.") from None
+    index = torch.as_tensor(indices)
     if index.dtype == torch.bool:
-        if index.shape != (size,):
-            raise ValueError(f"the mask has shape {tuple(index.shape)}, expected ({size},).")
+        check_shape("the mask", index, (size,))
         index = index.nonzero().squeeze(1)
     if index.numel() == 0:
         raise ValueError("indices select nothing; choose at least one weight.")
-    if index.is_floating_point() or index.is_complex() or index.ndim != 1:
+    if index.is_floating_point() or index.ndim != 1:
         raise TypeError(f"indices must be a vector of integers, got {index.dtype} of shape {tuple(index.shape)}.")
-    low, high = int(index.min()), int(index.max())
-    if low < 0 or high >= size:
-        raise ValueError(f"index {low if low < 0 else high} is out of range: the operator has {size} rows.")
+    if int(index.min()) < 0 or int(index.max()) >= size:
+        raise ValueError(f"indices must be at least 0 and less than {size}, the number of rows.")
     if len(index.unique()) != len(index):
         raise ValueError("the indices contain a position twice; each weight can be selected once.")
     return index.long().clone()
@@ -245,11 +231,9 @@ def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
     """Return the positions of each block: first those of the given groups, then the rest by layer."""
     of_name = {name: p[p >= 0].flatten() for name, p in lin.model.selection.positions().items()}
     if isinstance(blocks, str):
-        if blocks != "layer":
-            raise ValueError(f"blocks={blocks!r}; expected 'layer', or a list of groups of names or positions.")
+        check_choice("blocks", blocks, ("layer",))
         blocks = []
-    if not isinstance(blocks, Iterable):
-        raise TypeError(f"blocks must be 'layer', or a list of groups of names or positions, got {shown(blocks)}.")
+    check_kind("blocks", blocks, Iterable, "'layer', or a list of groups of names or positions")
     groups = [_group(lin, group, of_name) for group in blocks]
     taken = torch.cat(groups) if groups else torch.empty(0, dtype=torch.long)
     if len(taken.unique()) != len(taken):
@@ -275,8 +259,6 @@ def _group(lin: Linearization, group: Any, of_name: dict[str, Tensor]) -> Int[Te
 def _require_room(lin: Linearization, positions: Sequence[Tensor]) -> None:
     needed = sum(len(index) ** 2 for index in positions) * 8  # single precision stores two parts per number
     if needed > lin.memory_budget:
-        largest = max(len(index) for index in positions)
         raise ValueError(
-            f"the dense blocks need {needed:,} bytes (the largest is {largest:,} × {largest:,}), the memory budget is "
-            f"{lin.memory_budget:,}: use co.KFAC(lin), smaller groups, or a larger memory_budget."
+            f"the dense blocks need {needed:,} bytes, the budget is {lin.memory_budget:,}: use co.KFAC(lin)."
         )

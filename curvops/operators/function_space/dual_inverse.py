@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,22 @@ from curvops.operators.linearized.jacobian import Jacobian
 
 COPIES = 3
 """Numbers in float64 for each number of the cross-covariance: itself, L applied to it, and the solution."""
+
+
+def woodbury(
+    S: CurvatureRoot, A: Tensor, inner: Callable[[Tensor], Tensor], block: Float[Tensor, "D k"]
+) -> Float[Tensor, "D k"]:
+    """Return (S Sᵀ + A)⁻¹ B = A⁻¹ (B − S (I + SᵀA⁻¹S)⁻¹ SᵀA⁻¹B), in the memory of the products with S.
+
+    Args:
+        S: the root of the curvature.
+        A: the prior precision, 0-d or (D,).
+        inner: (I + SᵀA⁻¹S)⁻¹ as a function of blocks (N·R, k).
+        block: B.
+    """
+    A = A if A.ndim == 0 else A.unsqueeze(-1)
+    pulled = S._t_matmul(block) / A if A.ndim == 0 else S._t_matmul(block / A)
+    return S._matmul(inner(pulled)).neg_().add_(block).div_(A)
 
 
 class DualInverse(Inverse):
@@ -57,11 +73,12 @@ class DualInverse(Inverse):
         return solve(self.base, block, rtol=self._kwargs["rtol"], preconditioner=self._by_factor)
 
     def _by_factor(self, block: Tensor) -> Tensor:
-        """Return A⁻¹ (b − S (C Cᵀ)⁻¹ SᵀA⁻¹b)."""
-        S, factor = CurvatureRoot.of(self.curvature), self._args[1]
-        A = self.precision if self.precision.ndim == 0 else self.precision.unsqueeze(-1)
-        inner = torch.cholesky_solve(S._t_matmul(block / A).to(factor), factor)
-        return (block - S._matmul(inner.to(block))) / A
+        factor = self._args[1]
+
+        def inner(pulled: Tensor) -> Tensor:
+            return torch.cholesky_solve(pulled.to(factor), factor).to(pulled)
+
+        return woodbury(CurvatureRoot.of(self.curvature), self.precision, inner, block)
 
     def explained(self, jacobian: Jacobian, outputs: int) -> Iterator[Float[Tensor, "m r NR"]] | None:
         """Yield W with W Wᵀ = J' (A⁻¹ − P⁻¹) J'ᵀ, in blocks of `outputs` rows; None if memory is insufficient."""

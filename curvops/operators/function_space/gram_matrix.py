@@ -2,29 +2,32 @@
 
 A weight with inputs a_t and sensitivities δ_t at positions t has the rows Σ_t δ_t ⊗ a_t. Two of them have the inner
 product Σ_tu (δ_t·δ'_u)(a_t·a'_u), which takes less work than the rows do if positions are few and the layer is large.
-Two points whose rows are Σ_t δ_t ⊗ a_t, with t positions, p × q weights and C columns each, take
+Two points with t positions, p × q weights and C columns each take
 
 - by rows: C²pq multiply-adds, after each row has been formed once, in tpq;
 - by pairs of positions, Σ_tu (δ_t·δ'_u)(a_t·a'_u): t²q + C²t²p, and passes over C²t² numbers;
 - by images, Σ_t δ_t·(Σ_u (a_t·a'_u) δ'_u): t²q + Ct²p + C²tp, and passes over Ctp numbers.
 
-For a kernel of k pixels with stride 1, the patches' t²q are t²q/k with their pixels, and passes over t² numbers.
-
 Matrix products of a few columns run more slowly than large ones, which constants take into account.
+
+With gradients in x, x' and A, both sets of inputs pass through the network together, once. The inner products of each
+layer's rows are recorded in the graph; rows that have to be formed are formed again in the backward pass, some channels
+at a time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.symmetry import mirror
@@ -34,6 +37,7 @@ from curvops.operators.function_space.row_products import (
     add_gram,
     add_row_products,
     matrix_of_scales,
+    row_products,
 )
 from curvops.operators.linearized.jacobian import Jacobian
 
@@ -184,15 +188,11 @@ def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tens
     if form == "rows" or any(scales[name].ndim for name in group.names):
         add_row_products(target, one, one if same else other, scale, most_bytes)
         return
-    factors, each = scale[0, 0], most_bytes // 4  # for a on each side, while one is made contiguous, and for products
-    if _sizes(one, other).by_pixels:
-        gather = partial(_of_patches, layer, factors[-1] if "bias" in layer.names else None)
-        one, other, factors = one.of_pixels(gather), other.of_pixels(gather), factors[:1]
-    else:
-        one = one.held(each, contiguous=True)
-        other = one if same else other.held(each, contiguous=True)
+    each = most_bytes // 4  # for a on each side, while one is made contiguous, and for products
+    one = one.held(each, contiguous=True)
+    other = one if same else other.held(each, contiguous=True)
     add = _add_by_images if form == "images" else _add_by_pairs
-    add(target, one, other, factors, each, same)
+    add(target, one, other, scale[0, 0], each, same)
 
 
 def sides_of(group: Group) -> Sides | None:
@@ -203,23 +203,13 @@ def sides_of(group: Group) -> Sides | None:
     left = part.left()
     if left is None:
         return None
-    pixels = part.layer.rule.pixels(part.layer.module, part.kept)
-    return Sides(left, lambda points: part.at(points).right(), part.layer.width, pixels)
+    return Sides(left, lambda points: part.at(points).right(), part.layer.width)
 
 
 def form_of(one: Sides, other: Sides) -> RowForm:
     """Return the form that takes least work if the scales are constant on each tensor."""
-    return _sizes(one, other).form(len(one.left), len(other.left))
-
-
-def _sizes(one: Sides, other: Sides) -> Sizes:
-    (_, r, g, t, p), (_, s, _, u, _) = one.left.shape, other.left.shape
-    sizes = Sizes(g, t, u, p, one.width, r, s)
-    if one.pixels is None or other.pixels is None:
-        return sizes
-    *x, c = one.pixels.shape[2:]
-    y = other.pixels.shape[2:-1].numel()
-    return sizes._replace(pixels=work_of_pixels(math.prod(x), y, c, one.width, len(x)))
+    (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
+    return Sizes(g, t, u, p, one.width, r, s).form(n, m)
 
 
 def _add_by_all_rows(
@@ -248,22 +238,13 @@ def flat_rows(rows: Tensor) -> Float[Tensor, "nr p"]:
     return rows.reshape(rows.shape[0] * rows.shape[1], -1)
 
 
-def _of_patches(layer: Layer, bias: Tensor | None, products: Tensor) -> Tensor:
-    """Return the inner products of patches, and of the ones for the bias, from those of their pixels."""
-    found: Tensor = layer.rule.patch_products(layer.module, products)
-    return found if bias is None else found + bias
-
-
 def _by_position(a: Float[Tensor, "n g *x q"]) -> Float[Tensor, "g *x n q"]:
     """Return a with points last, so that passes over its products run over contiguous numbers."""
     return a.movedim(0, -2).contiguous()
 
 
-def _inner_products(
-    a: Float[Tensor, "*x n q"], b: Float[Tensor, "*y m q"], gather: Callable[[Tensor], Tensor] | None
-) -> Float[Tensor, "*t n *u m"]:
-    products = (a.flatten(0, -2) @ b.flatten(0, -2).mT).view(*a.shape[:-1], *b.shape[:-1])
-    return products if gather is None else gather(products)
+def _inner_products(a: Float[Tensor, "t n q"], b: Float[Tensor, "u m q"]) -> Float[Tensor, "t n u m"]:
+    return (a.flatten(0, -2) @ b.flatten(0, -2).mT).view(*a.shape[:-1], *b.shape[:-1])
 
 
 def _add_by_pairs(
@@ -287,7 +268,7 @@ def _add_by_pairs(
                 d = one.left[some, :, i].permute(2, 1, 0, 3).flatten(0, 2)
                 e = other.left[against, :, i].permute(2, 1, 0, 3).flatten(0, 2)
                 outer = (d @ e.mT).view(t, r, points, u, s, others)
-                outer.mul_(_inner_products(a[i], b[i], one.gather).reshape(t, 1, points, u, 1, others))
+                outer.mul_(_inner_products(a[i], b[i]).reshape(t, 1, points, u, 1, others))
                 here += outer.view(here.shape) if single else outer.sum((0, 3))
 
 
@@ -310,7 +291,7 @@ def _add_by_images(
             against = slice(column, min(m, column + across))
             b, others = _by_position(other.right(against)), other.left[against].mT
             for i in range(g):
-                products = _inner_products(b[i], a[i], one.gather).flatten(0, -2).mT.contiguous()
+                products = _inner_products(b[i], a[i]).flatten(0, -2).mT.contiguous()
                 weights = products.view(-1, u, len(others), t).transpose(1, 2)
                 _add_images(
                     target[some.start * r : some.stop * r, column * s : against.stop * s],
@@ -356,8 +337,6 @@ PAIRED = 200.0
 """Multiply-adds in the time of the passes over one product of two sensitivities."""
 IMAGED, IMAGE = 1.6, 240.0
 """Multiply-adds in the time of one that makes an image of δ', and of what each of its columns takes beside these."""
-SHIFTED = 20.0
-"""Multiply-adds in the time of the passes over one product of two pixels, for each pixel of a side of the kernel."""
 HELD, HELD_OF_SOME, OTHERS, WORK = 5 / 8, 3 / 8, 1 / 4, 3 / 8
 """Shares of the memory: for rows of all points, or of some points and of others beside them; for their products."""
 
@@ -372,18 +351,11 @@ class Sizes(NamedTuple):
     q: int
     r: int
     s: int
-    pixels: float = math.inf
-    """Multiply-adds of (a_t·a'_u) from the pixels of patches; ∞ if there are none."""
-
-    @property
-    def by_pixels(self) -> bool:
-        """Whether (a_t·a'_u) takes less work from pixels than from patches."""
-        return self.pixels < self.t * self.u * self.q
 
     def work(self, n: int, m: int) -> dict[RowForm, float]:
         """Return the multiply-adds, or their time's worth, of the rows of n points with those of m by each form."""
-        g, t, u, p, q, r, s, pixels = self
-        inner = n * m * min(t * u * q, pixels)
+        g, t, u, p, q, r, s = self
+        inner = n * m * t * u * q
         return {
             "rows": g * p * q * (n * m * r * s + n * r * (FORMING * t + FORMED) + m * s * (FORMING * u + FORMED)),
             "pairs": g * (inner + n * m * t * u * r * s * (p + PAIRED)),
@@ -394,11 +366,6 @@ class Sizes(NamedTuple):
         """Return the form that takes least; with one position each, images of δ' are of no use."""
         work = self.work(n, m)
         return min(("rows", "pairs") if self.t * self.u == 1 else work, key=work.__getitem__)
-
-
-def work_of_pixels(x: int, y: int, c: int, q: int, dims: int) -> float:
-    """Return the multiply-adds of (a_t·a'_u) from x and y pixels of c channels, if a patch has q numbers."""
-    return x * y * (c + SHIFTED * dims * (q / c) ** (1 / dims)) if dims else math.inf
 
 
 def gram_cost(plan: Plan, points: int) -> float:
@@ -472,8 +439,62 @@ def _least(layer: Layer, columns: int, points: int) -> float:
     positions = layer.multiply_adds // layer.shape_of("weight").numel() if "weight" in layer.names else 0
     if layer.as_rows(columns) or not positions:
         return float(columns * (points**2 * columns * layer.size + 2 * points * layer.multiply_adds))
-    groups, (channels, *kernel) = getattr(layer.module, "groups", 1), layer.shape_of("weight")[1:] or (1,)
-    x = layer.inputs // (groups * channels)
-    pixels = work_of_pixels(x, x, channels, layer.width, len(kernel))
-    sizes = Sizes(groups, positions, positions, layer.height // groups, layer.width, columns, columns, pixels)
+    groups = getattr(layer.module, "groups", 1)
+    sizes = Sizes(groups, positions, positions, layer.height // groups, layer.width, columns, columns)
     return sizes.work(points, points)[sizes.form(points, points)]
+
+
+def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor]) -> Float[Tensor, "nC mC"]:
+    """Return J(x) S J(x')ᵀ with its gradients in x, x' and S, as far as these require one.
+
+    Args:
+        left: J(x), made with `differentiable=True`.
+        right: J(x'), made in the same way; J(x) itself if x' is x.
+        scales: S = A⁻¹ by parameter name: 0-d if it is constant, otherwise of the parameter's shape.
+
+    Cost: that of the matrix without a graph; with the gradient, about three times as much.
+    """
+    same, rows, most_bytes = left.passes is right.passes, left.shape[-2], left.passes.chunk_bytes
+    points = left.graph if same else left.graph.followed_by(right.graph)
+
+    def compute(walk: Any, *values: Tensor) -> Tensor:
+        found = left.theta.new_zeros(rows, right.shape[-2])
+        by_name = dict(zip(scales, values))
+        for group in walk.by_layer():
+            own = {name: by_name[name] for name in group.names}
+            cut = rows // group.num_columns
+            first, second = (group, group) if same else (group.take(slice(cut)), group.take(slice(cut, None)))
+            found = found + _recorded_products(first, second, own, most_bytes)
+        return found
+
+    result: Tensor = points.by_rows(compute, most_bytes, *scales.values())
+    return result
+
+
+def _recorded_products(
+    first: Group, second: Group, scales: Mapping[str, Tensor], most_bytes: int
+) -> Float[Tensor, "nr ms"]:
+    """Return the inner products of the rows of one layer, by pairs of positions if that is less work."""
+    layer, left, right = first.layer, sides_of(first), sides_of(second)
+    if layer is None or left is None or right is None:
+        found: Tensor = checkpoint(_by_all_rows, first, second, scales, use_reentrant=False)
+        return found
+    one, scale = (left.left, left.right(slice(None))), matrix_of_scales(layer, scales)
+    other = one if second is first else (right.left, right.right(slice(None)))
+    if all(value.ndim == 0 for value in scales.values()) and form_of(left, right) != "rows":
+        return _by_positions(one, other, scale[0, 0])
+    return row_products(one, other, scale, most_bytes)
+
+
+def _by_positions(
+    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], scale: Float[Tensor, " q"]
+) -> Float[Tensor, "nr ms"]:
+    outer = torch.einsum("nrgtp,msgup->nrmsgtu", one[0], other[0])
+    inner = torch.einsum("ngtq,mguq->nmgtu", one[1] * scale, other[1])
+    return torch.einsum("nrmsgtu,nmgtu->nrms", outer, inner).flatten(2).flatten(0, 1)
+
+
+def _by_all_rows(first: Group, second: Group, scales: Mapping[str, Tensor]) -> Float[Tensor, "nr ms"]:
+    rows, others = first.rows(), first.rows() if second is first else second.rows()
+    each = (flat_rows(rows[name] * scale) @ flat_rows(others[name]).mT for name, scale in scales.items())
+    return torch.stack(list(each)).sum(0)

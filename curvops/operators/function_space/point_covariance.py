@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -57,11 +57,6 @@ class LayerMetric(NamedTuple):
     weights: Tensor
     left: Tensor | None = None
     right: Tensor | None = None
-
-    @classmethod
-    def of(cls, form: EigenKroneckerForm) -> LayerMetric:
-        """Return the metric of a Kronecker product plus a multiple of the identity."""
-        return cls(form.weights, form.eigen.left_vectors, form.eigen.right_vectors)
 
 
 class Metric(ABC):
@@ -316,18 +311,27 @@ class InEigenbases(InDenseBlocks):
         forms = zip(form.base.names, form.forms)
         self.forms = {names: own for names, own in forms if isinstance(own, EigenKroneckerForm)}
         self.few: dict[tuple[str, ...], KroneckerForm] = {}
-        if count is not None and walk.features() is None:
-            memory = form.base.memory
-            room = math.inf if memory is None else memory.budget // WAITING_SHARE
-            for names, own in self.forms.items():
-                size = count * own.base.shape[0] * walk.model.theta.element_size()
-                if isinstance(own, KroneckerForm) and size <= room and serves_rows(own, count):
-                    self.few[names] = own
-                    room -= size
         self.waiting: dict[tuple[str, ...], list[tuple[Target, Tensor]]] = {}
-        others = {names: own for names, own in self.forms.items() if names not in self.few}
-        form.decompose(others.values())
-        self.layers = {names: LayerMetric.of(own) for names, own in others.items()}
+        products = {names: own for names, own in self.forms.items() if isinstance(own, KroneckerForm)}
+        if missing := {names: own for names, own in products.items() if own.base.known_eigen is None}:
+            if count is not None and walk.features() is None:
+                self._take_few(missing, count, walk.model.theta.element_size())
+            form.decompose(own for names, own in missing.items() if names not in self.few)
+        self.layers = {
+            names: LayerMetric(own.weights, own.eigen.left_vectors, own.eigen.right_vectors)
+            for names, own in self.forms.items()
+            if names not in self.few
+        }
+
+    def _take_few(self, missing: Mapping[tuple[str, ...], KroneckerForm], count: int, itemsize: int) -> None:
+        """Choose the products without an eigenbasis whose rows wait for the last one, as far as memory has room."""
+        memory = self.form.base.memory
+        room = math.inf if memory is None else memory.budget // WAITING_SHARE
+        for names, own in missing.items():
+            size = count * own.base.shape[0] * itemsize
+            if size <= room and serves_rows(own, count):
+                self.few[names] = own
+                room -= size
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """Add the group's part; return False if its layers differ from those the curvature was built with."""

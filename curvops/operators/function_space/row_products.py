@@ -33,10 +33,6 @@ class Sides(NamedTuple):
     right: Callable[[slice], Tensor]
     width: int
     """q."""
-    pixels: Tensor | None = None
-    """The numbers (n, g, *size, c) of which a consists, if it has patches."""
-    gather: Callable[[Tensor], Tensor] | None = None
-    """What turns inner products of pixels into those of patches, if `right` gives pixels."""
 
     @property
     def num_rows(self) -> int:
@@ -58,10 +54,6 @@ class Sides(NamedTuple):
             return self
         a = self.right(slice(None))
         return self._replace(right=(a.contiguous() if contiguous else a).__getitem__)
-
-    def of_pixels(self, gather: Callable[[Tensor], Tensor]) -> Sides:
-        """Return these sides with pixels in place of a, if a has patches."""
-        return self if self.pixels is None else self._replace(right=self.pixels.__getitem__, gather=gather)
 
 
 class Block(NamedTuple):

@@ -31,8 +31,7 @@ from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.contract import convert
 from curvops.linalg.operators.draws import draw, normal
 from curvops.network import JacobianRows, Passes, read_precision
-from curvops.operators.function_space.gram_graph import gram_with_graph
-from curvops.operators.function_space.gram_matrix import gram_matrix
+from curvops.operators.function_space.gram_matrix import gram_matrix, gram_with_graph
 from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.linearized import rows_over_ranks
 from curvops.operators.linearized.jacobian import Jacobian
@@ -306,10 +305,7 @@ class TangentKernel(UserOperator, Operator):
         if not self.psd:
             raise ValueError("formed(mesh) needs a kernel of one set of inputs; for two sets use to_dense().")
         if self._args[0].is_recorded or carries_graph((self.prior,)):
-            raise ValueError(
-                "no gradient passes through a kernel whose rows are shared among ranks: detach() the inputs and the "
-                "prior, call this under torch.no_grad(), or form the kernel with to_dense()."
-            )
+            raise ValueError("no gradient passes through a kernel whose rows are shared among ranks: use to_dense().")
         if not self._is_of_ranks:
             return BlockRows(self.to_dense()[layout.own].clone(), layout=layout, psd=True)
         J = self._args[0]
@@ -358,10 +354,7 @@ class TangentKernel(UserOperator, Operator):
         left = self._args[0]
         outputs = points * left.passes.engines.plan.num_outputs
         if not self.psd or left.shape[-2] % outputs:
-            raise ValueError(
-                f"blocks of {points} points need a kernel of one set of inputs, whose number they divide; this kernel "
-                f"has shape {tuple(self.shape)}."
-            )
+            raise ValueError(f"blocks of {points} points need a kernel of one set of inputs, whose number they divide.")
         return self._in_blocks(outputs, False)
 
     def _in_blocks(self, rows: int, diagonals: bool) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import Place, begin, resumable, seed_of
-from curvops.checks import carries_graph, in_transform
+from curvops.checks import carries_graph, check_choice, in_transform
 from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import Memory
@@ -23,8 +23,8 @@ from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import KroneckerForm, decompose
 from curvops.network import OutputFisher
 from curvops.operators.kfac.kfac_factors import (
-    check_bias,
-    check_sharing,
+    Bias,
+    Sharing,
     eigenvalue_corrected,
     kfac_blocks,
 )
@@ -121,8 +121,8 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
         bias: str = "joint",
         checkpoint: Place | None = None,
     ) -> None:
-        check_sharing(sharing)
-        check_bias(bias)
+        check_choice("sharing", sharing, get_args(Sharing))
+        check_choice("bias", bias, get_args(Bias))
         output = lin.output_fisher(fisher, mc_samples, generator).narrow  # all walks use the same draws
         seed = seed_of(getattr(output, "generator", None))
 

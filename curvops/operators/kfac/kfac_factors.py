@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -508,18 +508,6 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total + part
 
 
-def check_sharing(sharing: str) -> None:
-    """Raise ValueError for an unknown weight-sharing setting."""
-    if sharing not in get_args(Sharing):
-        raise ValueError(f"sharing={sharing!r}; expected 'expand' or 'reduce'.")
-
-
-def check_bias(bias: str) -> None:
-    """Raise ValueError for an unknown treatment of biases."""
-    if bias not in get_args(Bias):
-        raise ValueError(f"bias={bias!r}; expected 'joint' (one block with the weight) or 'separate'.")
-
-
 def _positions(positions: dict[str, Tensor], group: Group, kronecker: bool, partial: bool) -> Tensor:
     """Return the positions of a group's entries in the flat vector, in the order of its matrix or of its names.
 
@@ -530,11 +518,7 @@ def _positions(positions: dict[str, Tensor], group: Group, kronecker: bool, part
     assert group.layer is not None
     found = group.layer.to_matrix(positions)
     if partial and bool((found < 0).any()):
-        raise ValueError(
-            f"the selection takes some entries of {list(group.names)} but not all, and a Kronecker block cannot be "
-            "split. Select whole layers by name, or use co.Subnetwork(co.KFAC(lin), indices) of all parameters, or "
-            "co.DiagonalGGN(lin)."
-        )
+        raise ValueError("the selection splits a Kronecker block: select whole layers, or use co.DiagonalGGN(lin).")
     return found
 
 

@@ -62,10 +62,7 @@ def kfac_sum(*terms: LayerBlocks) -> KFACSum:
             kept[names], seen = members[names][:1], [*seen, *names]
     if len(set(seen)) < len(seen):
         twice = sorted({name for name in seen if seen.count(name) > 1})
-        raise ValueError(
-            f"the curvatures divide {twice} into different blocks (bias='joint' and 'separate', or weights shared by "
-            "other layers): build both with the same options of co.KFAC."
-        )
+        raise ValueError(f"the curvatures divide {twice} into different blocks: build both with one bias= of co.KFAC.")
     order = [names for names in members if names in kept]
     found = [_block_sum(kept[names]) for names in order]
     error, size = (torch.stack([each[i] for each in found]).sum() for i in (1, 2))

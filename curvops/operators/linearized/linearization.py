@@ -148,8 +148,8 @@ def linearize(
             `torch.distributions.Distribution`; or any other loss: a function of (outputs, targets) that returns one
             loss per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets
             outputs and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all
-            others the outputs are last. Its `reduction` is ignored, since likelihoods are sums. If a loss is recognised
-            as one of `co.likelihoods`, its gradient is compared with that likelihood's on the first points.
+            others the outputs are last. Its `reduction` is ignored, since likelihoods are sums. The gradient of a
+            subclass of such a loss is compared with that of the likelihood on the first points.
         parameters: None (all that require a gradient); "last_layer" (the layer in which the model's output is linear,
             found by running the model); a glob or a list of globs over names; a predicate (name, tensor) -> bool; or
             positions (indices or a mask) in the flat vector of all parameters, which select a subnetwork. A complex
@@ -190,9 +190,8 @@ def linearize(
 
     Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
     classifier returns probabilities or their logarithms, and with `NoiseWarning` if a noise is to be estimated and all
-    residuals are zero. Costs one pass over the data (and a forward pass, if a noise is estimated) and a few passes over
-    two to four points, about twenty for the first network of a structure; its derivatives are then known to be right,
-    and are not checked again.
+    residuals are zero. Costs one pass over the data (and a forward pass, if a noise is estimated) and about twenty
+    passes over two to four points, most of which check the derivatives.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from curvops.checks import check_kind
 from curvops.linalg.core.sharded import RowLayout, Sharded, unwrapped, wrapped
 from curvops.network import ShardedNetwork, TrainedNetwork
 
@@ -70,8 +71,7 @@ class ShardedLinearization(ShardedNetwork):
         Raises:
             TypeError, ValueError: names, shapes, dtypes or placements are not those of the parameters.
         """
-        if not isinstance(tensors, Mapping):
-            raise TypeError(f"flatten takes a mapping of tensors by name, got {type(tensors).__name__}.")
+        check_kind("tensors", tensors, Mapping, "a mapping of tensors by name")
         return wrapped(Sharded(self.model.shards.from_named(tensors, self.local_theta), self.layout))
 
     def unflatten(self, vectors: Any) -> dict[str, Any]:
@@ -92,12 +92,9 @@ class ShardedLinearization(ShardedNetwork):
         """Return this rank's rows of a DTensor; raise ValueError or TypeError for another kind of vector."""
         from torch.distributed.tensor import DTensor
 
-        if not isinstance(vectors, DTensor):
-            raise TypeError(
-                f"vectors must be DTensors (D,) or (D, K), sharded by rows on the model's mesh, got "
-                f"{type(vectors).__name__}: lin.flatten(mapping) makes one from named tensors, and "
-                "torch.distributed.tensor.distribute_tensor(vector, mesh, [Shard(0)]) from a plain one."
-            )
+        check_kind(
+            "vectors", vectors, DTensor, "DTensors, sharded by rows on the model's mesh: see lin.flatten(mapping)"
+        )
         block = unwrapped(vectors)
         if block.shape[0] != self.num_parameters:
             raise ValueError(f"expected {self.num_parameters} rows, got {tuple(block.shape)}.")

@@ -12,7 +12,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import identify
-from curvops.checks import carries_graph
+from curvops.checks import carries_graph, check_kind
 from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.operators.algebra import Scaled
 from curvops.network import likelihoods
@@ -116,21 +116,12 @@ class UserOperator(LinearOperator):
     @classmethod
     def _bound(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Return the arguments of a user's call by name, after the checks that all classes share."""
-        signature = cls.__signature__
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-            raise TypeError(f"co.{cls.__name__}({', '.join(map(str, plain))}): {error}.") from None
+        bound = cls.__signature__.bind(*args, **kwargs)
         source = bound.arguments["lin"]
         if isinstance(source, ShardedLinearization):
             require_no_gradient(source.likelihood, cls.__name__)
             return bound
-        if not isinstance(source, Linearization):
-            raise TypeError(
-                f"{cls.__name__} is built from a linearised network, curvops.linearize(model, data, likelihood), "
-                f"got {type(source).__name__}."
-            )
+        check_kind("lin", source, Linearization, "a linearised network, curvops.linearize(model, data, likelihood)")
         if not cls.CARRIED:
             require_no_gradient(source.likelihood, cls.__name__)
         return bound
@@ -173,10 +164,7 @@ class ScaledByNoise(UserOperator, Scaled):
     def settled(self) -> LinearOperator:
         """Return the operator without a gradient for the noise; raise ValueError if the noise has changed."""
         if float(self.factor.detach()) != 1:
-            raise ValueError(
-                f"the noise has changed from {self._kwargs['reference']:.6g} to {float(self._args[1].detach()):.6g} "
-                "since the curvature was built: build the posterior again, co.laplace(lin, ...), before saving it."
-            )
+            raise ValueError("the noise has changed since the curvature was built: build the posterior again.")
         base: LinearOperator = self.base
         return base
 
@@ -202,6 +190,5 @@ def require_no_gradient(likelihood: likelihoods.Likelihood, what: str) -> None:
         raise ValueError(
             f"{what} has no gradient for the hyperparameters of {likelihood!r}, which require one: detach them "
             "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have this "
-            "gradient. For the single noise of a Gaussian likelihood, co.KFAC(lin) and the others also have it if "
-            "built while gradients are on, and co.evidence.maximize(post, 'noise') needs none."
+            "gradient, and co.evidence.maximize(post, 'noise') needs none."
         )

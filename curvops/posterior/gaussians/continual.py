@@ -10,7 +10,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor, nn
 
-from curvops.checks import carries_graph, check_choice, checked_whole
+from curvops.checks import carries_graph, check_choice, check_kind, check_like, checked_whole
 from curvops.linalg import Damped, Estimate, low_rank
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.estimators.frobenius import relative_distance
@@ -42,19 +42,11 @@ def flatten_weights(lin: Linearization, params: Any, rows: bool = False) -> Floa
     """Return a model's weights, named ones, a vector or, if allowed, rows as one tensor that keeps its graph."""
     if isinstance(params, Mapping | nn.Module):
         params = lin.flatten(params)
-    if not isinstance(params, Tensor):
-        raise TypeError(
-            "params must be the model, named tensors, dict(model.named_parameters()), or a vector "
-            f"({lin.num_parameters},), got {type(params).__name__}."
-        )
+    check_kind("params", params, Tensor, f"the model, named tensors or a vector ({lin.num_parameters},)")
     if params.shape[-1:] != (lin.num_parameters,) or params.ndim > 1 + rows:
         or_rows = f" or rows (k, {lin.num_parameters})" if rows else ""
         raise ValueError(f"params must be a vector ({lin.num_parameters},){or_rows}, got shape {tuple(params.shape)}.")
-    if params.dtype != lin.theta.dtype or params.device != lin.theta.device:
-        raise ValueError(
-            f"params are {params.dtype} on {params.device}, the posterior is {lin.theta.dtype} on {lin.theta.device}; "
-            "convert them with params.to(post.mean)."
-        )
+    check_like("params", params, lin.theta, "the posterior")
     return params
 
 
@@ -62,11 +54,7 @@ def require_new_data(lin: Linearization, precision: LinearOperator) -> None:
     """Raise ValueError if an earlier posterior, or its prior, has the same data, which would count twice."""
     known = sources_of(precision)
     if known is not None and lin.source in known.counts:
-        raise ValueError(
-            "the earlier posterior already contains the data of this linearisation, which would count twice: "
-            "linearise with the new data alone, or use the earlier posterior's own prior, "
-            "prior_precision=earlier.prior_precision."
-        )
+        raise ValueError("the earlier posterior has these data, which would count twice: linearise with the new data.")
 
 
 def remake_curvature(
@@ -75,10 +63,7 @@ def remake_curvature(
     """Build the curvature of `lin` with an earlier one's class and options, or raise ValueError with the remedy."""
     found = curvature.of(lin, generator) if isinstance(curvature, UserOperator) else None
     if found is None:
-        raise ValueError(
-            f"the posterior's {type(curvature).__name__} does not record how it was built from its linearisation: "
-            f"{remedy}"
-        )
+        raise ValueError(f"this {type(curvature).__name__} does not record how it was built: {remedy}")
     return found
 
 
@@ -100,17 +85,11 @@ def compress_precision(
     if form is None:
         return precision, None
     if not isinstance(precision, Damped):
-        raise ValueError(
-            f"form={form!r} needs a curvature plus a number or a vector, but this precision is a "
-            f"{type(precision).__name__}: compress the prior operator with co.low_rank, or leave form out."
-        )
+        raise ValueError(f"form={form!r} needs a curvature plus a number or a vector: use co.low_rank(prior operator).")
     curvature = precision.base
     if form == "kronecker":
         if not has_kronecker_blocks(curvature):
-            raise ValueError(
-                f"form='kronecker' needs a KFAC, or KFACs added up in this form, but this curvature is a "
-                f"{type(curvature).__name__}: start with curvature=co.KFAC, or use form='low_rank'."
-            )
+            raise ValueError("form='kronecker' needs a KFAC: start with curvature=co.KFAC, or use form='low_rank'.")
         return precision, None
     found = low_rank(curvature, rank, generator=generator)
     if form == "low_rank":

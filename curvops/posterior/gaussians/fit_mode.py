@@ -128,9 +128,7 @@ def fit_mode(
     objective, tensors = _Objective(lin, post.prior), tensors_of(model)
     loss, _ = objective(lin.theta)
     if not math.isfinite(loss):
-        raise ValueError(
-            f"the loss is {loss} at the given weights: scale inputs and targets, or start from trained weights."
-        )
+        raise ValueError(f"the loss is {loss} at the given weights: start from trained weights, or scale the inputs.")
 
     @torch.no_grad()
     def keep(theta: Tensor) -> None:

@@ -16,7 +16,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor, nn
 
 from curvops import storage
-from curvops.checks import check_accuracy
+from curvops.checks import check_accuracy, check_kind
 from curvops.linalg import Dense, Estimate, Inverse, Operator, logdet
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.operators.base import as_part
@@ -30,7 +30,7 @@ from curvops.posterior.core.arguments import (
     checked_count,
     checked_draws,
 )
-from curvops.posterior.draws.deviations import Deviations, trace
+from curvops.posterior.deviations import Deviations, trace
 from curvops.posterior.gaussians import continual
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
@@ -108,8 +108,7 @@ class GaussianWeights(Predictive):
 
         Cost: a product with M per draw, and that of new draws. The value is as accurate as the draws' own tolerance.
         """
-        if not isinstance(M, LinearOperator):
-            raise TypeError(f"M must be an operator (D, D), such as co.linalg.Dense(matrix), got {type(M).__name__}.")
+        check_kind("M", M, LinearOperator, "an operator (D, D), such as co.linalg.Dense(matrix)")
         check_operator("M", M, self.lin.model)
         if isinstance(samples, Deviations):
             return trace(M, checked_draws(samples.draws, self.mean))
@@ -291,10 +290,7 @@ class GaussianPosterior(GaussianWeights):
         """Return log det P, from whichever operator is not the lazy inverse of the other."""
         root = self.covariance.low_rank_root if isinstance(self.covariance, Operator) else None
         if root is not None and root.shape[1] < len(self.mean):
-            raise ValueError(
-                f"the covariance is of rank {root.shape[1]} in {len(self.mean):,} weights, so this Gaussian has no "
-                "density over the weights. Its predictions and draws are right."
-            )
+            raise ValueError(f"a covariance of rank {root.shape[1]} has no density over {len(self.mean):,} weights.")
         known, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)
         exact = len(self.mean) <= routes.WHOLE or isinstance(known, Dense)
         return logdet(known, rtol=rtol, max_matvecs=len(self.mean) if exact else None, generator=generator) * sign
@@ -308,8 +304,7 @@ class GaussianPosterior(GaussianWeights):
     ) -> tuple[LinearOperator, Estimate | None]:
         if lin is not None and lin.source == self.lin.source:
             raise ValueError(
-                "the earlier posterior already contains the data of this linearisation, which would count twice: "
-                "linearise with the new data alone."
+                "the earlier posterior has these data, which would count twice: linearise with the new data."
             )
         return super().prior_for(lin, form, rank, generator)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import Place, begin, resumable
-from curvops.checks import check_accuracy, check_choice, check_tensor, checked_number, checked_whole
+from curvops.checks import check_accuracy, check_choice, check_kind, check_tensor, checked_number, checked_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
@@ -34,9 +34,7 @@ from curvops.posterior.core.arguments import (
     checked_draws,
 )
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
-from curvops.posterior.draws.deviations import Deviations, draw_deviations
-from curvops.posterior.draws.noise import Noise
-from curvops.posterior.draws.stochastic_descent import StochasticDescent
+from curvops.posterior.deviations import Deviations, Noise, StochasticDescent, draw_deviations
 from curvops.posterior.gaussians.gaussian_posterior import OF_LAPLACE, GaussianWeights
 from curvops.posterior.gaussians.updating import (
     add_data,
@@ -46,8 +44,14 @@ from curvops.posterior.gaussians.updating import (
     replace_noise,
     replace_prior,
 )
-from curvops.posterior.log_evidence.evidence import Evidence, count_parameters, find_evidence, log_determinant
-from curvops.posterior.log_evidence.tuning import Tuning, Validation
+from curvops.posterior.log_evidence import (
+    Evidence,
+    Tuning,
+    Validation,
+    count_parameters,
+    find_evidence,
+    log_determinant,
+)
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
@@ -155,10 +159,8 @@ class Laplace(GaussianWeights):
         noise = self.lin.likelihood.single_noise
         if noise is None:
             raise ValueError(
-                f"{self.lin.likelihood!r} has no noise that is a single number; "
-                "co.likelihoods.Gaussian(noise=variance) has. Several variances are estimated from the residuals by "
-                "Gaussian(noise='per_output'), set by post.with_noise(tensor), and learned by the gradient of "
-                "log_evidence in a tensor that requires one."
+                f"{self.lin.likelihood!r} has no noise that is one number, as co.likelihoods.Gaussian(variance) has: "
+                "set several by post.with_noise(tensor), or estimate them by Gaussian(noise='per_output')."
             )
         return float(noise.detach())
 
@@ -484,7 +486,4 @@ def checked_mode(mode: Any, lin: Linearization) -> str:
 
 def check_posterior(post: Any, function: str) -> None:
     """Raise TypeError unless it is a posterior of `co.laplace`."""
-    if not isinstance(post, Laplace):
-        raise TypeError(
-            f"{function} takes a posterior, co.laplace(lin), as its first argument, got {type(post).__name__}."
-        )
+    check_kind(f"the first argument of {function}", post, Laplace, "a posterior, co.laplace(lin)")

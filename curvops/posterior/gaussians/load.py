@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvops import storage
 from curvops.argument_types import Data, LikelihoodChoice, Network, Points
-from curvops.checks import check_flag
+from curvops.checks import check_flag, check_kind
 from curvops.network import record_of_network, recorded_network
 from curvops.operators import Linearization
 from curvops.operators.operator_record import operator_of_record, record_of_operator, value_of_record
@@ -58,8 +58,7 @@ def save(
     if not isinstance(operator, LinearOperator):
         hint = "; to save a posterior, use post.save(path)" if hasattr(operator, "save") else ""
         raise TypeError(f"save takes an operator, such as co.KFAC(lin), got {type(operator).__name__}{hint}.")
-    if not isinstance(lin, Linearization):
-        raise TypeError(f"save takes the linearisation of the operator, co.linearize(...), got {lin!r}.")
+    check_kind("lin", lin, Linearization, "the linearisation of the operator, co.linearize(...)")
     check_operator("operator", operator, lin.model)
     with torch.no_grad():
         record = {

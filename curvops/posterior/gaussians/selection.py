@@ -62,9 +62,7 @@ def _marginal(given: Ingredients) -> Tensor:
 
 def _swag(given: Ingredients) -> Tensor:
     if given.snapshots is None:
-        raise ValueError(
-            "score='swag' needs snapshots=, the weights after each epoch of SGD, as vectors (D,) or mappings."
-        )
+        raise ValueError("score='swag' needs snapshots=, the weights after each epoch of SGD.")
     count, mean, squares = 0, torch.zeros_like(given.lin.theta), torch.zeros_like(given.lin.theta)
     for snapshot in given.snapshots:
         weights = given.lin.flatten(snapshot) if isinstance(snapshot, Mapping) else torch.as_tensor(snapshot).to(mean)
@@ -74,9 +72,7 @@ def _swag(given: Ingredients) -> Tensor:
         mean = mean + gap / count
         squares = squares + gap * (weights.detach() - mean)
     if count < 2:
-        raise ValueError(
-            f"snapshots= gave {count}; a variance needs at least two, better 30. A generator can be read only once."
-        )
+        raise ValueError(f"snapshots= gave {count}: a variance needs at least two (a generator is read once).")
     return squares / (count - 1)
 
 

@@ -42,10 +42,7 @@ def as_prior(prior_precision: Any, prior_mean: Any, network: Model, lin: Lineari
     if not isinstance(prior_precision, GaussianWeights):
         return read_prior(prior_precision, prior_mean, network)
     if not (isinstance(prior_mean, float | int) and prior_mean == 0):
-        raise ValueError(
-            "prior_precision is an earlier posterior, which has its own mean: leave prior_mean out, or pass "
-            "prior_precision=post.precision.detached_from_weights()."
-        )
+        raise ValueError("prior_precision is an earlier posterior, which has its own mean: leave prior_mean out.")
     return read_prior(prior_precision.prior_for(lin)[0], prior_precision.mean, network, posterior=True)
 
 
@@ -160,7 +157,6 @@ def checked_posterior(post: Updated, check_mode: bool) -> Updated:
     gradient = post.cache.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
-            "the gradient of the log-likelihood holds NaN or Inf, because the model's outputs or their derivatives at "
-            "some training points do (see lin.outputs()): correct the model, or leave these points out."
+            "the log-likelihood's gradient holds NaN or Inf: see lin.outputs(), and leave such points out."
         )
     return post

@@ -7,7 +7,7 @@ distribution of these classes (slices, sums, the marginal of a gpytorch likeliho
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from gpytorch import settings
@@ -78,7 +78,7 @@ class MultitaskNormal(MultitaskMultivariateNormal, Normal):
 class SampledNormal(Normal):
     """A predictive distribution whose covariances are means over k draws of the weights, with errors of the variances.
 
-    Slices, expansions, multiples and shifts keep `draws`; in other results of gpytorch `draws` is None.
+    In what gpytorch makes of it (slices, sums, multiples) `draws` is None: take the errors first.
 
     Args:
         mean: the means, (C,), (N, C) or the mean of a joint distribution.
@@ -103,29 +103,9 @@ class SampledNormal(Normal):
         super().__init__(mean, covariance_matrix, validate_args=validate_args)
         self.draws = draws
 
-    def __getitem__(self, index: Any) -> SampledNormal:
-        return self._of_as_many(super().__getitem__(index))
-
-    def expand(self, batch_size: torch.Size) -> SampledNormal:
-        return self._of_as_many(super().expand(batch_size))
-
-    def __mul__(self, factor: float | int) -> SampledNormal:
-        return self._of_as_many(super().__mul__(factor))
-
-    def __add__(self, other: Any) -> MultivariateNormal:
-        found = super().__add__(other)
-        return found if isinstance(other, MultivariateNormal) else self._of_as_many(found)
-
-    def _of_as_many(self, found: Any) -> SampledNormal:
-        found.draws = self.draws
-        return cast(SampledNormal, found)
-
     def _known_draws(self) -> int:
         if self.draws is None:
-            raise ValueError(
-                "this distribution was computed from one that came from draws, and its variances have other errors: "
-                "use those of the result of predict(x, samples=...)."
-            )
+            raise ValueError("only the result of predict(x, samples=...) has errors: this was computed from it.")
         return self.draws
 
     @property
@@ -147,6 +127,5 @@ def _check_event(value: Tensor, event: torch.Size) -> None:
     """Raise ValueError if gpytorch would broadcast (N, 1) against N, or reshape (C, N) to (N, C)."""
     if value.shape[-len(event) :] != event:
         raise ValueError(
-            f"values of shape {tuple(value.shape)} do not end with the event's shape {tuple(event)}, that of the mean: "
-            "transpose them, or use squeeze(-1) for a single output."
+            f"values must end with the event's shape {tuple(event)}, got {tuple(value.shape)}: transpose them."
         )

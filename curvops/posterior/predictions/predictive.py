@@ -317,8 +317,10 @@ class Predictions:
             if together not in (None, 1) and not count and not self.gather:
                 raise ValueError(f"rank {rank} has no points, and groups need some: pass gather=True.")
         mean, covariance = outputs.moments(together)
-        mean = split.given(mean)
-        covariance = split.covariance(covariance, mean.numel() if together is None else len(mean) // together)
+        if split.ranks is not None:
+            mean = split.given(mean)
+            size = mean.numel() if together is None else len(mean) // together
+            covariance = split.covariance(covariance, size)
         if isinstance(likelihood, Gaussian):
             each = likelihood.noise.to(mean).expand(mean.shape[-1])
             covariance = covariance.add_diagonal(each.repeat(len(mean) if joint else together or 1))

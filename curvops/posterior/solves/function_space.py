@@ -1,14 +1,13 @@
-"""The mode of the linear model in function space, by Newton's method for as many numbers u as there are outputs.
+"""Function space: K = J A⁻¹ Jᵀ of the training outputs, and the solves, determinants and modes that follow from it.
 
 Under the prior N(m, A⁻¹) the outputs at the training points are a Gaussian process with the mean f₀ = f* + J(m − θ*)
-and the covariance K = J A⁻¹ Jᵀ. Their mode is f = f₀ + K u, and the weights' m + A⁻¹Jᵀu, where u is the gradient of
-log p(y | f). A Newton step is −(I + HK)⁻¹(u + r), r = −∇ log p, with H = L Lᵀ the output Fisher: by Woodbury's identity
-−(u + r) + L (I + LᵀKL)⁻¹ LᵀK (u + r), which takes no inverse of K or of H, and no jitter (Rasmussen & Williams 2006,
-algorithms 3.1 and 3.3, for any likelihood with a root of its output Fisher).
+and the covariance K. With the output Fisher H = L Lᵀ and S = Jᵀ L, the GGN is G = S Sᵀ, and Lᵀ K L = Sᵀ A⁻¹ S has the
+non-zero eigenvalues of A⁻¹G. `woodbury` solves with G + A by (I + LᵀKL)⁻¹ (Rasmussen & Williams 2006, section 3.4).
 
-K is formed once for every prior precision if outputs are few compared with weights (`FormedKernel`): with G = S Sᵀ,
-S = Jᵀ L, the matrix SᵀS = Lᵀ K L has the non-zero eigenvalues of G, and (I + SᵀS/α)⁻¹ solves in function space.
-Otherwise it is multiplied by passes over the data (`StreamedSpace`).
+The mode of the outputs is f = f₀ + K u, and the weights' m + A⁻¹Jᵀu, where u is the gradient of log p(y | f): as many
+numbers as there are outputs. A Newton step is −(I + HK)⁻¹(u + r), r = −∇ log p: by Woodbury's identity −(u + r) +
+L (I + LᵀKL)⁻¹ LᵀK (u + r), which takes no inverse of K or of H, and no jitter (algorithms 3.1 and 3.3 there, for any
+likelihood with a root of its output Fisher).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, current, part_of_whole
-from curvops.linalg import Diagonal, Estimate, Reason, cg
+from curvops.linalg import Estimate, Reason
 from curvops.linalg.core.memory import PRODUCT_VECTORS, holding, keep, vector_bytes
 from curvops.linalg.core.solve_routes import KERNEL_COPIES, RESOLVED
 from curvops.linalg.core.symmetry import eigh_in_place
@@ -36,6 +35,7 @@ from curvops.network import Batch, Exact
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.curvature import CurvatureRoot
 from curvops.operators.curvatures.ggn import DisplacedGGN
+from curvops.operators.function_space.dual_inverse import woodbury
 from curvops.operators.function_space.gram_matrix import gram_matrix
 
 REMEDIES = {
@@ -138,13 +138,40 @@ def minimise(
 
 BESIDE = PRODUCT_VECTORS + 2
 """The number of vectors of the size of the weights that finding a mode takes: a product's, θ and θ − θ*."""
+NAME = "J Jᵀ"
+
+
+@dataclass(frozen=True, eq=False)
+class DualMode:
+    """The mode f₀ + K u of the outputs."""
+
+    u: Float[Tensor, " NC"]
+    theta: Float[Tensor, " D"]
+    """The weights m + A⁻¹Jᵀu."""
+    outputs: Float[Tensor, "N C"]
+    log_likelihood: Tensor
+    gradient: float
+    """The relative gradient ‖u + r‖ / ‖r‖."""
+    reason: Reason
+    steps: int
+    matvecs: int
+    """The number of products with J A⁻¹ Jᵀ by passes over the data."""
 
 
 @dataclass(eq=False)
-class TrainingOutputs:
-    """The outputs of the training points, and the terms of the likelihood at these or other outputs, in float64."""
+class FunctionSpace:
+    """K = J Jᵀ of the training outputs of one linearisation, formed in float64, for every prior precision α.
+
+    With a `metric` A₀, 0-d or (D,), it is J A₀⁻¹ Jᵀ, and has only solves and the mode. Only the vectors Jᵀu have the
+    size of the weights.
+    """
 
     lin: Linearization
+    of_data: dict[str, Any] = field(default_factory=dict)
+    """The store of K, shared by all likelihoods of these data."""
+    metric: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
+    asked: bool = False
+    """Whether a determinant was asked for before."""
 
     @cached_property
     def batches(self) -> list[tuple[Batch, Tensor]]:
@@ -167,24 +194,6 @@ class TrainingOutputs:
         parts = self._by_batch(lambda batch, at: fisher.columns(at, batch, 0, columns), f)
         return torch.cat(parts, 1).permute(1, 2, 0)
 
-    def fisher_product(self, f: Float[Tensor, "N C"], v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
-        """Return H v."""
-        return self._multiplied(Exact.product, f, v)
-
-    def root_product(self, f: Float[Tensor, "N C"], z: Float[Tensor, " NR"]) -> Float[Tensor, " NC"]:
-        """Return L z."""
-        return self._multiplied(Exact.root_product, f, z)
-
-    def root_transpose_product(self, f: Float[Tensor, "N C"], v: Float[Tensor, " NC"]) -> Float[Tensor, " NR"]:
-        """Return Lᵀ v."""
-        return self._multiplied(Exact.root_transpose_product, f, v)
-
-    def _multiplied(self, multiply: Callable[..., Tensor], f: Tensor, v: Tensor) -> Tensor:
-        """Return a product of H, or of its root, at these outputs with a vector over all points."""
-        fisher = Exact(self.lin.likelihood)
-        parts = self._by_batch(lambda batch, at, u: multiply(fisher, at, u[None], batch)[0], f, v.view(len(f), -1))
-        return torch.cat(parts).flatten()
-
     def loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
         """Return −log p(y | f) and its gradient."""
         likelihood = self.lin.likelihood
@@ -196,140 +205,6 @@ class TrainingOutputs:
         sizes = [len(own) for _, own in self.batches]
         parts = zip(*(tensor.split(sizes) for tensor in tensors))
         return [function(batch, *each) for (batch, _), each in zip(self.batches, parts)]
-
-
-class FunctionSpace(ABC):
-    """The prior's covariance K of the training outputs, in the operations that Newton's method needs."""
-
-    points: TrainingOutputs
-    precision: Tensor
-    """The prior precision A, 0-d or (D,)."""
-    is_formed: bool
-    """Whether K is formed, so that it has other rounding errors than J's own products."""
-    matvecs: int = 0
-    """The number of products with J A⁻¹ Jᵀ, or with a curvature, so far."""
-
-    @abstractmethod
-    def product(self, v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
-        """Return K v."""
-
-    @abstractmethod
-    def step(self, f: Float[Tensor, "N C"], gap: Float[Tensor, " NC"], rtol: float) -> Float[Tensor, " NC"]:
-        """Return Newton's step −(I + HK)⁻¹ gap, to a relative residual if it is iterative."""
-
-    def step_of_weights(self, u: Float[Tensor, " NC"]) -> Float[Tensor, " D"]:
-        """Return A⁻¹Jᵀu."""
-        J = self.points.lin.jacobian()
-        return J._t_matmul(u.to(J.theta).unsqueeze(1)).squeeze(1) / self.precision
-
-    def by_passes(self, v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
-        """Return K v by products with J."""
-        self.matvecs += 1
-        return self.points.lin.push(self.step_of_weights(v)).double().flatten()
-
-
-@dataclass(frozen=True, eq=False)
-class DualMode:
-    """The mode in function space: u, the corresponding weights and outputs, and how the search ended."""
-
-    u: Float[Tensor, " NC"]
-    theta: Float[Tensor, " D"]
-    outputs: Float[Tensor, "N C"]
-    log_likelihood: Tensor
-    gradient: float
-    reason: Reason
-    steps: int
-
-
-@torch.no_grad()
-def find_dual_mode(space: FunctionSpace, mean: Tensor, rtol: float, most_steps: int) -> DualMode:
-    """Find the mode by Newton's method with a line search, from u = 0.
-
-    The gradient at the weights m + A⁻¹Jᵀu is Jᵀ(u + r). If K is formed, its outputs are used first and then those of
-    J itself, so that the mode does not have K's rounding.
-    """
-    lin = space.points.lin
-    mean, J = mean.expand_as(lin.theta), lin.jacobian()
-    start, steps = space.points.outputs_at(mean), 0
-    u = start.new_zeros(start.numel())
-
-    def step_at(point: DualPoint, steps: int) -> Tensor:
-        goal = min(0.1, max(0.1 * rtol / point.relative, math.sqrt(point.relative)))
-        return space.step(point.outputs, point.gap, goal)
-
-    with holding(J, BESIDE * vector_bytes(describe(J))):
-        for product in (space.product, space.by_passes) if space.is_formed else (space.product,):
-            point = DualPoint(space, product, start, u)
-            point, reason, steps = minimise(point, step_at, rtol, most_steps, steps)
-            u = point.u
-        theta = mean + space.step_of_weights(u)
-    return DualMode(u, theta, point.outputs, -point.misfit, point.relative, reason, steps)
-
-
-class DualPoint(Point):
-    """−log p(y | f₀ + K u) + ½ uᵀK u at one u, with its gradient u + r in the metric of K."""
-
-    def __init__(
-        self,
-        space: FunctionSpace,
-        product: Callable[[Tensor], Tensor],
-        start: Float[Tensor, "N C"],
-        u: Float[Tensor, " NC"],
-        image: Float[Tensor, " NC"] | None = None,
-    ) -> None:
-        self._given, self.u = (space, product, start), u
-        self._image = product(u) if image is None else image
-        self.outputs = start + self._image.view_as(start)
-        self.misfit, residual = space.points.loss(self.outputs)
-        self.gap, self.eps = u + residual, torch.finfo(space.points.lin.theta.dtype).eps
-        self._value = float(self.misfit + 0.5 * u @ self._image)
-        self._tried: dict[float, DualPoint] = {}
-        self._moved: tuple[Tensor, Tensor] | None = None
-        scale = float(residual.norm())
-        self.relative = float(self.gap.norm()) / scale if scale else math.inf if bool(self.gap.any()) else 0.0
-
-    @property
-    def loss(self) -> float:
-        return self._value
-
-    def slope(self, step: Tensor) -> float:
-        return float(self.gap @ self._image_of(step))
-
-    def losses(self, step: Tensor) -> Callable[[float], float]:
-        moved = self._image_of(step)
-
-        def after(share: float) -> float:
-            self._tried = {share: DualPoint(*self._given, self.u + share * step, self._image + share * moved)}
-            return self._tried[share].loss
-
-        return after
-
-    def _image_of(self, step: Tensor) -> Tensor:
-        """Return K times a step, once for the slope and the losses along it."""
-        if self._moved is None or self._moved[0] is not step:
-            self._moved = step, self._given[1](step)
-        return self._moved[1]
-
-    def move(self, step: Tensor, share: float) -> DualPoint:
-        return self._tried[share]
-
-
-NAME = "J Jᵀ"
-MOST_STEPS = 50
-
-
-@dataclass(eq=False)
-class FormedKernel(TrainingOutputs):
-    """K = J Jᵀ of one linearisation, in float64, with the spectrum, solves and mode that follow from it.
-
-    With a `metric` A₀, 0-d or (D,), it is J A₀⁻¹ Jᵀ, and has only solves and the mode.
-    """
-
-    of_data: dict[str, Any] = field(default_factory=dict)
-    """The store of K, shared by all likelihoods of these data."""
-    metric: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
-    asked: bool = False
-    """Whether a determinant was asked for before."""
 
     @property
     def kernel(self) -> Float[Tensor, "NC NC"]:
@@ -428,7 +303,7 @@ class FormedKernel(TrainingOutputs):
         """Return P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α as a function of blocks (D, k), which takes one product with P."""
         root, inner = CurvatureRoot.of(GGN(self.lin)), self.inverse(prior)
 
-        return lambda block: _by_woodbury(root, inner, prior, block)
+        return lambda block: woodbury(root, root.theta.new_tensor(prior), inner, block)
 
     def newton_step(self, displaced: DisplacedGGN, prior: float, gradient: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
         """Return −(G + α)⁻¹ g with G at other outputs; beside g it takes two vectors, where CG takes a dozen."""
@@ -437,16 +312,8 @@ class FormedKernel(TrainingOutputs):
         def inner(block: Tensor) -> Tensor:
             return torch.cholesky_solve(block.double(), factor).to(block)
 
-        return _by_woodbury(CurvatureRoot.of(displaced), inner, prior, gradient.unsqueeze(1)).squeeze(1).neg_()
-
-    def mode(self, prior: float, mean: Tensor, rtol: float) -> tuple[Float[Tensor, " D"], int]:
-        """Approximate the linear model's mode m + Jᵀu/α; return it with the products taken.
-
-        Cost: a factorisation per step, and one product at the end.
-        """
-        space = FormedSpace(self, prior)
-        found = find_dual_mode(space, mean, rtol, MOST_STEPS)
-        return found.theta, space.matvecs + 1
+        root, A = CurvatureRoot.of(displaced), gradient.new_tensor(prior)
+        return woodbury(root, A, inner, gradient.unsqueeze(1)).squeeze(1).neg_()
 
     def factor(self, f: Float[Tensor, "N C"], prior: float) -> tuple[Float[Tensor, "N C R"], Float[Tensor, "NR NR"]]:
         """Return L of each point at these outputs, and the Cholesky factor of I + LᵀKL/α."""
@@ -455,70 +322,89 @@ class FormedKernel(TrainingOutputs):
         inner.diagonal().add_(1)
         return L, torch.linalg.cholesky(inner, out=inner)
 
+    @torch.no_grad()
+    def mode(self, prior: float, mean: Tensor, rtol: float, most_steps: int) -> DualMode:
+        """Find the mode by Newton's method with a line search, from u = 0.
 
-class FormedSpace(FunctionSpace):
-    """The prior covariance K/α of a formed kernel."""
+        The gradient at the weights m + A⁻¹Jᵀu is Jᵀ(u + r). The outputs of K are used first and then those of J itself,
+        so that the mode does not have K's rounding.
 
-    points: FormedKernel
-    is_formed = True
+        Cost: a factorisation per step, and a product with J for each of the last steps.
+        """
+        lin, J = self.lin, self.lin.jacobian()
+        mean, precision = mean.expand_as(lin.theta), (self.metric * prior).to(lin.theta)
+        start, steps, matvecs = self.outputs_at(mean), 0, 0
+        u = start.new_zeros(start.numel())
 
-    def __init__(self, kernel: FormedKernel, prior: float) -> None:
-        self.points, self._prior = kernel, prior
-        self.precision = (kernel.metric * prior).to(kernel.lin.theta)
+        def product(v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
+            return self.kernel @ v / prior
 
-    def product(self, v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
-        return self.points.kernel @ v / self._prior
+        def step_of_weights(v: Float[Tensor, " NC"]) -> Float[Tensor, " D"]:
+            return J._t_matmul(v.to(J.theta).unsqueeze(1)).squeeze(1) / precision
 
-    def step(self, f: Float[Tensor, "N C"], gap: Float[Tensor, " NC"], rtol: float) -> Float[Tensor, " NC"]:
-        L, factor = self.points.factor(f, self._prior)
-        image = torch.einsum("ncr,nc->nr", L, self.product(gap).view_as(f)).reshape(-1, 1)
-        solved = torch.cholesky_solve(image, factor).view(len(L), -1)
-        return torch.einsum("ncr,nr->nc", L, solved).flatten() - gap
+        def by_passes(v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
+            nonlocal matvecs
+            matvecs += 1
+            return lin.push(step_of_weights(v)).double().flatten()
+
+        def step_at(point: DualPoint, steps: int) -> Tensor:
+            L, factor = self.factor(point.outputs, prior)
+            image = torch.einsum("ncr,nc->nr", L, product(point.gap).view_as(point.outputs)).reshape(-1, 1)
+            solved = torch.cholesky_solve(image, factor).view(len(L), -1)
+            return torch.einsum("ncr,nr->nc", L, solved).flatten() - point.gap
+
+        with holding(J, BESIDE * vector_bytes(describe(J))):
+            for multiply in (product, by_passes):
+                point = DualPoint(self, multiply, start, u)
+                point, reason, steps = minimise(point, step_at, rtol, most_steps, steps)
+                u = point.u
+            theta = mean + step_of_weights(u)
+        return DualMode(u, theta, point.outputs, -point.misfit, point.relative, reason, steps, matvecs)
 
 
-def _by_woodbury(
-    root: CurvatureRoot, inner: Callable[[Tensor], Tensor], prior: float, block: Float[Tensor, "D k"]
-) -> Float[Tensor, "D k"]:
-    """Return (SSᵀ + α)⁻¹ B = (B − S (I + SᵀS/α)⁻¹ SᵀB/α)/α, in the memory of the product with S."""
-    return root._matmul(inner(root._t_matmul(block))).div_(-prior).add_(block).div_(prior)
+class DualPoint(Point):
+    """−log p(y | f₀ + K u) + ½ uᵀK u at one u, with its gradient u + r in the metric of K."""
 
+    def __init__(
+        self,
+        space: FunctionSpace,
+        product: Callable[[Tensor], Tensor],
+        start: Float[Tensor, "N C"],
+        u: Float[Tensor, " NC"],
+        image: Float[Tensor, " NC"] | None = None,
+    ) -> None:
+        self._given, self.u = (space, product, start), u
+        self._image = product(u) if image is None else image
+        self.outputs = start + self._image.view_as(start)
+        self.misfit, residual = space.loss(self.outputs)
+        self.gap, self.eps = u + residual, torch.finfo(space.lin.theta.dtype).eps
+        self._value = float(self.misfit + 0.5 * u @ self._image)
+        self._tried: dict[float, DualPoint] = {}
+        self._moved: tuple[Tensor, Tensor] | None = None
+        scale = float(residual.norm())
+        self.relative = float(self.gap.norm()) / scale if scale else math.inf if bool(self.gap.any()) else 0.0
 
-class StreamedSpace(FunctionSpace):
-    """The prior covariance K = J A⁻¹ Jᵀ by products with J, and systems by conjugate gradients.
+    @property
+    def loss(self) -> float:
+        return self._value
 
-    These are solved on the shorter side: with I + LᵀKL in function space, or, if there are fewer weights than columns
-    of L, with JᵀHJ + A, since (I + HK)⁻¹ = I − H J (JᵀHJ + A)⁻¹ Jᵀ.
-    """
+    def slope(self, step: Tensor) -> float:
+        return float(self.gap @ self._image_of(step))
 
-    is_formed = False
+    def losses(self, step: Tensor) -> Callable[[float], float]:
+        moved = self._image_of(step)
 
-    def __init__(self, points: TrainingOutputs, precision: Tensor) -> None:
-        self.points, self.precision = points, precision
-        points.lin.memory.expect_many()
+        def after(share: float) -> float:
+            self._tried = {share: DualPoint(*self._given, self.u + share * step, self._image + share * moved)}
+            return self._tried[share].loss
 
-    def product(self, v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
-        return self.by_passes(v)
+        return after
 
-    def step(self, f: Float[Tensor, "N C"], gap: Float[Tensor, " NC"], rtol: float) -> Float[Tensor, " NC"]:
-        points, lin = self.points, self.points.lin
-        curvature = DisplacedGGN.at(lin, (f - points.outputs).to(lin.theta))
-        S = CurvatureRoot.of(curvature)
-        image = self.product(gap)
-        pulled = points.fisher_product(f, image)
-        # The gradient after the step is what the system's residual ρ leaves of it: L ρ, or H J A⁻¹ρ.
-        goal = min(0.1, rtol * float(gap.norm() / pulled.norm().clamp_min(torch.finfo(pulled.dtype).tiny)))
-        if S.shape[-1] <= S.shape[-2]:
-            inverse = Diagonal(self.precision.reciprocal().expand(len(lin.theta)))
-            dual = (S.mT @ inverse @ S).add_diagonal(1.0)
-            solved = self._solve(dual, points.root_transpose_product(f, image), goal)
-            return points.root_product(f, solved.double()) - gap
-        of_weights = lin.jacobian()._t_matmul(gap.to(lin.theta).unsqueeze(1)).squeeze(1)
-        solved = self._solve(curvature.add_diagonal(self.precision), of_weights, goal)
-        return points.fisher_product(f, lin.push(solved).double().flatten()) - gap
+    def _image_of(self, step: Tensor) -> Tensor:
+        """Return K times a step, once for the slope and the losses along it."""
+        if self._moved is None or self._moved[0] is not step:
+            self._moved = step, self._given[1](step)
+        return self._moved[1]
 
-    def _solve(self, operator: Any, right: Tensor, rtol: float) -> Tensor:
-        M = operator.preconditioner(1)
-        found = cg(operator, right.to(self.points.lin.theta), preconditioner=M, rtol=rtol)
-        found.raise_if_failed(rtol, REMEDIES)
-        self.matvecs += found.matvecs + (0 if M is None else M.matvecs)
-        return found.x
+    def move(self, step: Tensor, share: float) -> DualPoint:
+        return self._tried[share]

@@ -63,6 +63,8 @@ class LinearMode(Summarised):
         return self.reason in (Reason.CONVERGED, Reason.PRECISION_LIMIT)
 
 
+MOST_DUAL_STEPS = 50
+"""The most steps of Newton's method in function space, to a start for that in weight space."""
 NEWTON_VECTORS = 8
 """Vectors of the size of the weights in a step, beside those of its solve: two points, and what the next is made of."""
 
@@ -154,8 +156,8 @@ def find_mode(
     if kept.state is not None:
         delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
     elif (kernel := solving_kernel(terms)) is not None:
-        near, products = kernel.mode(float(prior.precision), prior.mean, 0.01 * rtol)
-        delta, matvecs = near - theta, products + 2
+        near = kernel.mode(float(prior.precision), prior.mean, 0.01 * rtol, MOST_DUAL_STEPS)
+        delta, matvecs = near.theta - theta, near.matvecs + 3
         del near
     else:
         delta = torch.zeros_like(theta) if start is None else start - theta

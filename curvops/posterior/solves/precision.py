@@ -38,7 +38,7 @@ from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedForm
 from curvops.operators.curvatures.curvature import root_of
 from curvops.operators.curvatures.formed import Formed
 from curvops.posterior.core.terms import PrecisionTerms
-from curvops.posterior.solves.function_space import FormedKernel
+from curvops.posterior.solves.function_space import FunctionSpace
 
 LOOKED_AT = 20
 """The number of products spent on the search for a negative eigenvalue of a curvature that may have one."""
@@ -149,7 +149,7 @@ def inverse_for_rows(terms: PrecisionTerms, rows: int, rtol: float | None) -> Li
     return inverse
 
 
-def formed_kernel(terms: PrecisionTerms, system: System | None = None) -> FormedKernel | None:
+def formed_kernel(terms: PrecisionTerms, system: System | None = None) -> FunctionSpace | None:
     """Return J Jᵀ of the training points if the routes for determinants, or for this system, include it.
 
     This does not depend on earlier calls, so that equal seeds continue to give equal draws. A run with a checkpoint
@@ -162,12 +162,12 @@ def formed_kernel(terms: PrecisionTerms, system: System | None = None) -> Formed
     if not any(route.name == "formed kernel" and route.possible for route in found):
         return None
     with cache.lock:
-        kernel = cache.get("kernel", lambda: FormedKernel(cache.lin, cache.of_data))
+        kernel = cache.get("kernel", lambda: FunctionSpace(cache.lin, cache.of_data))
         kernel.keep()
         return kernel
 
 
-def solving_kernel(terms: PrecisionTerms, system: System | None = None) -> FormedKernel | None:
+def solving_kernel(terms: PrecisionTerms, system: System | None = None) -> FunctionSpace | None:
     """Return `formed_kernel` if its rounding is small enough to solve under this prior."""
     found = formed_kernel(terms, system)
     return found if found is not None and found.resolves(float(terms.prior.precision.detach())) else None

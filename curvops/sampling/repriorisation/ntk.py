@@ -16,8 +16,7 @@ from curvops.errors import ConvergenceError
 from curvops.linalg import Estimate, Operator, eigsh, logdet, minres
 from curvops.linalg.core.results import Reason
 from curvops.network import Blocks
-from curvops.sampling.repriorisation.conjugate import factor, solve_triangle
-from curvops.sampling.repriorisation.map import Change, MappedWeights
+from curvops.sampling.repriorisation.readout_map import Change, MappedWeights, factor, solve_triangle
 
 MOST_STEPS = 20
 """The maximum number of Newton steps of the inverse at each λ."""
@@ -94,9 +93,8 @@ class TangentMap(Change):
                 return self._blocks(v)
             level = max(self.level, level / 4)
         raise ValueError(
-            f"no φ with T(φ) equal to these weights was found: Newton's method leaves a gap of {gap:.2e}. The "
-            "tangent-kernel form is one to one only if the network is nearly linear: raise reg, use a wider "
-            "network, start from a φ (normal(1)) instead of weights, or use the readout's form."
+            f"no φ with T(φ) equal to these weights was found: Newton's method leaves a gap of {gap:.2e}. Raise reg, "
+            "use a wider network, start from a φ (normal(1)) instead of weights, or use the readout's form."
         )
 
     def _newton(self, goal: Tensor, v: Tensor, level: float) -> tuple[Tensor, float]:
@@ -219,9 +217,7 @@ def _by_quadrature(
             options: dict[str, Any] = {"rtol": rtol, "max_matvecs": max_matvecs, "generator": generator}
             found = share * logdet(operator, lower_bound=0.9 * bound, **options)
             return replace(found, matvecs=found.matvecs + lowest.matvecs)
-    raise ValueError(
-        f"I + H is singular to the accuracy of {lowest.matvecs} products, so its determinant is unknown; raise reg."
-    )
+    raise ValueError(f"I + H is singular to the accuracy of {lowest.matvecs} products: raise reg.")
 
 
 def _by_taylor(
@@ -238,9 +234,7 @@ def _by_taylor(
     radius = max(float((pair.values - 1).abs().max() + pair.residuals.max()) for pair in largest)
     spent = sum(pair.matvecs for pair in largest)
     if radius >= 1:
-        raise ValueError(
-            f"the Taylor series of log det(I + H) does not converge: ‖H‖ = {radius:.3g} ≥ 1; use method='slq'."
-        )
+        raise ValueError(f"the Taylor series of log det(I + H) diverges: ‖H‖ = {radius:.3g} ≥ 1; use method='slq'.")
 
     def remainder(terms: int) -> float:
         return size * radius ** (terms + 1) / ((terms + 1) * (1 - radius))

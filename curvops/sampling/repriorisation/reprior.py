@@ -14,20 +14,90 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 from curvops.argument_types import Data, LikelihoodChoice, Network, PriorPrecision
-from curvops.checks import check_choice, check_generator, checked_number
+from curvops.checks import check_choice, check_generator, check_kind, check_like, check_shape, checked_number
+from curvops.errors import FewDrawsWarning, warn
 from curvops.linalg import Estimate
+from curvops.linalg.core.results import Reason
 from curvops.network import Blocks
-from curvops.network.likelihoods import Categorical, Gaussian, Likelihood
-from curvops.network.likelihoods.residual_noise import needs_noise
+from curvops.network.likelihoods import Categorical, Gaussian
+from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.operators import Linearization, linearize
 from curvops.posterior.core.arguments import checked_count
 from curvops.posterior.core.terms import Prior, read_prior
-from curvops.sampling.repriorisation.conjugate import DataSpace, FeatureSpace, Identity, condition
-from curvops.sampling.repriorisation.gap import GradientGap, divergence, plain_mean, warn_of_few, weighted_mean
-from curvops.sampling.repriorisation.map import Change, ExactReadoutMap, ReadoutMap
 from curvops.sampling.repriorisation.ntk import TangentMap
-from curvops.sampling.repriorisation.readout import find_readout
-from curvops.sampling.repriorisation.reprior_problem import RepriorProblem, log_normal
+from curvops.sampling.repriorisation.problem import RepriorProblem, log_normal
+from curvops.sampling.repriorisation.readout_map import (
+    Change,
+    DataSpace,
+    ExactReadoutMap,
+    FeatureSpace,
+    Identity,
+    ReadoutMap,
+    condition,
+    find_readout,
+)
+from curvops.summary import Summarised
+
+FEWEST = 20.0
+"""The smallest number of effective draws; below it, the largest weights e^h dominate and the estimate is too low."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GradientGap(Summarised):
+    """The gradient gap E ‖∇ log p̃(φ) + φ‖² under p̃, which is 0 if p̃ is N(0, I): in total and for the readout.
+
+    `total` is over all weights, `readout` over those of the readout; `readout` is None for a form without one.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> rep = co.sampling.reprior(net, (x, torch.zeros(8, 1)), noise=3.0)
+        >>> float(rep.gradient_gap(samples=100, generator=torch.Generator().manual_seed(0)).total) > 0
+        True
+    """
+
+    total: Estimate
+    readout: Estimate | None
+
+
+def effective_draws(ratios: Float[Tensor, " S"]) -> float:
+    """Return the effective number of draws, (Σ e^h)²/Σ e^2h."""
+    return float((2 * ratios.logsumexp(0) - (2 * ratios).logsumexp(0)).exp())
+
+
+def divergence(ratios: Float[Tensor, " S"]) -> Estimate:
+    """Estimate log E e^h − E h from draws h, with a delta-method standard error; warn if few draws dominate."""
+    S = len(ratios)
+    value = ratios.logsumexp(0) - math.log(S) - ratios.mean()
+    warn_of_few(ratios, "the estimate of KL(prior ‖ p̃) is too low, a lower bound")
+    terms = (ratios - ratios.logsumexp(0) + math.log(S)).exp() - ratios
+    return Estimate(value, terms.std() / math.sqrt(S), S, 0, reason=Reason.BUDGET_SPENT)
+
+
+def weighted_mean(values: Float[Tensor, " S"], ratios: Float[Tensor, " S"]) -> Estimate:
+    """Estimate Σ w g / Σ w with w = e^h, and the standard error of this ratio."""
+    w = ratios.softmax(0)
+    mean = w @ values
+    stderr = (w * (values - mean)).square().sum().sqrt()
+    return Estimate(mean, stderr, len(values), 0, reason=Reason.BUDGET_SPENT)
+
+
+def plain_mean(values: Float[Tensor, " S"]) -> Estimate:
+    """Estimate a mean from independent draws."""
+    stderr = values.std() / math.sqrt(len(values))
+    return Estimate(values.mean(), stderr, len(values), 0, reason=Reason.BUDGET_SPENT)
+
+
+def warn_of_few(ratios: Float[Tensor, " S"], what: str) -> None:
+    """Warn if fewer than `FEWEST` effective draws carry the weights e^h."""
+    effective = effective_draws(ratios)
+    if effective < FEWEST:
+        warn(
+            f"{what}, since {effective:.1f} of {len(ratios)} draws of the prior carry the weights e^h (standard "
+            f"deviation of h {float(ratios.std()):.1f} nats). Use more samples, a wider network, or draws of p̃ from "
+            "a sampler.",
+            FewDrawsWarning,
+        )
+
 
 Form = Literal["feature", "data", "ntk"]
 CHUNK = 4e6
@@ -237,26 +307,12 @@ class Reprior:
     def _checked(self, given: Any, what: str = "phi") -> Mapping[str, Tensor]:
         """Check names, shapes and dtype of parameter blocks; raise TypeError or ValueError if they differ."""
         scale = self._problem.scale
-        if not isinstance(given, Mapping):
-            raise TypeError(
-                f"{what} must be a mapping of parameter names to tensors, as reprior(...).params is, got "
-                f"{type(given).__name__}."
-            )
+        check_kind(what, given, Mapping, "a mapping of parameter names to tensors, as reprior(...).params is")
         if given.keys() != scale.keys():
-            lacks, more = sorted(scale.keys() - given.keys()), sorted(given.keys() - scale.keys())
-            raise ValueError(f"{what} must have the names {list(scale)}: missing {lacks}, unknown {more}.")
+            raise ValueError(f"{what} must have the names {list(scale)}, got {list(given)}.")
         for name, block in given.items():
-            if not isinstance(block, Tensor) or block.shape != scale[name].shape:
-                got = tuple(block.shape) if isinstance(block, Tensor) else type(block).__name__
-                raise ValueError(
-                    f"{what}[{name!r}] must have shape {tuple(scale[name].shape)}, got {got}; pass several draws one "
-                    "at a time, or by torch.vmap."
-                )
-            if block.dtype != scale[name].dtype or block.device != scale[name].device:
-                raise ValueError(
-                    f"{what}[{name!r}] is {block.dtype} on {block.device}, but the network is {scale[name].dtype} on "
-                    f"{scale[name].device}; convert it."
-                )
+            check_shape(f"{what}[{name!r}]", block, scale[name].shape, "Pass several draws by torch.vmap.")
+            check_like(f"{what}[{name!r}]", block, scale[name], "the network")
         return given
 
     def _over(self, function: Callable[[Any], Any], draws: Mapping[str, Tensor]) -> Any:
@@ -271,9 +327,8 @@ class Reprior:
             return pytree.tree_map(lambda *each: torch.stack(each), *[function(phi) for phi in _each(draws)])
 
     def _checked_draws(self, draws: Any) -> Mapping[str, Tensor]:
-        if not isinstance(draws, Mapping) or not draws or not all(isinstance(d, Tensor) for d in draws.values()):
-            raise TypeError(f"draws must be a mapping of parameter names to tensors (k, *shape), got {draws!r}.")
-        counts = {len(block) if block.ndim else 0 for block in draws.values()}
+        check_kind("draws", draws, Mapping, "a mapping of parameter names to tensors (k, *shape)")
+        counts = {len(block) for block in draws.values()}
         if len(counts) != 1 or min(counts) < 2:
             raise ValueError(f"draws must have equally many draws of each parameter, at least 2, got {sorted(counts)}.")
         self._checked({name: block[0] for name, block in draws.items()}, "draws (one of them)")
@@ -363,10 +418,7 @@ def reprior(
     for name in readout.names:
         scale = problem.scale[name]
         if bool((scale != scale[:1]).any()):
-            raise ValueError(
-                f"prior_precision differs between the rows of the readout's {name!r}, one for each output, but one "
-                "factorisation is used for all outputs: use one precision for them, or form='ntk'."
-            )
+            raise ValueError(f"prior_precision differs between the rows of the readout's {name!r}: use form='ntk'.")
     width = problem.scale[readout.weight].shape[1] + (readout.bias is not None)
     chosen: Form = form if form is not None else "feature" if width <= lin.num_data else "data"
     space = FeatureSpace(level) if chosen == "feature" else DataSpace(level)
@@ -394,13 +446,10 @@ def _likelihood(given: Any, noise: float | None) -> Any:
 
 def _variance(lin: Linearization, noise: float | None) -> float | None:
     """Return σ² for real targets, None for classes."""
-    likelihood: Likelihood = lin.likelihood
+    likelihood: Any = lin.likelihood
     if isinstance(likelihood, Categorical):
         return None
-    if not isinstance(likelihood, Gaussian):
-        raise TypeError(
-            f"reprior needs real targets with one noise variance, or classes, one position per point; got {likelihood}."
-        )
+    check_kind("likelihood", likelihood, Gaussian, "Gaussian with one noise variance, or 'classification'")
     if len(set(likelihood.noise.flatten().tolist())) > 1:
         raise ValueError(f"reprior needs one noise variance for all outputs, got {likelihood.noise.tolist()}.")
     return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise
@@ -409,25 +458,20 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
 def _diagonal_precision(given: Any, lin: Linearization) -> Tensor:
     precision = read_prior(given, 0.0, lin.model).diagonal
     if precision is None:
-        raise TypeError(
-            f"prior_precision must be a number, a vector or a mapping {{glob: number}}, got {type(given).__name__}: "
-            "repriorisation needs a prior with independent weights."
-        )
+        raise TypeError("prior_precision must be a number, a vector or a mapping {glob: number}.")
     return precision
 
 
 @torch.no_grad()
 def _require_precise(change: ReadoutMap, level: float) -> None:
-    """Raise ValueError if features are not finite, or the matrix is too ill-conditioned for the dtype."""
+    """Raise ValueError if features are not finite or the matrix is too ill-conditioned for the dtype."""
     problem = change.problem
     features = change.features(problem.white(problem.model.values))
-    if not bool(features.isfinite().all()):
-        raise ValueError("the last features hold NaN or Inf at some points; check the weights and inputs.")
     if level == math.inf:
         return
     in_features = isinstance(change.conjugate, FeatureSpace)
     kappa, eps = condition(features if in_features else features.mT, level), torch.finfo(features.dtype).eps
-    if kappa * eps > LOST_DIGITS:
+    if not kappa * eps <= LOST_DIGITS:  # refuses NaN
         wider = "Compute in float64 (model.double())" if features.dtype != torch.float64 else "Scale the inputs down"
         raise ValueError(
             f"the regression on the features has condition number {kappa:.1e} at reg={level:g}, beyond "

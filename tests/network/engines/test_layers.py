@@ -132,9 +132,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "bag_mean_padding": (lambda: nn.EmbeddingBag(5, 3, padding_idx=1), (torch.tensor([[1, 1, 1], [1, 2, 2]]),)),
     "bag_sum": (lambda: nn.EmbeddingBag(5, 3, mode="sum"), (tokens(2, 4)[0].int(),)),
     "bag_sum_padding": (lambda: nn.EmbeddingBag(5, 3, mode="sum", padding_idx=0), tokens(2, 4)),
-    "bilinear": (lambda: nn.Bilinear(2, 3, 4), (*randn(2, 2), *randn(2, 3))),
-    "bilinear_positions": (lambda: nn.Bilinear(3, 2, 4), (*randn(2, 5, 3), *randn(2, 5, 2))),
-    "bilinear_no_bias": (lambda: nn.Bilinear(2, 2, 1, bias=False), (*randn(2, 2), *randn(2, 2))),
 }
 
 
@@ -168,7 +165,7 @@ def the_rule(layer: nn.Module) -> Rule:
 
 
 def without_matrices(name: str) -> bool:
-    return any(kind in name for kind in ("norm", "transposed_1d", "transposed_2d", "transposed_3d", "bilinear"))
+    return any(kind in name for kind in ("norm", "transposed_1d", "transposed_2d", "transposed_3d"))
 
 
 def subsets(layer: nn.Module) -> list[tuple[str, ...]]:
@@ -209,25 +206,6 @@ def test_rows_are_sums_of_outer_products_over_the_positions(name: str) -> None:
             rows, expected = outer(layer, left, right, names), rule.rows(layer, kept, s, names)
             for local in names:
                 close(rows[local], expected[local])
-
-
-@pytest.mark.parametrize("name", [name for name in LAYERS if not without_matrices(name)])
-def test_inner_products_of_patches_are_sums_of_those_of_pixels(name: str) -> None:
-    """With the points themselves and with larger ones, group by group; other layers have no patches."""
-    layer, (inputs, *others), _ = build(name)
-    rule = the_rule(layer)
-    kept = rule.keep(layer, inputs, *others)
-    if not name.startswith("conv"):
-        assert rule.pixels(layer, kept) is None
-        return
-    larger = torch.randn(3, inputs.shape[1], *(length + 3 for length in inputs.shape[2:]), dtype=torch.float64)
-    for other in (kept, rule.keep(layer, larger)):
-        x, y = (rule.pixels(layer, tensor) for tensor in (kept, other))
-        a, b = (rule.right(layer, tensor, ("weight",)) for tensor in (kept, other))
-        for i in range(a.shape[1]):
-            products = torch.tensordot(x[:, i].movedim(0, -2), y[:, i].movedim(0, -2), ([-1], [-1]))
-            found = rule.patch_products(layer, products).reshape(a.shape[2], len(a), b.shape[2], len(b))
-            close(found, torch.einsum("ntq,muq->tnum", a[:, i], b[:, i]))
 
 
 def test_curvature_of_a_convolution_that_was_changed_is_that_of_one_made_so() -> None:
@@ -279,7 +257,6 @@ def test_other_layers_have_no_matrices(name: str) -> None:
         ("conv_3d", 2 * 2 * 6 * 4 * 6),
         ("layer_norm", 4),
         ("embedding", 4 * 3),
-        ("bilinear_positions", 5 * 4 * 3 * 2),
     ],
 )
 def test_multiply_adds_count_one_forward_pass_of_one_point(name: str, expected: int) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from curvops.network.engines import engine as engine_module
 from curvops.network.engines import layerwise
 from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows, Slopes, owners_of, record
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.engines.self_check import mismatches
-from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import squared_columns
@@ -259,77 +255,16 @@ def test_outputs_that_a_layer_does_not_reach_have_zeros_where_a_function_returns
     assert agree(engine.push(network.selection.split(torch.eye(J.shape[1]).double())).flatten(1).mT, J)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "sequence_layernorm"])
-def test_wide_blocks_are_multiplied_some_vectors_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    J, sizes = reference(name), []
-    whole = LinearRule.push
-    monkeypatch.setattr(LinearRule, "push", lambda *args: sizes.append(len(args[3]["weight"])) or whole(*args))
-    passes = walk(name, "layerwise")
-    for most, widest in ((layerwise.MAPPED_BYTES, 7), (1, 1)):
-        monkeypatch.setattr(layerwise, "MAPPED_BYTES", most)
-        sizes.clear()
-        for K in (1, 7):
-            V, U = columns(J.shape[1], K), columns(J.shape[0], K)
-            assert agree(push(passes, V), J @ V) and agree(pull(passes, U), J.mT @ U)
-        assert max(sizes) == widest
-
-
-SANDWICHED = (
-    "mlp cnn cnn_1d autoencoder resnet_groupnorm bilinear sequence_layernorm attention bag_sum tied_embedding "
-    "linear_twice shared_parameter prelu lstm dead_branch embedding_few_rows"
-)
-
-
-@pytest.mark.parametrize("name", SANDWICHED.split())
-def test_a_product_that_reads_each_sensitivity_once_is_that_of_both_directions(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layerwise, "CACHED_BYTES", 0)
-    J = reference(name)
-    v, root, seen = columns(J.shape[1], 1), torch.randn(5, len(J) // 5, 3).double(), []
-    H, start, total = root @ root.mT, 0, torch.zeros_like(v)
-
-    def weigh(u: Tensor, points: slice) -> Tensor:
-        seen.append(u.shape[1])
-        return torch.einsum("ncd,knd->knc", own[points], u)
-
-    passes = walk(name, "layerwise")
-    for _, product in passes.each(1):
-        own = H[start : start + len(product.outputs)]
-        with torch.no_grad():
-            total += product.sandwich(v, weigh)
-        start += len(own)
-    weighed = torch.block_diag(*H) @ (J @ v)
-    assert agree(total, J.mT @ weighed)
-    parts = {type(part) for engine in passes.kept_engines for part in engine.parts}
-    assert seen == ([1] * 5 if Factors in parts else [3, 2])
-
-
-@pytest.mark.parametrize("selected", [None, ["0.*"]])
-@pytest.mark.parametrize(("K", "at_once"), [(1, 1), (2, 1), (3, 6)])
-def test_sensitivities_are_read_once_while_vectors_are_few(
-    K: int, at_once: int, selected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each vector takes as many numbers as a row of δ, so with more than half as many vectors nothing is saved."""
-    monkeypatch.setattr(layerwise, "CACHED_BYTES", 8 * 5 * (5 + 4))  # of one point
-    layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Sigmoid(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)
-    network = Model(nn.Sequential(*layers).double(), selected)
-    recording = record(network, torch.randn(6, 4).double(), owners_of(network))
-    engine = Layerwise(network, recording, None, PLENTY)
-    V, H, seen = columns(len(network.theta), K), torch.randn(6, 5, 5).double(), list[int]()
-
-    def weigh(u: Tensor, points: slice) -> Tensor:
-        seen.append(u.shape[1])
-        return torch.einsum("ncd,knd->knc", H[points], u)
-
-    given, split = V.clone(), network.selection.split(V)
-    found = network.selection.join(engine.sandwich(split, weigh))
-    both = network.selection.join(engine.pull(torch.einsum("ncd,knd->knc", H, engine.push(split))))
-    assert torch.equal(V, given)
-    assert agree(found, both, 1e-13)
-    assert set(seen) == {at_once} and sum(seen) == 6
-    J = engine.push(network.selection.split(torch.eye(len(network.theta)).double())).flatten(1).mT
-    assert agree(found, J.mT @ torch.block_diag(*H) @ J @ V)
+def test_wide_blocks_are_multiplied_some_vectors_at_a_time() -> None:
+    """A vector's change of each of the outputs takes 2 MB: 40 vectors take more than is multiplied at once."""
+    layers = nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Softmax(1)
+    engine = engine_of(nn.Sequential(*layers).double(), torch.randn(4000, 3).double())
+    selection = engine.model.selection
+    V, U = columns(len(engine.model.theta), 40), torch.randn(40, 4000, 64).double()
+    pushed, pulled = engine.push(selection.split(V)), selection.join(engine.pull(U))
+    for k in (0, 17, 39):
+        assert agree(pushed[k], engine.push(selection.split(V[:, k : k + 1]))[0], 1e-13)
+        assert agree(pulled[:, k], selection.join(engine.pull(U[k : k + 1]))[:, 0], 1e-13)
 
 
 def test_a_layer_with_fewer_parameters_than_outputs_is_kept_as_its_rows() -> None:
@@ -452,70 +387,43 @@ def test_slopes_need_the_weight_of_the_last_layer_as_a_parameter() -> None:
         assert agree(engine.push(engine.model.selection.split(torch.eye(J.shape[1]).double())).flatten(1).mT, J)
 
 
-def run_in_pieces(monkeypatch: pytest.MonkeyPatch, most: int = 2) -> list[int]:
-    """Let passes without a graph have so many points; return a list that gets the points of every pass."""
-    monkeypatch.setattr(engine_module, "FORWARD_POINTS", most)
-    monkeypatch.setattr(engine_module, "MAPPED_BYTES", 0)
-    call, seen = Model.__call__, list[int]()
+def large_network(far: float = torch.inf) -> tuple[nn.Module, list[int]]:
+    """A network whose pass makes 1 MB a point, and the numbers of points of its passes; it doubles `far` outputs."""
+    seen: list[int] = []
 
-    def counted(self: Model, values: Any, inputs: Any) -> Tensor:
-        found = call(self, values, inputs)
-        seen.append(len(found))
-        return found
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        seen.append(len(x))
+        h = nn.functional.adaptive_avg_pool1d(torch.tanh(m.fc1(x)), 8)
+        f, beyond = m.head(h), x[:, :1] > far
+        return torch.where(beyond, 2 * f, f) if bool(beyond.any()) else f
 
-    monkeypatch.setattr(Model, "__call__", counted)
-    return seen
-
-
-def last_layer_of(model: nn.Module, inputs: Any) -> tuple[list[str], Tensor]:
-    """The names of a last layer's parameters, and its columns of the dense Jacobian."""
-    names = last_layer(Model(model), inputs)
-    inside = [torch.full((p.numel(),), name in names) for name, p in model.named_parameters()]
-    return list(names), dense_jacobian(model, inputs)[:, torch.cat(inside)]
+    model = parts.Wired(wiring).eval()
+    model.fc1, model.head = nn.Linear(4, 2**16), nn.Linear(8, 3)
+    return model.double(), seen
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "embedding_padding"])
-def test_a_last_layer_is_built_from_passes_over_some_points(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = ZOO[name].build()
-    head, rows = last_layer_of(model, inputs)
-    seen = run_in_pieces(monkeypatch)
-    first = Passes(Model(model, head), [(inputs, None)], "auto", PLENTY)
-    outputs, V, U = first.model(first.model.values, inputs), columns(rows.shape[1], 3), columns(rows.shape[0], 3)
-    assert agree(push(first, V), rows @ V)
-    passes = Passes(first.model, [(inputs, None)], "auto", PLENTY, first.engines)  # whose layers have been checked
+def test_a_last_layer_is_built_from_passes_over_some_points() -> None:
+    (model, seen), x = large_network(), torch.randn(70, 4).double()
+    first = Passes(Model(model, "head.*"), [(x, None)], "auto", PLENTY)
+    outputs, V, U = first.model(first.model.values, x).detach(), columns(27, 3), columns(210, 3)
+    h = nn.functional.adaptive_avg_pool1d(torch.tanh(model.fc1(x)), 8).detach()
+    eye = torch.eye(3).double()
+    J = torch.cat([torch.einsum("nq,co->ncoq", h, eye).flatten(2), eye.expand(70, 3, 3)], 2).flatten(0, 1)
+    assert agree(push(first, V), J @ V)
+    passes = Passes(first.model, [(x, None)], "auto", PLENTY, first.engines)  # whose layers have been checked
     seen.clear()
-    assert agree(push(passes, V), rows @ V) and seen == [2, 2, 1]
-    assert agree(pull(passes, U), rows.mT @ U) and seen == [2, 2, 1]
+    assert agree(push(passes, V), J @ V) and seen == [24, 24, 22]
+    assert agree(pull(passes, U), J.mT @ U) and seen == [24, 24, 22]
     (built,) = passes.kept_engines
     assert isinstance(built, Layerwise) and built.features is not None
-    assert agree(built.outputs, outputs, 1e-13) and built.features.layer.output[0] == 5
+    assert agree(built.outputs, outputs, 1e-13) and built.features.layer.output[0] == 70
 
 
-def test_a_layer_that_is_not_the_last_for_all_points_is_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wiring(m: Any, x: Tensor) -> Tensor:
-        f, far = m.head(m.fc1(x)), x[:, :1] > 5
-        return torch.where(far, 2 * f, f) if bool(far.any()) else f
-
-    model, x = parts.Wired(wiring).double().eval(), torch.randn(6, 4, dtype=torch.float64)
-    x[4] = 6.0
-    rows = dense_jacobian(model, x)[:, -15:]
-    seen = run_in_pieces(monkeypatch)
+def test_a_layer_that_is_not_the_last_for_all_points_is_in_one_pass() -> None:
+    (model, seen), x = large_network(far=5.0), torch.randn(70, 4).double().clamp(-4, 4)
+    x[60] = 6.0
     passes = Passes(Model(model, "head.*"), [(x, None)], "auto", PLENTY)
-    V = columns(rows.shape[1], 2)
-    assert agree(push(passes, V), rows @ V) and seen[-1] == 6
-
-
-def test_sensitivities_are_freed_once_they_are_copied():
-    earlier: list[weakref.ref[Tensor]] = []
-
-    def each() -> Iterator[list[Tensor | None]]:
-        for r in range(3):
-            assert not any(delta() is not None for delta in earlier)
-            row: list[Tensor | None] = [None if r < 2 else torch.ones(2, 1, 5), torch.full((2, 1, 4), r + 1.0)]
-            earlier.extend(weakref.ref(delta) for delta in row if delta is not None)
-            yield row
-
-    late, every = layerwise._gather(each(), [None, None], 3, graph=False)
-    assert late is not None and every is not None
-    assert torch.equal(every[0, :, 0], torch.tensor([1.0, 2.0, 3.0]))
-    assert torch.equal(late[0, :, 0], torch.tensor([0.0, 0.0, 1.0]))
+    far = torch.where(x[:, :1] > 5, 2.0, 1.0).double()
+    biases = torch.tensor([0.0] * 24 + [1.0] * 3).double().unsqueeze(1)
+    assert agree(push(passes, biases), far.repeat_interleave(3, 0))
+    assert seen[-1] == 70

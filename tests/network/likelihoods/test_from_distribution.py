@@ -1,7 +1,4 @@
-"""Likelihoods from `torch.distributions`: against the closed forms, and refusing what has no exact Fisher.
-
-Tests `by_autograd.py`.
-"""
+"""Likelihoods from `torch.distributions`: against the closed forms, and refusing what has no exact Fisher."""
 
 from __future__ import annotations
 
@@ -170,13 +167,13 @@ def test_distributions_that_lack_something() -> None:
     with pytest.raises(TypeError, match=r"gives a Mute, which has no log_prob\(\)"):
         FromDistribution(Mute).log_prob(f, REALS)
     for use in (lambda g: FromDistribution(Unsampled).sample(g), lambda g: FromDistribution(Unsampled).fisher(g, g)):
-        with pytest.raises(TypeError, match=r"gives a Unsampled, which has no sample\(\); use a distribution"):
+        with pytest.raises(TypeError, match=r"gives a Unsampled, which has no sample\(\)"):
             use(f)
     with pytest.raises(TypeError, match="which has no mean"):
         FromDistribution(Mute).mean(f)
     with pytest.raises(TypeError, match="returns Tensor, expected a torch.distributions.Distribution"):
         FromDistribution(torch.exp).log_prob(f, REALS)
-    with pytest.raises(ValueError, match=r"batch shape \(\) from outputs of shape \(6, 3\); expected \(n, "):
+    with pytest.raises(ValueError, match=r"made a batch of shape \(\); expected one row"):
         FromDistribution(lambda g: distributions.Normal(g.sum(), 1.0)).log_prob(f, REALS)
     with pytest.raises(ValueError, match=r"a Normal over targets of shape \(6, 3\); given \(6,\)"):
         PAIRS["normal"][0].log_prob(f, LABELS)
@@ -243,21 +240,9 @@ def test_the_door_takes_a_function() -> None:
         as_likelihood(distributions.Bernoulli)
 
 
-def test_distributions_are_checked_after_compilation_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile turns the checks of all distributions off."""
-    monkeypatch.setattr(Distribution, "_validate_args", False)
-    with pytest.raises(ValueError, match="(?s)could not make a distribution.*scales and rates must be positive"):
-        co.linearize(nn.Linear(2, C), (normal(5, 2).float(), REALS[:5].float()), lambda f: distributions.Normal(f, f))
-    assert not Distribution._validate_args
-    with pytest.raises(ValueError, match="support"):
-        co.linearize(
-            nn.Linear(2, C), (normal(5, 2).float(), -torch.ones(5)), lambda f: distributions.Poisson(f[:, 0].exp())
-        )
-
-
 def test_positions_of_a_sequence_are_scored_by_linearize() -> None:
     data = normal(5, 4, 2).float(), torch.zeros(5, 4)
-    with pytest.raises(ValueError, match=r"a Normal over targets of shape \(8, 3\); given \(8,\)"):
+    with pytest.raises(ValueError, match=r"gives targets \(8, 3\); given \(8,\)"):
         co.linearize(nn.Linear(2, C), data, lambda f: distributions.Normal(f, 1.0))
 
 

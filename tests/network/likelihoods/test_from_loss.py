@@ -168,12 +168,12 @@ def test_what_needs_a_distribution_is_refused_by_name() -> None:
     lin = co.linearize(model, (x, y), nn.HuberLoss())
     post = co.laplace(lin, co.KFAC, 2.0, check_mode=False)
     asked: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-        "Monte-Carlo Fisher": (lambda: co.GGN(lin, mc_samples=2), TypeError, "nothing to draw.*EmpiricalFisher"),
+        "Monte-Carlo Fisher": (lambda: co.GGN(lin, mc_samples=2), TypeError, "nothing to draw"),
         "KFAC": (lambda: co.KFAC(lin, fisher="mc"), TypeError, "nothing to draw"),
         "probabilities": (lambda: post.probabilities(x), ValueError, "no class probabilities; use predict or func"),
         "uncertainty": (lambda: post.uncertainty(x), ValueError, "no decomposition"),
         "noise": (lambda: post.predict(x, noise=True), ValueError, "noise of a Gaussian likelihood"),
-        "tuning": (lambda: co.evidence.maximize(post, "noise"), ValueError, "no noise that is a single number"),
+        "tuning": (lambda: co.evidence.maximize(post, "noise"), ValueError, "no noise that is one number"),
     }
     for call, kind, message in asked.values():
         with pytest.raises(kind, match=message):
@@ -185,7 +185,7 @@ def test_a_posterior_is_saved_and_asks_for_its_loss(tmp_path: Any) -> None:
     model, x, y, _ = dense("huber")
     post = co.laplace(co.linearize(model, (x, y), nn.HuberLoss(delta=0.7)), co.KFAC, 2.0, check_mode=False)
     post.save(tmp_path / "post")
-    with pytest.raises(ValueError, match=r"likelihood of this posterior, FromLoss\(HuberLoss\(delta=0.7\)\).*again"):
+    with pytest.raises(ValueError, match=r"likelihood, FromLoss\(HuberLoss\(delta=0.7\)\), cannot be saved"):
         co.load(tmp_path / "post", model)
     with pytest.raises(ValueError, match="is not that of the saved"):
         co.load(tmp_path / "post", model, likelihood=nn.HuberLoss(delta=0.1))
@@ -233,7 +233,7 @@ def test_a_loss_that_is_not_convex_or_does_not_curve_says_so() -> None:
     with pytest.raises(ValueError, match="no second derivatives.*EmpiricalFisher"):
         co.GGN(lin).to_dense()
     lin = co.linearize(Net(1), (x, reals(1)), co.likelihoods.FromLoss(nn.HuberLoss()))
-    with pytest.raises(ValueError, match="had targets of shape"):  # torch would broadcast it
+    with pytest.raises(ValueError, match="had targets"):  # torch would broadcast it
         co.laplace(lin, co.GGN, 1.0, check_mode=False).log_likelihood(x, reals())
 
 

@@ -1,6 +1,6 @@
 """Losses of torch mean what torch computes: against the losses themselves, on every shape that they take.
 
-Tests `layout.py`.
+Tests `inputs.py`, `conversions.py`.
 """
 
 from __future__ import annotations

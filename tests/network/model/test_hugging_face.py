@@ -305,7 +305,7 @@ def test_solves_converge_on_a_half_precision_base(name: str) -> None:
 
 
 def test_a_model_output_is_no_tensor_of_outputs() -> None:
-    with pytest.raises(TypeError, match=r"SequenceClassifierOutput, .* wrap it so that forward returns outputs.logits"):
+    with pytest.raises(TypeError, match=r"SequenceClassifierOutput, .* let forward return outputs.logits"):
         linearized(bare("bert", "sdpa").eval())
 
 

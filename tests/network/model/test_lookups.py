@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from curvops.network.model.lookups import PlainLookups
+from curvops.network.model.fused_kernels import PlainLookups
 from tests import zoo_modules as parts
 from tests.network.products import WAYS, agree, columns, dense, push, walk
 from tests.zoo import Network, _tokens, dense_jacobian

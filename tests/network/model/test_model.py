@@ -91,7 +91,7 @@ def test_sequences_become_rows_of_one_shape() -> None:
     free = outputs(network, x[:, :3])
     assert network.fix_layout(x)[0].output_shape == (5, 3)
     torch.testing.assert_close(outputs(network, x).unflatten(1, (5, 3))[:, :3].flatten(1), free)
-    with pytest.raises(ValueError, match=r"returns shape \(2, 4, 3\), but \(N, 5, 3\) for the first points"):
+    with pytest.raises(ValueError, match=r"returns \(2, 4, 3\), but \(N, 5, 3\) for the first points"):
         outputs(network, x[:, :4])
 
 

@@ -3,12 +3,12 @@
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from curvops.distributed_types import has_hooks, unsharded_class
 from curvops.network.engines.rules.convolution import ConvolutionRule, TransposedConvolutionRule
 from curvops.network.engines.rules.embedding import EmbeddingBagRule, EmbeddingRule
-from curvops.network.engines.rules.linear import BilinearRule, LinearRule, TransposedLinearRule
+from curvops.network.engines.rules.linear import LinearRule, TransposedLinearRule
 from curvops.network.engines.rules.norm import ScaleRule
 from curvops.network.engines.rules.rule import Local, Rule
-from curvops.network.model.shards import has_hooks, unsharded_class
 
 __all__ = ["RULES", "Local", "Rule", "rule_for", "rule_of"]
 
@@ -17,7 +17,6 @@ RULES: dict[type | str, Rule] = {
     nn.Linear: LinearRule(),
     NonDynamicallyQuantizableLinear: LinearRule(),  # the output projection of attention
     "transformers.pytorch_utils.Conv1D": TransposedLinearRule(),
-    "transformers.modeling_utils.Conv1D": TransposedLinearRule(),  # its place before version 4.16
     nn.Conv1d: ConvolutionRule(),
     nn.Conv2d: ConvolutionRule(),
     nn.Conv3d: ConvolutionRule(),
@@ -26,7 +25,6 @@ RULES: dict[type | str, Rule] = {
     nn.ConvTranspose3d: TransposedConvolutionRule(),
     nn.Embedding: EmbeddingRule(),
     nn.EmbeddingBag: EmbeddingBagRule(),
-    nn.Bilinear: BilinearRule(),
     nn.LayerNorm: ScaleRule(leading=False),
     nn.RMSNorm: ScaleRule(leading=False),
     nn.GroupNorm: ScaleRule(leading=True),

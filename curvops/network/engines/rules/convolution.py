@@ -5,7 +5,6 @@ The channels of such a wide convolution are ordered by group, column and channel
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,8 +23,7 @@ class ConvolutionRule(Rule):
 
     transposed = False
 
-    def keep(self, layer: _ConvNd, *inputs: Any) -> Tensor:
-        a: Tensor = inputs[0]
+    def keep(self, layer: _ConvNd, a: Tensor) -> Tensor:
         if not _is_kept_padded(layer):
             return a
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
@@ -90,19 +88,6 @@ class ConvolutionRule(Rule):
     def right(self, layer: _ConvNd, kept: Tensor, names: tuple[str, ...]) -> Tensor:
         """Return the right side, with q the entries of a patch."""
         return _grouped_patches(layer, kept, "bias" in names)
-
-    def pixels(self, layer: _ConvNd, kept: Tensor) -> Tensor:
-        return kept.unflatten(1, (layer.groups, -1)).movedim(2, -1)
-
-    def patch_products(self, layer: _ConvNd, products: Tensor) -> Tensor:
-        """Return Σ_o x_(t+o)·x'_(u+o) over the entries o of the kernel, one dimension after the other."""
-        dims, padding = len(_kernel(layer)), _both_sides(_padding(layer))
-        products = F.pad(products, (0, 0, *padding, 0, 0, *padding))
-        for i, (span, stride, dilation) in enumerate(_steps(layer)):
-            for side in (i, i + dims + 1):
-                products = products.unfold(side, span, stride)[..., ::dilation]
-            products = functools.reduce(torch.add, products.diagonal(0, -2, -1).unbind(-1))
-        return products
 
     def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
         return output[0].numel() * layer.weight[0].numel()

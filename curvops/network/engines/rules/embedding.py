@@ -21,9 +21,8 @@ class TableRule(Rule):
 
     matrix_is_transposed = True
 
-    def keep(self, layer: Any, *inputs: Any) -> Tensor:
-        indices: Tensor = inputs[0].long()  # torch counts, scatters and fills only with this dtype
-        return indices
+    def keep(self, layer: Any, a: Tensor) -> Tensor:
+        return a.long()  # torch counts, scatters and fills only with this dtype
 
     def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
         """Return the indices (n, 1, t)."""

@@ -1,4 +1,4 @@
-"""Linear layers, layers that store their weight transposed, and bilinear layers, linear in a product of two inputs."""
+"""Linear layers, and layers that store their weight transposed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvops.network.engines.rules.rule import Local, Rule
 
@@ -35,11 +35,12 @@ class LinearRule(Rule):
         if kept.ndim > 2:
             s = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2)
         flat = s.reshape(-1, columns * out)
-        grads = {
-            "weight": lambda: (flat.mT @ a).view(columns, out, -1),
-            "bias": lambda: flat.sum(0).view(columns, out),
-        }
-        return {name: grads[name]() for name in names}
+        gradients: Local = {}
+        if "weight" in names:
+            gradients["weight"] = (flat.mT @ a).view(columns, out, -1)
+        if "bias" in names:
+            gradients["bias"] = flat.sum(0).view(columns, out)
+        return gradients
 
     def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         a = kept.reshape(kept.shape[0], -1, kept.shape[-1])
@@ -85,44 +86,3 @@ def _transpose(tensors: Mapping[str, Tensor]) -> Local:
 def with_ones(right: Tensor) -> Tensor:
     """Return `right` (n, g, t, q) with a last column of ones, which stands for the bias."""
     return torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
-
-
-OUTER = LinearRule()
-
-
-class BilinearRule(Rule):
-    """The rule of y = x₁ᵀ W x₂ + b, with the two inputs kept side by side on the last dimension.
-
-    It has no left side: with an outer product of inputs, the factors would have the squares of the inputs' sizes.
-    """
-
-    operands = 2
-
-    def keep(self, layer: nn.Bilinear, *inputs: Any) -> Tensor:
-        return torch.cat(inputs, -1)
-
-    def push(self, layer: nn.Bilinear, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
-        flat = {name: tangent.flatten(2) if name == "weight" else tangent for name, tangent in tangents.items()}
-        return OUTER.push(layer, _outer(layer, kept), flat)
-
-    def pull(self, layer: nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        return _unflatten_weight(layer, OUTER.pull(layer, _outer(layer, kept), s, names))
-
-    def rows(self, layer: nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        return _unflatten_weight(layer, OUTER.rows(layer, _outer(layer, kept), s, names))
-
-    def multiply_adds(self, layer: nn.Bilinear, output: Tensor) -> int:
-        return output[0].numel() * layer.weight[0].numel()
-
-
-def _outer(layer: nn.Bilinear, kept: Tensor) -> Tensor:
-    first, second = kept.split(list(layer.weight.shape[1:]), -1)
-    return (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2)
-
-
-def _unflatten_weight(layer: nn.Bilinear, gradients: Local) -> Local:
-    """Return gradients with the weight's two input dimensions separated."""
-    return {
-        name: value.unflatten(-1, layer.weight.shape[1:]) if name == "weight" else value
-        for name, value in gradients.items()
-    }

@@ -26,8 +26,7 @@ class ScaleRule(Rule):
             return tracked and not layer.training
         return not tracked or not layer.training
 
-    def keep(self, layer: Any, *inputs: Any) -> Tensor:
-        (a,) = inputs
+    def keep(self, layer: Any, a: Tensor) -> Tensor:
         if isinstance(layer, nn.GroupNorm):
             return F.group_norm(a, layer.num_groups, eps=layer.eps)
         if isinstance(layer, nn.LayerNorm):

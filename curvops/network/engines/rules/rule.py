@@ -12,21 +12,17 @@ Local = dict[str, Tensor]
 
 
 class Rule(ABC):
-    """The products of a kind of layer with its own parameters, for one call on a batch of n points.
+    """The products of a kind of layer with its own parameters, for one call with one tensor of n points."""
 
-    A layer that is called with a number of tensors other than `operands` has no rule.
-    """
-
-    operands = 1
     matrix_is_transposed = False
 
     def supports(self, layer: Any) -> bool:
         """Return whether a layer of this class is configured so that the rule holds."""
         return True
 
-    def keep(self, layer: Any, *inputs: Any) -> Tensor:
-        """Turn the layer's inputs into the tensor that is stored."""
-        return inputs[0]
+    def keep(self, layer: Any, a: Tensor) -> Tensor:
+        """Turn the layer's input into the tensor that is stored."""
+        return a
 
     @abstractmethod
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
@@ -61,11 +57,3 @@ class Rule(ABC):
         of the bias, (g·p).
         """
         raise NotImplementedError  # there is no left side
-
-    def pixels(self, layer: Any, kept: Tensor) -> Tensor | None:
-        """Return the input (n, g, *size, c) if the right side consists of patches of it, otherwise None."""
-        return None
-
-    def patch_products(self, layer: Any, products: Tensor) -> Tensor:
-        """Return inner products of patches, (*t, n, *u, m), from those of their pixels, (*size, n, *size', m)."""
-        raise NotImplementedError  # there are no patches

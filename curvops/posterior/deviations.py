@@ -1,0 +1,568 @@
+"""Draws of N(0, T P⁻¹) by perturbing and solving: P z = Aθ⁰ + Sε, in weight space, function space, or by minibatches.
+
+Papandreou & Yuille 2010; for linearised networks Antorán et al. 2023. G = S Sᵀ is the curvature with its square root,
+a block of columns per point; ε is standard normal and θ⁰ ~ N(0, A⁻¹). A given noise, kept as a seed, has one solution,
+whatever the method and the prior precision.
+
+Stochastic descent minimises one of two losses. In L(z) = ½‖ε − Sᵀz‖² + ½‖z − θ⁰‖²_A each minibatch contains the noise
+of its data; in L′(z) = ½‖Sᵀz‖² + ½‖z − θⁿ‖²_A with θⁿ = θ⁰ + A⁻¹Sε this noise is summed once, beforehand. Both have the
+same minimiser. There, the gradient noise of L′ is below that of L if Σ tr(M_iΣM_i) < ½ Σ tr M_i, with M_i the curvature
+of point i; L is better if points determine many weights each, near interpolation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.checkpoint import Checkpoint, current, named_part
+from curvops.checks import carries_graph, check_choice, checked_number, checked_whole
+from curvops.errors import DivergenceError, NotSolvedError
+from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
+from curvops.linalg.core.memory import PRODUCT_VECTORS, Memories, hold, solve_width
+from curvops.linalg.core.results import Reasoned
+from curvops.linalg.core.sharded import SEED
+from curvops.linalg.core.solve_routes import CLOSED_FORM, EPOCHS, METHODS, SKETCHED, directions_pay
+from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.vectors import inner, join, norm
+from curvops.linalg.estimators.hutchinson import sample_mean
+from curvops.linalg.solvers.systems import join_solutions
+from curvops.network import PointNormals
+from curvops.operators import Linearization
+from curvops.operators.curvatures.curvature import CurvatureRoot, root_of
+from curvops.posterior.core.terms import PrecisionTerms, Prior
+from curvops.posterior.solves.function_space import REMEDIES
+from curvops.posterior.solves.precision import for_columns, preconditioner, route_of
+from curvops.progress import as_step, at_work, remark
+from curvops.summary import Summarised
+
+DRAWN_TOGETHER = 8
+"""How many draws of a matrix without a square root are made at once, whatever the memory."""
+STREAMS = OF_CURVATURE, OF_PRIOR, FURTHER = range(3)
+"""The number of independent streams per draw: the terms of a draw take their numbers from different streams."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Standard normal numbers for `count` draws of a posterior, stored as a seed and generated where they are used.
+
+    Each draw has its own numbers: the first draws of two noises with the same seed are equal, whatever the batches and
+    the memory budget.
+    """
+
+    seed: int
+    count: int
+    num_parameters: int
+    num_data: int
+    data: int
+    """The fingerprint of the training data in their order."""
+
+    @classmethod
+    def draw(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
+        """Make new noise for the posteriors of a linearisation."""
+        seed = PointNormals.drawn(generator).seed
+        if lin.ranks is not None:
+            lin.ranks.require_equal({SEED: seed})
+        return cls(seed, count, len(lin.theta), lin.num_data, lin.data.prints.order)
+
+    def require_of(self, lin: Linearization, k: int) -> None:
+        """Raise ValueError if the noise belongs to another problem, or to fewer draws."""
+        own = (lin.num_parameters, lin.num_data, lin.data.prints.order)
+        if (self.num_parameters, self.num_data, self.data) != own:
+            raise ValueError(
+                f"the noise belongs to {self.num_data} points and {self.num_parameters} weights, or to other data, but "
+                f"this posterior has {lin.num_data} and {lin.num_parameters}; leave noise out to draw it anew."
+            )
+        if k > self.count:
+            raise ValueError(f"k={k}, but the noise is for {self.count} draws; pass k={self.count} or fewer.")
+
+    def of_data(self, per_point: int, columns: range, like: Tensor) -> Float[Tensor, "NR k"]:
+        """Return standard normal columns for the square root of the curvature, the same number for each point."""
+        numbers = PointNormals(self.seed).block(columns, slice(0, self.num_data), per_point, like)
+        return numbers.flatten(1).mT
+
+    def of_curvature(self, curvature: LinearOperator, columns: range) -> Float[Tensor, "D k"]:
+        """Draw from N(0, G) for a curvature without a square root by points."""
+        return self._drawn(OF_CURVATURE, curvature, columns)
+
+    def of_prior(self, prior: Prior, columns: range, like: Tensor) -> Float[Tensor, "D k"]:
+        """Draw ξ from N(0, A)."""
+        if prior.diagonal is None:
+            assert isinstance(prior.precision, LinearOperator)
+            return self._drawn(OF_PRIOR, prior.precision, columns)
+        scale = prior.diagonal.sqrt()
+        rows = torch.empty(len(columns), self.num_parameters, dtype=like.dtype, device=like.device)
+        for column, row in zip(columns, rows):
+            row.normal_(generator=self._generator(column, OF_PRIOR, like.device))
+        return rows.mT * (scale if scale.ndim == 0 else scale.unsqueeze(-1))
+
+    def generator(self, device: Any) -> torch.Generator:
+        """Return a generator of further numbers."""
+        return self._generator(0, FURTHER, device)
+
+    def _drawn(self, part: int, operator: LinearOperator, columns: range) -> Tensor:
+        if not is_psd(operator):  # its parts have no root, but a shift makes the whole definite
+            operator = operator.add_diagonal(0.0)
+        blocks = []
+        for start in range(columns.start - columns.start % DRAWN_TOGETHER, columns.stop, DRAWN_TOGETHER):
+            drawn = draw(operator, DRAWN_TOGETHER, self._generator(start, part, operator.device))
+            blocks.append(drawn[:, max(0, columns.start - start) : columns.stop - start])
+        return join(*blocks)
+
+    def _generator(self, column: int, part: int, device: Any) -> torch.Generator:
+        return torch.Generator(device=device).manual_seed(self.seed + len(STREAMS) * column + part)
+
+
+@dataclass(frozen=True, eq=False)
+class Systems:
+    """P = G + A with the right-hand sides of some draws; every method starts from these."""
+
+    terms: PrecisionTerms
+    noise: Noise
+    columns: range
+    """The positions of these draws in the noise."""
+    route: str
+    precision: Any
+
+    @property
+    def count(self) -> int:
+        """k, the number of draws."""
+        return len(self.columns)
+
+    @property
+    def memories(self) -> Memories:
+        """The memory budgets that the draws count against; a structured P does not hold them."""
+        return frozenset((self.terms.lin.memory,))
+
+    @property
+    def at_a_time(self) -> tuple[int, int]:
+        """Return how many draws fit into memory at once, and the bytes to hold in addition to their solves."""
+        return solve_width(self.precision, self.count, self.memories)
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the weights' dtype and device."""
+        return self.terms.curvature.representation()[0]
+
+    @property
+    def root(self) -> CurvatureRoot | None:
+        """The root S, if the curvature has such a root by points; otherwise None."""
+        return root_of(self.terms.curvature)
+
+    def of_prior(self) -> Float[Tensor, "D k"]:
+        """Return Aθ⁰ ~ N(0, A)."""
+        return self.noise.of_prior(self.terms.prior, self.columns, self.like)
+
+    def of_points(self, root: CurvatureRoot) -> Float[Tensor, "NR k"]:
+        """Return the white noise ε."""
+        return self.noise.of_data(root.columns_a_point, self.columns, self.like)
+
+    def right_sides(self) -> Float[Tensor, "D k"]:
+        """Return Aθ⁰ + Sε ~ N(0, P).
+
+        For an indefinite G, or if P is not exactly G + A, these are draws from N(0, P) itself.
+        """
+        curvature, root = self.terms.curvature, self.root
+        if not is_psd(curvature) or self.terms.sum.error is not None:
+            return self.noise.of_curvature(self.precision, self.columns)
+        if root is None:
+            return self.of_prior() + self.noise.of_curvature(curvature, self.columns)
+        return self.of_prior() + root._matmul(self.of_points(root))
+
+
+LOSSES = ("low_variance", "standard")
+POWER_STEPS, POWER_BATCHES = 8, 3
+GROWN = 100.0
+"""The factor by which the gradient exceeds the right-hand side once a descent has diverged."""
+MOST_HALVINGS = 12
+RANGES = {"step_size": "(0, inf)", "momentum": "[0, 1)", "final": "(0, 1]", "averaging": "(0, 1]", "clip": "(0, inf)"}
+CHECK_EVERY = 5
+"""The number of epochs between two checks of the true residual, each of which costs as much as an epoch."""
+
+
+@dataclass(frozen=True)
+class StochasticDescent:
+    """Minibatch gradient descent with Nesterov momentum, a linearly decaying step, clipping and averaging.
+
+    Args:
+        loss: "low_variance" for L′, "standard" for L.
+        batch_size: the number of points per step; the points of a step come from one batch of the data.
+        epochs: the number of passes over the data.
+        step_size: the first step, relative to the prior's precision (steps are A⁻¹ times the gradient). None is 1/λ,
+            with λ the largest eigenvalue of A⁻¹P on a few minibatches by power iterations. If a given step size
+            diverges, that is an error; the default one is halved instead.
+        momentum: the momentum, in [0, 1).
+        final: the last step as a fraction of the first.
+        averaging: the weight of the newest iterate in the average that is returned (Polyak & Juditsky 1992).
+        clip: the largest allowed gradient of a draw, as a multiple of the length of its right-hand side.
+
+    Examples:
+        >>> method = co.posterior.StochasticDescent(epochs=50, batch_size=4)
+        >>> method.momentum
+        0.9
+    """
+
+    loss: str = "low_variance"
+    batch_size: int = 256
+    epochs: int = EPOCHS
+    step_size: float | None = None
+    momentum: float = 0.9
+    final: float = 1 / 330
+    averaging: float = 0.01
+    clip: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_choice("loss", self.loss, LOSSES)
+        for name in ("batch_size", "epochs"):
+            checked_whole(name, getattr(self, name))
+        for name, interval in RANGES.items():
+            if name != "step_size" or self.step_size is not None:
+                checked_number(name, getattr(self, name), interval)
+
+    def solve(self, systems: Systems, x0: Float[Tensor, "D k"] | None, rtol: float) -> Solution:
+        """Find the minimiser for each column; a checkpoint is written after an epoch."""
+        kept = named_part("descent", systems.like.device)
+        if kept.done:
+            return kept.result(Solution)
+        generator = kept.source("generator", systems.noise.generator("cpu"), torch.device("cpu"))
+        assert generator is not None
+        problem = _Problem(self, systems, generator)
+        known = None if kept.state is None else _AfterEpoch(**kept.state)
+        if known is not None:
+            problem.passes, longest, halvings = known.passes, known.longest, known.halvings
+        else:
+            longest, halvings = problem.step() if self.step_size is None else float(self.step_size), 0
+        step = longest / 2**halvings
+        with at_work("stochastic gradient descent", None, None, systems.precision):
+            while halvings < MOST_HALVINGS:
+                start = known or _AfterEpoch.before(problem.right, x0, longest, halvings)
+                try:
+                    found = problem.descend(start, rtol, kept)
+                except DivergenceError:
+                    if self.step_size is not None:
+                        raise DivergenceError(
+                            f"the gradient grew to {GROWN:g} times the right-hand side with step_size={step:g}; try "
+                            f"step_size={min(problem.step(), step / 2):.2g}, or None."
+                        ) from None
+                    known, halvings, step = None, halvings + 1, step / 2
+                else:
+                    return kept.finish(found)
+        raise DivergenceError(f"no step size from {longest:.2g} down to {step:.2g} converges; use method='cg'.")
+
+
+@dataclass(eq=False)
+class _AfterEpoch:
+    """The state of a descent after an epoch; the next epoch changes it in place."""
+
+    longest: float
+    """The first step size, before any halving."""
+    halvings: int
+    z: Float[Tensor, "D k"]
+    velocity: Float[Tensor, "D k"]
+    average: Float[Tensor, "D k"]
+    history: list[Float[Tensor, " k"]]
+    epoch: int = 0
+    count: int = 0
+    passes: float = 0.0
+
+    @classmethod
+    def before(cls, right: Tensor, x0: Tensor | None, longest: float, halvings: int) -> _AfterEpoch:
+        """Return the state before the first epoch."""
+        z = torch.zeros_like(right) if x0 is None else x0.clone()
+        return cls(longest, halvings, z, torch.zeros_like(z), z.clone(), [])
+
+
+class _Problem:
+    """The systems of one run, with a count of the passes over the data."""
+
+    def __init__(self, options: StochasticDescent, systems: Systems, generator: torch.Generator) -> None:
+        root, A = systems.root, systems.terms.A
+        assert root is not None
+        self.options, self.generator, self.passes = options, generator, 0.0
+        self.root, self.prior, self.precision = root, systems.terms.prior, systems.precision
+        self.of_prior, self.points = systems.of_prior(), systems.of_points(root)
+        self.right = self.of_prior + root._matmul(self.points)
+        self.scale = torch.ones_like(self.right[:1, :1]) if A is None else torch.atleast_1d(A.detach()).unsqueeze(-1)
+
+    def gradient(self, z: Tensor, chosen: Tensor, piece: CurvatureRoot) -> Tensor:
+        """Return an unbiased gradient of the loss at z from some points."""
+        lin, per_point = self.root.lin, self.root.columns_a_point
+        factor = lin.num_data / len(chosen)
+        pushed = piece._t_matmul(z)
+        if self.options.loss == "standard":
+            pushed = pushed - self.points.unflatten(0, (-1, per_point))[chosen].flatten(0, 1)
+            offset = self.of_prior
+        else:
+            offset = self.right
+        return factor * piece._matmul(pushed) + self._of_prior(z) - offset
+
+    def _of_prior(self, z: Tensor) -> Tensor:
+        precision = self.prior.precision
+        return self.scale * z if isinstance(precision, Tensor) else precision._matmul(z)
+
+    def step(self) -> float:
+        """Return 1/λ_max of A⁻¹(N/n S_b S_bᵀ + A), with λ_max the largest over a few minibatches."""
+        largest, first = 0.0, self.right[:, :1]
+        for index, (chosen, piece) in enumerate(self.root.minibatches(self.options.batch_size, self.generator)):
+            if index == POWER_BATCHES:
+                break
+            factor = self.root.lin.num_data / len(chosen)
+            v = first / _length(first)
+            for _ in range(POWER_STEPS):
+                image = (factor * piece._matmul(piece._t_matmul(v)) + self._of_prior(v)) / self.scale
+                size = _length(image)
+                largest = max(largest, float(size))
+                v = image / size
+            self.passes += POWER_STEPS * len(chosen) / self.root.lin.num_data / self.right.shape[1]
+        return 1 / largest
+
+    def residuals(self, z: Tensor) -> Tensor:
+        """Return the true relative residuals."""
+        self.passes += 1
+        return norm(self.right - self.precision._matmul(z)) / norm(self.right)
+
+    def descend(self, at: _AfterEpoch, rtol: float, kept: Checkpoint) -> Solution:
+        """Run the remaining epochs, or as many as are needed to reach rtol."""
+        options, step = self.options, at.longest / 2**at.halvings
+        size = _length(self.right / self.scale)
+        total = options.epochs * sum(math.ceil(n / options.batch_size) for n in self.root.lin.data.sizes)
+        while at.epoch < options.epochs:
+            for chosen, piece in self.root.minibatches(options.batch_size, self.generator):
+                gradient = self.gradient(at.z + options.momentum * at.velocity, chosen, piece) / self.scale
+                lengths = _length(gradient) / size
+                if not float(lengths.max()) < GROWN * max(1.0, math.sqrt(self.root.lin.num_data / len(chosen))):
+                    raise DivergenceError
+                gradient = gradient / (lengths / options.clip).clamp_min(1.0)
+                rate = step * (1 - (1 - options.final) * at.count / total)
+                at.velocity = options.momentum * at.velocity - rate * gradient
+                at.z = at.z + at.velocity
+                at.count += 1
+                at.average += max(options.averaging, 1 / at.count) * (at.z - at.average)
+            at.epoch += 1
+            self.passes += 1
+            as_step(self.right.shape[1], lambda: None)
+            if at.epoch % CHECK_EVERY == 0 or at.epoch == options.epochs:
+                residuals = self.residuals(at.average)
+                at.history.append(residuals.double().cpu())
+                worst = float(residuals.max())
+                remark(lambda worst=worst: f"residual {worst:.1e}")  # type: ignore[misc]
+                if worst <= rtol:
+                    break
+            at.passes = self.passes
+            kept.save(partial(vars, at))
+        return self._solution(at, rtol)
+
+    def _solution(self, at: _AfterEpoch, rtol: float) -> Solution:
+        final = at.history[-1]
+        reasons = tuple(Reason.CONVERGED if r <= rtol else Reason.ITERATION_LIMIT for r in final.tolist())
+        return Solution(
+            at.average,
+            reasons,
+            final <= rtol,
+            final,
+            torch.full_like(final, math.nan),
+            at.count,
+            round(self.passes * len(final)),
+            torch.stack(at.history),
+        )
+
+
+def _length(V: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:
+    """Return the norms of columns, in their own dtype."""
+    return norm(V).to(V.dtype)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Deviations(Summarised, Reasoned):
+    """Draws of a posterior minus its mean, with a report on how they were computed.
+
+    ``draws`` (k, D) are distributed as N(0, T P⁻¹). ``relative_residuals`` are ‖b − P z‖/‖b‖ of each draw's own
+    system, recomputed by a product in weight space for every method. ``matvecs`` counts products with the curvature,
+    including checks (in function space, products with its Gram matrix, which cost as much; for "sgd", passes over the
+    data). ``history`` holds the relative residuals of the method's own recursion, a row per iteration ("sgd": per
+    check). ``noise`` gives the same draws again, or the corresponding ones under another prior precision.
+
+    Examples:
+        >>> deviations = post.deviations(3, generator=torch.Generator().manual_seed(0))
+        >>> deviations.draws.shape, deviations.reasons[0].name
+        (torch.Size([3, 17]), 'CONVERGED')
+    """
+
+    draws: Float[Tensor, "k D"]
+    noise: Noise
+    method: str
+    reasons: tuple[Reason, ...]
+    relative_residuals: Float[Tensor, " k"]
+    matvecs: int
+    history: Float[Tensor, "steps k"]
+
+    def _numbers(self) -> dict[str, Tensor]:
+        return {"relative residual": self.relative_residuals}
+
+    @property
+    def converged(self) -> bool:
+        """Whether every draw reached the tolerance, or the limit of the dtype."""
+        return self.accepted
+
+
+def draw_deviations(
+    terms: PrecisionTerms,
+    temperature: float,
+    k: int,
+    noise: Noise,
+    method: Any,
+    x0: Float[Tensor, "D k"] | None,
+    rtol: float,
+) -> Deviations:
+    """Draw from N(0, T P⁻¹); "cg" and closed forms have gradients in P.
+
+    Raises NotSolvedError if a draw failed, ValueError for a method that does not fit, and TypeError for one that does
+    not exist.
+    """
+    root = math.sqrt(temperature)
+    asked = "sgd" if isinstance(method, StochasticDescent) else method
+    if not (asked is None or isinstance(asked, str)):
+        raise TypeError(
+            f"method must be one of {tuple(METHODS)}, a co.posterior.StochasticDescent or None, got {method!r}."
+        )
+    if asked is not None:
+        check_choice("method", asked, METHODS)
+    route, why_not = route_of(terms, k, asked)
+    if route is None:
+        kind = type(terms.curvature).__name__
+        raise ValueError(f"method={asked!r} does not fit {kind} + prior: {why_not}; use method='cg'.")
+    P = for_columns(terms, k) if route.name == "formed matrix" else terms.precision
+    named = asked or next(name for name, served in METHODS.items() if route.name in served)
+    x0 = x0 if x0 is None or root == 1 else x0 / root
+    if current() and carries_graph(P.representation()):
+        raise ValueError(
+            "a checkpoint saves no gradient, but the prior precision or the noise requires one: detach it, or leave "
+            "out checkpoint."
+        )
+    if named == CLOSED_FORM:
+        found = _by_closed_form(terms, P, k, noise, x0, rtol)
+    else:
+        chosen = method if isinstance(method, StochasticDescent) else StochasticDescent() if named == "sgd" else named
+        found = _solve(Systems(terms, noise, range(k), route.name, P), chosen, x0, rtol)
+    draws, history = found.x.mT, found.history
+    drawn = Deviations(draws, noise, named, found.reasons, found.relative_residuals, found.matvecs, history)
+    if not found.accepted:
+        raise NotSolvedError(drawn, rtol, REMEDIES)
+    return drawn if root == 1 else replace(drawn, draws=draws * root)
+
+
+def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Solution:
+    """Solve for draws at temperature 1, as many at once as fit into memory; failures are returned as reasons."""
+    carried = carries_graph(systems.precision.representation())
+    width, beside = systems.at_a_time
+    if current() or width >= systems.count or carried:
+        return _solve_together(systems, chosen, x0, rtol)
+    draws, found = systems.like.new_empty(systems.count, systems.precision.shape[-1]), []
+    for start in range(0, systems.count, width):
+        part = slice(start, start + width)
+        with hold(systems.memories, beside):
+            guess = None if x0 is None else x0[:, part]
+            each = _solve_together(replace(systems, columns=systems.columns[part]), chosen, guess, rtol)
+        found.append(replace(each, x=draws[part].copy_(each.x.mT).mT))
+        del each  # the solution's own buffers
+    return join_solutions(found, draws.mT)
+
+
+def _solve_together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Solution:
+    if chosen == "cg":
+        return _in_weight_space(systems, x0, rtol)
+    if chosen != "dual":
+        with torch.no_grad():
+            return chosen.solve(systems, x0, rtol)
+    block = systems.count * systems.precision.shape[-1] * systems.like.element_size()
+    # The vectors of the dual solve are short, so what the products before and after it take is counted here.
+    with torch.no_grad(), hold(systems.memories, PRODUCT_VECTORS * block):
+        return _in_function_space(systems, x0, rtol)
+
+
+def _by_closed_form(terms: PrecisionTerms, P: Any, k: int, noise: Noise, x0: Tensor | None, rtol: float) -> Solution:
+    """Draw by the closed form's own root of P⁻¹, which loses fewer digits than a perturbation and a solve."""
+    if x0 is not None:
+        raise ValueError("x0 is the start of an iteration, and a closed form has none: leave x0 out.")
+    draws = draw(P.inverse(rtol), k, noise.generator(P.device), frozenset((terms.lin.memory,)))
+    none = torch.zeros(k, dtype=torch.float64)
+    return Solution(draws, (Reason.CONVERGED,) * k, none == 0, none, none, 0, 0, none.new_zeros(0, k))
+
+
+def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
+    P, right = systems.precision, systems.right_sides()
+    if systems.route in (SKETCHED, "cg") and not carries_graph(P.representation()):
+        M, spent = preconditioner(systems.terms, systems.count)
+        found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0, keep_directions=_directions(systems, M, rtol))
+        return replace(found, matvecs=found.matvecs + spent)
+    z = P.solve_to(right, rtol)  # exact if P is small or has a closed form; carries its gradient
+    with torch.no_grad():
+        residuals = _relative(right - P._matmul(z), right)
+    reasons = tuple(Reason.CONVERGED if r <= rtol else Reason.PRECISION_LIMIT for r in residuals.tolist())
+    none = residuals.new_full(residuals.shape, math.nan)
+    matvecs = len(z) + systems.count
+    return Solution(z, reasons, residuals <= rtol, residuals, none, 1, matvecs, residuals.unsqueeze(0))
+
+
+def _directions(systems: Systems, M: Any, rtol: float) -> int | None:
+    """Return 0 if conjugation to all directions takes more time, and much memory, than the products that it saves."""
+    lin, condition = systems.terms.lin, getattr(M, "condition", math.inf)
+    points_a_weight = lin.plan.forward * lin.num_data / lin.num_parameters
+    known = points_a_weight > 0 and not lin.plan.others
+    return 0 if known and not directions_pay(condition, rtol, systems.count, points_a_weight) else None
+
+
+def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
+    """Solve for z = θ⁰ + A⁻¹Sα with (I + SᵀA⁻¹S) α = ε − Sᵀθ⁰ (Matheron's rule).
+
+    The residual of P z is S times that of the dual system, so the tolerance is tightened until the true residual meets
+    it.
+    """
+    S, A = systems.root, systems.terms.A
+    assert S is not None and A is not None
+    inverse = (1 / A.detach()).expand(S.shape[-2])
+    start = inverse.unsqueeze(-1) * systems.of_prior()
+    points = systems.of_points(S)
+    dual = (S.mT @ Diagonal(inverse) @ S).add_diagonal(1.0)
+    wanted = points - S._t_matmul(start)
+    guess = None if x0 is None else points - S._t_matmul(x0)  # at the solution α = ε − Sᵀz
+    right = start / inverse.unsqueeze(-1) + S._matmul(points)
+    spent, goal = systems.count * (2 if guess is None else 3), rtol
+    M, sketched = preconditioner(systems.terms, systems.count, dual)
+    spent += sketched
+    while True:
+        found = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess)
+        z = start + inverse.unsqueeze(-1) * S._matmul(found.x)
+        residuals = _relative(right - systems.precision._matmul(z), right)
+        spent += found.matvecs + 2 * systems.count
+        if not found.accepted or bool((residuals <= rtol).all()) or goal <= 4 * torch.finfo(z.dtype).eps:
+            break
+        goal, guess = max(goal * min(0.1, float(rtol / residuals.max())), 2 * torch.finfo(z.dtype).eps), found.x
+    reasons = tuple(
+        reason if reason is not Reason.CONVERGED or residual <= rtol else Reason.PRECISION_LIMIT
+        for reason, residual in zip(found.reasons, residuals.tolist())
+    )
+    return Solution(
+        z, reasons, residuals <= rtol, residuals, found.backward_errors, found.iterations, spent, found.history
+    )
+
+
+def _relative(residual: Float[Tensor, "D k"], right: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:
+    """Return relative norms of columns, on the CPU."""
+    return (norm(residual) / norm(right)).double().cpu()
+
+
+def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
+    """Estimate tr(T P⁻¹ M) as the mean of zᵀM z over draws, with its standard error."""
+    vectors = draws.mT
+    samples = inner(vectors, M._matmul(vectors))
+    if len(samples) < 2:
+        raise ValueError("one draw gives no standard error: use two or more.")
+    return sample_mean(samples, len(samples))

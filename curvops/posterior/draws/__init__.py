@@ -1,1 +1,0 @@
-"""Draws from a posterior by solving linear systems, and their noise."""

@@ -1,1 +1,0 @@
-"""The log evidence of a posterior: determinants, parts, and records of tuning."""

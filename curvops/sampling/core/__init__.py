@@ -1,1 +1,0 @@
-"""Parts shared by all samplers: states, parameters as vectors, noise, schedules, metrics, log densities, the step."""

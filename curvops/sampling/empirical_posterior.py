@@ -1,0 +1,149 @@
+"""A posterior given by draws of the weights: predictions through the network itself, or through its linearisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.argument_types import Draws
+from curvops.checks import check_accuracy, check_choice, check_like
+from curvops.network.likelihoods import Likelihood
+from curvops.operators import Linearization
+from curvops.posterior.core.arguments import check_linearization, checked_count
+from curvops.posterior.predictions.answers import Uncertainty, decompose_drawn_numbers
+from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments, network_outputs
+from curvops.posterior.predictions.predictive import Predictive
+from curvops.sampling.chain_draws import checked_draws
+from curvops.sampling.diagnostics import effective_size
+from curvops.sampling.log_density import as_vectors
+
+THROUGH = ("network", "linearization")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EmpiricalPosterior(Predictive):
+    """The empirical distribution of draws of the weights, each equally probable; see `co.sampling.empirical`.
+
+    Every prediction is a mean over all draws; the errors of such means include the draws' autocorrelation and the
+    disagreement of the chains. `predict` returns the outputs' mean and covariance as those of a normal distribution.
+
+    Examples:
+        >>> draws = lin.theta + 0.1 * torch.randn(1, 20, 17, generator=torch.Generator().manual_seed(0))
+        >>> co.sampling.empirical(lin, draws).probabilities(x).shape
+        torch.Size([8, 2])
+    """
+
+    lin: Linearization
+    draws: Float[Tensor, "k D"]
+    """All draws, chain by chain."""
+    chains: int
+    through: str
+    _mean: Tensor
+
+    def _facts(self) -> tuple[str, ...]:
+        return (f"{len(self.draws)} draws of {self.chains} chains", f"through the {self.through}")
+
+    @property
+    def mean(self) -> Float[Tensor, " D"]:
+        """The mean of the draws, which is not the weights of the linearisation."""
+        return self._mean
+
+    def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
+        """Choose k of the draws at random, with replacement: independent draws of the empirical distribution.
+
+        Args:
+            k: the number of draws, at least 1.
+            generator: the source of the choice.
+            rtol: has no effect, since no solve is needed.
+
+        Returns:
+            The draws, (k, D).
+
+        Raises:
+            TypeError, ValueError: k is not a whole number of draws, or generator is not a torch.Generator.
+        """
+        check_accuracy(rtol, generator)
+        device = None if generator is None else generator.device
+        chosen = torch.randint(len(self.draws), (checked_count(k),), generator=generator, device=device)
+        return self.draws[chosen.to(self.draws.device)]
+
+    def _outputs(self) -> EmpiricalOutputs:
+        return EmpiricalOutputs(self.lin, self.draws, error=self._error_of_mean, through=self.through)
+
+    def _outputs_at(self, weights: Float[Tensor, "k D"]) -> EmpiricalOutputs:
+        # Draws that the user passes count as independent, like those from `sample`.
+        return EmpiricalOutputs(self.lin, weights, through=self.through)
+
+    def _error_of_mean(self, series: Float[Tensor, "k *N"]) -> Float[Tensor, "*N"]:
+        spread = series.std(0) if len(series) > 1 and series.numel() else torch.full_like(series[0], torch.inf)
+        return spread / effective_size(series.unflatten(0, (self.chains, -1))).sqrt().to(spread)
+
+
+@dataclass(frozen=True, eq=False)
+class EmpiricalOutputs(DrawnOutputs):
+    """The outputs at draws of the weights, around their own mean."""
+
+    through: str = field(kw_only=True)
+
+    def functions(self) -> Float[Tensor, "k N C"]:
+        return self._found
+
+    @cached_property
+    def _found(self) -> Float[Tensor, "k N C"]:
+        return network_outputs(self.lin, self.x, self.weights) if self.through == "network" else super().functions()
+
+    def moments(self, together: int | None = 1) -> OutputMoments:
+        outputs = self.functions()
+        mean = outputs.mean(0)
+        return mean, self.covariance_of(outputs - mean, together)
+
+    def uncertainty_of_numbers(self, likelihood: Likelihood) -> Uncertainty:
+        return decompose_drawn_numbers(likelihood, self.functions(), self.error)
+
+
+def empirical(lin: Linearization, draws: Draws, through: str = "network") -> EmpiricalPosterior:
+    """Make the empirical posterior from draws of the weights, such as those from `co.sampling.run`.
+
+    Args:
+        lin: the network, from `co.linearize`: its likelihood, and the weights θ̂ at which outputs are linearised.
+        draws: the result of `run`; or {parameter name: tensor (chain, draw, *shape)} of all parameters that `lin`
+            selects, or vectors (chain, draw, D) in its order.
+        through: "network" predicts with the network at each draw, f(x, θ_k); "linearization" with f(x, θ̂) +
+            J(x)(θ_k − θ̂), for draws near θ̂, as a Laplace posterior does.
+
+    Returns:
+        An `EmpiricalPosterior` with the methods of every posterior: `at`, `predict`, `functions`, `probabilities`,
+        `uncertainty`, `log_likelihood`, `sample`. The draws are copied into one matrix.
+
+    Raises:
+        TypeError, ValueError: draws have other parameters, shapes or dtypes, or are not finite, or there is only one
+            draw.
+
+    Cost of a prediction: a forward pass for each draw, many draws in one pass if `torch.func.vmap` can run the model
+    and memory has room; a product with J(x) for each draw if linearised.
+
+    Examples:
+        >>> draws = lin.theta + 0.1 * torch.randn(1, 20, 17, generator=torch.Generator().manual_seed(0))
+        >>> co.sampling.empirical(lin, draws).uncertainty(x).unit
+        'nats'
+    """
+    check_linearization(lin)
+    check_choice("through", through, THROUGH)
+    rows, chains = _matrix(lin, draws)
+    if len(rows) < 2:
+        raise ValueError("one draw has no spread: pass several, or predict with the network itself, lin.predict(x).")
+    return EmpiricalPosterior(lin, rows, chains, through, rows.mean(0))
+
+
+def _matrix(lin: Linearization, draws: Any) -> tuple[Float[Tensor, "k D"], int]:
+    """Return the draws as rows in the order of the selection, and the number of chains."""
+    checked = checked_draws(draws)
+    first = next(iter(checked.values()))
+    check_like("draws", first, lin.theta, "weights")
+    rows = as_vectors(lin, first if isinstance(draws, Tensor) else checked, 2, "draws")
+    return rows.flatten(0, 1).to(lin.theta.device), len(first)

@@ -1,1 +1,0 @@
-"""Learned normal distributions of the weights: variational families and Kalman filters."""

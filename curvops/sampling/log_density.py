@@ -1,0 +1,379 @@
+"""The log posterior of a network in the form of samplers: mean log-likelihood of a batch + log prior / N."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from curvops.argument_types import GivenBatch, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
+from curvops.checkpoint import identify
+from curvops.checks import check_like, check_shape, checked_whole
+from curvops.network import Batch, Model
+from curvops.network.data.batches import Batches, Reading, parts_of
+from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
+from curvops.network.data.shard import Shard
+from curvops.network.engines.engine import Engines
+from curvops.network.likelihoods import Likelihood, as_likelihood
+from curvops.network.likelihoods.conversions import interpretation_of
+from curvops.network.likelihoods.gaussian import needs_noise
+from curvops.network.trained.first_points import few_of, likelihood_at, output_shape, reading_for
+from curvops.network.walks.budget import Budget, default_budget
+from curvops.operators import Linearization, ShardedLinearization
+from curvops.posterior.core.terms import Prior
+from curvops.posterior.gaussians.updating import as_prior
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
+from curvops.process_group import Ranks
+from curvops.sampling.state import State, Structure
+
+SUBNETWORK = "subnetwork"
+"""The name of the single vector of parameters if a subnetwork is selected."""
+
+
+class Share(NamedTuple):
+    """The points of a minibatch that one rank holds, and the number of points that the minibatch has on all ranks."""
+
+    own: Any
+    points: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LogPosterior:
+    """A log posterior of a network: (params, batch) -> (1/n) Σ log p(y_i | x_i, params) + (1/N) log prior, in nats.
+
+    `co.sampling.log_posterior` makes it; it is defined up to a constant. Batches are (inputs, targets) of any size n,
+    as in `co.linearize`. Everything but the selected parameters keeps its value from the time of construction.
+
+    For a linearisation over a process group the sum is over the points of all ranks: each passes its own part of a
+    batch, all of its shard or what `co.sampling.minibatches` gives. All ranks have equal values and gradients.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> density
+        LogPosterior(17 weights, 8 points, prior 1)
+    """
+
+    model: Model
+    prior: Prior
+    data_size: int
+    weighted: bool = False
+    _spec: Any = field(default=None, repr=False)
+    _likelihood: list[Likelihood] = field(default_factory=list, repr=False)
+    _engines: list[Engines] = field(default_factory=list, repr=False)
+    """The engines that `record` made last."""
+    shard: Shard | None = field(default=None, repr=False)
+    """The data of this rank, for a linearisation over a process group."""
+
+    def __repr__(self) -> str:
+        return f"LogPosterior({len(self.model.theta)} weights, {self.data_size} points, prior {self.prior.printed})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_engines": []}  # they hold a pass
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """Copies of the selected parameters by name, with the values of the model: a start for a sampler."""
+        if self.model.selection.index is not None:
+            return {SUBNETWORK: self.model.theta.clone()}
+        return {name: value.clone() for name, value in self.model.values.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """Return by name what distinguishes this log posterior from others. Costs a pass over the weights."""
+        return {
+            **self.model.facts(),
+            "the likelihood": identify(self._spec),
+            "the prior's precision": identify(self.prior.precision),
+            "the prior's mean": identify(self.prior.mean),
+            "data_size": self.data_size,
+            "whether points have weights": self.weighted,
+        }
+
+    def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+        """Return mean log-likelihood of the batch + log prior / N, differentiable in params."""
+        return self.log_likelihood(params, batch) + self.log_prior(params) / self.data_size
+
+    @cached_property
+    def ranks(self) -> Ranks | None:
+        """The ranks of a process group that share the data; None if this process has all of them."""
+        return None if self.shard is None else self.shard.ranks
+
+    def log_likelihood(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
+        """Return the mean of log p(y | x, params) over the points of the batch, of all ranks."""
+        if self.ranks is None:
+            return self._log_probabilities(params, batch).mean()
+        points, own = self._own(batch)
+        replicas = {name: self.ranks.replicate(value) for name, value in params.items()}
+        total = self._sum(replicas, own)
+        return self.ranks.add_up(total) / points
+
+    def share(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
+        """Return this rank's part of the log posterior; the parts add up to the whole over the ranks."""
+        assert self.ranks is not None
+        points, own = self._own(batch)
+        return self._sum(params, own) / points + self.log_prior(params) / (self.data_size * self.ranks.size)
+
+    def _sum(self, params: Mapping[str, Tensor], own: Any) -> Float[Tensor, ""]:
+        """Return the sum of log p(y | x, params) over the points of a batch, which may have none."""
+        if own is not None and len(parts_of(own, self.weighted)[1]):
+            return self._log_probabilities(params, own).sum()
+        return 0 * torch.stack([value.sum() for value in self._values(params).values()]).sum()
+
+    def _log_probabilities(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, " n"]:
+        """Return log p(y | x, params) at each position of the batch."""
+        values = self._values(params)
+        given, targets, weights = parts_of(batch, self.weighted)
+        if not len(targets):
+            raise ValueError("the batch has no points, so its mean log-likelihood is undefined: leave it out.")
+        theta = self.model.theta
+        inputs = move(normalise(given), theta.device, theta.dtype)
+        likelihood = self._likelihood_at(inputs, targets)
+        outputs, layout = self.model(values, inputs), self.model.layout
+        assert layout is not None
+        if len(outputs) != len(targets):
+            raise ValueError(f"the batch has {len(outputs)} inputs, but targets of shape {tuple(targets.shape)}.")
+        y = layout.targets(move_tensor(targets, theta.device, theta.dtype))
+        w = None if weights is None else layout.weights(weights.to(theta))
+        return likelihood.log_prob(outputs, y, w)
+
+    def num_points(self, batch: GivenBatch) -> int:
+        """Return the number of points of a batch, of all ranks."""
+        return self._own(batch)[0]
+
+    def _own(self, batch: Any) -> tuple[int, Any]:
+        """Return the number of points of a batch, of all ranks, and this rank's part of it."""
+        if isinstance(batch, Share):
+            return batch.points, batch.own
+        n = len(parts_of(batch, self.weighted)[1])
+        if self.shard is None:
+            return n, batch
+        held = self.shard.num_own
+        if n != held:
+            raise ValueError(f"this batch has {n} of the {held} points of this rank: see co.sampling.minibatches.")
+        return self.data_size, batch
+
+    def require_all_data(self, batch: GivenBatch) -> None:
+        """Raise ValueError unless the batch contains all N points, which samplers that accept or reject need."""
+        n = self.num_points(batch)
+        if n != self.data_size:
+            raise ValueError(f"this batch has {n} of the {self.data_size} points: pass all, [(X, y)], or use sgld.")
+
+    def log_prior(self, params: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """Return −½ (θ − m)ᵀA(θ − m), the log prior up to a constant."""
+        gap = self._flat(params) - self.prior.mean
+        if self.prior.diagonal is not None:
+            return -0.5 * (self.prior.diagonal * gap.square()).sum()
+        held = gap.detach()
+        pull = self.prior.product(held)
+        return 0.5 * (pull * held).sum() - (pull * gap).sum()  # the gradient is −A(θ − m), whatever A's product records
+
+    @torch.no_grad()
+    def prior_and_gradient(
+        self, theta: Float[Tensor, "*k d"], structure: Structure
+    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
+        """Return log prior / N and its gradient at vectors of parameters; the precision is a number or a vector."""
+        A, m = self.prior.diagonal, self.prior.mean
+        assert A is not None
+        if A.ndim or m.ndim:
+            A, m = self._in_order(A, structure), self._in_order(m, structure)
+        gap = theta - m
+        pull = A * gap / self.data_size
+        return -0.5 * (pull * gap).sum(-1), pull.neg_()
+
+    def _in_order(self, vector: Float[Tensor, "*d"], structure: Structure) -> Float[Tensor, "*d"]:
+        """Return a vector that is ordered as `params` in the order of the parameters of this structure."""
+        names, selection = list(structure.unflatten(vector)) if vector.ndim else [], self.model.selection
+        if not names or names in ([SUBNETWORK], list(selection.names)):
+            return vector
+        parts = dict(zip(selection.names, vector.split([shape.numel() for shape in selection.shapes])))
+        return torch.cat([parts[name] for name in names])
+
+    def linearize(
+        self, weights: Float[Tensor, " D"], batch: GivenBatch, engines: Engines | None = None
+    ) -> Linearization:
+        """Linearise the network at a vector of weights (ordered as `params`), with a copy of one batch as its data.
+
+        Raises as `co.linearize` does for a batch. Costs a few passes over two points for the first batch and one such
+        pass for later ones, or none with the engines that `record` made for these weights and this batch.
+        """
+        likelihood, network, reading = self._reading(weights, batch)
+        data = Batches([batch], reading, hold=True)
+        memory = Budget(self._budget, self.model.theta.device)
+        if engines is None:
+            engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget)
+        assert network.layout is not None
+        shape = output_shape(likelihood, network.layout)
+        return Linearization(engines.model, data, likelihood, shape, "auto", memory, False, engines=engines)
+
+    def record(self, weights: Float[Tensor, " D"], batch: GivenBatch) -> tuple[Engines, Likelihood, Batch]:
+        """Record a pass over one batch for `score_and_diagonal`; return its engines, the likelihood and the batch.
+
+        It takes the same weights and raises the same errors as `linearize`. Engines that were checked for the last
+        batch are reused; they are checked again only if the pass was another one.
+        """
+        likelihood, network, reading = self._reading(weights, batch)
+        checked, held = reading.read_checked(batch), self._engines
+        if held:
+            engines = held[0].at(network, checked.inputs)
+        else:
+            engines = Engines(network, checked.inputs, "auto", self._budget, whole=True)
+        held[:] = [engines]
+        return engines, likelihood, checked
+
+    def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, Reading]:
+        """Return the likelihood, the network at these weights, and the form of its batches."""
+        if self.shard is not None:
+            raise ValueError("over a process group no batch is linearised: use co.linearize(..., process_group=).")
+        theta = self.model.theta
+        if not self._likelihood:
+            given, targets, _ = parts_of(batch, self.weighted)
+            self._likelihood_at(move(normalise(given), theta.device, theta.dtype), targets)
+        likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
+        assert layout is not None
+        return likelihood, network, reading_for(network, likelihood, layout, self.weighted)
+
+    @cached_property
+    def _budget(self) -> int:
+        """The bytes for each linearisation, determined once: asking the system takes as long as a small pass."""
+        return default_budget(self.model.theta.device)
+
+    def _flat(self, params: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
+        if self.model.selection.index is not None:
+            return params[SUBNETWORK]
+        return torch.cat([params[name].flatten() for name in self.model.selection.names])
+
+    def _values(self, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        names = self.model.selection.names if self.model.selection.index is None else (SUBNETWORK,)
+        if not isinstance(params, Mapping) or set(params) != set(names):
+            raise ValueError(f"params must have the names {list(names)}: start from log_posterior.params.")
+        for name, value in params.items():
+            check_like(f"params[{name!r}]", value, self.model.theta, "the model")
+        return params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
+
+    def _likelihood_at(self, inputs: Inputs, targets: Tensor) -> Likelihood:
+        """Return the likelihood for the model's positions; the first batch determines it and is checked against it."""
+        if not self._likelihood:
+            theta = self.model.theta
+            few = take(inputs, few_of(num_points(inputs)))
+            given, self.model.layout, _ = likelihood_at(self.model, few, self._spec)
+            likelihood = given.to(device=theta.device, dtype=theta.dtype)
+            y = self.model.layout.targets(move_tensor(targets, theta.device, theta.dtype))
+            likelihood.check_targets(y, self.model.layout.output_shape.numel())
+            self._likelihood.append(likelihood)
+        return self._likelihood[0]
+
+
+def log_posterior(
+    model: Network,
+    likelihood: LikelihoodChoice | None = None,
+    *,
+    prior_precision: PriorPrecision = 1.0,
+    prior_mean: PriorMean = 0.0,
+    data_size: int | None = None,
+    parameters: ParameterChoice | None = None,
+    weights: bool = False,
+) -> LogPosterior:
+    """Build the log posterior of a network, with its N, in the form of every sampler.
+
+    Args:
+        model: an `nn.Module` or a pair (function(params, inputs) -> outputs, mapping of parameters), with all
+            arguments below; or a linearisation, `co.linearize(model, data, likelihood)`, which already has a
+            likelihood, parameters, N and perhaps sample weights.
+        likelihood: as in `co.linearize`.
+        prior_precision: A, as in `co.laplace`: a number, a vector (D,), a mapping {glob: number}, an operator, or an
+            earlier posterior (which also gives the mean).
+        prior_mean: m, a number, a vector (D,) or a mapping.
+        data_size: N, the total number of points in all batches.
+        parameters: as in `co.linearize` ("last_layer" needs data: pass a linearisation).
+        weights: True if the third item of a batch holds the weights of its points.
+
+    Returns:
+        A `LogPosterior`; `.params` are the parameters to start from.
+
+    Raises:
+        TypeError, ValueError: N is missing or given twice, a model in train mode is random or uses batch statistics,
+            and everything that `co.linearize` and `co.laplace` reject. Each batch is checked when it is used; targets
+            are checked in the first batch.
+
+    Cost of a call: a forward pass, and a pass over the parameters for the prior.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", prior_precision=1.0, data_size=8)
+        >>> density(density.params, (x, y)).shape
+        torch.Size([])
+    """
+    if isinstance(model, ShardedLinearization):
+        raise TypeError("a sampler holds all parameters on each rank: pass an unsharded copy of the model.")
+    if isinstance(model, Linearization):
+        given = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
+        twice = [name for name, value in given.items() if value is not None]
+        if twice:
+            raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
+        model = with_left_out_noise(model)
+        prior = as_prior(prior_precision, prior_mean, model.model, model)
+        likelihood, shard = model.likelihood, model.passes.shard
+        if shard is not None:
+            shard.ranks.require_equal(prior.facts())
+        known, weighted = [model.likelihood], model.data.weighted
+        return LogPosterior(model.model, prior, model.num_data, weighted, likelihood, known, shard=shard)
+    if isinstance(parameters, str) and parameters == "last_layer":
+        raise ValueError('for parameters="last_layer" pass co.linearize(model, data, likelihood, "last_layer").')
+    if likelihood is None:
+        raise ValueError("likelihood is missing: pass one of co.likelihoods, a torch loss, or 'classification'.")
+    size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
+    if interpretation_of(likelihood) is None:
+        likelihood = as_likelihood(likelihood).snapshot()
+        if needs_noise(likelihood):
+            raise ValueError(
+                "the noise of this regression is unknown: pass co.likelihoods.Gaussian(noise=variance), or a "
+                "linearisation, co.linearize(model, data, 'regression'), which estimates it."
+            )
+    else:  # interpreted with the first batch, because it needs the shapes
+        likelihood = copy.deepcopy(likelihood)
+    network = Model(model, parameters)
+    return LogPosterior(network, as_prior(prior_precision, prior_mean, network), size, weights, likelihood)
+
+
+def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Float[Tensor, "*k D"]:
+    """Copy {name: tensor (*k, *shape)} into vectors (*k, D) in the order of `lin.flatten`; k has `leading` dimensions.
+
+    A tensor without a name, or one of a subnetwork, already holds vectors. Raises ValueError for other names or shapes.
+    """
+    selection = lin.model.selection
+    named = tensors if isinstance(tensors, Mapping) else {SUBNETWORK: tensors}
+    if list(named) == [SUBNETWORK] and SUBNETWORK not in selection.names and isinstance(named[SUBNETWORK], Tensor):
+        vectors = named[SUBNETWORK]
+        check_shape(what, vectors, (*vectors.shape[:leading], lin.num_parameters))
+        return vectors.clone()
+    if set(named) != set(selection.names) or selection.index is not None:
+        wanted = "vectors of a subnetwork" if selection.index is not None else list(selection.names)
+        raise ValueError(
+            f"{what} have the names {list(named)}, but the linearisation selects {wanted}: linearise with the "
+            "parameters that were sampled, parameters=[...]."
+        )
+    for name, shape in zip(selection.names, selection.shapes):
+        check_shape(f"{what}[{name!r}]", named[name], (*named[name].shape[:leading], *shape))
+    return selection.concatenate([named[name] for name in selection.names], leading)
+
+
+def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:
+    """Return the position in the state's vector of each weight of the linearisation.
+
+    Raises ValueError if the linearisation has other parameters, or other weights than the state.
+    """
+    positions = torch.arange(state.structure.size, device=state.theta.device, dtype=torch.float64)
+    order = as_vectors(lin, state.structure.unflatten(positions), 0, "the state's params").long()
+    mean = state.theta[order]
+    check_like("the linearisation", lin.theta, mean, "the state")
+    if not torch.equal(lin.theta, mean):
+        raise ValueError(
+            f"the linearisation has other weights than the mean (they differ by up to "
+            f"{float((lin.theta - mean).abs().max()):.3g}): put the mean into the model, "
+            "model.load_state_dict(state.params, strict=False), and linearise again."
+        )
+    return order

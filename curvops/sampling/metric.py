@@ -1,0 +1,118 @@
+"""The preconditioner D of a sampler: D g in the drift, D^½ ξ in the noise, D⁻¹ m in kinetic energies."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.checks import check_kind, check_like, check_shape, checked_number
+from curvops.linalg import Diagonal, Inverse, Operator
+from curvops.linalg.core.spaces import spaces_of
+from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.operators.closed_form import Eigenbasis
+from curvops.linalg.operators.draws import draw
+from curvops.network import TangentSpace
+from curvops.sampling.state import NoiseSource, Structure
+from curvops.summary import Summarised
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Isotropic(Summarised):
+    """The metric D = scale · I, for vectors (d,) or (k, d)."""
+
+    scale: float = 1.0
+
+    def check(self, structure: Structure, theta: Tensor) -> None:
+        """Raise ValueError unless D is a matrix (d, d) on these parameters."""
+
+    def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """Return D v; v itself if D is the identity."""
+        return v if self.scale == 1 else v * self.scale
+
+    def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """Return D⁻¹ v; v itself if D is the identity."""
+        return v if self.scale == 1 else v / self.scale
+
+    def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """Draw D^½ ξ for standard normal ξ, in new memory."""
+        drawn = source.normal(like)
+        return drawn if self.scale == 1 else drawn.mul_(self.scale**0.5)
+
+    def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
+        """Add drift · D g + spread · D^½ ξ to target, in place; nothing is drawn if spread is 0."""
+        target.add_(g, alpha=drift * self.scale)
+        if spread:
+            target.add_(source.normal(g), alpha=spread * self.scale**0.5)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OperatorMetric(Isotropic):
+    """A metric D given by an operator, constant between two refreshes: terms with its derivative are not needed."""
+
+    D: Operator = field(kw_only=True)
+
+    def check(self, structure: Structure, theta: Tensor) -> None:
+        kind, d = type(self.D).__name__, structure.size
+        check_shape(f"preconditioner {kind}", self.D, (d, d))
+        check_like(f"preconditioner {kind}", self.D, theta, "params")
+        space = spaces_of(self.D)[0]
+        if isinstance(space, TangentSpace) and space.index is None and structure.shapes != space.shapes:
+            raise ValueError(f"preconditioner {kind} and params have the parameters in different orders.")
+
+    @cached_property
+    def _basis(self) -> Eigenbasis | None:
+        """The eigenbasis of D, if its closed form has one: drift and noise then share one rotation back."""
+        inverse = isinstance(self.D, Inverse)
+        form = (self.D.base if inverse else self.D)._closed_form()
+        basis = None if form is None else form.eigenbasis()
+        if form is None or basis is None or not inverse:
+            return basis
+        form.require_definite()
+        return replace(basis, values=basis.values.reciprocal())
+
+    @cached_property
+    def _root(self) -> Tensor:
+        """The square roots of the eigenvalues."""
+        assert self._basis is not None
+        return self._basis.values.clamp_min(0).sqrt()
+
+    def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        return self.D._matmul(torch.atleast_2d(v).mT).mT.reshape(v.shape)
+
+    def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        return self.D.inverse()._matmul(torch.atleast_2d(v).mT).mT.reshape(v.shape)
+
+    def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        return source.each(lambda generator: draw(self.D, 1, generator).squeeze(-1))
+
+    def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
+        basis = self._basis
+        if basis is None:
+            target.add_(self.product(g), alpha=drift)
+            if spread:
+                target.add_(self.noise(source, g), alpha=spread)
+            return
+        rotated = basis.rotate_back(g.reshape(-1, g.shape[-1]).mT).mT.mul(basis.values).mul_(drift)
+        if spread:
+            rotated.addcmul_(source.normal(g).reshape(rotated.shape), self._root, value=spread)
+        target.add_(basis.rotate(rotated.mT).mT.reshape(g.shape))
+
+
+def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:
+    """Return the metric for None, a number, a vector (d,) or an operator known to be positive semidefinite."""
+    if given is None:
+        return Isotropic()
+    if isinstance(given, numbers.Real) and not isinstance(given, bool):
+        return Isotropic(checked_number(name, given))
+    if isinstance(given, Tensor) and given.ndim == 1:
+        given = Diagonal(given.detach().clone())
+    check_kind(name, given, Operator, "a number, a vector or an operator, such as co.linalg.Dense(matrix, psd=True)")
+    if not is_psd(given):
+        raise ValueError(f"{name} must be positive semidefinite: pass co.linalg.Dense(matrix, psd=True).")
+    return OperatorMetric(D=given)

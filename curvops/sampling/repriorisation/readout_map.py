@@ -1,0 +1,443 @@
+"""Repriorisation of the readout: its white weights become those of a linear regression on the last features.
+
+For Y ~ N(Ψω, λ I) and ω ~ N(0, I), column by column, the posterior is N(μ, Σ), Σ = λ(λI + ΨᵀΨ)⁻¹ and μ = ΣΨᵀY/λ.
+T(φ) = μ + R φ with R Rᵀ = Σ; each form has its own root R and factorises its own matrix. All are differentiable in Ψ
+any number of times, even if singular values coincide, since they factorise by Cholesky. With the readout's weights
+integrated out, the density of the targets has a closed-form gradient by an inverse, which takes a fraction of the time
+of the derivative of a Cholesky factor.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from curvops.checks import in_forward_mode
+from curvops.network import Blocks, Model
+from curvops.network.data.inputs import Inputs
+from curvops.network.model.last_layer import layer_of_outputs
+from curvops.sampling.repriorisation.problem import RepriorProblem, log_normal
+
+ReadoutFeatures = Float[Tensor, "n p"]
+Targets = Float[Tensor, "n k"]
+ReadoutWeights = Float[Tensor, "p k"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The identity map T, the limit λ = ∞, at which the data change nothing."""
+
+    def forward(
+        self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
+    ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
+        """Return φ itself."""
+        return phi, phi.new_zeros((), dtype=torch.float64)
+
+    def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
+        """Return ω itself."""
+        return omega
+
+
+@dataclass(frozen=True)
+class FeatureSpace:
+    """The map T(φ) = L⁻ᵀ(L⁻¹ΨᵀY + √λ φ), with the Cholesky factor L Lᵀ = λI + ΨᵀΨ, (p, p); O(np² + p³) operations."""
+
+    level: float
+
+    def factor(self, features: ReadoutFeatures) -> Float[Tensor, "p p"]:
+        """Return the Cholesky factor L."""
+        return factor(features.mT @ features, self.level)
+
+    def posterior(
+        self, L: Float[Tensor, "p p"], features: ReadoutFeatures, targets: Targets
+    ) -> tuple[Targets, ReadoutWeights]:
+        """Return S⁻¹Y = (Y − Ψμ)/λ for S = λI + ΨΨᵀ, and μ."""
+        mean = torch.cholesky_solve(features.mT @ targets, L)
+        return (targets - features @ mean) / self.level, mean
+
+    def decorrelate(self, L: Float[Tensor, "p p"], features: ReadoutFeatures) -> ReadoutFeatures:
+        """Return S⁻¹Ψ."""
+        return features @ torch.cholesky_inverse(L)
+
+    def forward(
+        self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
+    ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
+        """Return T(φ) and k Σ_i log(√λ / L_ii)."""
+        L = self.factor(features)
+        inner = solve_triangle(L, features.mT @ targets) + math.sqrt(self.level) * phi
+        return solve_triangle(L.mT, inner, upper=True), log_root(L, self.level, phi.shape[-1])
+
+    def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
+        """Return (Lᵀω − L⁻¹ΨᵀY)/√λ."""
+        L = self.factor(features)
+        return (L.mT @ omega - solve_triangle(L, features.mT @ targets)) / math.sqrt(self.level)
+
+
+@dataclass(frozen=True)
+class DataSpace:
+    """The map T with the root R = I − ΨᵀL⁻ᵀB⁻¹Ψ, L Lᵀ = S = λI + ΨΨᵀ (n, n), B = L + √λ I (Andrews 1968).
+
+    It takes O(n²p + n³) operations.
+
+    R Rᵀ = Σ; the symmetric root of Σ differs from R by a rotation. It would need an eigendecomposition of S, which
+    automatic differentiation cannot differentiate if two eigenvalues are equal, for example if a point occurs twice.
+    """
+
+    level: float
+
+    def factor(self, features: ReadoutFeatures) -> Float[Tensor, "n n"]:
+        """Return the Cholesky factor L."""
+        return factor(features @ features.mT, self.level)
+
+    def posterior(
+        self, L: Float[Tensor, "n n"], features: ReadoutFeatures, targets: Targets
+    ) -> tuple[Targets, ReadoutWeights]:
+        """Return S⁻¹Y and μ = ΨᵀS⁻¹Y."""
+        alpha = torch.cholesky_solve(targets, L)
+        return alpha, features.mT @ alpha
+
+    def decorrelate(self, L: Float[Tensor, "n n"], features: ReadoutFeatures) -> ReadoutFeatures:
+        """Return S⁻¹Ψ."""
+        return torch.cholesky_inverse(L) @ features
+
+    def forward(
+        self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
+    ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
+        """Return φ + ΨᵀL⁻ᵀ(L⁻¹Y − B⁻¹Ψφ) and k Σ_i log(√λ / L_ii)."""
+        L = self.factor(features)
+        change = solve_triangle(L, targets) - solve_triangle(self._shifted(L), features @ phi)
+        omega = phi + features.mT @ solve_triangle(L.mT, change, upper=True)
+        return omega, log_root(L, self.level, phi.shape[-1])
+
+    def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
+        """Return v + ΨᵀB⁻ᵀΨv/√λ for v = ω − ΨᵀS⁻¹Y."""
+        L = self.factor(features)
+        gap = omega - features.mT @ solve_triangle(L.mT, solve_triangle(L, targets), upper=True)
+        back = solve_triangle(self._shifted(L).mT, features @ gap, upper=True)
+        return gap + features.mT @ back / math.sqrt(self.level)
+
+    def _shifted(self, L: Tensor) -> Tensor:
+        return L + math.sqrt(self.level) * torch.eye(len(L), dtype=L.dtype, device=L.device)
+
+
+Conjugate = Identity | FeatureSpace | DataSpace
+"""A change of variables ω = T(φ) at features Ψ and targets Y, with its log-determinant in float64 and its inverse."""
+
+
+def factor(gram: Float[Tensor, "m m"], level: float) -> Float[Tensor, "m m"]:
+    """Return L with L Lᵀ = gram + λI; NaN if it fails, so that a far proposal is rejected without an error."""
+    L, info = torch.linalg.cholesky_ex(gram + level * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
+    return L.masked_fill((info != 0)[..., None, None], math.nan)
+
+
+def solve_triangle(
+    triangle: Float[Tensor, "m m"], block: Float[Tensor, "m k"], upper: bool = False
+) -> Float[Tensor, "m k"]:
+    """Solve a triangular system."""
+    return torch.linalg.solve_triangular(triangle, block, upper=upper)
+
+
+def log_root(L: Float[Tensor, "m m"], level: float, columns: int) -> Float[Tensor, ""]:
+    """Return log det Σ^½ of all columns, in float64."""
+    return columns * (0.5 * math.log(level) - L.diagonal().double().log()).sum()
+
+
+def condition(root: Float[Tensor, "r m"], level: float) -> float:
+    """Return the condition number of λI + AᵀA, with A = root, from the smaller of AᵀA and AAᵀ in float64."""
+    A = root.double()
+    r, m = A.shape
+    values = torch.linalg.eigvalsh(A.mT @ A if m <= r else A @ A.mT).clamp_min(0)
+    lowest = float(values[0]) if m <= r else 0.0
+    return (float(values[-1]) + level) / (lowest + level)
+
+
+REMEDY = "make the network end with an nn.Linear whose output it returns, or change all weights alike with form='ntk'"
+
+
+@dataclass(frozen=True, eq=False)
+class Readout:
+    """A linear readout f = s_w h Wᵀ + s_b b: inputs h of a layer, its weight W (C, d), bias b (C,) or none, factors s.
+
+    An `nn.Linear` has s = 1; a custom layer may scale its parameters.
+    """
+
+    path: str
+    layer: nn.Module
+    weight: str
+    bias: str | None
+    factors: tuple[float, float]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the weight and the bias."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def features(
+        self, model: Model, values: Mapping[str, Tensor], inputs: Inputs, scale: Mapping[str, Tensor]
+    ) -> Float[Tensor, "n p"]:
+        """Return Ψ = [s_w h a_w^-½, s_b a_b^-½], whose product with the white weights is f; the bias is last."""
+        h = inputs_of(self.layer, model, values, inputs)[0][0]
+        columns = self.factors[0] * h * scale[self.weight][0]
+        if self.bias is None:
+            return columns
+        return torch.cat([columns, (self.factors[1] * scale[self.bias][:1]).expand(len(h), 1)], 1)
+
+    def matrix(self, white: Mapping[str, Tensor]) -> Float[Tensor, "p C"]:
+        """Join the readout's blocks into one matrix."""
+        W = white[self.weight].mT
+        return W if self.bias is None else torch.cat([W, white[self.bias].unsqueeze(0)])
+
+    def blocks(self, matrix: Float[Tensor, "p C"]) -> Blocks:
+        """Split a matrix into the readout's blocks, the inverse of `matrix`."""
+        if self.bias is None:
+            return {self.weight: matrix.mT}
+        return {self.weight: matrix[:-1].mT, self.bias: matrix[-1]}
+
+
+def inputs_of(
+    layer: nn.Module, model: Model, values: Mapping[str, Tensor], inputs: Inputs
+) -> tuple[list[Tensor], Tensor]:
+    """Return the arguments of each call of the layer, as rows (n, d), and the model's outputs."""
+    found: list[Any] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.extend([*args, *kwargs.values()])
+
+    with model.lock:
+        handle = layer.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            outputs = model(values, inputs)
+        finally:
+            handle.remove()
+    return [each.flatten(1) if isinstance(each, Tensor) and each.ndim > 1 else each for each in found], outputs
+
+
+def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
+    """Find the layer named `last`, or the one whose output the model returns; check that it is a linear readout.
+
+    Raises TypeError if the model is not a module or `last` is not a name, and ValueError for a layer that is not a
+    linear readout of the model: shared, called several times, partly frozen, or followed by another operation.
+    """
+    if model.module is None:
+        raise TypeError("reprior finds the readout of an nn.Module; for a pair (function, params) use form='ntk'.")
+    path, layer = _layer_by_name(model, last) if last is not None else _layer_of_outputs(model, inputs)
+    where = f"the readout {path or 'of the model itself'!r} ({type(layer).__name__})"
+    own = dict(layer.named_parameters(recurse=False))
+    at = {name: f"{path}.{name}" if path else name for name in own}
+    matrices = [name for name in own if own[name].ndim == 2]
+    vectors = [name for name in own if own[name].ndim == 1]
+    if len(matrices) != 1 or len(vectors) > 1 or len(own) != len(matrices) + len(vectors):
+        shapes = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in own.items()) or "no parameters"
+        raise ValueError(f"{where} has {shapes}; expected a weight (C, d) and at most a bias (C,): {REMEDY}.")
+    frozen = [at[name] for name in own if at[name] not in model.selection.names]
+    if frozen:
+        raise ValueError(f"{where}: {frozen} are to be sampled but require no gradient; call requires_grad_().")
+    readout = Readout(path, layer, at[matrices[0]], at[vectors[0]] if vectors else None, (1.0, 1.0))
+    return _with_factors(readout, model, inputs, where)
+
+
+def _layer_by_name(model: Model, last: Any) -> tuple[str, nn.Module]:
+    assert model.module is not None
+    parts = dict(model.module.named_modules())
+    if last not in parts:
+        linear = [name for name, part in parts.items() if isinstance(part, nn.Linear)]
+        raise ValueError(f"last={last!r} names no module of the model; its linear layers are {linear}.")
+    return last, parts[last]
+
+
+def _layer_of_outputs(model: Model, inputs: Inputs) -> tuple[str, nn.Module]:
+    assert model.module is not None
+    layer = layer_of_outputs(model, inputs)
+    if layer is None:
+        raise ValueError(f"the model has no linear readout: no single layer's output is the model's output; {REMEDY}.")
+    return next(name for name, part in model.module.named_modules() if part is layer), layer
+
+
+@torch.no_grad()
+def _with_factors(readout: Readout, model: Model, inputs: Inputs, where: str) -> Readout:
+    """Return the readout with its factors, measured at random weights and checked; two forward passes per parameter."""
+    values = model.values
+    drawn = torch.Generator(model.theta.device).manual_seed(0)
+    probes = {
+        name: torch.randn(values[name].shape, generator=drawn, dtype=model.theta.dtype, device=model.theta.device)
+        for name in readout.names
+    }
+    zeros = {name: torch.zeros_like(probe) for name, probe in probes.items()}
+
+    def outputs(**changed: Tensor) -> tuple[Tensor, Tensor]:
+        given, f = inputs_of(readout.layer, model, {**values, **zeros, **changed}, inputs)
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        if len(given) != 1 or not tensors:
+            raise ValueError(f"{where} is called several times, or with several arguments, in one pass: {REMEDY}.")
+        return tensors[0], f
+
+    h, offset = outputs()
+    W = probes[readout.weight]
+    if h.shape != (len(offset), W.shape[1]) or offset.shape[1] != W.shape[0]:
+        raise ValueError(f"{where} does not return the model's output, {tuple(offset.shape)}: {REMEDY}.")
+    expected = {readout.weight: h @ W.mT}
+    if readout.bias is not None:
+        expected[readout.bias] = probes[readout.bias].expand_as(offset)
+    factors, total = [], torch.zeros_like(offset)
+    for name, product in expected.items():
+        found = outputs(**{name: probes[name]})[1].double()
+        factor = float((found * product).sum() / product.double().square().sum())
+        factors.append(1.0 if abs(factor - 1) < 8 * model.eps else factor)  # rounding only
+        total = total + factors[-1] * product
+    together = outputs(**probes)[1]
+    slack = model.eps**0.5 * (together.abs().max() + h.abs().max())
+    linear = ((together - total).abs() <= slack).all() & (offset.abs() <= slack).all()  # False for NaN
+    if not bool(linear) or 0.0 in factors:
+        raise ValueError(
+            f"{where} is not linear in its parameters, or another operation follows it, or its inputs are zero or not "
+            f"finite: the outputs are not its inputs times its weight plus its bias; {REMEDY}."
+        )
+    return Readout(readout.path, readout.layer, readout.weight, readout.bias, (factors[0], (*factors, 1.0)[1]))
+
+
+class MappedWeights(NamedTuple):
+    """The image T(φ) of white weights, log|det ∂T/∂φ|, and the outputs for all data at T(φ)."""
+
+    white: Blocks
+    logdet: Float[Tensor, ""]
+    outputs: Float[Tensor, "N C"]
+
+    def log_density(self, problem: RepriorProblem) -> Float[Tensor, ""]:
+        """Return log p̃(φ) = log p(y | T(φ)) + log p(T(φ)) + log|det ∂T/∂φ| in nats, with all constants, in float64."""
+        return problem.log_likelihood(self.outputs) + log_normal(self.white) + self.logdet
+
+
+@dataclass(frozen=True, eq=False)
+class Change(ABC):
+    """A change of variables φ -> v of white weights, by a Gaussian model of `targets`.
+
+    `root` are the square roots of the points' weights, None if all are 1.
+    """
+
+    problem: RepriorProblem
+    targets: Float[Tensor, "N C"]
+    root: Float[Tensor, "N 1"] | None
+
+    @abstractmethod
+    def forward(self, phi: Mapping[str, Tensor]) -> MappedWeights:
+        """Return T(φ), its log-determinant and the network's outputs there."""
+
+    @abstractmethod
+    def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
+        """Return the φ with T(φ) = v."""
+
+    def map(self, phi: Mapping[str, Tensor]) -> Blocks:
+        """Return v = T(φ)."""
+        return self.forward(phi).white
+
+    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """Return log p̃(φ), at the cost of `forward`."""
+        return self.forward(phi).log_density(self.problem)
+
+    def weigh(self, rows: Float[Tensor, "N k"]) -> Float[Tensor, "N k"]:
+        """Multiply the row of each point by the square root of its weight."""
+        return rows if self.root is None else self.root * rows
+
+
+@dataclass(frozen=True, eq=False)
+class ReadoutMap(Change):
+    """A change of variables of the readout's blocks by `conjugate`; all other blocks are unchanged.
+
+    It is block-triangular, so its determinant is that of the readout's block (Hron et al. 2022, section 3). Each
+    method costs one forward pass.
+    """
+
+    readout: Readout
+    conjugate: Conjugate
+
+    def features(self, white: Mapping[str, Tensor]) -> Float[Tensor, "N p"]:
+        """Return Ψ for all data, which does not depend on the readout's blocks. One forward pass."""
+        problem = self.problem
+        values = problem.theta(white)
+        each = (self.readout.features(problem.model, values, inputs, problem.scale) for inputs in problem.inputs)
+        return torch.cat(list(each))
+
+    def forward(self, phi: Mapping[str, Tensor]) -> MappedWeights:
+        """Return T(φ), its log-determinant and the outputs."""
+        features = self.features(phi)
+        omega, logdet = self.conjugate.forward(*self._regression(features), self.readout.matrix(phi))
+        return MappedWeights({**phi, **self.readout.blocks(omega)}, logdet, features @ omega)
+
+    def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
+        """Return φ; the blocks of the readout have a closed form."""
+        omega = self.conjugate.inverse(*self._regression(self.features(white)), self.readout.matrix(white))
+        return {**white, **self.readout.blocks(omega)}
+
+    def _regression(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features and targets of the regression."""
+        return self.weigh(features), self.weigh(self.targets)
+
+
+@dataclass(frozen=True, eq=False)
+class ExactReadoutMap(ReadoutMap):
+    """The change of variables at λ = σ² of real targets, where the readout's φ are N(0, I) and T need not be applied.
+
+    The density is N(φ; 0, I) times that of the targets with the readout integrated out, which is e^h in Hron et al.
+    2022, section 3.
+    """
+
+    conjugate: FeatureSpace | DataSpace
+
+    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """Return log p̃(φ). One forward pass."""
+        if in_forward_mode():  # PyTorch's own operations have all derivatives
+            return super().log_density(phi)
+        noise = self.problem.log_likelihood(self.targets)  # the log-likelihood for outputs equal to the targets
+        return log_normal(phi) + noise + log_marginal(self.conjugate, *self._regression(self.features(phi)))
+
+
+def log_marginal(space: FeatureSpace | DataSpace, features: ReadoutFeatures, targets: Targets) -> Float[Tensor, ""]:
+    """Return log N(Y; 0, S) − log N(0; 0, λI) over all columns, S = λI + ΨΨᵀ, in float64.
+
+    It is differentiable in Ψ any number of times, but by reverse mode only: PyTorch's forward derivatives (2.13) are
+    wrong for `cholesky_inverse`, and for any `Function` if forward modes are nested.
+    """
+    value: Tensor = _LogMarginal.apply(space, features, targets, space.factor(features))  # type: ignore[no-untyped-call]
+    return value
+
+
+class _LogMarginal(Function):
+    """The function log √det(λS⁻¹)ᵏ − ½ tr YᵀS⁻¹Y of Ψ, Y and Ψ's factor L.
+
+    Its gradient is αμᵀ − k S⁻¹Ψ with α = S⁻¹Y.
+
+    The gradient in Ψ includes the dependence through L. L is an argument so that the gradient, computed from Ψ and L by
+    differentiable operations, can be differentiated again.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(space: FeatureSpace | DataSpace, features: Tensor, targets: Tensor, L: Tensor) -> Tensor:
+        alpha, mean = space.posterior(L, features, targets)
+        squares = space.level * _squares(alpha) + _squares(mean)  # tr YᵀS⁻¹Y as a sum, without a difference
+        return log_root(L, space.level, targets.shape[-1]) - 0.5 * squares
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.space, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        features, targets, L = ctx.saved_tensors
+        alpha, mean = ctx.space.posterior(L, features, targets)
+        slope = alpha @ mean.mT - targets.shape[-1] * ctx.space.decorrelate(L, features)
+        return None, grads[0].to(slope.dtype) * slope, None, None
+
+
+def _squares(block: Tensor) -> Tensor:
+    return block.square().sum(dtype=torch.float64)

@@ -1,0 +1,476 @@
+"""Many steps of a sampler, in one chain or several: warm-up that tunes a step size, thinning, and divergence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvops.argument_types import GivenBatch, SamplingMethod
+from curvops.checkpoint import Checkpoint, Place, begin, identify, resumable, seed_of
+from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole
+from curvops.errors import DivergenceError
+from curvops.process_group import Ranks
+from curvops.progress import Progress, check_progress, progress_bar
+from curvops.records import from_record
+from curvops.sampling.chain_draws import Chain, Spread
+from curvops.sampling.feed import Feed, require_repeatable
+from curvops.sampling.log_density import LogPosterior
+from curvops.sampling.schedules import Constant
+from curvops.sampling.state import Info, NoiseSource, State
+from curvops.sampling.transition import Transition
+
+LOOK_EVERY = 20
+"""The number of steps between two checks, which wait for the device."""
+PATIENCE = 100
+"""The number of steps without an accepted proposal after which a Metropolis sampler counts as stuck."""
+RUNAWAY = 100.0
+"""A bound, in units of the thermal energy and the start's own size, that no stable sampler's fluctuations reach."""
+POWER_STEPS = 20
+"""The number of power iterations for the largest curvature, at two gradients each."""
+DIFFERENCE = 1e-3
+"""The length of the differences of gradients in these iterations, relative to the parameters."""
+
+
+class Watch:
+    """A check of energies −log_posterior every few steps; it keeps the state before them to measure its curvature.
+
+    On a quadratic of curvature h, a step beyond the stability limit multiplies the energy each time. From 1.02 times
+    the limit on, the energy exceeds any bound within 100 steps, whereas a stable sampler stays at its thermal energy
+    𝒯d/2.
+    """
+
+    def __init__(self, transition: Any) -> None:
+        self._transition = transition
+        self._energies: list[Tensor] = []
+        self._first: Tensor | None = None
+        self._held: tuple[State, Any] | None = None
+        self._accepted: list[Tensor] = []
+        self._step_size = 0.0
+        self._steps = 0
+
+    def before(self, state: State, batch: Any) -> None:
+        """Store the state before a step, after checking the energies every few steps."""
+        if self._steps % LOOK_EVERY == 0:
+            self.look(state)
+            self._held = state.clone(), batch
+        self._steps += 1
+
+    def after(self, info: Info, adapted: Any, adapting: bool) -> None:
+        """Store the energy and the acceptance of a step."""
+        self._energies.append(-info.log_posterior)
+        if info.acceptance is not None and not adapting:
+            self._accepted.append(info.acceptance)
+            self._step_size = adapted.step_size(self._steps - 1)
+
+    def look(self, state: State) -> None:
+        """Check the energies of the steps since the last check, which led to this state."""
+        if not self._energies:
+            return
+        energies = torch.stack(self._energies)
+        self._energies.clear()
+        if self._first is None:
+            self._first = energies[0]
+        self._look_at_acceptance()
+        temperature = self._transition.temperature(int(state.step)) / self._transition.data_size
+        bound = RUNAWAY * (temperature * state.structure.size + self._first.abs() + 1)
+        if bool(((energies - self._first) <= bound).all()) and bool(state.theta.isfinite().all()):
+            return
+        name, length = self._transition.step_length(int(state.step))
+        worst = float(energies.max()) if bool(energies.isfinite().all()) else float("inf")
+        raise DivergenceError(
+            f"the energy −log_posterior grew from {float(self._first.max()):.4g} to {worst:.4g} within "
+            f"{self._steps} steps of {name}={length:g}{self.remedy()}"
+        )
+
+    def _look_at_acceptance(self) -> None:
+        if not self._transition.metropolis or len(self._accepted) < PATIENCE:
+            return
+        mean = float(torch.stack(self._accepted).mean())
+        self._accepted.clear()
+        if mean < 1e-3:
+            raise DivergenceError(
+                f"of {PATIENCE} proposals with step_size={self._step_size:g} none was likely to be "
+                f"accepted (mean probability {mean:.2g}){self.remedy()} Or use a warm-up to find one: "
+                "run(..., warmup=500, target_acceptance=0.6)."
+            )
+
+    def remedy(self) -> str:
+        """Return the end of a message: the largest curvature, and the step size to try."""
+        assert self._held is not None
+        state, batch = self._held
+        theta = state.theta if state.theta.ndim == 1 else state.theta[0]
+        curvature = largest_curvature(self._transition, theta, state, batch)
+        limit = self._transition.stability_limit(curvature)
+        if limit is None:
+            name, length = self._transition.step_length(int(state.step))
+            return f"; use a smaller step, {name}={length / 4:.2g}."
+        return (
+            f", where the largest curvature is {curvature:.3g} and steps up to {limit:.3g} are stable; try "
+            f"step_size={limit / 2:.2g}."
+        )
+
+
+def largest_curvature(transition: Any, theta: Tensor, state: State, batch: Any) -> float:
+    """Compute the largest eigenvalue of D times the Hessian of −log_posterior by power iterations on differences."""
+    generator = torch.Generator(theta.device).manual_seed(0)
+    v = torch.empty_like(theta).normal_(generator=generator)
+    found = 0.0
+    for _ in range(POWER_STEPS):
+        v = v / v.norm()
+        h = DIFFERENCE * (1 + theta.norm())
+        ahead, behind = (
+            transition.density.gradient(theta + sign * h * v, state.structure, batch)[1] for sign in (1.0, -1.0)
+        )
+        pushed = transition.metric.product((behind - ahead) / (2 * h))
+        found = float(v @ pushed)
+        if not pushed.isfinite().all() or float(pushed.norm()) == 0:
+            break
+        v = pushed
+    return found
+
+
+TRACES = ("log_posterior", "acceptance", "energy_error")
+
+
+@resumable
+def run(
+    sampler: SamplingMethod,
+    start: Any,
+    batches: Iterable[GivenBatch] | None = None,
+    *,
+    steps: int,
+    warmup: int = 0,
+    thin: int = 1,
+    target_acceptance: float | None = None,
+    generator: torch.Generator | None = None,
+    progress: Progress = None,
+    checkpoint: Place | None = None,
+) -> Chain:
+    """Take steps of a sampler, and return the draws.
+
+    Args:
+        sampler: a sampler or optimiser of `co.sampling`, or `chains(sampler, k)` of one.
+        start: parameters, as for `sampler.init`, or the state of an earlier run, which is not changed.
+        batches: a list of batches, a DataLoader or another iterable that can be read again; `[(X, y)]` uses all data in
+            each step. None if `log_posterior` needs no batches.
+        steps: the number of steps after warm-up.
+        warmup: the number of steps before them, of which nothing is kept.
+        thin: the number of steps between two draws; `steps // thin` draws are kept.
+        target_acceptance: for a Metropolis sampler with a warm-up, the mean acceptance probability to which its step
+            size is tuned, by stochastic approximation with averaged trials; .57 suits LMC, .65–.8 HMC. Tuning takes
+            some hundred steps of a chain in equilibrium; a chain still on its way there needs other step sizes.
+        generator: the source of the state's generators if `start` are parameters.
+        progress: None, a flag or a function (what, done, total), as in other calls.
+        checkpoint: a folder for intermediate results, also written when the run is interrupted. The same call resumes
+            from there and gives bitwise the same draws; the folder keeps the result, which a later call returns at
+            once. Another start, generator, sampler or log posterior (its network, likelihood, prior and N) is rejected.
+            Batches are not compared, and code of your own is known by its name alone (a log posterior, a loss or a
+            schedule that is a function, a module's `forward`): take another folder after changing it.
+
+    Returns:
+        A `Chain`: draws (k, S, d), the traces of all steps, the last state, and the sampler with its step size from the
+        warm-up.
+
+    Raises:
+        DivergenceError: the energy grows beyond what a stable step allows, or no proposal is accepted in 100 steps; the
+            message suggests a step size.
+        TypeError, ValueError: arguments are of another kind, batches can be read only once,
+            or the checkpoint belongs to another problem.
+        OSError: the checkpoint cannot be written.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, 1e-3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=20, warmup=5, thin=2).theta.shape
+        torch.Size([1, 10, 17])
+    """
+    check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
+    steps, warmup, thin = checked_whole("steps", steps), checked_whole("warmup", warmup, 0), checked_whole("thin", thin)
+    if thin > steps:
+        raise ValueError(f"thin={thin} is more than steps={steps}: no draw would be kept.")
+    check_generator(generator)
+    check_progress(progress)
+    adaptation = _adaptation(sampler, target_acceptance, warmup)
+    if isinstance(start, State) and generator is not None:
+        raise ValueError("start is a state, which has its own generators: leave generator out.")
+    random = identify(start.random) if isinstance(start, State) else seed_of(generator)  # before the first draw from it
+    state = start if isinstance(start, State) else sampler.init(start, generator)
+    sampler._check_state(state)
+    ranks = sampler.log_posterior.ranks if isinstance(sampler.log_posterior, LogPosterior) else None
+    if ranks is not None and sampler.spread is None:
+        ranks.require_equal(_options(sampler))
+    if checkpoint is not None:
+        if sampler.spread is not None:
+            raise ValueError("checkpoint= is not for chains that ranks share: run them in parts, from chain.state.")
+        require_repeatable(batches)
+
+    told: dict[str, Any] = {"generator": random, "batches": None}
+    if not isinstance(start, State):  # without what `init` draws
+        told["start"] = identify([state.theta, state.structure.names, state.structure.shapes])
+    kept = begin("a sampler", checkpoint, partial(_problem, sampler), state.theta.device, False, ranks, **told)
+    known = kept.outcome if kept.done else kept.state
+    reached = _RunState.start(sampler, state, steps // thin, steps, adaptation)
+    if known is not None:
+        reached = reached.restore(known)
+    if not kept.done:
+        reached = _take_steps(sampler, reached, Feed(batches, reached.position), kept, warmup, thin, progress)
+        if kept:
+            kept.finish(reached.record())
+    return reached.chain(sampler, thin)
+
+
+@dataclass(frozen=True, eq=False)
+class _RunState:
+    """The state of a run, consistent whenever it is interrupted."""
+
+    done: int
+    """The number of steps, including warm-up."""
+    state: Any
+    draws: Tensor
+    traces: dict[str, Tensor]
+    adaptation: StepSizeSearch | None
+    position: Any = None
+
+    @classmethod
+    def start(
+        cls, sampler: Transition, state: Any, kept: int, steps: int, adaptation: StepSizeSearch | None
+    ) -> _RunState:
+        """Return the state before the first step."""
+        theta = state.theta if state.theta.ndim == 2 else state.theta.unsqueeze(0)
+        k = len(theta)
+        traced = TRACES if sampler.metropolis else TRACES[:1]
+        traces = {name: theta.new_full((k, steps), math.nan, dtype=torch.float64) for name in traced}
+        return cls(0, state, theta.new_empty(k, kept, theta.shape[-1]), traces, adaptation)
+
+    def advance(
+        self, state: Any, info: Info, warmup: int, thin: int, position: Any, spread: Spread | None
+    ) -> _RunState:
+        """Return the state after one more step."""
+        at, adaptation = self.done - warmup, self.adaptation
+        if at >= 0:
+            for name, trace in self.traces.items():
+                trace[:, at] = getattr(info, name)
+            if (at + 1) % thin == 0 and at // thin < self.draws.shape[1]:
+                self.draws[:, at // thin] = state.theta
+        elif adaptation is not None:
+            assert info.acceptance is not None
+            acceptance = float(info.acceptance.mean()) if spread is None else spread.mean(info.acceptance)
+            adaptation = adaptation.update(acceptance)
+        return replace(self, done=self.done + 1, state=state, adaptation=adaptation, position=position)
+
+    def record(self) -> dict[str, Any]:
+        """Return the state as plain values and tensors."""
+        state = {f.name: getattr(self.state, f.name) for f in fields(self.state)}
+        state = {name: value for name, value in state.items() if isinstance(value, Tensor | dict)}
+        return vars(self) | {"state": state}
+
+    def restore(self, record: Any) -> _RunState:
+        """Return the state of a record, with the structure of this one."""
+        return from_record(_RunState, {**record, "state": replace(self.state, **record["state"])})
+
+    def chain(self, sampler: Transition, thin: int) -> Chain:
+        """Return the resulting chain."""
+        adapted = _with_step_size(sampler, self.adaptation, False)
+        traces = {name: self.traces.get(name) for name in TRACES}
+        chain = Chain(self.draws, **traces, thin=thin, state=self.state, sampler=adapted)  # type: ignore[arg-type]
+        if sampler.spread is None:
+            return chain
+        return chain.gathered(sampler.spread) if sampler.spread.gather else replace(chain, spread=sampler.spread)
+
+
+def _take_steps(
+    sampler: Transition, reached: _RunState, feed: Feed, kept: Checkpoint, warmup: int, thin: int, progress: Progress
+) -> _RunState:
+    """Take all remaining steps."""
+    total = warmup + reached.traces["log_posterior"].shape[1]
+    # Without a checkpoint, no state between two steps is visible, so steps are made in place, on a copy, and the
+    # generators' states are written into it only at the end.
+    noise = None
+    if not kept:
+        reached = replace(reached, state=reached.state.clone())
+        noise = NoiseSource(reached.state.random, reached.state.theta.device)
+    watch = Watch(sampler)
+    adapted: Any = None
+    with progress_bar("sampling", total, progress) as bar:
+        bar.done = reached.done
+        try:
+            while reached.done < total:
+                if adapted is None or reached.done <= warmup:
+                    adapted = _with_step_size(sampler, reached.adaptation, reached.done < warmup)
+                batch = feed.next()
+                if sampler.metropolis and feed.position["index"] > 1:
+                    raise ValueError("a pass gives several batches, but this sampler needs all data, [(X, y)].")
+                watch.before(reached.state, batch)
+                if noise is None:
+                    state, info = adapted.update(reached.state, batch)
+                else:
+                    state, info = reached.state, adapted.advance(reached.state, batch, noise)
+                watch.after(info, adapted, reached.adaptation is not None and reached.done < warmup)
+                reached = reached.advance(state, info, warmup, thin, feed.position, sampler.spread)
+                kept.save(reached.record)
+                bar.advance()
+            watch.look(reached.state)
+            if noise is not None:
+                noise.keep()
+        except BaseException:
+            kept.save(reached.record, now=True)
+            raise
+    return reached
+
+
+def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepSizeSearch | None:
+    if target is None:
+        return None
+    if not sampler.metropolis:
+        raise ValueError(f"target_acceptance needs a Metropolis sampler (hmc, lmc, pcn), got {type(sampler).__name__}.")
+    checked_number("target_acceptance", target, "(0, 1)")
+    if warmup < 1:
+        raise ValueError("target_acceptance is tuned in a warm-up: pass warmup=, some hundred steps.")
+    if not isinstance(sampler.step_size, Constant):
+        raise ValueError("target_acceptance sets the step size, which follows a schedule here: pass a number.")
+    return StepSizeSearch.start(sampler.step_size.value, float(target), sampler.largest_step)
+
+
+def _with_step_size(sampler: Transition, adaptation: StepSizeSearch | None, warming_up: bool) -> Transition:
+    """Return the sampler with the step size of this stage of the adaptation."""
+    if adaptation is None:
+        return sampler
+    return sampler.with_step_size(adaptation.trial if warming_up else adaptation.final)
+
+
+def _problem(sampler: Transition) -> dict[str, Any]:
+    """Return by name whatever decides the law of a chain, besides its start and its batches."""
+    density = sampler.density
+    target = density.log_posterior
+    return {
+        **_options(sampler),
+        "vectorized": density.vectorized,
+        **(target.facts() if isinstance(target, LogPosterior) else {"the log posterior": identify(target)}),
+    }
+
+
+def _options(sampler: Transition) -> dict[str, Any]:
+    """Return by name the kind and the options of a sampler, in words."""
+    options = {each.name: getattr(sampler, each.name) for each in fields(sampler) if each.name != "density"}
+    options["preconditioner or covariance"] = options.pop("metric")
+    names = {f"the sampler's {name}": identify(value) for name, value in options.items()}
+    return {"the sampler": type(sampler).__name__, **names}
+
+
+DECAY = 0.75
+"""Moves, and the weights of new trials in the mean, fall as t^−.75 (as old trials do in Hoffman & Gelman 2014)."""
+LARGEST_MOVE = 1.0
+"""The largest change of log ε in a step of warm-up, however few rejections the target allows."""
+
+
+@dataclass(frozen=True)
+class StepSizeSearch:
+    """A search for a step size: log ε follows the error of the acceptance, relative to the rarer outcome's probability.
+
+        log ε ← log ε − t^−¾ (a* − a)/min(a*, 1 − a*),    the result being a mean of trials, with larger weights for
+        later ones
+
+    This is Robbins–Monro on the log scale (Andrieu & Thoms 2008) with Polyak's averaging. The rate of rejection is
+    proportional to ε³ for one leapfrog step and to ε for pCN. In these units the mean error therefore has a slope of 1
+    to 3 in log ε at any target (Garthwaite, Fan & Sisson 2016 also divide by the slope); the slope of plain a* − a is
+    .06 at .98.
+
+    target: a*. most: the log of the largest step size (1 for pCN).
+    """
+
+    target: float
+    most: float
+    steps: int = 0
+    log_trial: float = 0.0
+    log_mean: float = 0.0
+
+    @classmethod
+    def start(cls, step_size: float, target: float, most: float) -> StepSizeSearch:
+        """Return a search that starts at this step size."""
+        start = math.log(min(step_size, most))
+        return cls(target, math.log(most) if most < math.inf else 1e300, 0, start, start)
+
+    @property
+    def trial(self) -> float:
+        """The step size of the next step of warm-up."""
+        return math.exp(self.log_trial)
+
+    @property
+    def final(self) -> float:
+        """The step size after warm-up, the mean of trials with larger weights for later ones."""
+        return math.exp(self.log_mean)
+
+    def update(self, acceptance: float) -> StepSizeSearch:
+        """Return the search after a step with this acceptance probability; NaN counts as 0."""
+        share = (self.steps + 1) ** -DECAY
+        missed = self.target - (acceptance if acceptance == acceptance else 0.0)
+        move = share * missed / min(self.target, 1 - self.target)
+        trial = min(self.log_trial - max(-LARGEST_MOVE, min(LARGEST_MOVE, move)), self.most)
+        mean = share * trial + (1 - share) * self.log_mean
+        return replace(self, steps=self.steps + 1, log_trial=trial, log_mean=mean)
+
+
+def chains(
+    sampler: SamplingMethod,
+    k: int,
+    *,
+    vectorized: bool | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    gather: bool = True,
+) -> Any:
+    """Return a sampler of k chains at once, whose states and infos have a first dimension of k.
+
+    Each chain draws from its own generator, seeded by that of `init`: the noise is bit for bit that of k single chains
+    with these generators, however they are computed. All chains share a schedule.
+
+    Args:
+        sampler: a sampler of `co.sampling`, of one chain.
+        k: the number of chains, at least 1.
+        vectorized: True computes all gradients together by `torch.vmap`, False one by one. None computes them
+            together if `log_posterior` allows it, otherwise one by one with a `NotVectorizedWarning` warning.
+        process_group: a process group of torch.distributed, whose ranks share the chains: rank r of n runs the chains
+            r, r + n, r + 2n, … of the k, on all of the data, with the noise that they have in one process. All ranks
+            make the same calls, with equal seeds; a run needs messages only at its end, and in a warm-up with
+            `target_acceptance` one for each step.
+        gather: with a process group, whether `run` returns all chains on every rank, or each rank's own chains
+            (`random_projections` then still computes R̂ of all chains).
+
+    Returns:
+        A sampler of the same kind, for `co.sampling.run` or its own `init` and `update`.
+
+    Raises:
+        TypeError, ValueError: k is not a number of chains, or is smaller than the number of ranks; the sampler already
+            has chains; these ranks share the data of the log posterior; or, in the first step, a module normalises by
+            batch statistics.
+        RanksDifferError: numbers of chains differ; in `init`, starts or seeds differ.
+
+    Cost: k times the memory of one chain; together, for a small network, far less than k times its time.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.chains(co.sampling.sgld(density, 1e-3), 3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([3, 5, 17])
+    """
+    check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
+    if sampler.chains is not None:
+        raise ValueError(f"the sampler already runs {sampler.chains} chains; pass the sampler of a single chain.")
+    count = checked_whole("k", k, kind="a whole number of chains")
+    if vectorized is not None:
+        check_flag("vectorized", vectorized)
+    check_flag("gather", gather)
+    if process_group is not None:
+        spread = Spread(Ranks(process_group), count, gather)
+        if isinstance(sampler.log_posterior, LogPosterior) and sampler.log_posterior.ranks is not None:
+            spread.require_apart(sampler.log_posterior.ranks)
+        sampler, count = replace(sampler, spread=spread), len(range(count)[spread.own])
+    elif not gather:
+        raise ValueError("gather=False is for chains that the ranks of a process_group share: leave it out.")
+    return replace(sampler, chains=count, density=replace(sampler.density, vectorized=vectorized, _together=[]))

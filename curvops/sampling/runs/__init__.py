@@ -1,1 +1,0 @@
-"""Runs of samplers, their chains, and predictions from draws."""

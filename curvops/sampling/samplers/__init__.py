@@ -1,1 +1,0 @@
-"""Samplers of weights, one file each."""

@@ -1,0 +1,233 @@
+"""States of samplers: trees of parameters as one vector, sources of noise, and the information that a step returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float, Float64, Int, UInt8
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from curvops.checks import check_kind, check_like
+from curvops.network.model.parameters import FlatLayout
+from curvops.summary import Summarised
+
+
+@dataclass(frozen=True, eq=False)
+class Structure(FlatLayout):
+    """The layout of a tree of tensors in one vector (d,), with the tree's structure (`spec`)."""
+
+    spec: Any
+
+    def __repr__(self) -> str:
+        return f"Structure({len(self.names)} tensors, d={self.size})"
+
+    def tree(self, parts: Sequence[Tensor]) -> Any:
+        """Return the tensors as the user's tree: a mapping by name, a tuple, one tensor, …"""
+        return pytree.tree_unflatten(list(parts), self.spec)
+
+    def unflatten(self, vector: Float[Tensor, "*k d"]) -> Any:
+        """Return the tree of a vector, with tensors (*k, *shape) that are views of it."""
+        return self.tree(self.parts(vector))
+
+
+def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
+    """Copy a tree of parameters into one vector; return it and its layout.
+
+    Raises:
+        TypeError: params is a module, or a leaf is not a real floating-point tensor.
+        ValueError: there is no tensor, or tensors differ in dtype or device, or hold NaN or Inf.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError("params is a module: pass its tensors, dict(model.named_parameters()).")
+    found, spec = pytree.tree_flatten_with_path(params)
+    if not found:
+        raise ValueError(f"params contain no tensor: {params!r}.")
+    leaves: dict[str, Tensor] = {}
+    for path, leaf in found:
+        name = f"params{pytree.keystr(path)}"
+        check_kind(name, leaf, Tensor, "a tensor: params are a tree (dict, tuple, …) of tensors")
+        if not leaf.is_floating_point():
+            raise TypeError(f"{name} is {leaf.dtype}, which cannot be sampled: keep it inside log_posterior.")
+        leaves[name] = leaf.detach()
+    first_name, first = next(iter(leaves.items()))
+    for name, leaf in leaves.items():
+        check_like(name, leaf, first, first_name)
+        if not bool(leaf.isfinite().all()):
+            raise ValueError(f"{name} holds NaN or Inf.")
+    structure = Structure(tuple(leaves), tuple(leaf.shape for leaf in leaves.values()), spec)
+    return structure.concatenate(list(leaves.values())), structure
+
+
+def flatten_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"], Structure]:
+    """Copy a list of trees, one for each chain, into vectors (k, d); return them and their layout.
+
+    Raises:
+        ValueError: the list is longer or shorter than k, or the trees differ in their tensors.
+    """
+    if len(starts) != chains:
+        raise ValueError(
+            f"the list has {len(starts)} starts for {chains} chains: pass params that are a list as a tuple."
+        )
+    rows, structures = zip(*[flatten(start) for start in starts])
+    first = structures[0]
+    for i, other in enumerate(structures):
+        if (other.spec, other.shapes) != (first.spec, first.shapes):
+            raise ValueError(f"start {i} has {_describe(other)}, start 0 {_describe(first)}: all chains need the same.")
+    return torch.stack(rows), first
+
+
+def _describe(structure: Structure) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(structure.names, structure.shapes))
+
+
+FOLD = 8
+"""How many numbers are summed in their own dtype; these sums are added in float64."""
+
+
+def long_dot(a: Float[Tensor, "*k d"], b: Float[Tensor, "*k d"]) -> Float64[Tensor, "*k"]:
+    """Return Σ a b along the last dimension in float64, without a float64 copy, which takes several times as long."""
+    products = a * b
+    width = products.shape[-1] // FOLD
+    whole, rest = products.split([FOLD * width, products.shape[-1] - FOLD * width], -1)
+    sums = whole.unflatten(-1, (FOLD, width)).sum(-2)
+    return torch.cat([sums, rest], -1).sum(-1, dtype=torch.float64)
+
+
+AnyState = TypeVar("AnyState", bound="State")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class State(Summarised):
+    """The state of one chain, or of k chains; two states share no tensor, unless a step was made in place.
+
+    theta: the parameters as one vector, (d,) or (k, d). step: the number of updates so far, on the CPU. random: the
+    state of the generator of each chain's noise.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> state = co.sampling.sgld(density, 1e-3).init(density.params, torch.Generator().manual_seed(0))
+        >>> state.theta.shape, list(state.params)
+        (torch.Size([17]), ['0.weight', '0.bias', '2.weight', '2.bias'])
+    """
+
+    theta: Float[Tensor, "*k d"]
+    step: Int[Tensor, ""]
+    random: UInt8[Tensor, "*k bytes"] = field(repr=False)
+    structure: Structure = field(repr=False)
+
+    @property
+    def params(self) -> Any:
+        """The parameters as the tree that `init` received, as views of `theta`, with the dimension of chains first."""
+        return self.structure.unflatten(self.theta)
+
+    def clone(self: AnyState) -> AnyState:
+        """Return a copy in new memory."""
+        return replace(self, **{each.name: _copy(getattr(self, each.name)) for each in fields(self)})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MomentumState(State):
+    """The state of a sampler with momenta m, a vector like `theta`.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> state = co.sampling.sghmc(density, 1e-3).init(density.params, torch.Generator().manual_seed(0))
+        >>> state.momentum.shape
+        torch.Size([17])
+    """
+
+    momentum: Float[Tensor, "*k d"]
+
+    @property
+    def momenta(self) -> Any:
+        """The momenta as a tree like the parameters."""
+        return self.structure.unflatten(self.momentum)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Info(Summarised):
+    """Information about one step: tensors 0-d, or (k,) for chains, on the parameters' device.
+
+    log_posterior: the value of `log_posterior` for this batch at the start of the step, for Metropolis samplers at its
+    end. acceptance: the probability of accepting the proposal. energy_error: H(proposal) − H(start); the acceptance
+    is the exponential of its negative, at most 1. Both are None for samplers that accept every step.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.hmc(density, 0.01)
+        >>> state, info = sampler.update(sampler.init(density.params, torch.Generator().manual_seed(0)), (x, y))
+        >>> 0 <= float(info.acceptance) <= 1
+        True
+    """
+
+    log_posterior: Float[Tensor, "*k"]
+    acceptance: Float[Tensor, "*k"] | None = None
+    energy_error: Float[Tensor, "*k"] | None = None
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _copy(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(value)
+    return value
+
+
+def generator_states(
+    generator: torch.Generator | None, device: torch.device, chains: int | None
+) -> UInt8[Tensor, "*k bytes"]:
+    """Return the states of new generators, seeded by draws from `generator` or from torch's default generator."""
+    on = "cpu" if generator is None else generator.device
+    seeds = torch.randint(2**62, (1 if chains is None else chains,), generator=generator, device=on)
+    found = [torch.Generator(device).manual_seed(seed).get_state() for seed in seeds.tolist()]
+    return found[0] if chains is None else torch.stack(found)
+
+
+class NoiseSource:
+    """Random numbers for each chain from its own generator, so that k chains draw the same numbers as k single ones.
+
+    `keep` writes the advanced states back into `states` (*k, bytes), in place.
+    """
+
+    def __init__(self, states: UInt8[Tensor, "*k bytes"], device: torch.device) -> None:
+        self._states = states.unsqueeze(0) if states.ndim == 1 else states
+        self._single, self._device = states.ndim == 1, device
+
+    @cached_property
+    def _generators(self) -> list[torch.Generator]:
+        """One generator for each chain, made at the first draw, because a filter or an optimiser seldom draws."""
+        generators = []
+        for state in self._states:
+            generators.append(torch.Generator(self._device))
+            generators[-1].set_state(state.clone())  # a view of several states would crash torch
+        return generators
+
+    def normal(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """Draw standard normal numbers in the shape of `like`."""
+        found = torch.empty_like(like)
+        for row, generator in zip(found.unsqueeze(0) if self._single else found, self._generators):
+            row.normal_(generator=generator)
+        return found
+
+    def each(self, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
+        """Call `draw` with each generator and stack the results."""
+        found = [draw(generator) for generator in self._generators]
+        return found[0] if self._single else torch.stack(found)
+
+    def uniform(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k"]:
+        """Draw one number in [0, 1) for each chain, in float64."""
+        return self.each(lambda g: torch.rand((), generator=g, dtype=torch.float64, device=like.device))
+
+    def keep(self) -> None:
+        """Write the generators' states back, if anything was drawn."""
+        if "_generators" not in self.__dict__:
+            return
+        for generator, state in zip(self._generators, self._states):
+            state.copy_(generator.get_state())

@@ -1,0 +1,290 @@
+"""Variational inference: fitting the member of a family of normal distributions that is nearest to the posterior."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.argument_types import Density, GivenBatch, StepSizes
+from curvops.checks import check_choice, check_flag, checked_number, checked_whole
+from curvops.errors import UnsettledWarning, warn
+from curvops.operators import Linearization
+from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
+from curvops.sampling.log_density import order_at_mean
+from curvops.sampling.normal_families import FAMILIES, GaussianFamily, family_of
+from curvops.sampling.state import Info, NoiseSource, State
+from curvops.sampling.torch_optimizer import Optimizer, OptimizerState
+from curvops.sampling.torch_optimizer import optimizer as in_torch
+from curvops.sampling.transition import common_arguments
+
+SETTLED = 0.1
+"""The largest error of a settled fit: of its mean in standard deviations, of its precision as a relative error."""
+AVERAGED = 3
+"""The power of the step that weights misfits in their average, so that early steps lose their influence."""
+
+
+class FitEnding(Enum):
+    """The outcome of variational inference: whether it reached its optimum; the value is the remedy in plain words."""
+
+    SETTLED = (
+        "Settled: the gradient, averaged over the last steps, leaves the mean less than 0.1 standard deviations and "
+        "the precisions less than 10 % from the family's optimum. Nothing needs to be done."
+    )
+    DRIFTING = (
+        "The steps ran out before the fit stopped moving: the gradient, averaged over the last steps, exceeds its "
+        "noise. Continue from this state, with a larger lr if the gradient keeps its sign."
+    )
+    SCATTERED = (
+        "The gradient, averaged over the last steps, is zero within its noise, but the single steps scatter around "
+        "the optimum by more than a tenth of a standard deviation. Continue from this state with an lr that falls "
+        "to zero, lr=co.sampling.Cosine(lr, steps)."
+    )
+    NOISY = (
+        "The gradient's noise hides whether the fit has stopped moving. More steps, more draws= or larger batches help."
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class VariationalState(OptimizerState):
+    """The state of a variational fit: the mean as `theta`, and the tensors of the covariance as `spread`.
+
+    average and square: averages over steps of the misfits of mean and covariance (zero at the optimum) and of their
+    squares; centre: averages of the tensors themselves. All averages give the last steps the largest weight.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> state = co.sampling.vi(density).init(density.params, torch.Generator().manual_seed(0))
+        >>> state.theta.shape, list(state.spread)
+        (torch.Size([17]), ['log_scale'])
+    """
+
+    spread: dict[str, Tensor]
+    average: dict[str, Tensor] = field(repr=False)
+    square: dict[str, Tensor] = field(repr=False)
+    centre: dict[str, Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class VariationalInfo(Info):
+    """Means over a step's draws of log_posterior and of ``nelbo``, 𝒯 log q − log_posterior, in nats per point.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> method = co.sampling.vi(density)
+        >>> state, info = method.update(method.init(density.params, torch.Generator().manual_seed(0)), (x, y))
+        >>> bool(info.nelbo.isfinite())
+        True
+    """
+
+    nelbo: Float[Tensor, ""] | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Variational(Optimizer):
+    """Variational inference as an optimiser of the mean and the covariance of a normal distribution.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> method = co.sampling.vi(density, lr=1e-2)
+        >>> state, info = method.update(method.init(density.params, torch.Generator().manual_seed(0)), (x, y))
+        >>> info.nelbo.shape
+        torch.Size([])
+    """
+
+    family: GaussianFamily
+    draws: int
+    stick_the_landing: bool
+    initial_scale: float
+    state_type: ClassVar[type[State]] = VariationalState
+    cold: ClassVar[str] = "temperature must be positive, got 0: the optimum is then a point; use co.sampling.optimizer."
+
+    def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
+        if self.chains is not None:
+            raise ValueError("variational inference makes one fit, not chains: pass draws= for several draws per step.")
+        spread = self.family.start(state.structure, self.initial_scale, state.theta, noise)
+        kept: dict[str, Any] = {"spread": spread, "average": {}, "square": {}, "centre": {}}
+        return super()._initial_tensors(state, noise) | kept
+
+    def _check_state(self, state: Any) -> None:
+        super()._check_state(state)
+        if self.family.shapes(state.structure) != {name: tuple(spread.shape) for name, spread in state.spread.items()}:
+            raise ValueError("the state has another family or rank: make it with init of this sampler.")
+
+    def _step(self, state: Any, batch: Any, noise: NoiseSource) -> VariationalInfo:
+        numbers = self.family.noise(state.structure, self.draws, state.theta, noise)
+        info, of_mean, of_spread, residual = self.gradients(state, batch, numbers)
+        if not bool(info.log_posterior.isfinite()):
+            raise self._not_finite(info.log_posterior, int(state.step))
+        tensors = [*state.structure.parts(state.theta), *state.spread.values()]
+        slopes = [*state.structure.parts(of_mean), *of_spread.values()]
+        self._descend(tensors, slopes, state.slots.setdefault("0", {}), int(state.step))
+        misfits = {"mean": residual.mean(0), **self.family.misfits(state.structure, residual, numbers)}
+        share = (AVERAGED + 1) / (int(state.step) + 1 + AVERAGED)
+        for name, misfit in misfits.items():
+            state.average.setdefault(name, misfit.clone()).lerp_(misfit, share)
+            state.square.setdefault(name, misfit.square()).lerp_(misfit.square(), share)
+        for name, tensor in {"theta": state.theta, **state.spread}.items():
+            state.centre.setdefault(name, tensor.detach().clone()).lerp_(tensor.detach(), share)
+        return info
+
+    def ending(self, state: VariationalState) -> FitEnding:
+        """Decide whether the fit is at its optimum, as far as the noise of its gradients allows.
+
+        At the optimum of the family the expected gradient is zero. In units of the fit itself (standard deviations for
+        the mean, relative errors for the precisions) it measures the distance from the optimum. It is averaged over the
+        steps, with the largest weight on the last ones, and compared with its standard error, as a root mean square
+        over the weights and entry by entry. Since this holds for the average over these steps, the state must also be
+        near that average.
+
+        Args:
+            state: the result of `update` of this method.
+
+        Returns:
+            The ending, whose value says what to do.
+        """
+        self._check_state(state)
+        steps = int(state.step) * (2 * AVERAGED + 1) / (AVERAGED + 1) ** 2  # steps of an average with equal weights
+        if steps <= 1:
+            return FitEnding.NOISY
+        hidden = False
+        for name, average in state.average.items():
+            variance = (state.square[name] - average.square()).clamp_min(0) / (steps - 1)
+            off = float((average.square() - variance).sum()) / len(average)
+            error = 2 * (2 * float(variance.square().sum())) ** 0.5 / len(average)
+            alone = float((average.abs() - 5 * variance.sqrt()).max())
+            if not (off - error <= SETTLED**2 and alone <= SETTLED):
+                return FitEnding.DRIFTING
+            hidden |= max(off, 0.0) + error > SETTLED**2
+        if hidden:
+            return FitEnding.NOISY
+        order = torch.arange(len(state.theta), device=state.theta.device)
+        spreads = (state.spread, {name: state.centre[name] for name in state.spread})
+        now, mean = (self.family.covariance(each, state.structure, order)[0].diagonal() for each in spreads)
+        from_centre = (state.theta - state.centre["theta"]).square() / mean, (now / mean).log().square() / 4
+        near = all(float(each.mean()) <= SETTLED**2 for each in from_centre)
+        return FitEnding.SETTLED if near else FitEnding.SCATTERED
+
+    def gradients(
+        self, state: VariationalState, batch: GivenBatch, numbers: Float[Tensor, "k m"]
+    ) -> tuple[VariationalInfo, Float[Tensor, " d"], dict[str, Tensor], Float[Tensor, "k m"]]:
+        """Return the NELBO for these standard normal numbers, its gradients in mean and spread, and residuals.
+
+        The residual of a draw is the gradient of log(q/p) in its standard normal numbers.
+        """
+        _, temperature = self._now(state)
+        family, structure = self.family, state.structure
+        spread = {name: tensor.detach().clone().requires_grad_() for name, tensor in state.spread.items()}
+        mean = state.theta.detach().clone().requires_grad_()
+        numbers = numbers.clone().requires_grad_()
+        with torch.enable_grad():
+            theta = mean + family.transform(spread, structure, numbers)
+            given = theta.detach()
+            values, slopes = (
+                self.density.gradient(given, structure, batch)
+                if len(given) > 1
+                else tuple(each.unsqueeze(0) for each in self.density.gradient(given[0], structure, batch))
+            )
+            fixed = {name: tensor.detach() for name, tensor in spread.items()} if self.stick_the_landing else spread
+            centre = mean.detach() if self.stick_the_landing else mean
+            log_q = temperature * family.log_density(fixed, structure, theta - centre)
+            surrogate = (log_q - (slopes * theta).sum(1)).mean()
+        of_mean, of_numbers, *of_spread = torch.autograd.grad(
+            surrogate, [mean, numbers, *spread.values()], allow_unused=True
+        )
+        info = VariationalInfo(values.mean(), nelbo=(log_q.detach() - values).mean())
+        return info, of_mean, dict(zip(spread, of_spread)), of_numbers * (len(numbers) / temperature)
+
+    def posterior(self, state: VariationalState, lin: Linearization) -> GaussianPosterior:
+        """Return N(mean, Σ) as a posterior, with the same methods as a Laplace posterior.
+
+        Args:
+            state: the result of `init` or `update` of this method.
+            lin: the network linearised at the mean: `model.load_state_dict(state.params, strict=False)`, then
+                `co.linearize(model, data, likelihood)`.
+
+        Returns:
+            The posterior.
+
+        Raises:
+            TypeError, ValueError: the state is of another kind, or the linearisation has other parameters or weights.
+
+        Warns with `UnsettledWarning` if the fit may not be at its optimum; see `ending`.
+        """
+        ending = self.ending(state)
+        check_linearization(lin)
+        covariance, precision = self.family.covariance(state.spread, state.structure, order_at_mean(lin, state))
+        if ending is not FitEnding.SETTLED:
+            warn(f"after {int(state.step)} steps: {ending.value}", UnsettledWarning)
+        return GaussianPosterior.of(lin, covariance, precision)
+
+
+def vi(
+    log_posterior: Density,
+    family: str = "diagonal",
+    *,
+    optimizer: Any = torch.optim.Adam,
+    draws: int = 1,
+    rank: int | None = None,
+    stick_the_landing: bool = True,
+    initial_scale: float = 0.05,
+    temperature: StepSizes = 1.0,
+    data_size: int | None = None,
+    **options: Any,
+) -> Variational:
+    """Build variational inference with normal distributions (Graves 2011; Blundell et al. 2015).
+
+    Each step descends NELBO(q) = E_q[𝒯 log q − log_posterior], 𝒯 = τ/N, whose minimum over all distributions is the
+    posterior to the power 1/τ. For a linear model under a Gaussian likelihood the dense family converges to
+    N(θ̄, τP⁻¹), the diagonal one to the variances τ/P_dd.
+
+    Args:
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as
+            `co.sampling.log_posterior` returns.
+        family: "diagonal"; "dense", by a Cholesky factor; "low_rank_diagonal", U Uᵀ plus a diagonal; "kronecker", the
+            Kronecker product of two covariances for each tensor, one covariance for a vector.
+        optimizer: a class of torch.optim, which gets the gradients of the mean and of the family's parameters. Weight
+            decay would shrink the covariance, too: AdamW needs weight_decay=0.
+        draws: the number of draws of the weights per step, together if `torch.vmap` can run the model; the gradient's
+            variance falls with it.
+        rank: the rank of U, by default 10.
+        stick_the_landing: leave the score of q out of the gradient (Roeder, Wu & Duvenaud 2017). The gradient stays
+            unbiased, and has no noise if q is the posterior; False differentiates log q in all of its parameters.
+        initial_scale: the initial standard deviation of each weight.
+        temperature: τ > 0, a number or a schedule.
+        data_size: N, required unless log_posterior carries it.
+        options: options of the optimiser; `lr` may be a schedule.
+
+    Returns:
+        A `Variational` with `init(params)`, `update(state, batch)` and `posterior(state, lin)`, which `co.sampling.run`
+        accepts. `state.params` are the mean; `ending(state)` says whether the fit is at its optimum.
+
+    Raises:
+        TypeError, ValueError: an argument is of another kind or out of range, and everything that `optimizer` rejects.
+
+    Cost of a step: a gradient for each draw. Memory: the family's tensors (diagonal D, low rank (r + 1) D, Kronecker
+    p² + q² per tensor, dense D²) and three times as much for `ending`, the optimiser's state, and three vectors per
+    draw.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> method = co.sampling.vi(density, "diagonal", lr=1e-2)
+        >>> co.sampling.run(method, density.params, [(x, y)], steps=20).state.step
+        tensor(20)
+    """
+    check_choice("family", family, FAMILIES)
+    check_flag("stick_the_landing", stick_the_landing)
+    shared = common_arguments(log_posterior, 1.0, temperature, data_size, None)
+    inner = in_torch(optimizer, log_posterior, data_size=shared["data_size"], **options)
+    return Variational(
+        **{each.name: getattr(inner, each.name) for each in fields(inner)} | {"temperature": shared["temperature"]},
+        family=family_of(family, rank),
+        draws=checked_whole("draws", draws, 1),
+        stick_the_landing=stick_the_landing,
+        initial_scale=checked_number("initial_scale", initial_scale),
+    )
