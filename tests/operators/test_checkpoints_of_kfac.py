@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.network.walks import passes
+from curvops.network.walks import batch_rows
 from tests.linalg.interrupted import Killed, equal
 
 DOUBLE = torch.float64
@@ -38,7 +38,7 @@ RUNS = {
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(passes, "LEAST_CHUNK", 2**10)
+    monkeypatch.setattr(batch_rows, "LEAST_CHUNK", 2**10)
 
 
 @pytest.mark.parametrize("name", RUNS)
