@@ -184,7 +184,7 @@ class Checkpoint:
 
     def save(self, state: Callable[[], Any], now: bool = False) -> None:
         """Save this state (plain values, tensors and dataclasses) if a save is due or `now` is true."""
-        if not self._writes or not (now or time.monotonic() >= self._due):
+        if self.folder is None or not self._writes or not (now or time.monotonic() >= self._due):
             return
         tree = record_of({"state": state(), "others": self._attachments(), "parts": self._count})
         if self._try_write(tree, None):
@@ -193,7 +193,7 @@ class Checkpoint:
 
     def finish(self, result: T) -> T:
         """Save the result of the run in place of its state and steps; return it."""
-        if self._writes:
+        if self.folder is not None and self._writes:
             tree = record_of({"result": result, "others": self._attachments()})
             if self._try_write(None, tree):
                 for folder in self._parts():
@@ -321,7 +321,8 @@ def current() -> Checkpoint:
 
 def named_part(name: str, device: torch.device) -> Checkpoint:
     """Return the checkpoint of a named step inside the current run; the step has no steps of its own."""
-    return Checkpoint(current().part(name), name, device=device, ranks=current().ranks)
+    run = current()
+    return Checkpoint(run.part(name), name, device=device, ranks=run.ranks) if run else NOTHING
 
 
 def part_of_rank(name: str, device: torch.device) -> Checkpoint:

@@ -49,32 +49,16 @@ def differentiable_once(value: Tensor) -> Tensor:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    """A value with the tensors it came from; references to them keep their addresses from being reused."""
-
-    value: Any
-    sources: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-    watched: tuple[Tensor, ...]
-    inference: bool
-
-    def fits(self, tensors: Sequence[Tensor], watched: Sequence[Tensor]) -> bool:
-        return (
-            self.inference == torch.is_inference_mode_enabled()
-            and len(tensors) == len(self.sources)
-            and all(_same_storage(a, b) for a, b in zip(tensors, self.sources))
-            and self.versions == tuple(map(_version, tensors))
-            and all(torch.equal(a, b) for a, b in zip(watched, self.watched))
-        )
-
-
 @dataclass(eq=False)
 class Cache:
-    """The factorisations and the preconditioner of one operator; pickling and copying drop them."""
+    """The factorisations and the preconditioner of one operator; pickling and copying drop them.
+
+    An entry is the state of the tensors that it came from, copies of short ones, the tensors themselves (so that their
+    addresses are not used again), and the value.
+    """
 
     lock: Any = field(default_factory=threading.RLock)
-    _entries: dict[str, _Entry] = field(default_factory=dict)
+    _entries: dict[str, tuple[list[Any], list[Tensor], Sequence[Tensor], Any]] = field(default_factory=dict)
 
     def get_or_compute(
         self, name: str, tensors: Sequence[Tensor], compute: Callable[[], Value], watched: Sequence[Tensor] = ()
@@ -88,51 +72,44 @@ class Cache:
         if carries_graph(tensors):
             return compute()
         with self.lock:
-            entry = self._fitting(name, tensors, watched)
-            found: Value = self.put(name, tensors, compute(), watched) if entry is None else entry.value
-            return found
+            entry: Value | Missing = self.get(name, tensors, watched, MISSING)
+            return self.put(name, tensors, compute(), watched) if isinstance(entry, Missing) else entry
 
     def put(self, name: str, tensors: Sequence[Tensor], value: Value, watched: Sequence[Tensor] = ()) -> Value:
         """Keep and return a value without a graph, computed from these tensors; ``watched`` as for `get_or_compute`."""
+        state, numbers = _compared(tensors, watched)
+        copies = [tensor.detach().clone() for tensor in numbers]
         with self.lock:
-            self._entries[name] = _Entry(
-                value,
-                tuple(tensor.detach() for tensor in tensors),
-                tuple(map(_version, tensors)),
-                tuple(tensor.detach().clone() for tensor in _short_vectors(tensors, watched)),
-                torch.is_inference_mode_enabled(),
-            )
+            self._entries[name] = state, copies, [tensor.detach() for tensor in tensors], value
         return value
 
-    def get(self, name: str, tensors: Sequence[Tensor], watched: Sequence[Tensor] = ()) -> Any:
-        """Return the value kept for these tensors, or None."""
-        entry = self._fitting(name, tensors, watched)
-        return None if entry is None else entry.value
-
-    def _fitting(self, name: str, tensors: Sequence[Tensor], watched: Sequence[Tensor]) -> _Entry | None:
+    def get(self, name: str, tensors: Sequence[Tensor], watched: Sequence[Tensor] = (), default: Any = None) -> Any:
+        """Return the value kept for these tensors, or the default."""
         with self.lock:
-            entry = self._entries.get(name)
-            return entry if entry is not None and entry.fits(tensors, _short_vectors(tensors, watched)) else None
+            if name not in self._entries:
+                return default
+            known, copies, _, value = self._entries[name]
+            state, numbers = _compared(tensors, watched)
+            return value if state == known and all(map(torch.equal, numbers, copies)) else default
 
     def __reduce__(self) -> tuple[type[Cache], tuple[()]]:
         return Cache, ()
 
 
-def _short_vectors(tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Return those of these tensors that are short vectors, and those of the others that are not among them."""
-    found = [tensor for tensor in tensors if tensor.ndim < 2 and tensor.numel() <= SHORT]
-    return [*found, *(other for other in others if not any(other is tensor for tensor in found))]
+class Missing:
+    """A value that is not there."""
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+MISSING = Missing()
 
 
-def _same_storage(left: Tensor, right: Tensor) -> bool:
-    return (
-        left.data_ptr() == right.data_ptr()
-        and left.shape == right.shape
-        and left.stride() == right.stride()
-        and left.dtype == right.dtype
-        and left.device == right.device
-    )
+def _compared(tensors: Sequence[Tensor], watched: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """Return storage and version of these tensors, and those that are compared by value."""
+    state: list[Any] = [torch.is_inference_mode_enabled()]
+    numbers = dict(zip(map(id, watched), watched))
+    for tensor in tensors:
+        version = 0 if tensor.is_inference() else tensor._version
+        state.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, version))
+        if tensor.ndim < 2 and tensor.numel() <= SHORT:
+            numbers[id(tensor)] = tensor
+    return state, list(numbers.values())

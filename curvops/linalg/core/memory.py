@@ -71,9 +71,12 @@ def room_for(A: Any, memory_budget: int | None, least: int) -> int | None:
 
     Warns if the budget, whatever is left of it, is less than ``least``.
     """
+    if memory_budget is not None:
+        _require([memory_budget], least)
+        return memory_budget
     memories = memories_of(A)
-    _require([memory.budget for memory in memories] if memory_budget is None else [memory_budget], least)
-    return room_in(memories, least) if memory_budget is None else memory_budget
+    _require([memory.budget for memory in memories], least)
+    return room_in(memories, least)
 
 
 def room_in(memories: Memories, least: int) -> int | None:

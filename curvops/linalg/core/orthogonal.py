@@ -38,13 +38,8 @@ def _inverse(L: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
 
 
-def independent_basis(
-    X: Float[Vectors, "n k"], gram_host: Float[Tensor, "k k"], rounding: Float[Tensor, " k"] | None = None
-) -> Float[Vectors, "n r"]:
+def independent_basis(X: Float[Vectors, "n k"], gram_host: Float[Tensor, "k k"]) -> Float[Vectors, "n r"]:
     """Return an orthonormal basis of the range of X, without dependent and zero columns.
-
-    ``rounding`` is the size of the error of each column relative to the column: a combination no larger than its error
-    is dependent.
 
     ``gram_host`` is XᵀX on the CPU, so that the rank is decided without another transfer. If X is too ill-conditioned
     for its Gram matrix, Householder and the singular values of R decide.
@@ -56,16 +51,13 @@ def independent_basis(
         return part(X, 0, 0)
     scale = 1 / sizes[kept]
     values, vectors = torch.linalg.eigh(scale[:, None] * gram_host[kept][:, kept] * scale)
-    errors = torch.zeros(len(kept), dtype=torch.float64) if rounding is None else rounding[kept].square()
     # The Gram matrix is exact to float64; its eigenvalues are the squares of the singular values.
-    exact = len(kept) <= X.shape[0] and values[0] > 1e-12 and values[0] > (1e2 * eps) ** 2
-    if exact and bool((values > errors @ vectors.square()).all()):
+    if len(kept) <= X.shape[0] and values[0] > 1e-12 and values[0] > (1e2 * eps) ** 2:
         W = torch.zeros(len(sizes), len(kept), dtype=torch.float64)
         W[kept] = scale[:, None] * vectors / values.sqrt()
         Q = combine(X, W.to(X.device, non_blocking=True))
         L, _ = torch.linalg.cholesky_ex(gram(Q, Q))
         return combine(Q, _inverse(L).mT)
     Q, R = householder(columns(X, kept) * scale.to(X.device, X.dtype))
-    U, singular, V = torch.linalg.svd(R.cpu(), full_matrices=False)
-    found = (singular > 30 * eps * singular[0]) & (singular.square() > V.square() @ errors)
-    return combine(Q, U[:, found].to(X.device))
+    U, singular, _ = torch.linalg.svd(R.cpu(), full_matrices=False)
+    return combine(Q, U[:, singular > 30 * eps * singular[0]].to(X.device))

@@ -169,7 +169,10 @@ class Route:
 
 def _route(name: str, products: float | int, nbytes: float | int, *obstacles: tuple[bool, str]) -> Route:
     """Return a route, with the first obstacle that applies."""
-    return Route(name, products, nbytes, next((why for there, why in obstacles if there), ""))
+    for there, why in obstacles:
+        if there:
+            return Route(name, products, nbytes, why)
+    return Route(name, products, nbytes)
 
 
 def directions_pay(condition: float, rtol: float, columns: int, points_a_weight: float) -> bool:
@@ -193,7 +196,10 @@ def routes(system: System) -> tuple[Route, ...]:
 
 def chosen(found: Iterable[Route]) -> Route | None:
     """Return the first possible route, or None."""
-    return next((route for route in found if route.possible), None)
+    for route in found:
+        if not route.why_not:
+            return route
+    return None
 
 
 def operator_routes(s: System) -> Iterator[Route]:

@@ -378,6 +378,8 @@ def finite_part(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
 @singledispatch
 def inner(X: Float[Tensor, "n k"], Y: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
     """Return xᵀy column by column, accumulated in float64."""
+    if X.dtype == torch.float64:
+        return torch.linalg.vecdot(X, Y, dim=0)
     pairs = ((X[rows].double(), Y[rows].double()) for rows in _chunks(X))
     return torch.stack([torch.linalg.vecdot(*pair, dim=0) for pair in pairs]).sum(0)
 
@@ -402,6 +404,8 @@ def largest(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
 @singledispatch
 def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k"]:
     """Return XᵀY in float64. For float32 vectors this doubles the condition number that CholeskyQR can handle."""
+    if X.dtype == Y.dtype == torch.float64:
+        return X.mT @ Y
     total = torch.zeros(X.shape[1], Y.shape[1], dtype=torch.float64, device=X.device)
     for rows in _chunks(X if X.shape[1] >= Y.shape[1] else Y):
         left = X[rows].double()

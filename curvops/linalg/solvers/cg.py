@@ -56,7 +56,7 @@ from curvops.linalg.solvers.systems import (
     goal_of,
     solve_in_groups,
 )
-from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, Callback, Goal, raise_norm
+from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, Callback, Goal
 from curvops.progress import Progress
 from curvops.records import restore, state_of
 
@@ -237,6 +237,8 @@ class ConjugateGradients:
         """The directions W of the last step, scaled so that WᵀAW = I, and their images AW."""
         self.panels: list[Panel] = []
         """The first directions of the solve, at most ``most``: rounding loses conjugacy to these."""
+        self.count = 0
+        """The number of directions in the panels."""
         self.nearest = list(self.records.best)
         """The smallest backward error of each column."""
         self.checked = [math.inf] * K
@@ -319,14 +321,17 @@ class ConjugateGradients:
         curvature = self.products(Q, AQ)
         packet = torch.cat([norm(AQ), curvature.flatten()]).cpu()
         images, curvature = packet[: Q.shape[1]], packet[Q.shape[1] :].view(curvature.shape)
-        self.norm_A = raise_norm(self.norm_A, images.tolist(), [1.0] * len(images))
+        self.norm_A = max(self.norm_A, float(torch.where(torch.isfinite(images), images, 0.0).max()))
         scale, failed = (self.block_scale if self.block else self.column_scales)(Q, AQ, curvature, images)
-        again = [j for j, reason in failed.items() if reason is Reason.SINGULAR and self.may_restart(self.active[j])]
-        self.renewed = [self.active[j] for j in again]
-        for column in self.renewed:
-            self.renewals[column] += 1
-        scale = scale.to(Q.device, non_blocking=True)
-        W, AW = (combine(Q, scale), combine(AQ, scale)) if self.block else (Q * scale.to(Q), AQ * scale.to(Q))
+        renewed = []
+        for j, column in enumerate(self.active):
+            if failed.get(j) is Reason.SINGULAR and self.may_restart(column):
+                renewed.append(column)
+                self.renewals[column] += 1
+                del failed[j]
+        self.renewed = renewed
+        scale = scale.to(Q.device, Q.dtype, non_blocking=True)
+        W, AW = (combine(Q, scale), combine(AQ, scale)) if self.block else (Q * scale, AQ * scale)
         del Q, AQ
         alpha = self.products(W, self.r)
         axpy(self.x, W, alpha)
@@ -334,7 +339,6 @@ class ConjugateGradients:
         self.last = [W, AW]
         if self.block:
             self.append(W, AW)
-        failed = {j: reason for j, reason in failed.items() if j not in again}
         if failed:
             self.inspect(sorted(failed), failed)
             if not self.active:
@@ -355,7 +359,7 @@ class ConjugateGradients:
         if not bool(unsafe) and not bool(info):
             return torch.linalg.solve_triangular(L, identity, upper=False).mT, {}
         # Too close to singular for directions that are kept; after a step along the safe ones, a column may restart.
-        self.most, self.panels = 0, []
+        self.most, self.count, self.panels = 0, 0, []
         values, V = torch.linalg.eigh(curvature)
         sizes = norm(combine(AQ, V.to(AQ.device))).cpu()
         sound, indefinite = classify_directions(values, sizes, self.norm_A, noise)
@@ -390,13 +394,17 @@ class ConjugateGradients:
 
     def append(self, W: Vectors, AW: Vectors) -> None:
         """Keep these directions for all later steps, if there is room for all of them."""
-        r, count = W.shape[1], sum(panel.filled for panel in self.panels)
-        if not r or count + r > self.most:
+        r = W.shape[1]
+        if not r or self.count + r > self.most:
             return
         if not self.panels or self.panels[-1].filled + r > self.panels[-1].W.shape[1]:
-            width = min(max(TOGETHER, r), self.most - count)
+            width = min(max(TOGETHER, r), self.most - self.count)
             self.panels.append(Panel(empty_block(W, width), empty_block(W, width)))
-        self.panels[-1].add(W, AW)
+        panel = self.panels[-1]
+        put(panel.W, panel.filled, W)
+        put(panel.AW, panel.filled, AW)
+        panel.filled += r
+        self.count += r
 
     def inspect(self, positions: Sequence[int], failed: Mapping[int, Reason]) -> None:
         """Compare with the true residual; drop columns that stop, with reasons, and replace residuals that drifted."""
@@ -414,7 +422,8 @@ class ConjugateGradients:
         true = axpy(true, image, -torch.ones_like(gaps))
         facts = torch.stack([norm(true), norm(true - r), norm(x), norm(image), gaps]).cpu()
         del image
-        self.norm_A = raise_norm(self.norm_A, facts[3].tolist(), facts[2].tolist())
+        growth = torch.nan_to_num(facts[3] / facts[2], nan=0.0, posinf=0.0)
+        self.norm_A = max(self.norm_A, float(growth.max()))
         replaced = []
         for i, j in enumerate(positions):
             residual, drift, size, _, gap = facts[:, i].tolist()
@@ -508,12 +517,6 @@ class Panel:
     def pair(self) -> tuple[Vectors, Vectors]:
         """The directions and their images."""
         return part(self.W, 0, self.filled), part(self.AW, 0, self.filled)
-
-    def add(self, W: Vectors, AW: Vectors) -> None:
-        """Write further directions behind the others."""
-        put(self.W, self.filled, W)
-        put(self.AW, self.filled, AW)
-        self.filled += W.shape[1]
 
 
 def classify_directions(

@@ -20,12 +20,11 @@ The rules are in `linalg/core/solve_routes.py`; `print(A.plan())` shows them for
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, get_args
 
 import torch
 from jaxtyping import Shaped
@@ -78,7 +77,6 @@ class Promises(NamedTuple):
     """Whether the matrix exists and need not be formed."""
 
 
-@runtime_checkable
 class TaggedOperator(Protocol):
     """An operator that declares its properties."""
 
@@ -97,13 +95,7 @@ class TaggedOperator(Protocol):
 
 def is_tagged(A: Any) -> TypeGuard[TaggedOperator]:
     """Return whether A declares its properties."""
-    kind: Any = type(A)
-    return _declares(kind)
-
-
-@functools.cache
-def _declares(kind: type) -> bool:
-    return issubclass(kind, TaggedOperator)  # which compares the methods by name each time
+    return hasattr(A, "promises")
 
 
 def default_rtol(dtype: torch.dtype) -> float:
@@ -160,7 +152,7 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
         definite=known.definite,
         recorded=whole and informed and carries_graph(to_linear_operator(A).representation()),
     )
-    if square and len(A.shape) == 2 and _method_for(found) == "lsmr":
+    if square and len(A.shape) == 2 and not known.symmetric and _method_for(found) == "lsmr":
         return replace(found, symmetric=seems_symmetric(A))
     return found
 
@@ -227,22 +219,18 @@ class Request:
             return accept(lsmr(operator, B, consistent=square, **common), rtol)
         if self.method == "minres":
             return accept(minres(operator, B, preconditioner=self.preconditioner, **common), rtol)
-        if (K := B.shape[1]) <= MOST_COLUMNS:
-            return accept(self._conjugate_gradients(operator, B, K, common), rtol)
+        preconditioner, K = self.preconditioner, B.shape[1]
+        if preconditioner is None and is_tagged(operator):
+            for memory in memories_of(operator):
+                memory.expect_many()  # one engine is used from the first product on, so that x depends on A and B alone
+            preconditioner = operator.preconditioner(K, memory_budget=self.memory_budget)
+        if K <= MOST_COLUMNS:
+            return accept(cg(operator, B, preconditioner=preconditioner, **common), rtol)
         X = empty_block(B, K)
         for start in range(0, K, MOST_COLUMNS):
             block = part(B, start, start + MOST_COLUMNS)
-            put(X, start, accept(self._conjugate_gradients(operator, block, K, common), rtol))
+            put(X, start, accept(cg(operator, block, preconditioner=preconditioner, **common), rtol))
         return X
-
-    def _conjugate_gradients(self, operator: LinearOperator, B: Tensor, K: int, common: dict[str, Any]) -> Solution:
-        """Solve for B, of K columns in all, with the given preconditioner, else with what the operator keeps."""
-        if self.preconditioner is not None or not is_tagged(operator):
-            return cg(operator, B, preconditioner=self.preconditioner, **common)
-        for memory in memories_of(operator):
-            memory.expect_many()  # one engine is used from the first product on, so that x depends on A and B alone
-        M = operator.preconditioner(K, memory_budget=self.memory_budget)
-        return cg(operator, B, preconditioner=M, **common)
 
 
 @on_shards

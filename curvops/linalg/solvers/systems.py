@@ -23,7 +23,6 @@ from curvops.linalg.core.memory import (
     columns_at_a_time,
     holding,
     room_for,
-    vector_bytes,
 )
 from curvops.linalg.core.results import Reason, Solution, converged, join_histories
 from curvops.linalg.core.rounding import rounding_level
@@ -233,47 +232,33 @@ def solve_in_groups(
     once.
     """
     with torch.no_grad(), at_work(what, None, progress, A):
-        start = None if x0 is None else as_columns(x0)
-        found = _in_groups(solve, A, as_columns(B), start, vectors, memory_budget, kept)
-    return replace(found, x=shaped_as(found.x, B))
+        block, X0, solved = as_columns(B), None if x0 is None else as_columns(x0), list[Solution]()
+        column, K = vectors * describe(A).vector_bytes, max(block.shape[1], 1)
+        width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
+        widths: list[int] = kept.state or [width]  # the groups so far, which a continued run repeats
+        kept.save(lambda: widths, now=True)
+        X, start, halving = block, 0, Halving("solved for")
 
+        def work(start: int, stop: int) -> Solution:
+            with holding(A, width * column):
+                return solve(part(block, start, stop), None if X0 is None else part(X0, start, stop), start)
 
-def _in_groups(
-    solve: Callable[[Vectors, Vectors | None, int], Solution],
-    A: Matrix,
-    B: Vectors,
-    X0: Vectors | None,
-    vectors: int,
-    memory_budget: int | None,
-    kept: Checkpoint,
-) -> Solution:
-    column, K = vectors * vector_bytes(describe(A)), max(B.shape[1], 1)
-    width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
-    found: list[Solution] = []
-    X, start, halving = B, 0, Halving("solved for")
-    widths: list[int] = kept.state or [width]  # the groups so far, which a continued run repeats
-    kept.save(lambda: widths, now=True)
-
-    def work(start: int, stop: int) -> Solution:
-        with holding(A, width * column):
-            return solve(part(B, start, stop), None if X0 is None else part(X0, start, stop), start)
-
-    while start < K:
-        width = widths[min(len(found), len(widths) - 1)]
-        stop = min(K, start + width)
-        one = halving.attempt(work, start, stop)
-        if one is None:
-            widths = [*(len(other.reasons) for other in found), (stop - start) // 2]
-            kept.save(partial(list, widths), now=True)
-        elif stop - start == K:
-            return one
-        else:
-            X = empty_block(one.x, K) if start == 0 else X
-            put(X, start, one.x)
-            found.append(replace(one, x=X))
-            start = stop
-            del one  # the solution's own buffer
-    return join_solutions(found, X)
+        while start < K:
+            width = widths[min(len(solved), len(widths) - 1)]
+            stop = min(K, start + width)
+            one = halving.attempt(work, start, stop)
+            if one is None:
+                widths = [*(len(other.reasons) for other in solved), (stop - start) // 2]
+                kept.save(partial(list, widths), now=True)
+            elif stop - start == K:
+                return replace(one, x=shaped_as(one.x, B))
+            else:
+                X = empty_block(one.x, K) if start == 0 else X
+                put(X, start, one.x)
+                solved.append(replace(one, x=X))
+                start = stop
+                del one  # the solution's own buffer
+    return join_solutions(solved, shaped_as(X, B))
 
 
 def join_solutions(parts: Sequence[Solution], X: Vectors) -> Solution:

@@ -71,7 +71,8 @@ class Records:
         self.X, self.level, self.rtol, self.maxiter, self.callback = X, level, goal.rtol, goal.maxiter, goal.callback
         self.patience = max(500, goal.maxiter // 2)
         self.trigger = max(0.95 * goal.rtol, torch.finfo(X.dtype).eps / 4)
-        self.best, self.backward, self.current, self.reference = (list(residuals) for _ in range(4))
+        self.best, self.backward = list(residuals), list(residuals)
+        self.current, self.reference = list(residuals), list(residuals)
         self.normal, self.mark, self.gained = [math.nan] * K, [math.inf] * K, [0] * K
         self.reasons: dict[int, Reason] = {}
         self.history: list[list[float]] = []

@@ -188,7 +188,7 @@ def test_a_matrix_may_be_named_where_tensors_may_be_sharded():
 def test_the_solution_of_a_group_is_freed_before_the_next_group_is_solved_for():
     earlier: list[weakref.ref[torch.Tensor]] = []
 
-    def solve_group(B: torch.Tensor, _: torch.Tensor | None) -> Solution:
+    def solve_group(B: torch.Tensor, *_: object) -> Solution:
         assert not any(x() is not None for x in earlier)
         found = cg(POSITIVE, B)
         earlier.append(weakref.ref(found.x))
