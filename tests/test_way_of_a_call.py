@@ -1,4 +1,8 @@
-"""How far everyday calls travel through the source: the files and functions of curvops that they enter."""
+"""How far everyday calls travel through the source: the files and functions of curvops that they enter.
+
+CONTRIBUTING.md tells one of these calls as a story. If a change makes a call enter many more functions, see whether it
+can be told more shortly before raising a number here.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,13 @@ import curvops as co
 ROOT = str(Path(co.__file__).parent)
 
 
-def entered(call: Callable[[], Any]) -> set[tuple[str, str]]:
+def entered(call: Callable[[], Any]) -> set[tuple[str, str, int]]:
     """Return (file, function) of everything in the package that a call enters."""
     places = set()
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(ROOT):
-            places.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+            places.add((frame.f_code.co_filename, frame.f_code.co_name, frame.f_code.co_firstlineno))
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -88,15 +92,15 @@ def linearize() -> Callable[[], Any]:
 
 
 CALLS = {
-    "linearize": (linearize, 0, 0),
-    "G @ v": (product, 0, 0),
-    "P.solve(b)": (solve, 0, 0),
-    "co.linalg.cg(P, B)": (block_solve, 0, 0),
-    "co.linalg.trace(G)": (trace, 0, 0),
-    "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 0, 0),
-    "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 0, 0),
-    "post.sample(4), KFAC": (sample, 0, 0),
-    "sgld.update": (sgld, 0, 0),
+    "linearize": (linearize, 35, 302),
+    "G @ v": (product, 16, 66),
+    "P.solve(b)": (solve, 40, 251),
+    "co.linalg.cg(P, B)": (block_solve, 34, 216),
+    "co.linalg.trace(G)": (trace, 38, 194),
+    "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 62, 446),
+    "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 46, 230),
+    "post.sample(4), KFAC": (sample, 30, 111),
+    "sgld.update": (sgld, 16, 71),
 }
 """Each call with the files and functions that its third run enters."""
 
@@ -109,5 +113,5 @@ def test_a_call_enters_few_files_and_functions(name: str) -> None:
     call()
     call()
     places = entered(call)
-    assert len({file for file, _ in places}) <= 1.2 * files
+    assert len({file for file, *_ in places}) <= 1.2 * files
     assert len(places) <= 1.2 * functions
