@@ -17,9 +17,10 @@ To these counts the device's `Rates` add the time of reading stored numbers, whi
 visiting a layer, whatever its size: once per vector by autodiff, once per block by the layerwise engine. Visits are
 most of the cost of small networks, and on a GPU of all but large ones.
 
-The rule expects as many further vectors, in blocks as wide, as it has seen since an engine was last replaced. This is
-the ski-rental bound: the cost is never more than twice the best one. After the first product it expects at least
-`SOLVER` vectors: a second product means a solver, and engines that are built early pay most.
+The rule expects as many further vectors, in blocks as wide, as it has seen since an engine was last replaced, and is
+asked again when twice as many have come. As with rented skis, what a worse engine has cost stays in proportion to what
+a better one costs to build. After the first product it expects at least `SOLVER` vectors: a second product means a
+solver, and engines that are built early pay most.
 """
 
 from __future__ import annotations
