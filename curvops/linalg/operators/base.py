@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -23,10 +22,9 @@ from torch import Tensor
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.distributed_types import is_dtensor
-from curvops.errors import ManyProductsWarning, warn
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.cache import Cache, differentiable_once
-from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
+from curvops.linalg.core.cache import differentiable_once
+from curvops.linalg.core.memory import Memories, memories_of
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sharded import (
@@ -53,16 +51,14 @@ from curvops.linalg.core.vectors import (
     product,
     require_precision,
     shaped_as,
-    unit_columns,
 )
-from curvops.linalg.estimators.dense_spectrum import definite_logdet
-from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.estimators.spectral_density import spectral_density
 from curvops.linalg.estimators.trace import trace
 from curvops.linalg.operators import indexing
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.contract import LinearOperatorContract
 from curvops.linalg.operators.draws import draw_by_products, draw_dense
+from curvops.linalg.operators.entries import Entries
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.solve import Promises, solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
@@ -71,12 +67,8 @@ from curvops.linalg.spectra.svds import svds
 from curvops.progress import Progress, progress_of
 from curvops.summary import name_of, summary
 
-# To read single entries or the diagonal, unit vectors are multiplied in blocks of this many columns.
-COLUMN_BLOCK = 64
 PARTS = 4
 """The number of terms that a longer sum prints."""
-MANY_PRODUCTS = 1000
-"""A call whose name does not show that it takes more products than this says so before it starts."""
 SHOWN = (
     *("shape", "dtype", "device", "symmetric", "psd", "mT", "matmul", "add_diagonal", "inverse", "solve", "cg", "plan"),
     *("preconditioner", "eigsh", "svds", "lanczos", "spectral_density", "trace", "logdet", "diagonal", "to_dense"),
@@ -98,7 +90,7 @@ def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
     return block.reshape(-1, *batch, columns).movedim(0, -2)
 
 
-class Operator(LinearOperatorContract):
+class Operator(LinearOperatorContract, Entries):
     """A matrix known by its products: (m, n), usually far too large to be formed.
 
     A subclass stores tensors positionally (the first gives dtype and device) and everything else by keyword. It does no
@@ -409,85 +401,6 @@ class Operator(LinearOperatorContract):
         batch_shape = torch.Size(batch_shape)
         return self if batch_shape == self.batch_shape else algebra.Expanded(self, batch=batch_shape)
 
-    def _columns(self, index: Tensor) -> Tensor:
-        """Return the columns A[:, index], (m, len(index)), by one product each."""
-        return self.matmul(unit_columns(index.to(self.device), self.shape[-1], self.dtype))
-
-    def _by_columns(self, index: Tensor, most: int = COLUMN_BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (positions, A[:, positions]), at most ``most`` columns at a time, fewer if memory is short."""
-        width, beside = solve_width(self, min(most, len(index)))
-        for part in index.split(width):
-            with holding(self, beside):
-                found = self._columns(part)
-            yield part, found
-
-    def diagonal(self, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
-        """Return the exact diagonal, (n,): without a product if it is known, otherwise by n products.
-
-        `co.linalg.diagonal(A)` estimates it from 128 products, with an error bar. Above 1,000 products the call warns
-        before it starts (`ManyProductsWarning`).
-
-        Args:
-            offset: 0; linear_operator's signature.
-            dim1: −2, as above.
-            dim2: −1, as above.
-
-        Returns:
-            The diagonal, (n,).
-
-        Raises:
-            RuntimeError: A is not square.
-        """
-        found: Tensor = super().diagonal(offset, dim1, dim2)
-        return found
-
-    def _warn_of_products(self, count: int, what: str, instead: str) -> None:
-        if count > MANY_PRODUCTS:
-            warn(
-                f"{what} of this {type(self).__name__} takes {count:,} products: {instead}.",
-                ManyProductsWarning,
-            )
-
-    def _diagonal(self) -> Tensor:
-        positions = torch.arange(min(self.matrix_shape), device=self.device)
-        instead = "co.linalg.diagonal(A) estimates it from 128, with an error bar"
-        self._warn_of_products(len(positions), "the exact diagonal", instead)
-        return torch.cat([found[part].diagonal() for part, found in self._by_columns(positions)])
-
-    def to_dense(self) -> Tensor:
-        """Form the matrix, (..., m, n), by one product per column, as many at a time as the memory budget allows.
-
-        A small matrix is kept for further calls as long as the operator's tensors are unchanged; each call returns a
-        copy. Above 1,000 products with a curvature of a network the call warns before it starts.
-        """
-        if max(self.matrix_shape) > routes.DENSE_SIZE:
-            products = min(self.matrix_shape) if self.memories and all(self.spaces) else 0
-            instead = "the solvers, eigenpairs and estimates of co.linalg take fewer"
-            self._warn_of_products(products, "the dense matrix", instead)
-            return self._form_dense()
-        tensors = self.representation()
-        watched = [tensor for tensor in tensors if tensor.numel() <= routes.DENSE_SIZE**2]
-        cache: Cache = self.__dict__.setdefault("_dense_cache", Cache())
-        return cache.get_or_compute("dense", tensors, self._form_dense, watched).clone()
-
-    def _form_dense(self) -> Tensor:
-        m, n = self.matrix_shape
-        if self.batch_shape or solve_width(self, n)[0] >= n:
-            operator, size = (self.mT, m) if m < n else (self, n)
-            unit = torch.eye(size, dtype=self.dtype, device=self.device).expand(*self.batch_shape, size, size)
-            found = operator.matmul(unit)
-            return (found.mT if m < n else found).contiguous()
-        positions = torch.arange(n, device=self.device)
-        return torch.cat([found for _, found in self._by_columns(positions, n)], 1)
-
-    @property
-    def diagonal_matvecs(self) -> int:
-        """The number of products that the diagonal takes: n for classes without a cheaper way, and for foreign ones."""
-        if type(self)._diagonal is Operator._diagonal:
-            return min(self.matrix_shape)
-        parts = (part for part in self._args if isinstance(part, LinearOperator))
-        return sum(getattr(part, "diagonal_matvecs", self.shape[-1]) for part in parts)
-
     # Our algorithms as methods; the operator is their first argument A
 
     cg = cg
@@ -639,30 +552,10 @@ class Operator(LinearOperatorContract):
         require_precision(self.dtype, self.device)
         return solve(self, rhs, rtol=rtol)
 
-    def logdet(self) -> Tensor:
-        """Return log det A in nats, (...,), as a tensor: the value of `co.linalg.logdet(A)`, which has its error bar.
-
-        It is exact by a closed form, or by a dense Cholesky factor up to 256 rows; otherwise it is estimated. Raises
-        NotPositiveSemidefiniteError if A is not positive definite.
-        """
-        require_precision(self.dtype, self.device)
-        form = self._exact_form()
-        if form is not None:
-            return form.logdet()
-        if self._is_formed:
-            return definite_logdet(self._dense())
-        if self.batch_shape:
-            return torch.stack([one.logdet() for one in self._members()]).reshape(self.batch_shape)
-        return logdet(self).value
-
     def _known_logdet(self, rtol: float) -> Estimate | None:
         """Return log det A with its gradient from a closed form, without a product; None if there is none."""
         form = self._closed_form()
         return None if form is None else form.logdet_estimate(rtol)
-
-    def _members(self) -> list[Any]:
-        """Return the operators of a batch in a list."""
-        return [self[index] for index in itertools.product(*map(range, self.batch_shape))]
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         """Draw k columns of N(0, A), (n, k), all at once; `draw` keeps to the memory budget.
@@ -677,20 +570,6 @@ class Operator(LinearOperatorContract):
         raise ValueError(
             f"this {type(self).__name__} of shape {tuple(self.shape)} is not known to be positive semidefinite, and no "
             "exact square root of it is known; draw from its parts, or from operator.inverse() of a Damped one."
-        )
-
-    def to_scipy(self) -> Any:
-        """Return a `scipy.sparse.linalg.LinearOperator` of these products on NumPy arrays (copied to the CPU)."""
-
-        from scipy.sparse.linalg import LinearOperator as ScipyOperator  # a slow import that few calls need
-
-        def wrap(matmul: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
-            return lambda x: matmul(torch.as_tensor(x, dtype=self.dtype, device=self.device)).detach().cpu().numpy()
-
-        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-        forward, adjoint = wrap(self._matmul), wrap(self._t_matmul)
-        return ScipyOperator(
-            shape=tuple(self.shape), matvec=forward, matmat=forward, rmatvec=adjoint, rmatmat=adjoint, dtype=dtype
         )
 
 

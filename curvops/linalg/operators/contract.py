@@ -7,6 +7,8 @@ gradient. Larger matrices are only multiplied, and an iteration that does not co
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.results import indefinite
 from curvops.linalg.core.symmetry import clearly_indefinite
 from curvops.linalg.core.vectors import require_precision
+from curvops.linalg.estimators.dense_spectrum import definite_logdet
+from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.operators import indexing, roots
 from curvops.linalg.operators.draws import draw
 from curvops.linalg.solvers.solve import default_rtol, solve
@@ -97,6 +101,26 @@ class LinearOperatorContract(LinearOperator):
         zero = torch.zeros(self.batch_shape, dtype=self.dtype, device=self.device)
         quadratic = zero if inv_quad_rhs is None else self.inv_quad(inv_quad_rhs, bool(reduce_inv_quad))
         return quadratic, self.logdet() if logdet else zero
+
+    def logdet(self) -> Tensor:
+        """Return log det A in nats, (...,), as a tensor: the value of `co.linalg.logdet(A)`, which has its error bar.
+
+        It is exact by a closed form, or by a dense Cholesky factor up to 256 rows; otherwise it is estimated. Raises
+        NotPositiveSemidefiniteError if A is not positive definite.
+        """
+        require_precision(self.dtype, self.device)
+        form = self._exact_form()
+        if form is not None:
+            return form.logdet()
+        if self._is_formed:
+            return definite_logdet(self._dense())
+        if self.batch_shape:
+            return torch.stack([one.logdet() for one in self._members()]).reshape(self.batch_shape)
+        return logdet(self).value
+
+    def _members(self) -> list[Any]:
+        """Return the operators of a batch in a list."""
+        return [self[index] for index in itertools.product(*map(range, self.batch_shape))]
 
     def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
         L = roots.cholesky_factor(self, strict=self._is_regularised)
@@ -215,6 +239,20 @@ class LinearOperatorContract(LinearOperator):
     def _is_regularised(self) -> bool:
         """Whether a diagonal was added, so that a Cholesky factor needs no further jitter."""
         return False
+
+    def to_scipy(self) -> Any:
+        """Return a `scipy.sparse.linalg.LinearOperator` of these products on NumPy arrays (copied to the CPU)."""
+
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator  # a slow import that few calls need
+
+        def wrap(matmul: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+            return lambda x: matmul(torch.as_tensor(x, dtype=self.dtype, device=self.device)).detach().cpu().numpy()
+
+        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        forward, adjoint = wrap(self._matmul), wrap(self._t_matmul)
+        return ScipyOperator(
+            shape=tuple(self.shape), matvec=forward, matmat=forward, rmatvec=adjoint, rmatmat=adjoint, dtype=dtype
+        )
 
 
 def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
