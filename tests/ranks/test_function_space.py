@@ -181,9 +181,8 @@ def refusals(mesh: Any, lin: co.operators.Linearization) -> None:
     recorded = co.TangentKernel(lin, torch.tensor(2.0, requires_grad=True))
     for call, error, match in (
         (lambda: K.formed(None), TypeError, "a device mesh"),
-        (lambda: linalg.BlockRows(whole, layout=None), ValueError, "BlockRows.of"),
         (lambda: linalg.BlockRows.of(whole), TypeError, "a DTensor"),
-        (lambda: linalg.BlockRows.of(distribute_tensor(whole[:, 0], mesh, [Shard(0)])), ValueError, "a matrix"),
+        (lambda: linalg.BlockRows.of(distribute_tensor(whole[:, 0], mesh, [Shard(0)])), TypeError, "a DTensor"),
         (lambda: linalg.BlockRows.of(distribute_tensor(whole, mesh, [Shard(1)])), ValueError, "sharded by rows"),
         (lambda: recorded.formed(mesh), ValueError, "no gradient"),
         (lambda: recorded @ distribute_tensor(whole, mesh, [Shard(0)]), TypeError, "no gradient"),

@@ -181,7 +181,7 @@ def refusals_of_training(group: Any) -> dict[str, str]:
 
 
 REFUSED = {
-    "batches of one rank": "ValueError: over a process group minibatches are drawn from the points of all ranks",
+    "batches of one rank": "ValueError: over a process group pass this rank's points",
     "other models": "RanksDifferError: the network's tensors",
     "other seeds": "RanksDifferError: the generator of minibatches",
     "statistics of batches": "RanksDifferError: the network's tensors",

@@ -175,7 +175,7 @@ REFUSED = {
     "other subsets": "RanksDifferError: the chosen points",
     "repeated points": "ValueError: this DistributedSampler repeats points",
     "minibatches": "ValueError: minibatches are not available for data of a process group",
-    "another dtype": "ValueError: the data of a linearisation over a process group cannot be converted",
+    "another dtype": "ValueError: data of a process group cannot be converted",
     "a pickle": "TypeError: a linearisation over a process group cannot be pickled",
     "no group again": "7",
     "another budget": "RanksDifferError: memory_budget: 100000000 on rank 0, but 100000001 on rank 1",
