@@ -58,7 +58,7 @@ from curvops.linalg.operators import indexing
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.contract import LinearOperatorContract
 from curvops.linalg.operators.draws import draw_by_products, draw_dense
-from curvops.linalg.operators.entries import Entries
+from curvops.linalg.operators.matrix_entries import EntriesByProducts
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.solve import Promises, solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
@@ -90,7 +90,7 @@ def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
     return block.reshape(-1, *batch, columns).movedim(0, -2)
 
 
-class Operator(LinearOperatorContract, Entries):
+class Operator(LinearOperatorContract, EntriesByProducts):
     """A matrix known by its products: (m, n), usually far too large to be formed.
 
     A subclass stores tensors positionally (the first gives dtype and device) and everything else by keyword. It does no

@@ -21,7 +21,7 @@ MANY_PRODUCTS = 1000
 """A call whose name does not show that it takes more products than this says so before it starts."""
 
 
-class Entries(LinearOperator):
+class EntriesByProducts(LinearOperator):
     """An operator's entries, by products with unit vectors, as many at a time as the memory budget allows."""
 
     def _columns(self, index: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Entries(LinearOperator):
     @property
     def diagonal_matvecs(self) -> int:
         """The number of products that the diagonal takes: n for classes without a cheaper way, and for foreign ones."""
-        if type(self)._diagonal is Entries._diagonal:
+        if type(self)._diagonal is EntriesByProducts._diagonal:
             return min(self.matrix_shape)
         parts = (part for part in self._args if isinstance(part, LinearOperator))
         return sum(getattr(part, "diagonal_matvecs", self.shape[-1]) for part in parts)
