@@ -348,15 +348,17 @@ def _require_equal_numbers(ranks: Ranks, drawn: Tensor) -> None:
     ranks.require_equal({SEED: int(fingerprint([drawn[:64]]))})
 
 
-def ranks_of(A: Any) -> Ranks | None:
+def ranks_together(A: Any) -> Ranks | None:
     """Return the ranks that make each product with A together: they share its data, or rows of its vectors."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     if (layouts := layouts_of(A)) is not None:
         return layouts[0].ranks
     ranks: Ranks | None = getattr(A, "ranks", None)
+    if ranks is not None:
+        return ranks
     parts = (part for part in (*A._args, *A._kwargs.values()) if isinstance(part, LinearOperator))
-    return next((shared for part in parts if (shared := ranks_of(part)) is not None), None) if ranks is None else ranks
+    return next((shared for part in parts if (shared := ranks_together(part)) is not None), None)
 
 
 # Rows are independent in these: each rank works alone, with the primitive for tensors.

@@ -35,7 +35,7 @@ from curvops.linalg.core.sharded import (
     Sharded,
     layouts_of,
     over_ranks,
-    ranks_of,
+    ranks_together,
     stored,
     unwrapped,
 )
@@ -591,7 +591,7 @@ def number_of(value: Tensor, name: str) -> str:
 
 @describe.register
 def _(A: Operator) -> Description:
-    facts, layouts, ranks = describe.dispatch(object)(A), A.layouts, ranks_of(A)
+    facts, layouts, ranks = describe.dispatch(object)(A), A.layouts, ranks_together(A)
     if layouts is not None:
         return LaidOut.of(facts, *layouts)
     return facts if ranks is None else OverSharedData.of(facts, ranks)

@@ -10,7 +10,7 @@ from curvops.checks import refuse_modes
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import Memories, hold, memories_of, solve_width
-from curvops.linalg.core.sharded import SEED, on_shards, ranks_of
+from curvops.linalg.core.sharded import SEED, on_shards, ranks_together
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
 from curvops.linalg.functions.square_roots import sqrt
 
@@ -55,7 +55,7 @@ def draw(
     width, beside = solve_width(operator, k, memories)
     held = memories_of(operator) if memories is None else memories
     noise = ColumnNoise.of(generator, k, operator.device)
-    if (ranks := ranks_of(operator)) is not None and not isinstance(generator, ColumnNoise):
+    if (ranks := ranks_together(operator)) is not None and not isinstance(generator, ColumnNoise):
         ranks.require_equal({SEED: noise.key})
     with hold(held, beside):
         first = draw_together(operator, min(width, k), noise.part(0, width))

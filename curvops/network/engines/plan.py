@@ -77,7 +77,7 @@ def rates_of(device: torch.device) -> Rates:
 
 @dataclass(frozen=True)
 class KeptLayer:
-    """What the layerwise engine keeps of a layer, per point, and the multiply-adds of a product in each direction.
+    """The numbers per point that the layerwise engine keeps of a layer, and the multiply-adds of a product each way.
 
     A product reads `read` numbers besides the `inputs` a: δ, slopes or the layer's Jacobian; none for the last layer.
     """
@@ -131,7 +131,7 @@ class Plan(Tabular):
 
     @cached_property
     def kept_layers(self) -> tuple[KeptLayer, ...]:
-        """What the layerwise engine keeps of each layer."""
+        """The numbers that the layerwise engine keeps of each layer."""
         return tuple(kept_layer(layer, self.num_outputs) for layer in self.layers)
 
     @cached_property

@@ -289,7 +289,7 @@ class RootJacobian:
         return self.whole.pull(self.root.product(self.outputs, cotangents))
 
 
-def check_kind(kind: str) -> None:
+def check_fisher_kind(kind: str) -> None:
     """Raise ValueError unless `kind` is the name of a Fisher."""
     if kind not in get_args(FisherKind):
         raise ValueError(f"fisher={kind!r}; expected 'exact', 'mc' (one drawn target per point) or 'empirical'.")

@@ -67,10 +67,8 @@ class Passes(BatchRows):
 
         It keeps its own engines, within what this walk and all others leave of the memory budget that they share.
         """
-        memory, progress = self.memory, self.progress
-        walk = Passes(
-            self.model, self._source, self._choice, memory, progress=progress, shard=self.shard, fisher=fisher
-        )
+        given = self.model, self._source, self._choice, self.memory
+        walk = Passes(*given, progress=self.progress, shard=self.shard, fisher=fisher)
         walk._whole = self
         return walk
 
@@ -143,11 +141,7 @@ class Passes(BatchRows):
 
         With `own` the result is this rank's part.
         """
-        total: Tensor | None = None
-        for label, J in self.each(columns, root):
-            total = accumulate(total, term(label, J))
-        assert total is not None  # linearize rejects empty data
-        return self.over_ranks(total, own)
+        return self.add_up((term(label, J) for label, J in self.each(columns, root)), own)
 
     def rows(
         self,
@@ -159,20 +153,19 @@ class Passes(BatchRows):
         parts = [term(label, J).flatten(1) for label, J in self.each(columns, root)]
         return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1).mT
 
-    def over_ranks(self, total: Tensor, own: bool = False) -> Tensor:
-        """Return the sum of all ranks' totals, or this rank's `own` part of it; every sum over data ends here."""
-        if self.shard is None:
-            return total
-        return self.shard.own_part(total) if own else self.shard.add_up(total)
+    def add_up(self, parts: Iterable[Tensor], own: bool = False) -> Tensor:
+        """Add up the parts of all batches, and of all ranks (unless it is their `own` part); every data sum ends here.
 
-    def add_up(self, parts: Iterable[Tensor]) -> Tensor:
-        """Return the sum of the parts of all batches and of all ranks; the first part becomes the sum, in place."""
+        It adds in place if no gradient is recorded: the first part becomes the sum.
+        """
         total: Tensor | None = None
         for part in parts:
             total = accumulate(total, part)
             del part  # before the next one is made
-        assert total is not None
-        return self.over_ranks(total)
+        assert total is not None  # linearize rejects empty data
+        if self.shard is None:
+            return total
+        return self.shard.own_part(total) if own else self.shard.add_up(total)
 
     def line_up(self, parts: list[Tensor], dim: int = 0) -> Tensor:
         """Concatenate the parts of all batches in the order of the points; every concatenation over data ends here."""

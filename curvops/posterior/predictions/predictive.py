@@ -19,7 +19,7 @@ from torch import Tensor
 from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
 from curvops.linalg import Estimate
-from curvops.linalg.core.sharded import ranks_of
+from curvops.linalg.core.sharded import ranks_together
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Gaussian, Likelihood
 from curvops.operators import Linearization
@@ -436,7 +436,7 @@ class Predictions:
         told += ", again" if self._shared else ""  # ranks must agree on which products are known
 
         def needs_data() -> bool:
-            sharded = isinstance(outputs, NormalOutputs) and ranks_of(self.posterior.precision) is not None
+            sharded = isinstance(outputs, NormalOutputs) and ranks_together(self.posterior.precision) is not None
             return all_points or sharded
 
         split = split_points(self.posterior.lin, self.x, self.gather, told, needs_data, targets)
