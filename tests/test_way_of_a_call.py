@@ -93,8 +93,8 @@ def linearize() -> Callable[[], Any]:
 
 CALLS = {
     "linearize": (linearize, 35, 302),
-    "G @ v": (product, 16, 66),
-    "P.solve(b)": (solve, 40, 251),
+    "G @ v": (product, 16, 67),
+    "P.solve(b)": (solve, 40, 252),
     "co.linalg.cg(P, B)": (block_solve, 34, 216),
     "co.linalg.trace(G)": (trace, 38, 194),
     "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 62, 446),
