@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
-from curvops import storage
+from curvops import checkpoint, storage
 from curvops.sampling.running import largest_curvature
 from tests.sampling.gaussians import curvature, log_density, preconditioners, seeded
 
@@ -130,7 +130,7 @@ def test_a_sampler_is_identified_by_its_numbers_not_by_how_it_prints(tmp_path: P
         return S.run(sampler, start, steps=3, generator=seeded(3), checkpoint=tmp_path)
 
     first = ran(density, 1.0)
-    _, kept = storage.load(tmp_path, "checkpoint", 4)
+    _, kept = storage.load(tmp_path, checkpoint.KIND, checkpoint.VERSION)
     assert kept["problem"]["the sampler's preconditioner or covariance"] == "Isotropic(scale=1.0)"
     assert torch.equal(ran(density, 1.0).theta, first.theta)
     with pytest.raises(ValueError, match="the log posterior"):
