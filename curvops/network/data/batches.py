@@ -81,12 +81,15 @@ class Batch:
         weights = None if self.weights is None else self.weights.clone()
         return Batch(copy(self.inputs), self.targets.clone(), weights, self.start)
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors with the names that messages use for them."""
-        yield from components(self.inputs)
-        yield "targets", self.targets
-        if self.weights is not None:
-            yield "weights", self.weights
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return all tensors with the names that messages use for them."""
+        named = [*components(self.inputs), ("targets", self.targets)]
+        return named if self.weights is None else [*named, ("weights", self.weights)]
+
+    @property
+    def form(self) -> object:
+        """The names, shapes and dtypes of all tensors."""
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in self.named_tensors()]
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Reading:
     device, dtype: the device of batches, and the dtype of their floating-point tensors; None keeps each.
     check: called with each batch's targets; raises if they do not suit the likelihood.
     layout: the layout of the outputs if a point has several positions: targets (n, *positions, ...) become
-        (n, T, ...), and weights may be (n,) or (n, *positions).
+        (n, T, ...), and weights may be (n,) or (n, *positions). None leaves both as they are.
     weights: whether a third item holds sample weights; in mappings they are named.
     admit: called with each batch's inputs; raises if the model cannot be run on them.
     """
@@ -119,21 +122,28 @@ class Reading:
     def read(self, item: object, index: int = 0) -> Batch:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
         with _in_batch(index):
-            given, targets, w = parts_of(item, self.weights)
-        inputs = normalise(given)
-        _require_aligned(f"batch {index}", inputs, targets, w)
-        if w is not None and not w.is_floating_point():
-            w = w.to(self.dtype or torch.get_default_dtype())
-        layout = self.layout or Layout(torch.Size((1,)))
-        with _in_batch(index):
-            targets = move_tensor(layout.targets(targets), self.device, self.dtype)
-            w = None if w is None else move_tensor(layout.weights(w), self.device, self.dtype)
-        return Batch(move(inputs, self.device, self.dtype), targets, w)
+            inputs, targets, w = parts_of(item, self.weights)
+            if not isinstance(item, Batch):
+                inputs = normalise(inputs)
+                _require_aligned(inputs, targets, w)
+            if w is not None and not w.is_floating_point():
+                w = w.to(self.dtype or torch.get_default_dtype())
+            if self.layout is not None:
+                targets, w = self.layout.targets(targets), None if w is None else self.layout.weights(w)
+        w = None if w is None else move_tensor(w, self.device, self.dtype)
+        return Batch(move(inputs, self.device, self.dtype), move_tensor(targets, self.device, self.dtype), w)
 
     def read_checked(self, item: object, index: int = 0) -> Batch:
         """Read one batch and check its values, too, without copying. Waits for the device once per tensor."""
         batch = self.read(item, index)
-        _require_valid(batch, index)
+        if batch.num_points == 0:
+            raise ValueError(f"Batch {index} is empty. Leave it out.")
+        for name, tensor in batch.named_tensors():
+            require_finite(f"Batch {index}: {name}", tensor)
+        if batch.weights is not None and bool((batch.weights < 0).any()):
+            raise ValueError(
+                f"Batch {index} has negative sample weights. They multiply log-likelihoods: use 0 or more."
+            )
         with _in_batch(index):
             if self.check is not None:
                 self.check(batch.targets)
@@ -163,24 +173,27 @@ class Batches:
     def __init__(self, source: Iterable[object], reading: Reading, hold: bool = False) -> None:
         self._source, self._reading = source, reading
         self._held: list[Batch] = []
-        self._noted = noted = _Noted()
-        self._sums, points = torch.zeros(()), 0
+        self._forms: list[object] = []
+        self._sums = torch.zeros(())
+        points, sizes, prints = 0, [], []
         for index, item in enumerate(self._items()):
             batch = reading.read_checked(item, index)
-            self._note_points(point_prints([tensor for _, tensor in batch.named_tensors()]), points)
+            tensors = [tensor for _, tensor in batch.named_tensors()]
+            self._note_points(point_prints(tensors), points)
+            prints.append(fingerprint(tensors))
+            self._forms.append(batch.form)
+            sizes.append(batch.num_points)
             points += batch.num_points
             if index == 0:
                 self._few = copy(take(batch.inputs, slice(0, 2)))
             if hold:
                 self._held.append(batch.copy())
-            else:
-                noted.add(batch)
-        sizes = [batch.num_points for batch in self._held] or noted.sizes
-        kind = type(source.loader if isinstance(source, LoaderPasses) else source).__name__
         if not sizes:
+            kind = type(source.loader if isinstance(source, LoaderPasses) else source).__name__
             raise NoDataError(f"The data are empty: a pass over this {kind} gave no batch. {ACCEPTED}")
+        self._batch_prints = torch.stack(prints)
         if isinstance(source, LoaderPasses):
-            source.require_parts_apart(self._first_pass.prints)
+            source.require_parts_apart(self._batch_prints)
         self.fingerprint_dtype = reading.dtype
         """The dtype of floating data when the fingerprint was taken."""
         self.sizes = tuple(sizes)
@@ -207,17 +220,12 @@ class Batches:
     @property
     def print_of_batches(self) -> int:
         """The fingerprint of the batches one after the other, by which earlier versions identified the data."""
-        return int(fingerprint([self._first_pass.prints]))
+        return int(fingerprint([self._batch_prints]))
 
     def _note_points(self, prints: Tensor, start: int) -> None:
         """Add the fingerprints of these points to both sums, with and without regard to their order."""
         sums = torch.stack([prints.sum(), ordered_sum(prints, start)])
         self._sums = sums if start == 0 else self._sums + sums
-
-    @property
-    def _first_pass(self) -> _Noted:
-        """Shapes and fingerprints of the batches in the first pass."""
-        return _Noted(self._held) if self._held else self._noted
 
     @property
     def num_data(self) -> int:
@@ -246,29 +254,29 @@ class Batches:
         yield from self._held or self._again()
 
     def _again(self) -> Iterator[Batch]:
-        expected, present = self._first_pass, _Noted()
+        prints = []
         for index, item in enumerate(self._items()):
             if index == self.num_batches:
                 raise DataChangedError(
                     self._describe_change(f"there are more than the first pass's {self.num_batches} batches")
                 )
             batch = self._reading.read(item, index)
-            present.add(batch)
-            if present.signatures[index] != expected.signatures[index]:
+            prints.append(fingerprint([tensor for _, tensor in batch.named_tensors()]))
+            if batch.form != self._forms[index]:
                 raise DataChangedError(self._describe_change(f"batch {index} has other shapes or dtypes"))
             yield batch
-        if (count := len(present.sizes)) < self.num_batches:
+        if len(prints) < self.num_batches:
             raise DataChangedError(
-                self._describe_change(f"there are only {count} of the first pass's {self.num_batches} batches")
+                self._describe_change(f"there are only {len(prints)} of the first pass's {self.num_batches} batches")
             )
-        changed = (present.prints != expected.prints).tolist()
+        changed = (torch.stack(prints) != self._batch_prints).tolist()
         if any(changed):
             raise DataChangedError(
                 self._describe_change(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")
             )
 
     def _items(self) -> Iterator[object]:
-        return items_of(self._source, torch.device(self._reading.device or "cpu"))
+        return items(self._source, torch.device(self._reading.device or "cpu"))
 
     def verify(self) -> None:
         """Compare the data with the first pass, in one pass; raise :class:`DataChangedError` if they differ."""
@@ -325,15 +333,15 @@ class AbsentBatches:
 class _InMemory:
     """Re-iterable slices of tensors in memory."""
 
-    inputs: Inputs
-    labels: dict[str, Tensor]
+    points: Batch
     batch_size: int
     mapping_type: type  # the type of the inputs, if they were a mapping
 
-    def __iter__(self) -> Iterator[Mapping[str, object]]:
-        for start in range(0, num_points(self.inputs), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            yield {"inputs": take(self.inputs, part)} | {name: tensor[part] for name, tensor in self.labels.items()}
+    def __iter__(self) -> Iterator[Batch]:
+        inputs, targets, w = self.points.inputs, self.points.targets, self.points.weights
+        for start in range(0, len(targets), self.batch_size):
+            chosen = slice(start, start + self.batch_size)
+            yield Batch(take(inputs, chosen), targets[chosen], None if w is None else w[chosen])
 
 
 def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[object]:
@@ -351,8 +359,8 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         checked_whole("batch_size", batch_size)
         given, targets, w = parts_of(data, weights)
         inputs = normalise(given)
-        _require_aligned("data", inputs, targets, w)
-        return _InMemory(inputs, {"targets": targets} | ({} if w is None else {"weights": w}), batch_size, type(given))
+        _require_aligned(inputs, targets, w)
+        return _InMemory(Batch(inputs, targets, w), batch_size, type(given))
     if isinstance(data, Dataset):
         checked_whole("batch_size", batch_size)
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
@@ -364,11 +372,6 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
     return data
-
-
-def items_of(source: Iterable[object], device: torch.device) -> Iterator[object]:
-    """Yield the batches of a source in the library's random stream; slices of tensors in memory draw nothing."""
-    return iter(source) if isinstance(source, _InMemory) else items(source, device)
 
 
 def holds_all(data: object) -> bool:
@@ -387,29 +390,30 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
     weights: whether a third item was declared to be weights. Raises TypeError for another form, and for a third item
     that was not declared; ValueError for labels that a causal language model shifts.
     """
-    if _is_named(item):
-        assert isinstance(item, Mapping)
-        parts = [item[name] for name in NAMES if name in item]
+    if isinstance(item, Batch):  # of data in memory, whose parts are known
+        return item.inputs, item.targets, item.weights
+    if isinstance(item, (tuple, list)) and len(item) in (2, 3):
+        if len(item) == 3 and not weights:
+            raise TypeError(_describe_undeclared(item[2]))
+        inputs, targets, *rest = item
+    elif isinstance(item, Mapping) and _is_named(item):
+        inputs, targets, *rest = (item[name] for name in NAMES if name in item)
     elif isinstance(item, Mapping) and any(name in item for name in LABELS):
-        parts = _split_labels(item, weights)
-    elif isinstance(item, (tuple, list)) and len(item) in (2, 3):
-        parts = list(item)
-        if len(parts) == 3 and not weights:
-            raise TypeError(_describe_undeclared(parts[2]))
+        inputs, targets, *rest = _split_labels(item, weights)
     else:
         raise TypeError(_not_a_batch(item))
-    if weights and len(parts) == 2:
+    if weights and not rest:
         raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
-    parts[1:] = map(tensor_of, parts[1:])
-    if not all(isinstance(part, Tensor) for part in parts[1:]):
-        kinds = ", ".join(type(part).__name__ for part in parts[1:])
+    targets, w = tensor_of(targets), tensor_of(rest[0]) if rest else None
+    if not isinstance(targets, Tensor) or (rest and not isinstance(w, Tensor)):
+        kinds = type(targets).__name__ + (f", {type(w).__name__}" if rest else "")
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
-    return parts[0], parts[1], parts[2] if len(parts) == 3 else None
+    return inputs, targets, w
 
 
-def _is_named(item: object) -> bool:
+def _is_named(item: Mapping[Any, Any]) -> bool:
     """Return whether a mapping names inputs, targets and perhaps weights, and nothing else."""
-    return isinstance(item, Mapping) and set(NAMES[:2]) <= set(item) <= set(NAMES)
+    return set(NAMES[:2]) <= set(item) <= set(NAMES)
 
 
 def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
@@ -438,28 +442,18 @@ def _describe_undeclared(third: object) -> str:
     )
 
 
-def _require_aligned(where: str, inputs: Inputs, targets: Tensor, weights: Tensor | None) -> None:
+def _require_aligned(inputs: Inputs, targets: Tensor, weights: Tensor | None) -> None:
     n = num_points(inputs)
     if targets.ndim == 0 or len(targets) != n:
         raise ValueError(
-            f"In {where} there are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading "
-            "dimension of both counts points."
+            f"there are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading dimension of both "
+            "counts points."
         )
     if weights is not None and (weights.ndim == 0 or len(weights) != n):
         raise ValueError(
-            f"In {where} there are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one "
-            "weight per point or per position."
+            f"there are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one weight per "
+            "point or per position."
         )
-
-
-def _require_valid(batch: Batch, index: int) -> None:
-    """Raise ValueError for an empty batch, non-finite values or negative weights. Waits for the device."""
-    if batch.num_points == 0:
-        raise ValueError(f"Batch {index} is empty. Leave it out.")
-    for name, tensor in batch.named_tensors():
-        require_finite(f"Batch {index}: {name}", tensor)
-    if batch.weights is not None and bool((batch.weights < 0).any()):
-        raise ValueError(f"Batch {index} has negative sample weights. They multiply log-likelihoods: use 0 or more.")
 
 
 @contextlib.contextmanager
@@ -470,28 +464,6 @@ def _in_batch(index: int) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"Batch {index}: {error}") from error
-
-
-class _Noted:
-    """The shapes, dtypes and fingerprints of the batches of a pass."""
-
-    def __init__(self, batches: Iterable[Batch] = ()) -> None:
-        self.signatures: list[object] = []
-        self.sizes: list[int] = []
-        self._prints: list[Tensor] = []
-        for batch in batches:
-            self.add(batch)
-
-    def add(self, batch: Batch) -> None:
-        named = list(batch.named_tensors())
-        self.signatures.append([(name, tensor.shape, tensor.dtype) for name, tensor in named])
-        self.sizes.append(batch.num_points)
-        self._prints.append(fingerprint([tensor for _, tensor in named]))
-
-    @property
-    def prints(self) -> Tensor:
-        """The fingerprint of each batch."""
-        return torch.stack(self._prints)
 
 
 def _not_a_batch(item: object) -> str:

@@ -144,13 +144,10 @@ class Categorical(Likelihood):
         if y.ndim != 1:
             hint = "Use y.squeeze(-1)." if y.ndim == 2 and y.shape[1] == 1 else "One-hot rows become y.argmax(-1)."
             raise ValueError(f"Categorical targets have shape (n,); given {tuple(y.shape)}. {hint}")
-        self._check_labels(y, num_outputs)
-
-    def _check_labels(self, y: Tensor, num_outputs: int | None) -> None:
         labels = y[y != self.ignore_index].long()
         if labels.numel() == 0:
             return
-        low, high = (int(bound) for bound in torch.stack(labels.aminmax()).tolist())
+        low, high = torch.stack(labels.aminmax()).tolist()
         if low < 0 or (num_outputs is not None and high >= num_outputs):
             top = "C - 1" if num_outputs is None else f"{num_outputs - 1}"
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def contexts_for(parts: Iterable[nn.Module]) -> tuple[Contexts, Contexts]:
 
 
 @contextlib.contextmanager
-def unfused(settings: Contexts) -> Iterator[None]:
+def unfused(settings: Sequence[Callable[[], Any]] = ()) -> Iterator[None]:
     """Keep attention on its kernel with forward mode and convolutions in full precision; enter further settings.
 
     This does what `torch.nn.attention.sdpa_kernel(MATH)` does, which itself takes as long as a small layer.

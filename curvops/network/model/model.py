@@ -334,8 +334,9 @@ class Model:
                 return run()
             # As in `torch.func.functional_call`, which walks to each place by its path.
             tensors = self._as_held({**self.frozen, **self._buffers, **self.values, **values})
+            if self._written:  # no call may find what another one has computed from its values and cached
+                stack.callback(restore, state_of(self._written))
             before = [holder[key] for holder, key, _ in self._places]
-            state = state_of(self._written)
             try:
                 for holder, key, name in self._places:
                     holder[key] = tensors[name]
@@ -343,7 +344,6 @@ class Model:
             finally:
                 for (holder, key, _), tensor in zip(self._places, before):
                     holder[key] = tensor
-                restore(state)  # no call may find what another one has computed from its values and cached
 
     def _find_places(self) -> None:
         """List all that holds a tensor of the snapshot while the module runs, with the key there and the name."""

@@ -30,7 +30,7 @@ class FlatLayout:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The number of entries of each tensor."""
-        return tuple(shape.numel() for shape in self.shapes)
+        return tuple(map(torch.Size.numel, self.shapes))
 
     @cached_property
     def size(self) -> int:
@@ -170,8 +170,20 @@ def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any
     if not names:
         hint = "none requires a gradient: call requires_grad_(), or name parameters; " if spec is None else ""
         raise ValueError(f"parameters={spec!r} selects nothing; {hint}the model has {_some(parameters)}.")
-    _check_tensors({name: parameters[name] for name in names})
-    return Selection(tuple(names), tuple(parameters[name].shape for name in names), index)
+    shapes = []
+    for name in names:
+        tensor, first = parameters[name], parameters[names[0]]
+        for what in ("device", "dtype"):
+            kind, other = getattr(tensor, what), getattr(first, what)
+            if kind != other:
+                raise ValueError(
+                    f"the selected parameters mix {what}s: {other} ({names[0]!r}), {kind} ({name!r}); convert them, or "
+                    "select fewer."
+                )
+        if not tensor.is_floating_point():
+            raise TypeError(f"parameter {name!r} is {tensor.dtype}; only floating-point ones can be selected.")
+        shapes.append(tensor.shape)
+    return Selection(tuple(names), tuple(shapes), index)
 
 
 def matching(names: Iterable[str], *globs: str) -> list[str]:
@@ -249,17 +261,6 @@ def locate(sizes: Sequence[int], positions: Int[Tensor, " S"]) -> tuple[list[int
     touched = torch.zeros_like(lengths, dtype=torch.bool).index_fill(0, owners, True)
     left_out = lengths.masked_fill(touched, 0).cumsum(0)  # untouched entries before each tensor
     return touched.nonzero().squeeze(1).tolist(), positions - left_out[owners]
-
-
-def _check_tensors(selected: Mapping[str, Tensor]) -> None:
-    for what in ("device", "dtype"):
-        kinds = {str(getattr(tensor, what)): name for name, tensor in selected.items()}
-        if len(kinds) > 1:
-            listed = ", ".join(f"{kind} ({name!r})" for kind, name in sorted(kinds.items()))
-            raise ValueError(f"the selected parameters mix {what}s: {listed}; convert them, or select fewer.")
-    for name, tensor in selected.items():
-        if not tensor.is_floating_point():
-            raise TypeError(f"parameter {name!r} is {tensor.dtype}; only floating-point ones can be selected.")
 
 
 def _some(parameters: Mapping[str, Tensor], most: int = 8) -> str:

@@ -10,7 +10,7 @@ import io
 import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -42,21 +42,31 @@ def containers_in(module: nn.Module) -> list[Any]:
     seen = set[int]()
     for container in containers:  # the list grows
         entries = entries_of(container)
-        values = list(entries if isinstance(entries, list) else entries.values())
-        new = [value for value in values if type(value) in (dict, OrderedDict, list) and id(value) not in seen]
-        seen.update(map(id, new))
-        containers += new
+        for value in entries if isinstance(entries, list) else entries.values():
+            if type(value) in (dict, OrderedDict, list) and id(value) not in seen:
+                seen.add(id(value))
+                containers.append(value)
     return containers
 
 
-def state_of(containers: Iterable[Any]) -> Entries:
+def state_of(containers: Sequence[Any]) -> Entries:
     """Return these containers with their present entries."""
-    return [(container, copy(entries_of(container))) for container in containers]
+    return [*zip(containers, map(copy, map(entries_of, containers)))]
 
 
 def changed_in(state: Entries) -> list[Any]:
     """Return the containers of which an entry is another object now."""
-    return [container for container, before in state if not _are_same(entries_of(container), before)]
+    changed = []
+    for container, before in state:
+        entries = entries_of(container)
+        if isinstance(entries, list):
+            same = len(entries) == len(before) and all(map(operator.is_, entries, before))
+        else:
+            same = entries.keys() == before.keys()
+            same = same and all(map(operator.is_, entries.values(), map(before.get, entries)))
+        if not same:
+            changed.append(container)
+    return changed
 
 
 def restore(state: Entries) -> None:
@@ -69,12 +79,6 @@ def restore(state: Entries) -> None:
         for key in entries.keys() - before.keys():
             del entries[key]
         entries.update(before)
-
-
-def _are_same(entries: Any, before: Any) -> bool:
-    if isinstance(entries, list):
-        return len(entries) == len(before) and all(map(operator.is_, entries, before))
-    return entries.keys() == before.keys() and all(map(operator.is_, entries.values(), map(before.get, entries)))
 
 
 def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[HeldTensor]]:
@@ -102,9 +106,12 @@ def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[HeldTensor]]:
             shells.append((part, shell))
     with _DetachedCopies():
         for part, shell in shells:
-            for function in _functions_in(part):
-                memo[id(function)] = _over_copies(function, memo)
-            shell.__dict__.update({name: _copied(value, memo) for name, value in vars(part).items()})
+            for value in vars(part).values():
+                for entry in value.values() if isinstance(value, dict) else (value,):  # attributes and hooks
+                    if isinstance(entry, FunctionType):
+                        memo[id(entry)] = _over_copies(entry, memo)
+            for name, value in vars(part).items():
+                shell.__dict__[name] = _copied(value, memo)
             if isinstance(part, fx.GraphModule):  # its class was made for it alone, and `recompile` changes that class
                 type(shell).forward = type(part).forward
             if "_orig_mod" in part._modules:
@@ -115,9 +122,11 @@ def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[HeldTensor]]:
     places: list[HeldTensor] = []
     for container in containers_in(other):
         entries = entries_of(container)
-        if id(entries) not in named:
-            pairs = enumerate(entries) if isinstance(entries, list) else entries.items()
-            places += [(container, key, entry) for key, entry in pairs if id(entry) in held]
+        if id(entries) in named:
+            continue
+        for key, entry in enumerate(entries) if isinstance(entries, list) else entries.items():
+            if id(entry) in held:
+                places.append((container, key, entry))
     return other, places
 
 
@@ -137,14 +146,6 @@ class _DetachedCopies(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0].detach().clone() if func is Tensor.__deepcopy__ else func(*args, **kwargs or {})
-
-
-def _functions_in(part: nn.Module) -> Iterator[FunctionType]:
-    """Yield the functions among the attributes and the hooks of a module."""
-    for value in vars(part).values():
-        for entry in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(entry, FunctionType):
-                yield entry
 
 
 def _over_copies(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
@@ -194,7 +195,7 @@ class TensorUse(TorchFunctionMode):
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._names = {id(tensor): name for name, tensor in named.items()}
+        self._names = dict(zip(map(id, named.values()), named))
         self.names: set[str] = set()
         self.functions: set[Any] = set()
 

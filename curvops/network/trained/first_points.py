@@ -12,10 +12,20 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from curvops.errors import NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
-from curvops.network.data.batches import Batches, Reading, as_source, holds_all, items_of, parts_of
-from curvops.network.data.inputs import Inputs, Layout, first_of, move, move_tensor, normalise, num_points, take
-from curvops.network.data.randomness import own_randomness
-from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Gaussian, Sequences, as_likelihood
+from curvops.network.data.batches import ACCEPTED, Reading, as_source, holds_all, parts_of
+from curvops.network.data.inputs import Inputs, Layout, first_of, move, move_tensor, num_points, take
+from curvops.network.data.randomness import items, own_randomness
+from curvops.network.likelihoods import (
+    Bernoulli,
+    BradleyTerry,
+    Categorical,
+    FromLoss,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Poisson,
+    Sequences,
+    as_likelihood,
+)
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
 from curvops.network.likelihoods.from_loss import shrunk
 from curvops.network.likelihoods.likelihood import ByAutograd, Likelihood
@@ -29,6 +39,8 @@ LOOKED_AT = 16
 """How many positions of a point are looked at, or a few more: a text has thousands, each over a whole vocabulary."""
 SCORED = 2**16
 """How many numbers of targets, and of outputs, show whether a function of the user's couples the points of a batch."""
+OWN = (Categorical, BradleyTerry, Gaussian, Bernoulli, Poisson, HeteroscedasticGaussian)
+"""Likelihoods that can score all targets which pass their checks."""
 FETCHED = 16
 """How many points of a Dataset are fetched to look at some."""
 
@@ -110,32 +122,31 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
 
 
 def _own_first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
-    source = as_source(data, sys.maxsize if holds_all(data) else FETCHED, weights)
-    for item in items_of(source, theta.device):
-        try:
-            given, targets, _ = parts_of(item, weights)
-        except TypeError:
-            break
-        inputs, kind = normalise(given), getattr(source, "mapping_type", type(given))
-        if num_points(inputs) > 0:
-            few = few_of(num_points(inputs))
-            if targets.shape[:1] == (num_points(inputs),):  # otherwise the data are refused when they are read
-                targets = targets[few.to(targets.device)]
-            return move(take(inputs, few), theta.device, theta.dtype), targets, kind
-    Batches(as_source(data, 1, weights), Reading(weights=weights))  # raises an error if the data are invalid
-    raise NoDataError("the data hold no points.")
+    source, reading = as_source(data, sys.maxsize if holds_all(data) else FETCHED, weights), Reading(weights=weights)
+    for index, item in enumerate(items(source, theta.device)):
+        batch = reading.read(item, index)
+        if batch.num_points:
+            few = few_of(batch.num_points)
+            kind = getattr(source, "mapping_type", None) or type(parts_of(item, weights)[0])
+            inputs = move(take(batch.inputs, few), theta.device, theta.dtype)
+            return inputs, batch.targets[few.to(batch.targets.device)], kind
+    raise NoDataError(f"The data are empty: they hold no points. {ACCEPTED}")
 
 
 def few_of(points: int) -> Tensor:
     """Return the positions of the first two points, the middle and the last, of so many."""
-    return torch.tensor(sorted({i for i in (0, 1, points // 2, points - 1) if 0 <= i < points}), dtype=torch.long)
+    every = range(points)
+    return torch.tensor(sorted({*every[:2], *every[points // 2 :][:1], *every[-1:]}), dtype=torch.long)
 
 
 def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Tensor, spec: Any) -> None:
-    """Score the outputs at the first points, so that errors which need outputs and targets are raised at the call.
+    """Score the outputs at the first points by a user's function, so that its errors are raised at the call.
 
     Raises ValueError if `spec`, the user's argument, is a torch loss that computes something else.
     """
+    own_class = type(likelihood.of_position) in OWN
+    if own_class and (not isinstance(spec, nn.Module) or type(spec) in INTERPRETATIONS):
+        return
     assert model.layout is not None
     y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
     f = model.layout.rows(outputs).to(model.theta.dtype)
@@ -148,9 +159,10 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     position.log_prob(rows, labels)
     if isinstance(position, FromLoss):
         position.check_scores(rows, labels)
-    elif isinstance(spec, nn.Module) and type(spec) not in INTERPRETATIONS:  # a subclass may compute something else
+    elif isinstance(spec, nn.Module):  # a subclass of a torch loss may compute something else
         require_same_loss(spec, likelihood, model.layout, outputs, y, f)
-    _warn_of_no_curvature(position, rows, labels)
+    if not own_class:
+        _warn_of_no_curvature(position, rows, labels)
 
 
 def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
@@ -270,8 +282,9 @@ def checked_layout(
             raise ValueError("the model's outputs hold NaN or Inf; check its buffers and the scale of the inputs.")
         # The first pass may prepare what later ones use, and goes through other calls, so its outputs prove nothing.
         times = 17 if drew else 0 if torch.equal(first, returned) else 1
-        if not all(torch.equal(outputs, model(model.values, few)) for _ in range(times)):
-            raise ValueError("two passes over the same points gave different outputs; call model.eval() first.")
+        for _ in range(times):
+            if not torch.equal(outputs, model(model.values, few)):
+                raise ValueError("two passes over the same points gave different outputs; call model.eval() first.")
         if drew and model.training:  # two masks of few entries are often the same
             raise ValueError("the model is in train mode and draws random numbers; call model.eval() first.")
         try:
