@@ -1,4 +1,4 @@
-"""Long work is shown on a terminal and told to programs; short work, and work elsewhere, is silent."""
+"""Long work is shown on a terminal and told to programs; short work, and work elsewhere, is silent. Tests `run.py`."""
 
 import inspect
 import io

@@ -40,7 +40,8 @@ from curvops.operators.curvatures.curvature import CurvatureRoot, root_of
 from curvops.posterior.core.terms import PrecisionTerms, Prior
 from curvops.posterior.solves.function_space import REMEDIES
 from curvops.posterior.solves.precision import for_columns, preconditioner, route_of
-from curvops.progress import as_step, at_work, remark
+from curvops.progress import as_step, remark
+from curvops.run import running
 from curvops.summary import Summarised
 
 DRAWN_TOGETHER = 8
@@ -240,7 +241,7 @@ class StochasticDescent:
         else:
             longest, halvings = problem.step() if self.step_size is None else float(self.step_size), 0
         step = longest / 2**halvings
-        with at_work("stochastic gradient descent", None, None, systems.precision):
+        with running("stochastic gradient descent", systems.precision):
             while halvings < MOST_HALVINGS:
                 start = known or _AfterEpoch.before(problem.right, x0, longest, halvings)
                 try:

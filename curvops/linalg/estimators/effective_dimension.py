@@ -18,13 +18,16 @@ from torch import Tensor
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, probing
 from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import Given, Matrix, as_matrix, describe_square, product
 from curvops.linalg.estimators.brackets import share
 from curvops.linalg.estimators.dense_spectrum import known_spectrum
 from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
+from curvops.run import current_run
 
 
+@algorithm
 def effective_dimension(
     G: Matrix | Given,
     prior: float | int | Float[Tensor, ""] | Float[Tensor, " n"],
@@ -76,11 +79,8 @@ def effective_dimension(
     mu = 1.0 if precision.ndim else float(prior)
     exact = limits.allow_dense(facts.rows)
     plain = product(G) if precision.ndim == 0 else _whiten(product(G), precision.rsqrt()[:, None])
-    with (
-        torch.no_grad(),
-        at_work("effective_dimension", facts.rows if exact else max_matvecs, progress, G),
-        probing(G, generator, limits, LEAST_VECTORS, plain) as probed,
-    ):
+    current_run().expect(facts.rows if exact else max_matvecs)
+    with torch.no_grad(), probing(G, generator, limits, LEAST_VECTORS, plain) as probed:
         found = known_spectrum(probed.multiply, facts, rtol) if exact else run(probed, [mu], of_shift=share)
         return found.effective_dimension(mu)
 

@@ -27,6 +27,7 @@ from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, indefinite
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs
@@ -35,7 +36,8 @@ from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, LEAST_VECT
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
+from curvops.run import current_run
 
 MOST_RANK = 400
 # An estimated lower bound: the deepest basis, and the share of the smallest Ritz value that is enough.
@@ -47,6 +49,7 @@ LEFT = 0.1
 SIZING = 4
 
 
+@algorithm
 def logdet(
     A: Matrix | Given,
     *,
@@ -112,9 +115,9 @@ def logdet(
         known: Estimate | None = A._known_logdet(limits.tolerance)
         if known is not None:
             return known
-    with at_work("logdet", max_matvecs, progress, A):
-        keep = needs_gradient(A)
-        estimate, pairs = paired_logdet(A, shift, lower_bound, limits, generator, preconditioner, keep)
+    current_run().expect(max_matvecs)
+    keep = needs_gradient(A)
+    estimate, pairs = paired_logdet(A, shift, lower_bound, limits, generator, preconditioner, keep)
     return estimate if pairs is None else attach_gradient(estimate, A, pairs)
 
 

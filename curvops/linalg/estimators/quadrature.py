@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from curvops.checkpoint import NOTHING, Checkpoint, begin, resumable
+from curvops.checkpoint import NOTHING, Checkpoint, begin
 from curvops.checks import checked_whole
 from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import (
     Given,
@@ -30,8 +31,9 @@ from curvops.linalg.estimators.brackets import ROUNDING_UNITS, Rules, SpectralQu
 from curvops.linalg.estimators.dense_spectrum import KnownSpectrum, known_spectrum
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 from curvops.records import from_record, restore, state_of
+from curvops.run import current_run
 
 __all__ = ["SpectralQuadrature", "spectral_quadrature"]
 
@@ -44,7 +46,7 @@ LEAST_VECTORS = 12
 """The number of vectors that one probe of a few steps takes."""
 
 
-@resumable
+@algorithm
 def spectral_quadrature(
     G: Matrix | Given,
     *,
@@ -101,12 +103,11 @@ def spectral_quadrature(
     if kept.done:
         return kept.result(KnownSpectrum if exact else SpectralQuadrature)
     if exact:
-        with torch.no_grad(), at_work("spectral_quadrature", facts.rows, progress, G):
+        current_run().expect(facts.rows)
+        with torch.no_grad():
             return kept.finish(known_spectrum(product(G), facts, rtol))
-    with (
-        at_work("spectral_quadrature", max_matvecs, progress, G),
-        probing(G, source, limits, LEAST_VECTORS) as probed,
-    ):
+    current_run().expect(max_matvecs)
+    with probing(G, source, limits, LEAST_VECTORS) as probed:
         return kept.finish(run(probed, [mu], probes, rank, kept=kept))
 
 

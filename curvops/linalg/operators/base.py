@@ -64,7 +64,7 @@ from curvops.linalg.solvers.solve import Promises, solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
-from curvops.progress import Progress, progress_of
+from curvops.progress import Progress
 from curvops.summary import name_of, summary
 
 PARTS = 4
@@ -188,7 +188,7 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     @property
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
-        return next((asked for part in self._args if (asked := progress_of(part)) is not None), None)
+        return next((asked for part in self._args if (asked := getattr(part, "progress", None)) is not None), None)
 
     # Products
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvops.checkpoint import Place, current
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import keep, room_for, vector_bytes
+from curvops.linalg.core.memory import keep, room_in, vector_bytes
 from curvops.linalg.core.sharded import RowLayout, over_ranks
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
@@ -223,7 +223,7 @@ class Damped(UnaryOperator):
         shift = self.shift.detach()
         generator = torch.Generator(self.device).manual_seed(0) if generator is None else generator
         base, level, scale = self._whiten(shift)
-        if memory_budget is None and (room := room_for(self, None, 0)) is not None:
+        if memory_budget is None and (room := room_in(self.memories, 0)) is not None:
             memory_budget = max(0, room - SOLVE_VECTORS * vector_bytes(describe(self)))  # room for one column
         near = self._nearby_form()
         most = None if near is None else math.ceil(expected_products(near.condition, columns))
@@ -292,8 +292,7 @@ class Damped(UnaryOperator):
         return self._cache.get_or_compute("form", tensors, lambda: form if form.holds else None, (self.shift,))
 
     def promises(self) -> Promises:
-        known = super().promises()
-        return known._replace(definite=known.symmetric)  # P is a precision, so an indefinite one is an error
+        return Promises(self.symmetric, definite=self.symmetric)  # P is a precision: an indefinite one is an error
 
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
         form = self._closed_form()

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Shaped
 
-from curvops.checks import check_callable, check_generator
+from curvops.checks import check_generator
 from curvops.linalg.core.entries import rows
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -48,7 +48,7 @@ PATIENCE = 20, 400
 """The epochs, and the steps, after which the descent ends unless the residual fell by a hundredth."""
 
 
-@on_shards
+@algorithm
 def dual_descent(
     K: Matrix,
     B: Shaped[Vectors, "n *K"],
@@ -107,23 +107,22 @@ def dual_descent(
     """
     facts = describe_square(K)
     n = facts.rows
-    check(facts, B, rtol, maxiter, x0, memory_budget)
+    check(facts, B, rtol, maxiter, x0, callback)
     if not 0 <= momentum < 1 or batch_size < 1 or not noise >= 0 or (step_size is not None and not step_size > 0):
         raise ValueError(
             "dual_descent needs 0 <= momentum < 1, batch_size >= 1, noise >= 0 and step_size > 0, got "
             f"{momentum}, {batch_size}, {noise} and {step_size}."
         )
-    check_callable("callback", callback)
     options = DescentOptions(float(noise), min(batch_size, n), step_size, momentum, generator)
     goal = Goal(float(rtol), EPOCHS if maxiter is None else maxiter, callback)
 
-    def solve(part: Vectors, start: Vectors | None, _: int) -> Solution:
+    def solve(part: Vectors, start: Vectors | None, _: object) -> Solution:
         system = UnitSystems.of(part, start, facts)
         descent = DualDescent(K, system, options, goal)
         descent.solve()
         return system.solution(descent.records)
 
-    return solve_in_groups("dual_descent", solve, K, B, x0, VECTORS, memory_budget, progress)
+    return solve_in_groups(solve, facts, B, x0, VECTORS)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from curvops.checks import check_flag, checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -52,7 +52,7 @@ from curvops.linalg.solvers.short_recurrence import (
     to_device,
     to_host,
 )
-from curvops.linalg.solvers.systems import UnitSystems, check, goal_of, solve_in_groups
+from curvops.linalg.solvers.systems import UnitSystems, check, solve_in_groups
 from curvops.linalg.solvers.verdicts import UNDECIDED, Callback, Goal, raise_norm
 from curvops.progress import Progress
 
@@ -60,7 +60,7 @@ VECTORS = 14
 """Working vectors per right-hand side, temporaries included."""
 
 
-@on_shards
+@algorithm
 def lsmr(
     A: Matrix | Given,
     B: Shaped[Vectors, "m *K"],
@@ -109,19 +109,18 @@ def lsmr(
     """
     A = as_matrix(A, B)
     facts = describe(A)
-    check(facts, B, rtol, maxiter, x0, memory_budget)
+    goal = check(facts, B, rtol, maxiter, x0, callback)
     checked_number("damp", damp, "[0, inf)")
     check_flag("consistent", consistent)
-    goal = goal_of(min(facts.rows, facts.columns), rtol, maxiter, callback)
     operator = AugmentedMatrix(product(A), transposed_product(A), float(damp))
 
-    def solve(part: Vectors, start: Vectors | None, _: int) -> Solution:
+    def solve(part: Vectors, start: Vectors | None, _: object) -> Solution:
         system = UnitSystems.of(part, start, facts)
         run = Bidiagonalisation(operator, system, consistent, goal)
         run.solve()
         return system.solution(run.records, least_squares=True)
 
-    return solve_in_groups("lsmr", solve, A, B, x0, VECTORS, memory_budget, progress)
+    return solve_in_groups(solve, facts, B, x0, VECTORS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from torch import Tensor
 from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of
 from curvops.linalg.core.vectors import (
     Given,
@@ -60,7 +60,6 @@ from curvops.linalg.solvers.systems import (
     UnitSystems,
     as_function,
     check,
-    goal_of,
     solve_in_groups,
 )
 from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Callback, Goal, raise_norm
@@ -74,7 +73,7 @@ WATCHED = 6
 """The number of steps in which symmetry is checked: Aᵀ ≠ A shows in the first of them."""
 
 
-@on_shards
+@algorithm
 def minres(
     A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
@@ -125,21 +124,20 @@ def minres(
     """
     A = as_matrix(A, B)
     facts = describe_square(A)
-    check(facts, B, rtol, maxiter, x0, memory_budget)
+    goal = check(facts, B, rtol, maxiter, x0, callback)
     sigma = checked_number("shift", shift, "(-inf, inf)")
-    goal = goal_of(facts.rows, rtol, maxiter, callback)
     plain, precondition = product(A), None if preconditioner is None else as_function(preconditioner, facts)
 
     def multiply(V: Vectors) -> Vectors:
         return plain(V) + sigma * V if sigma else plain(V)
 
-    def solve(part: Vectors, start: Vectors | None, _: int) -> Solution:
+    def solve(part: Vectors, start: Vectors | None, _: object) -> Solution:
         system = UnitSystems.of(part, start, facts)
         run = MinimalResiduals(multiply, precondition, system, goal)
         run.solve()
         return system.solution(run.records, least_squares=True)
 
-    return solve_in_groups("minres", solve, A, B, x0, VECTORS, memory_budget, progress)
+    return solve_in_groups(solve, facts, B, x0, VECTORS)
 
 
 @dataclass(eq=False)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import matmul
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,13 +17,7 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_callable, check_limits, check_tensor, checked_number, refuse_tangents, shown
-from curvops.linalg.core.memory import (
-    Halving,
-    Multiply,
-    columns_at_a_time,
-    holding,
-    room_for,
-)
+from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution, converged, join_histories
 from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.usable_columns import UsableColumns
@@ -34,7 +28,6 @@ from curvops.linalg.core.vectors import (
     as_block,
     as_columns,
     columns,
-    describe,
     empty_block,
     norm,
     part,
@@ -44,7 +37,9 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.verdicts import Callback, Goal, Records
-from curvops.progress import Progress, aside, at_work
+from curvops.progress import aside
+from curvops.records import from_record
+from curvops.run import Groups, columns_at_a_time, current_run
 
 MOST_ITERATIONS = 10_000
 
@@ -66,10 +61,9 @@ def check(
     rtol: float | int | None,
     maxiter: int | None,
     x0: Vectors | None = None,
-    memory_budget: int | None = None,
-    max_matvecs: int | None = None,
-) -> None:
-    """Check that right-hand sides, initial guess and options fit the matrix.
+    callback: Callback | None = None,
+) -> Goal:
+    """Check that right-hand sides, initial guess and options fit the matrix; return the goal of the solve.
 
     Raises:
         TypeError: A is in half precision, or B or x0 does not have A's dtype.
@@ -87,14 +81,10 @@ def check(
         raise ValueError(f"B must have shape ({m},) or ({m}, K) for A of {m} x {n}, got {tuple(B.shape)}.")
     if x0 is not None and x0.shape != (n, *B.shape[1:]):
         raise ValueError(f"x0 must have shape {(n, *B.shape[1:])}, got {tuple(x0.shape)}.")
-    checked_number("rtol", rtol, "[0, inf)")
-    check_limits(None, maxiter, max_matvecs, memory_budget)
-
-
-def goal_of(n: int, rtol: float | int, maxiter: int | None, callback: Callback | None) -> Goal:
-    """Return the goal of solving systems in n unknowns."""
+    tolerance = checked_number("rtol", rtol, "[0, inf)")
+    check_limits(maxiter=maxiter)
     check_callable("callback", callback)
-    return Goal(float(rtol), iterations_allowed(n, maxiter), callback)
+    return Goal(tolerance, iterations_allowed(min(m, n), maxiter), callback)
 
 
 def iterations_allowed(n: int, maxiter: int | None) -> int:
@@ -215,50 +205,60 @@ class UnitSystems:
         )
 
 
+class Resumption(NamedTuple):
+    """The way in which a group of columns saves the state of its iteration and continues from it."""
+
+    state: Mapping[str, Any] | None
+    """The state of an earlier run."""
+    save: Callable[[Callable[[], Any]], None]
+    """The function that saves the state that it is given, if a save is due."""
+
+
 def solve_in_groups(
-    what: str,
-    solve: Callable[[Vectors, Vectors | None, int], Solution],
-    A: Matrix,
+    solve: Callable[[Vectors, Vectors | None, Resumption], Solution],
+    facts: Description,
     B: Vectors,
     x0: Vectors | None,
     vectors: int,
-    memory_budget: int | None,
-    progress: Progress,
-    kept: Checkpoint = NOTHING,
+    saved: Checkpoint = NOTHING,
 ) -> Solution:
-    """Run ``solve(B, x0, number of the first column)`` for as many columns at a time as fit into memory, at least one.
+    """Run ``solve(B, x0, resumption)`` for as many columns at a time as fit into memory, at least one.
 
     A column needs ``vectors`` working vectors. x has the shape of B. If memory still runs out, fewer columns run at
     once.
     """
-    with torch.no_grad(), at_work(what, None, progress, A):
-        block, X0, solved = as_columns(B), None if x0 is None else as_columns(x0), list[Solution]()
-        column, K = vectors * describe(A).vector_bytes, max(block.shape[1], 1)
-        width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
-        widths: list[int] = kept.state or [width]  # the groups so far, which a continued run repeats
-        kept.save(lambda: widths, now=True)
-        X, start, halving = block, 0, Halving("solved for")
+    run, block, X0 = current_run(), as_columns(B), None if x0 is None else as_columns(x0)
+    K, column = block.shape[1], vectors * facts.vector_bytes
+    groups = Groups("solved for", columns_at_a_time(K, column, run.room(column)))
+    solutions, X, state, first = list[Solution](), None, None, 0
+    if saved and saved.state is not None:
+        groups.width, X, state = (saved.state[name] for name in ("width", "X", "group"))
+        solutions = [from_record(Solution, record) for record in saved.state["solutions"]]
+        first = sum(len(solution.reasons) for solution in solutions)
 
-        def work(start: int, stop: int) -> Solution:
-            with holding(A, width * column):
-                return solve(part(block, start, stop), None if X0 is None else part(X0, start, stop), start)
+    def save(state: Callable[[], Any] = lambda: None, now: bool = False) -> None:
+        if saved:
+            saved.save(lambda: {"width": groups.width, "X": X, "solutions": solutions, "group": state()}, now)
 
-        while start < K:
-            width = widths[min(len(solved), len(widths) - 1)]
-            stop = min(K, start + width)
-            one = halving.attempt(work, start, stop)
-            if one is None:
-                widths = [*(len(other.reasons) for other in solved), (stop - start) // 2]
-                kept.save(partial(list, widths), now=True)
-            elif stop - start == K:
-                return replace(one, x=shaped_as(one.x, B))
-            else:
-                X = empty_block(one.x, K) if start == 0 else X
-                put(X, start, one.x)
-                solved.append(replace(one, x=X))
-                start = stop
-                del one  # the solution's own buffer
-    return join_solutions(solved, shaped_as(X, B))
+    def solve_group(start: int, stop: int) -> None:
+        nonlocal X, state
+        whole = stop - start == K
+        with run.holding(groups.width * column):
+            save(lambda: state, now=True)
+            resumption, state = Resumption(state, save), None
+            guess = None if X0 is None else part(X0, start, stop)
+            solution = solve(part(block, start, stop), guess, resumption)
+        if not whole:
+            X = empty_block(solution.x, K) if X is None else X
+            put(X, start, solution.x)
+            solution = replace(solution, x=zero_block(solution.x, 0))
+        solutions.append(solution)
+
+    with torch.no_grad():
+        groups.each(K, solve_group, first)
+    if X is None:
+        return replace(solutions[0], x=shaped_as(solutions[0].x, B))
+    return join_solutions(solutions, shaped_as(X, B))
 
 
 def join_solutions(parts: Sequence[Solution], X: Vectors) -> Solution:
