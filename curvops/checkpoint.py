@@ -38,11 +38,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from curvops import storage
+from curvops.ambient import current_run
 from curvops.errors import CheckpointWarning, warn
 from curvops.process_group import Ranks
 from curvops.progress import in_force
 from curvops.records import from_record, record_of
-from curvops.run import current_run
 
 KIND, VERSION = "checkpoint", 5
 PAUSE = 30.0

@@ -5,7 +5,7 @@ Every function that may take long has the keyword `progress`: None for this beha
 bar even if standard error is a file, or a function (what, done, total), called at each step; total is None if it is
 unknown. An algorithm of linear algebra counts its products. Of nested algorithms the outermost is shown, and counts the
 products of all of them; work inside a product, a preconditioner or a callback is done aside: it is not counted, and
-saves no checkpoint (`run.py`).
+saves no checkpoint (`ambient.py`).
 """
 
 from __future__ import annotations

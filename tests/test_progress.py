@@ -1,4 +1,7 @@
-"""Long work is shown on a terminal and told to programs; short work, and work elsewhere, is silent. Tests `run.py`."""
+"""Long work is shown on a terminal and told to programs; short work, and work elsewhere, is silent.
+
+Tests `ambient.py`.
+"""
 
 import inspect
 import io
@@ -12,7 +15,7 @@ from linear_operator import to_linear_operator
 
 import curvops as co
 from curvops import linalg, progress
-from curvops.linalg.solvers.verdicts import Goal, Records
+from curvops.linalg.solvers.systems import Goal, Records
 from curvops.progress import progress_bar
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import running
 from curvops.checkpoint import Checkpoint, current, named_part
 from curvops.checks import carries_graph, check_choice, checked_number, checked_whole
 from curvops.errors import DivergenceError, NotSolvedError
@@ -41,7 +42,6 @@ from curvops.posterior.core.terms import PrecisionTerms, Prior
 from curvops.posterior.solves.function_space import REMEDIES
 from curvops.posterior.solves.precision import for_columns, preconditioner, route_of
 from curvops.progress import as_step, remark
-from curvops.run import running
 from curvops.summary import Summarised
 
 DRAWN_TOGETHER = 8

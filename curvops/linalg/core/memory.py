@@ -1,4 +1,4 @@
-"""The bytes that blocks of vectors take, and products with as many columns at a time as fit (`curvops.run`).
+"""The bytes that blocks of vectors take, and products with as many columns at a time as fit (`curvops.ambient`).
 
 The `memories` of an operator are the budgets that its products draw on. An operator that is not built from a network
 has none, and without a `memory_budget` nothing limits an algorithm on it.
@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 from linear_operator import LinearOperator
 
+from curvops.ambient import Groups, Memories, Memory, columns_at_a_time, current_run, hold, room_in, warn_below
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
-from curvops.run import Groups, Memories, Memory, columns_at_a_time, current_run, hold, room_in, warn_below
 
 __all__ = ["Memories", "Memory", "columns_at_a_time", "hold", "room_in"]
 Multiply: TypeAlias = Callable[[Vectors], Vectors]

@@ -24,12 +24,12 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import current_run, running
 from curvops.distributed_types import even_share, is_dtensor
 from curvops.fingerprints import fingerprint
 from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description, Vectors
 from curvops.process_group import Ranks
-from curvops.run import current_run, running
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -552,8 +552,8 @@ def over_ranks(A: Any, layout: RowLayout) -> Any:
 def algorithm(work: Callable[P, R]) -> Callable[P, R]:
     """Make a public function on a matrix, its first argument, an algorithm: its options are in force until it returns.
 
-    These are `progress`, `memory_budget` and `checkpoint` (`curvops.run`). Vectors may be DTensors, which become blocks
-    inside; the blocks of its result become DTensors again.
+    These are `progress`, `memory_budget` and `checkpoint` (`curvops.ambient`). Vectors may be DTensors, which become
+    blocks inside; the blocks of its result become DTensors again.
     """
     signature = inspect.signature(work)
     first = next(iter(signature.parameters))

@@ -11,12 +11,12 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.vectors import Matrix, check_finite, describe, largest, product
 from curvops.progress import remark
-from curvops.run import current_run
 
 EXACT = "exact"
 DEFAULT_MATVECS = 128

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, probing
 from curvops.linalg.core.results import Estimate
@@ -24,7 +25,6 @@ from curvops.linalg.estimators.brackets import share
 from curvops.linalg.estimators.dense_spectrum import known_spectrum
 from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
 from curvops.progress import Progress
-from curvops.run import current_run
 
 
 @algorithm

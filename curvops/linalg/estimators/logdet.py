@@ -23,6 +23,7 @@ from jaxtyping import Shaped
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, Probed, probing
@@ -37,7 +38,6 @@ from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
 from curvops.progress import Progress
-from curvops.run import current_run
 
 MOST_RANK = 400
 # An estimated lower bound: the deepest basis, and the share of the smallest Ritz value that is enough.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from curvops.ambient import current_run
 from curvops.checkpoint import NOTHING, Checkpoint, begin
 from curvops.checks import checked_whole
 from curvops.linalg.core.memory import columns_at_a_time
@@ -33,7 +34,6 @@ from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep
 from curvops.progress import Progress
 from curvops.records import from_record, restore, state_of
-from curvops.run import current_run
 
 __all__ = ["SpectralQuadrature", "spectral_quadrature"]
 

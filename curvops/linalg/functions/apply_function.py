@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import check_limits, checked_number
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
 from curvops.linalg.core.sharded import algorithm
-from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -36,11 +36,9 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.functions.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
-from curvops.linalg.solvers.systems import check
-from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.solvers.systems import Callback, UsableColumns, check
 from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, LEAST_VECTORS, LockStep
 from curvops.progress import Progress, remark
-from curvops.run import current_run
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32

@@ -10,6 +10,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.autograd import Function
 
+from curvops.ambient import running
 from curvops.errors import PrecisionWarning, warn
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.memory import working
@@ -17,7 +18,6 @@ from curvops.linalg.core.results import FunctionProduct, Reason, indefinite
 from curvops.linalg.core.vectors import join
 from curvops.linalg.functions.apply_function import FunctionRun
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS
-from curvops.run import running
 
 # A gradient needs the vectors of each Krylov space to more digits than their product.
 GRADIENT_FACTOR = 1e-3

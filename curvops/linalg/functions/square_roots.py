@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from jaxtyping import Shaped
 
+from curvops.ambient import current_run
 from curvops.checks import check_callable, checked_number
 from curvops.linalg.core.results import FunctionProduct
 from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix
 from curvops.linalg.functions.apply_function import apply_function
-from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.solvers.systems import Callback
 from curvops.progress import Progress
-from curvops.run import current_run
 
 
 @algorithm

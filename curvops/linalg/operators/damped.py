@@ -12,7 +12,8 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import Place, current
+from curvops.ambient import current_run
+from curvops.checkpoint import Place
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import keep, room_in, vector_bytes
@@ -199,7 +200,7 @@ class Damped(UnaryOperator):
         """
         cache, key = self._cache, ("preconditioner", self.representation())
         with cache.lock:
-            of_run = checkpoint is not None or current()
+            of_run = checkpoint is not None or current_run().checkpoint is not None
             served, found = (not of_run and cache.get(*key, (self.shift,))) or (0, None)
             if columns > SKETCH_SERVES * served:
                 found = None

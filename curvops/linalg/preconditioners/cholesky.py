@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import check_choice, check_limits, check_shape, check_tensor, checked_number, checked_whole
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.entries import columns_of, diagonal_of
@@ -43,7 +44,6 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.progress import Progress
-from curvops.run import current_run
 from curvops.summary import Summarised
 
 MOST_RANK = 1024

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import checked_number
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.entries import columns_of, diagonal_of
@@ -30,7 +31,6 @@ from curvops.linalg.core.symmetry import require_symmetric
 from curvops.linalg.core.vectors import Matrix, ScalarFunction, check_finite, describe_square, entries, put_entries
 from curvops.linalg.preconditioners.factored import FilteredPreconditioner
 from curvops.progress import Progress
-from curvops.run import current_run
 from curvops.summary import Summarised
 
 BlockChoice: TypeAlias = int | Sequence[int] | Sequence[range | Tensor] | Partition

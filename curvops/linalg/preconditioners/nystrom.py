@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin
 from curvops.checks import checked_number, checked_whole
 from curvops.linalg.core.matrix_identity import problem_of
@@ -41,7 +42,6 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.progress import Progress
-from curvops.run import current_run
 from curvops.summary import Summarised
 
 FIRST_RANK = 8

@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from curvops.checkpoint import Place, begin
+from curvops.ambient import current_run, hold
+from curvops.checkpoint import NOTHING, Place, begin
 from curvops.checks import check_flag, checked_whole
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply
@@ -48,6 +49,11 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.solvers.refinement import Refinement
 from curvops.linalg.solvers.systems import (
+    ANSWERED,
+    CHECK_EVERY,
+    UNDECIDED,
+    Callback,
+    Goal,
     Preconditioner,
     Resumption,
     UnitSystems,
@@ -55,10 +61,8 @@ from curvops.linalg.solvers.systems import (
     check,
     solve_in_groups,
 )
-from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, Callback, Goal
 from curvops.progress import Progress
 from curvops.records import restore, state_of
-from curvops.run import current_run
 
 VECTORS = 12
 """Working vectors per right-hand side, temporaries included."""
@@ -157,12 +161,12 @@ def cg(
     apply, saved = as_function(preconditioner, facts), begin("cg", checkpoint, lambda: problem_of(A), facts.device)
     if keep_directions is None and block:
         most = most_directions(facts, 1 if B.ndim == 1 else B.shape[1])
-    if saved:
-        if saved.done:
-            return saved.result(Solution)
+    if saved.done:
+        return saved.result(Solution)
+    if saved is not NOTHING:
         B, x0, most = saved.attach("right-hand sides, guess and directions", lambda: [B, x0, most]) or (B, x0, most)
 
-    def solve(B: Vectors, X0: Vectors | None, resumption: Resumption) -> Solution:
+    def solve(B: Vectors, X0: Vectors | None, resumption: Resumption | None) -> Solution:
         if refine is False:
             return iterate(A, B, X0, apply, block, most, goal, resumption)
         low = facts.dtype if refine is True else refine
@@ -173,7 +177,7 @@ def cg(
 
         return Refinement(A.to(torch.float64), low, B, X0).solve(correct, goal)
 
-    with current_run().holding(2 * most * facts.vector_bytes):
+    with hold(current_run().memories, 2 * most * facts.vector_bytes):
         solution = solve_in_groups(solve, facts, B, x0, VECTORS + (0 if refine is False else REFINED), saved)
     return saved.finish(solution)
 

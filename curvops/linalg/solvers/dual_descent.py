@@ -34,8 +34,7 @@ from curvops.linalg.core.vectors import (
     random_block,
     zero_block,
 )
-from curvops.linalg.solvers.systems import UnitSystems, check, solve_in_groups
-from curvops.linalg.solvers.verdicts import Callback, Goal, raise_norm
+from curvops.linalg.solvers.systems import Callback, Goal, UnitSystems, check, raise_norm, solve_in_groups
 from curvops.progress import Progress, as_step
 
 EPOCHS = 200

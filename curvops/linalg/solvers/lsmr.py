@@ -52,8 +52,7 @@ from curvops.linalg.solvers.short_recurrence import (
     to_device,
     to_host,
 )
-from curvops.linalg.solvers.systems import UnitSystems, check, solve_in_groups
-from curvops.linalg.solvers.verdicts import UNDECIDED, Callback, Goal, raise_norm
+from curvops.linalg.solvers.systems import UNDECIDED, Callback, Goal, UnitSystems, check, raise_norm, solve_in_groups
 from curvops.progress import Progress
 
 VECTORS = 14

@@ -56,13 +56,17 @@ from curvops.linalg.solvers.short_recurrence import (
     to_host,
 )
 from curvops.linalg.solvers.systems import (
+    CHECK_EVERY,
+    UNDECIDED,
+    Callback,
+    Goal,
     Preconditioner,
     UnitSystems,
     as_function,
     check,
+    raise_norm,
     solve_in_groups,
 )
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Callback, Goal, raise_norm
 from curvops.progress import Progress
 
 VECTORS = 16

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from curvops.linalg.core.results import Reason
-from curvops.linalg.solvers.systems import UnitSystems
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, Goal, Verdict
+from curvops.linalg.solvers.systems import CHECK_EVERY, Goal, UnitSystems, Verdict
 
 Numbers: TypeAlias = NDArray[np.float64]
 """One number per column; for so few numbers, NumPy takes a quarter of the time that torch takes."""

@@ -32,13 +32,14 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 from torch.autograd import Function
 
+from curvops.ambient import current_run, running
 from curvops.checks import carries_graph, check_choice, check_limits, check_tensor, in_forward_mode, refuse_tangents
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept, converged
 from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.sharded import Sharded, algorithm
-from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, operator_routes
+from curvops.linalg.core.solve_routes import MOST_COLUMNS, SKETCHED, System, chosen, routes
 from curvops.linalg.core.symmetry import clearly_indefinite, is_psd
 from curvops.linalg.core.vectors import (
     Given,
@@ -61,10 +62,8 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
-from curvops.linalg.solvers.systems import Preconditioner
-from curvops.linalg.solvers.verdicts import precision_limited
+from curvops.linalg.solvers.systems import Preconditioner, precision_limited
 from curvops.progress import Progress
-from curvops.run import current_run, running
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
 
@@ -129,9 +128,9 @@ def method_for(A: Matrix) -> Method:
 
 
 def _method_for(system: System) -> Method:
-    first = chosen(operator_routes(system))
+    first = chosen(routes(system))
     assert first is not None  # lsmr works for any matrix
-    return cast(Method, first.method)
+    return cast(Method, "cg" if first.name == SKETCHED else first.name)
 
 
 def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
@@ -145,7 +144,7 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
         rows=max(A.shape[-2:]),
         columns=columns,
         square=square,
-        longest=longest(A),
+        longest=longest(A) if whole else 0,
         itemsize=A.dtype.itemsize,
         closed_form=form,
         at_hand=isinstance(A, Tensor) or known.at_hand,

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checkpoint import Place, begin
 from curvops.checks import check_callable, check_choice, check_limits, check_tensor, checked_number, checked_whole
 from curvops.linalg.core.matrix_identity import problem_of
@@ -51,12 +52,10 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.minres import minres
-from curvops.linalg.solvers.systems import iterations_allowed, shifted
-from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.solvers.systems import Callback, iterations_allowed, shifted
 from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
 from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, RTOL, Search, Which, basis_columns, verdicts
 from curvops.progress import Progress
-from curvops.run import current_run
 
 Solver: TypeAlias = Callable[..., Solution]
 

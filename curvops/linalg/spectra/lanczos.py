@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import check_tensor, checked_whole
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import Reason
@@ -37,7 +38,6 @@ from curvops.linalg.core.vectors import (
     random_block,
 )
 from curvops.progress import Progress
-from curvops.run import current_run
 from curvops.summary import Summarised
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from linear_operator import to_linear_operator
 
+from curvops.ambient import running
 from curvops.errors import ConvergenceError, NotPositiveDefiniteError
 from curvops.linalg import Dense, Diagonal, LowRank, Operator, cg, method_for, solve
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.vectors import describe
 from curvops.linalg.solvers.systems import solve_in_groups
-from curvops.run import running
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, rotation, symmetric
 from tests.linalg.systems import right_hand_sides

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from curvops.linalg.core.results import Reason
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, Goal, Records, Verdict, raise_norm
+from curvops.linalg.solvers.systems import CHECK_EVERY, Goal, Records, Verdict, raise_norm
 
 RTOL, LEVEL = 1e-6, 1e-14
 

@@ -14,7 +14,7 @@ whole budget; only the rest is limited.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -103,13 +103,9 @@ class Run:
         if self.memory_budget is not None:
             warn_below(self.memory_budget, least)
             return self.memory_budget
-        if self.memories:
-            warn_below(min(memory.budget for memory in self.memories), least)
+        for memory in self.memories:
+            warn_below(memory.budget, least)
         return room_in(self.memories, least)
-
-    def holding(self, nbytes: int) -> AbstractContextManager[Any]:
-        """Return a context in which ``nbytes`` bytes of the networks' budgets count as used."""
-        return hold(self.memories, nbytes)
 
 
 NOWHERE = Run()
@@ -168,8 +164,9 @@ def running(
 
 def hold(memories: Memories, nbytes: int) -> AbstractContextManager[Any]:
     """Return a context in which ``nbytes`` bytes of these budgets count as used."""
-    if len(memories) < 2:
-        return next((memory.holding(nbytes) for memory in memories), nullcontext())
+    if len(memories) == 1:
+        (memory,) = memories
+        return memory.holding(nbytes)
     stack = ExitStack()
     for memory in memories:
         stack.enter_context(memory.holding(nbytes))
@@ -177,8 +174,8 @@ def hold(memories: Memories, nbytes: int) -> AbstractContextManager[Any]:
 
 
 def room_in(memories: Memories, least: int) -> int | None:
-    """Return the bytes left in all of these budgets, at least ``least``."""
-    return max(least, min(memory.room() for memory in memories)) if memories else None
+    """Return the bytes left in all of these budgets, at least ``least``; None if there are none."""
+    return max(least, min([memory.room() for memory in memories])) if memories else None
 
 
 def columns_at_a_time(count: int, column_bytes: int, room: int | None) -> int:
@@ -212,10 +209,17 @@ class Groups:
         """
         while True:
             stop = min(count, start + self.width)
-            if self._fits(work, start, stop):
-                start = stop
-                if start >= count:
+            try:
+                work(start, stop)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if stop - start <= 1:
+                    raise torch.OutOfMemoryError(f"{error} {NO_ROOM}") from error
+            else:
+                if stop >= count:
                     return
+                start = stop
                 continue
             # By now the error is freed, and with it the tensors that its traceback held.
             self.width = (stop - start) // 2
@@ -226,17 +230,6 @@ class Groups:
                     BlockSizeWarning,
                 )
             self.halved = True
-
-    def _fits(self, work: Callable[[int, int], object], start: int, stop: int) -> bool:
-        try:
-            work(start, stop)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            if stop - start <= 1:
-                raise torch.OutOfMemoryError(f"{error} {NO_ROOM}") from error
-            return False
-        return True
 
 
 def is_out_of_memory(error: Exception) -> bool:
