@@ -29,8 +29,7 @@ from curvops.linalg.core.memory import PRODUCT_VECTORS, holding, keep, vector_by
 from curvops.linalg.core.solve_routes import KERNEL_COPIES, RESOLVED
 from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.core.vectors import check_finite, describe
-from curvops.linalg.estimators.brackets import ROUNDING_UNITS, single
-from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, definite_logdet
+from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum, definite_logdet
 from curvops.network import Batch, Exact
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.curvature import CurvatureRoot
@@ -270,9 +269,7 @@ class FunctionSpace:
         if first and "spectrum" not in self.__dict__ and (found := self._first_log_ratio(prior, rtol)) is not None:
             return found
         spectrum = self.spectrum
-        return single(spectrum.logdet([prior], rtol)) + spectrum.values.new_tensor(
-            -len(spectrum.values) * math.log(prior)
-        )
+        return spectrum.logdet(prior, rtol) + spectrum.values.new_tensor(-len(spectrum.values) * math.log(prior))
 
     def _first_log_ratio(self, prior: float, rtol: float) -> Estimate | None:
         """Return log det(I + SᵀS/α) by Cholesky, or None where rounding may matter, to it or to solves.
