@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from curvops.checks import checked_number
 from curvops.errors import BlockSizeWarning, MemoryBudgetWarning, warn
 from curvops.process_group import Ranks
-from curvops.progress import Progress, Steps, check_progress, in_force, is_shown
+from curvops.progress import Progress, Steps, check_progress, in_force, is_wanted
 
 UNTOLD_BYTES = 2**24
 """The least that an algorithm needs may exceed a budget without a warning up to this many bytes."""
@@ -83,12 +83,8 @@ class Run:
     """The function's signature and its arguments, which identify the problem in a checkpoint."""
     shows: bool = False
     """Whether the steps are this call's own, not those of an outer one."""
-    aside: Run = field(init=False)
+    aside: Run | None = None
     """What is in force in work done aside."""
-
-    def __post_init__(self) -> None:
-        plain = (self.steps, self.memory_budget, self.checkpoint, self.call) == (None,) * 4 and not self.memories
-        self.aside = self if plain else Run(self.counts, silent=self.silent, sharded=self.sharded)
 
     def expect(self, total: int | None) -> None:
         """Set the number of products after which this call ends, if its own bar is shown."""
@@ -100,12 +96,10 @@ class Run:
 
         At least ``least`` bytes are left; warns if the budget, whatever is left of it, is smaller.
         """
-        if self.memory_budget is not None:
-            warn_below(self.memory_budget, least)
-            return self.memory_budget
-        for memory in self.memories:
-            warn_below(memory.budget, least)
-        return room_in(self.memories, least)
+        if self.memory_budget is None:
+            return room_in(self.memories, least)
+        warn_below(self.memory_budget, least)
+        return self.memory_budget
 
 
 NOWHERE = Run()
@@ -140,18 +134,17 @@ def running(
     if progress is not None or not outer.counts:
         progress = getattr(A, "progress", None) if progress is None else progress
         silent = silent or progress is False
-        shown = not silent and (callable(progress) or is_shown(progress))
-        steps = own = Steps(what, total, progress, " products") if shown else None
-    run = Run(
-        True,
-        steps,
-        silent,
-        sharded or outer.sharded,
-        outer.memory_budget if memory_budget is None else memory_budget,
-        getattr(A, "memories", frozenset()),
-        outer.checkpoint,
-        call,
-        own is not None,
+        steps = own = Steps(what, total, progress, " products") if not silent and is_wanted(progress) else None
+    aside = Run(True, silent=silent, sharded=sharded or outer.sharded)
+    aside.aside = aside
+    run = replace(
+        aside,
+        steps=steps,
+        shows=own is not None,
+        memory_budget=outer.memory_budget if memory_budget is None else memory_budget,
+        memories=getattr(A, "memories", frozenset()),
+        checkpoint=outer.checkpoint,
+        call=call,
     )
     token = in_force.set(run)
     try:
@@ -174,8 +167,17 @@ def hold(memories: Memories, nbytes: int) -> AbstractContextManager[Any]:
 
 
 def room_in(memories: Memories, least: int) -> int | None:
-    """Return the bytes left in all of these budgets, at least ``least``; None if there are none."""
-    return max(least, min([memory.room() for memory in memories])) if memories else None
+    """Return the bytes left in all of these budgets, at least ``least``; None if there are none.
+
+    Warns if a whole budget is smaller.
+    """
+    if not memories:
+        return None
+    rooms = []
+    for memory in memories:
+        warn_below(memory.budget, least)
+        rooms.append(memory.room())
+    return max(least, min(rooms))
 
 
 def columns_at_a_time(count: int, column_bytes: int, room: int | None) -> int:

@@ -42,9 +42,9 @@ def progress_bar(what: str, total: int | None = None, progress: Progress = None,
     return Steps(what, total, False if run is not None and run.silent else progress, unit)
 
 
-def is_shown(progress: Progress) -> bool:
-    """Return whether a bar is wanted: asked for, or by default because standard error is a terminal."""
-    return progress is True or (progress is None and sys.stderr is not None and sys.stderr.isatty())
+def is_wanted(progress: Progress) -> bool:
+    """Return whether somebody is told of the steps: by a function or a bar, by default one on a terminal."""
+    return progress is not False and (progress is not None or (sys.stderr is not None and sys.stderr.isatty()))
 
 
 class Steps:
@@ -54,7 +54,7 @@ class Steps:
         self.what, self.total, self.unit = what, total, unit
         self.done = 0
         self._callback = progress if callable(progress) else None
-        self._wanted = is_shown(progress)
+        self._wanted = self._callback is None and is_wanted(progress)
         self._begin = time.monotonic()
         self._bar: Any = None
         self._note = ""

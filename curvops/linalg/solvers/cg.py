@@ -55,8 +55,8 @@ from curvops.linalg.solvers.systems import (
     Callback,
     Goal,
     Preconditioner,
+    Records,
     Resumption,
-    UnitSystems,
     as_function,
     check,
     solve_in_groups,
@@ -193,10 +193,9 @@ def iterate(
     resumption: Resumption | None = None,
 ) -> Solution:
     """Iterate on columns of unit norm, and keep at most so many directions."""
-    system = UnitSystems.of(B, X0, B)
-    run = ConjugateGradients(product(A), precondition, block, most, system, goal, resumption)
-    run.solve()
-    return system.solution(run.records)
+    records = Records(B, X0, B, goal)
+    ConjugateGradients(product(A), precondition, block, most, records, resumption).solve()
+    return records.solution()
 
 
 class ConjugateGradients:
@@ -213,21 +212,20 @@ class ConjugateGradients:
         precondition: Multiply,
         block: bool,
         most: int,
-        system: UnitSystems,
-        goal: Goal,
+        records: Records,
         resumption: Resumption | None = None,
     ) -> None:
         self.resumption = resumption
         self.multiply, self.precondition, self.block, self.most = multiply, precondition, block, most
         self.products = gram if block else inner
-        self.B, K = system.unit, system.unit.shape[1]
+        self.records, self.B, K = records, records.B, records.B.shape[1]
         self.active = list(range(K))
-        self.x, self.r = as_block(system.X), as_block(self.B)
+        self.x, self.r = as_block(records.X), as_block(self.B)
         state = None if resumption is None else resumption.state
-        if system.warm and K and state is None:
-            self.r -= multiply(system.X)
-        self.records = system.records(norm(self.r), goal)
-        self.records.matvecs = K if system.warm else 0
+        if records.warm and K and state is None:
+            self.r -= multiply(records.X)
+        records.start(norm(self.r).tolist())
+        records.matvecs = K if records.warm else 0
         self.eps = torch.finfo(self.B.dtype).eps
         self.norm_A = 0.0
         self.last: list[Vectors] = []

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +33,7 @@ from curvops.linalg.core.vectors import (
     random_block,
     zero_block,
 )
-from curvops.linalg.solvers.systems import Callback, Goal, UnitSystems, check, raise_norm, solve_in_groups
+from curvops.linalg.solvers.systems import Callback, Goal, Records, check, raise_norm, solve_in_groups
 from curvops.progress import Progress, as_step
 
 EPOCHS = 200
@@ -116,10 +115,9 @@ def dual_descent(
     goal = Goal(float(rtol), EPOCHS if maxiter is None else maxiter, callback)
 
     def solve(part: Vectors, start: Vectors | None, _: object) -> Solution:
-        system = UnitSystems.of(part, start, facts)
-        descent = DualDescent(K, system, options, goal)
-        descent.solve()
-        return system.solution(descent.records)
+        records = Records(part, start, facts, goal)
+        DualDescent(K, records, options).solve()
+        return records.solution()
 
     return solve_in_groups(solve, facts, B, x0, VECTORS)
 
@@ -138,12 +136,11 @@ class DescentOptions:
 class DualDescent:
     """The descent on K systems with right-hand sides of unit norm that share their batches; see ``records``."""
 
-    def __init__(self, K: Matrix, system: UnitSystems, options: DescentOptions, goal: Goal) -> None:
-        self.B, self.options = system.unit, options
+    def __init__(self, K: Matrix, records: Records, options: DescentOptions) -> None:
+        self.B, self.options, self.records = records.B, options, records
         self.n, k = self.B.shape
         self.rows, self.plain = rows(K), product(K)
-        self.alpha, self.average, self.velocity = as_block(system.X), as_block(system.X), zero_block(system.X, k)
-        self.records = system.records(torch.full((k,), math.inf), goal)
+        self.alpha, self.average, self.velocity = as_block(records.X), as_block(records.X), zero_block(records.X, k)
         self.norm_A = 0.0
 
     def multiply(self, V: Vectors) -> Vectors:

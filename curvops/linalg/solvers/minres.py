@@ -59,9 +59,8 @@ from curvops.linalg.solvers.systems import (
     CHECK_EVERY,
     UNDECIDED,
     Callback,
-    Goal,
     Preconditioner,
-    UnitSystems,
+    Records,
     as_function,
     check,
     raise_norm,
@@ -136,10 +135,9 @@ def minres(
         return plain(V) + sigma * V if sigma else plain(V)
 
     def solve(part: Vectors, start: Vectors | None, _: object) -> Solution:
-        system = UnitSystems.of(part, start, facts)
-        run = MinimalResiduals(multiply, precondition, system, goal)
-        run.solve()
-        return system.solution(run.records, least_squares=True)
+        records = Records(part, start, facts, goal)
+        MinimalResiduals(multiply, precondition, records).solve()
+        return records.solution(least_squares=True)
 
     return solve_in_groups(solve, facts, B, x0, VECTORS)
 
@@ -182,12 +180,12 @@ class LanczosVectors:
 class MinimalResiduals(ShortRecurrence):
     """The iteration of MINRES-QLP."""
 
-    def __init__(self, multiply: Multiply, precondition: Multiply | None, system: UnitSystems, goal: Goal) -> None:
+    def __init__(self, multiply: Multiply, precondition: Multiply | None, records: Records) -> None:
         self.multiply, self.precondition = multiply, precondition
-        K = system.unit.shape[1]
-        r = as_block(system.unit - multiply(system.X) if system.warm and K else system.unit)
-        super().__init__(system, norm(r), goal)
-        self.origin = as_block(system.X) if system.warm else None
+        K = records.B.shape[1]
+        r = as_block(records.B - multiply(records.X) if records.warm and K else records.B)
+        super().__init__(records, norm(r))
+        self.origin = as_block(records.X) if records.warm else None
         self.norm_T = self.asymmetry = self.gap = 0.0
         self.near: set[int] = set()
         """Positions whose recurrence is near a null vector."""
@@ -195,7 +193,7 @@ class MinimalResiduals(ShortRecurrence):
         """‖A z‖/(‖A‖‖z‖) of columns from which so much was removed along z that z is no longer a null vector."""
         z, beta = self.in_metric(r)
         before, v, wl, w = (zero_block(r, K) for _ in range(4))
-        self.vectors = LanczosVectors(before, r, as_block(z), v, wl, w, as_block(system.X))
+        self.vectors = LanczosVectors(before, r, as_block(z), v, wl, w, as_block(records.X))
         self.scalars = QLP.start(beta)
         self.size = np.ones(K)
         self.parts = torch.zeros(2, K, dtype=self.B.dtype, device=self.B.device)

@@ -185,28 +185,82 @@ class Verdict(Enum):
     STOP = auto()
 
 
-class Records:
-    """The best solutions so far and their quality, a number per column on the CPU.
+@dataclass(frozen=True, eq=False)
+class UsableColumns:
+    """The columns of a block that an algorithm can use, and the reasons for the others, on the CPU."""
 
-    A recurrence that has ended restarts from the true residual as long as that gains a factor of two, which is
-    iterative refinement in the vectors' own precision. ``X`` holds the best solutions by true residuals, which are
-    ``best``; ``current`` are the recurrence's residuals, the next row of ``history``; at ``trigger`` the true residual
-    is checked. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN if unknown. A column stops after ``patience`` iterations without a
-    gain of a hundredth.
+    heights: Float[Tensor, " K"]
+    """Largest absolute entry of each column."""
+    live: Int[Tensor, " k"]
+    reasons: dict[int, Reason]
+
+    @classmethod
+    def of(cls, B: Float[Vectors, "n K"]) -> UsableColumns:
+        """Find the usable columns by their largest entries, with one small transfer."""
+        heights = largest(B).cpu()
+        reasons = dict.fromkeys((heights == 0).nonzero().squeeze(1).tolist(), Reason.ZERO_RIGHT_HAND_SIDE)
+        reasons |= dict.fromkeys((~torch.isfinite(heights)).nonzero().squeeze(1).tolist(), Reason.NON_FINITE)
+        live = ((heights != 0) & torch.isfinite(heights)).nonzero().squeeze(1)
+        return cls(heights, live, reasons)
+
+    def scale(self, B: Float[Vectors, "n K"]) -> Float[Vectors, "n k"]:
+        """Return the usable columns with a largest entry of 1."""
+        return columns(B, self.live) / self.heights[self.live].to(B.device, B.dtype)
+
+    def spread(self, values: Tensor | Sequence[float]) -> Float[Tensor, " K"]:
+        """Put a number for each usable column in its place, and 0 for the others."""
+        every = torch.zeros(len(self.heights), dtype=torch.float64)
+        return every.index_copy(0, self.live, torch.as_tensor(values, dtype=torch.float64))
+
+    def place(self, X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n K"], list[int]]:
+        """Put solutions in their places among zero (or NaN) columns, and list the columns that are not finite."""
+        every = zero_block(X, len(self.heights))
+        put_columns(every, self.live, X)
+        for j, reason in self.reasons.items():
+            if reason is Reason.NON_FINITE:
+                put(every, j, part(every, j, j + 1) * math.nan)
+        return every, (~torch.isfinite(largest(every))).nonzero().squeeze(1).tolist()
+
+
+class Records:
+    """The right-hand sides that need a solve, scaled to unit norm, and the best solution of each so far.
+
+    A column of the given B is a column of ``B`` times ``length * height``: two factors, since the norm itself may
+    overflow. ``X`` holds the best solutions by true residuals, which are ``best``, at first the initial guesses
+    (``warm`` says whether there are any); ``current`` are the recurrence's residuals, the next row of ``history``; at
+    ``trigger`` the true residual is checked. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN if unknown. A column stops after ``patience``
+    iterations without a gain of a hundredth. A recurrence that has ended restarts from the true residual as long as
+    that gains a factor of two, which is iterative refinement in the vectors' own precision. Numbers per column are on
+    the CPU.
     """
 
-    def __init__(self, X: Vectors, residuals: list[float], level: float, goal: Goal) -> None:
-        K = len(residuals)
-        self.X, self.level, self.rtol, self.maxiter, self.callback = X, level, goal.rtol, goal.maxiter, goal.callback
+    def __init__(self, B: Float[Vectors, "m K"], X0: Vectors | None, like: Vectors | Description, goal: Goal) -> None:
+        """Leave out zero and non-finite columns; solutions are ``like`` these vectors."""
+        self.usable = usable = UsableColumns.of(B)
+        unit = usable.scale(B)
+        self.length = norm(unit).to(B.dtype)
+        self.height = usable.heights[usable.live].to(B.device, B.dtype)
+        self.B, self.warm = unit / self.length, X0 is not None
+        if X0 is None:
+            self.X = zero_block(like, len(usable.live))
+        else:
+            self.X = as_block(columns(X0, usable.live) / self.height / self.length)
+        self.rtol, self.maxiter, self.callback = goal.rtol, goal.maxiter, goal.callback
+        self.level = rounding_level(B.dtype, max(self.B.shape[0], self.X.shape[0]))
         self.patience = max(500, goal.maxiter // 2)
-        self.trigger = max(0.95 * goal.rtol, torch.finfo(X.dtype).eps / 4)
-        self.best, self.backward = list(residuals), list(residuals)
-        self.current, self.reference = list(residuals), list(residuals)
-        self.normal, self.mark, self.gained = [math.nan] * K, [math.inf] * K, [0] * K
+        self.trigger = max(0.95 * goal.rtol, torch.finfo(B.dtype).eps / 4)
         self.reasons: dict[int, Reason] = {}
         self.history: list[list[float]] = []
         self.iteration = self.matvecs = 0
         self.started = 0, time.monotonic()
+        self.start([math.inf] * self.X.shape[1])
+
+    def start(self, residuals: list[float]) -> None:
+        """Set the residuals of the initial guesses."""
+        K = len(residuals)
+        self.best, self.backward = list(residuals), list(residuals)
+        self.current, self.reference = list(residuals), list(residuals)
+        self.normal, self.mark, self.gained = [math.nan] * K, [math.inf] * K, [0] * K
 
     def state(self) -> dict[str, Any]:
         """Return the state from which a run continues."""
@@ -290,105 +344,33 @@ class Records:
         self.history.append(list(self.current))
         remark(self.outlook)
         if self.callback is not None:
-            as_step(0, self.callback, self.iteration, torch.tensor(self.current, dtype=torch.float64))
+            as_step(0, self.callback, self.iteration, self.usable.spread(self.current))
 
-
-@dataclass(frozen=True, eq=False)
-class UsableColumns:
-    """The columns of a block that an algorithm can use, and the reasons for the others, on the CPU."""
-
-    heights: Float[Tensor, " K"]
-    """Largest absolute entry of each column."""
-    live: Int[Tensor, " k"]
-    reasons: dict[int, Reason]
-
-    @classmethod
-    def of(cls, B: Float[Vectors, "n K"]) -> UsableColumns:
-        """Find the usable columns by their largest entries, with one small transfer."""
-        heights = largest(B).cpu()
-        reasons = dict.fromkeys((heights == 0).nonzero().squeeze(1).tolist(), Reason.ZERO_RIGHT_HAND_SIDE)
-        reasons |= dict.fromkeys((~torch.isfinite(heights)).nonzero().squeeze(1).tolist(), Reason.NON_FINITE)
-        live = [j for j in range(len(heights)) if j not in reasons]
-        return cls(heights, torch.tensor(live, dtype=torch.long), reasons)
-
-    def scale(self, B: Float[Vectors, "n K"]) -> Float[Vectors, "n k"]:
-        """Return the usable columns with a largest entry of 1."""
-        return columns(B, self.live) / self.heights[self.live].to(B.device, B.dtype)
-
-    def spread(self, values: Tensor | Sequence[float]) -> Float[Tensor, " K"]:
-        """Put a number for each usable column in its place, and 0 for the others."""
-        every = torch.zeros(len(self.heights), dtype=torch.float64)
-        return every.index_copy(0, self.live, torch.as_tensor(values, dtype=torch.float64))
-
-    def place(self, X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n K"], list[int]]:
-        """Put solutions in their places among zero (or NaN) columns, and list the columns that are not finite."""
-        every = zero_block(X, len(self.heights))
-        put_columns(every, self.live, X)
-        for j, reason in self.reasons.items():
-            if reason is Reason.NON_FINITE:
-                put(every, j, part(every, j, j + 1) * math.nan)
-        return every, (~torch.isfinite(largest(every))).nonzero().squeeze(1).tolist()
-
-
-@dataclass(frozen=True, eq=False)
-class UnitSystems:
-    """The right-hand sides that need a solve, scaled to unit norm, and their places in B.
-
-    A column of B is ``unit * length * height``: two factors, since the norm itself may overflow.
-    """
-
-    unit: Float[Vectors, "m k"]
-    X: Float[Vectors, "n k"]
-    length: Float[Tensor, " k"]
-    height: Float[Tensor, " k"]
-    usable: UsableColumns
-    warm: bool
-    """Whether there is an initial guess."""
-
-    @classmethod
-    def of(cls, B: Float[Vectors, "m K"], X0: Vectors | None, like: Vectors | Description) -> UnitSystems:
-        """Leave out zero and non-finite columns; solutions are ``like`` these vectors."""
-        usable = UsableColumns.of(B)
-        unit = usable.scale(B)
-        length = norm(unit).to(B.dtype)
-        height = usable.heights[usable.live].to(B.device, B.dtype)
-        if X0 is None:
-            X = zero_block(like, len(usable.live))
-        else:
-            X = as_block(columns(X0, usable.live) / height / length)
-        return cls(unit / length, X, length, height, usable, X0 is not None)
-
-    def records(self, residuals: Tensor, goal: Goal) -> Records:
-        """Return the initial records, for the residuals of the initial guesses."""
-        level, callback = rounding_level(self.unit.dtype, max(self.unit.shape[0], self.X.shape[0])), goal.callback
-        if callback is not None:
-            goal = replace(goal, callback=lambda iteration, values: callback(iteration, self.usable.spread(values)))
-        return Records(self.X, residuals.tolist(), level, goal)
-
-    def solution(self, records: Records, least_squares: bool = False) -> Solution:
-        """Return the solution reached, in the order and scale of B."""
+    def solution(self, least_squares: bool = False) -> Solution:
+        """Return the solution reached, in the order and scale of the given B."""
         usable, K = self.usable, len(self.usable.heights)
-        known = usable.reasons | {j: records.reasons[i] for i, j in enumerate(usable.live.tolist())}
-        residuals, backward = usable.spread(records.best), usable.spread(records.backward)
-        history = torch.zeros(len(records.history), K, dtype=torch.float64)
-        history[:, usable.live] = torch.tensor(records.history, dtype=torch.float64).reshape(
-            len(history), len(usable.live)
-        )
-        x, lost = usable.place(records.X * self.length * self.height)
+        residuals, backward = usable.spread(self.best), usable.spread(self.backward)
+        history = torch.zeros(len(self.history), K, dtype=torch.float64)
+        rows = torch.tensor(self.history, dtype=torch.float64)
+        history[:, usable.live] = rows.reshape(len(history), len(usable.live))
+        found: list[Any] = list(map(usable.reasons.get, range(K)))
+        for i, j in enumerate(usable.live.tolist()):
+            found[j] = self.reasons[i]
+        x, lost = usable.place(self.X * self.length * self.height)
         for j in lost:
-            known[j] = Reason.NON_FINITE
+            found[j] = Reason.NON_FINITE
             residuals[j] = backward[j] = math.inf
-        reasons = tuple(known[j] for j in range(K))
+        reasons = tuple(found)
         return Solution(
             x,
             reasons,
             converged(reasons),
             residuals,
             backward,
-            records.iteration,
-            records.matvecs,
+            self.iteration,
+            self.matvecs,
             history,
-            normal_residuals=usable.spread(records.normal) if least_squares else None,
+            normal_residuals=usable.spread(self.normal) if least_squares else None,
         )
 
 
