@@ -176,9 +176,9 @@ def test_few_rows_of_layers_with_one_small_side_need_no_eigenvectors(bias, monke
 def test_rows_that_wait_have_a_part_of_the_budget(monkeypatch):
     """Of three layers, whose rows for 8 outputs take 5,760 to 8,448 bytes, one waits; others have eigenbases."""
     monkeypatch.setattr(kronecker_factors, "AT_ONCE", 1)
-    kept, finish = [], point_covariance.InEigenbases.finish
+    kept, finish = [], point_covariance.InLayerBlocks.finish
     monkeypatch.setattr(
-        point_covariance.InEigenbases, "finish", lambda self: (kept.append(len(self.waiting)), finish(self))
+        point_covariance.InLayerBlocks, "finish", lambda self: (kept.append(len(self.waiting)), finish(self))
     )
     torch.manual_seed(0)
     down, up = nn.Linear(45, 2, bias=False), nn.Linear(2, 44)

@@ -16,7 +16,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -27,14 +27,12 @@ from torch import Tensor
 from curvops.checks import carries_graph
 from curvops.linalg import Dense, LowRank, Operator
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import holding, solve_width
-from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.algebra import Product
-from curvops.network import LEAST_ROOM, JacobianRows, PointNormals, saved_bytes
+from curvops.network import LEAST_ROOM, PointNormals, saved_bytes
 from curvops.network.data.inputs import Inputs, components, num_points, take
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
-from curvops.operators.function_space.point_covariance import point_covariances
+from curvops.operators.function_space.point_covariance import row_covariances
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior.predictions.answers import ErrorOfMean, Uncertainty, decompose_numbers, error_of_mean
 
@@ -259,10 +257,6 @@ def _named(lin: Linearization, samples: Float[Tensor, "k D"]) -> dict[str, Tenso
     return torch.func.vmap(lin.unflatten_weights)(samples)
 
 
-BLOCK = 128
-"""The number of rows of J that are solved for at a time, if memory has room for them."""
-BLOCK_NUMBERS = 2**18
-"""The most numbers in a block of rows of few weights: each solve has its own fixed cost."""
 FEW = 64
 """Up to this many outputs per point, variances are read from the blocks, which cost little more."""
 
@@ -346,35 +340,6 @@ class SampledCovariance(PointBlocks):
         return self.pushed.square().mean(-1)
 
 
-def with_graph(
-    jacobian: Jacobian,
-    by_structure: Callable[[JacobianRows], Tensor | None],
-    by_solves: Callable[[Float[Tensor, "r D"]], Tensor],
-) -> Tensor:
-    """Compute a covariance with its gradient in the inputs, from the structure of P or by solves for the rows of J."""
-
-    def compute(rows: JacobianRows) -> Tensor:
-        found = by_structure(rows)
-        return by_solves(torch.cat(list(rows.selected_rows()))) if found is None else found
-
-    result: Tensor = jacobian.graph.by_rows(compute, jacobian.passes.chunk_bytes)
-    return result
-
-
-@torch.no_grad()
-def solve_rows(jacobian: Jacobian, inverse: LinearOperator, rows: Float[Tensor, "r D"]) -> Float[Tensor, "r D"]:
-    """Solve with P for the rows, which count as constants."""
-    width, beside = solve_width(jacobian, min(BLOCK, len(rows)))
-    with holding(jacobian, beside):
-        return torch.cat([inverse._matmul(part.mT).mT for part in rows.detach().split(width)])
-
-
-def quadratic(rows: Float[Tensor, "*n c D"], solutions: Float[Tensor, "*n c D"], diagonals: bool = False) -> Tensor:
-    """Return J P⁻¹ Jᵀ with its derivative dJ P⁻¹ Jᵀ + J P⁻¹ dJᵀ, which needs no second solve."""
-    found = (rows * solutions).sum(-1) if diagonals else rows @ solutions.mT
-    return found + (found if diagonals else found.mT) - found.detach()
-
-
 class PointCovariance(PointBlocks):
     """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one per point: (N, C, C); points are treated as independent.
 
@@ -402,86 +367,23 @@ class PointCovariance(PointBlocks):
     def blocks(self) -> Float[Tensor, "N C C"]:
         """Return all blocks, which the first call computes."""
         self._require_room(self._args[0].passes.memory_budget)
-        return self._get_or_compute("blocks")
+        return self._computed("blocks")
 
     def _diagonal(self) -> Tensor:
         cache: Cache = self._kwargs["cache"]
         if self.shape[-1] <= FEW or cache.get("blocks", self.representation()) is not None:
             return self.blocks().diagonal(dim1=-2, dim2=-1)
-        return self._get_or_compute("variances")
+        return self._computed("variances")
 
-    def _get_or_compute(self, name: str) -> Tensor:
-        cache: Cache = self._kwargs["cache"]
-        return cache.get_or_compute(name, self.representation(), partial(self._compute, name == "variances"))
-
-    def _compute(self, diagonals: bool) -> Tensor:
-        """Compute the blocks, or their diagonals alone, from the structure of P or by solves for the rows of J."""
+    def _computed(self, name: str) -> Tensor:
         jacobian, inverse = self._args
-        c = self.shape[-1]
-        if jacobian.is_recorded:
-            found: Tensor | None = with_graph(
-                jacobian,
-                lambda rows: point_covariances(jacobian, inverse, c, diagonals, rows),
-                lambda R: quadratic(
-                    R.unflatten(0, (-1, c)), solve_rows(jacobian, inverse, R).unflatten(0, (-1, c)), diagonals
-                ),
-            )
-        else:
-            recorded = carries_graph(self.representation())
-            found = None if recorded else point_covariances(jacobian, inverse, c, diagonals)
-        if found is None:
-            together = max(1, c // jacobian.passes.engines.plan.num_outputs)
-            parts = map(self._solve_points, jacobian.by_points(self._points_at_a_time(together), together))
-            found = torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
-        return (found if diagonals else (found + found.mT) / 2) * self._kwargs["temperature"]
 
-    def _points_at_a_time(self, together: int) -> int:
-        """Return the number of points that make one block of rows, fewer if memory is short; at least `together`."""
-        jacobian, _ = self._args
-        rows = jacobian.passes.engines.plan.num_outputs
-        block = max(BLOCK, BLOCK_NUMBERS // jacobian.shape[-1])
-        points = solve_width(jacobian, max(block, rows * together))[0] // rows
-        return max(1, points // together) * together
+        def compute() -> Tensor:
+            found = row_covariances(jacobian, inverse, self.shape[-1], diagonals=name == "variances")
+            return found * self._kwargs["temperature"]
 
-    def _solve_points(self, jacobian: Jacobian) -> Float[Tensor, "m C C"]:
-        """Compute the blocks of some points: solve for their rows of J and multiply the results with them.
-
-        If the rows of one point do not fit into memory, or a gradient is recorded, the rows come from products with
-        unit vectors, and the solutions are pushed through J again.
-        """
-        inverse, c, rows = self._args[1], self.shape[-1], jacobian.shape[-2]
-        if (formed := _from_rows(jacobian, inverse)) is not None:
-            points, solved = (block.mT.unflatten(0, (-1, c)) for block in formed)
-            return points @ solved.mT
-        differentiated = carries_graph(self.representation())
-        width, beside = solve_width(jacobian, rows)
-        found = []
-        for start in range(0, rows, width):
-            units = unit_block(rows, start, min(width, rows - start), dtype=self.dtype, device=self.device)
-            with holding(jacobian, beside), torch.set_grad_enabled(differentiated):
-                found.append(jacobian._matmul(inverse._matmul(jacobian._t_matmul(units))))
-        block = torch.cat(found, 1).unflatten(0, (-1, c)).unflatten(2, (-1, c))
-        return torch.diagonal(block, dim1=0, dim2=2).permute(2, 0, 1)
-
-
-def _from_rows(jacobian: Jacobian, inverse: LinearOperator) -> tuple[Float[Tensor, "D r"], Float[Tensor, "D r"]] | None:
-    """Return Jᵀ and W Jᵀ from the layers' own rows, without products with J; None if `_beside_rows` is None."""
-    if (beside := _beside_rows(jacobian, inverse)) is None:
-        return None
-    with holding(jacobian, beside), torch.no_grad():
-        formed = jacobian.formed()
-        return formed, inverse._matmul(formed)
-
-
-def _beside_rows(jacobian: Jacobian, inverse: LinearOperator) -> int | None:
-    """Return the bytes to hold in addition to all rows of J.
-
-    Returns None if memory has no room for the rows, a parameter has no layer rule, or a gradient is recorded.
-    """
-    rows = jacobian.shape[-2]
-    width, beside = solve_width(jacobian, rows)
-    held = (*jacobian.representation(), *inverse.representation())
-    return None if width < rows or carries_graph(held) or jacobian.passes.engines.plan.others else beside
+        cache: Cache = self._kwargs["cache"]
+        return cache.get_or_compute(name, self.representation(), compute)
 
 
 class JointCovariance(Product):
@@ -497,17 +399,7 @@ class JointCovariance(Product):
                 "samples=post.sample(k), independent points (joint=False), fewer points, or a larger memory_budget of "
                 "co.linearize."
             )
-        weighted = self.factors[1]
-        if jacobian.is_recorded:
-            return with_graph(jacobian, lambda _: None, lambda R: quadratic(R, solve_rows(jacobian, weighted, R)))
-        if (beside := _beside_rows(jacobian, weighted)) is not None:
-            with holding(jacobian, beside):
-                together = point_covariances(jacobian, weighted, self.shape[-1])
-            if together is not None:
-                return together[0]
-        if (found := _from_rows(jacobian, weighted)) is not None:
-            return found[0].mT @ found[1]
-        return super().to_dense()
+        return row_covariances(jacobian, self.factors[1], self.shape[-1])[0]
 
     def _diagonal(self) -> Tensor:
         return self.to_dense().diagonal() if self.factors[0].is_recorded else super()._diagonal()
