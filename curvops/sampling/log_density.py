@@ -27,8 +27,7 @@ from curvops.network.trained.first_points import few_of, likelihood_at, output_s
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.terms import Prior
-from curvops.posterior.gaussians.updating import as_prior
-from curvops.posterior.solves.leave_one_out import with_left_out_noise
+from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
 from curvops.process_group import Ranks
 from curvops.sampling.state import State, Structure
 
