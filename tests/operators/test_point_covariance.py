@@ -12,10 +12,9 @@ from curvops.linalg.operators import kronecker_factors
 from curvops.linalg.operators.kronecker_rows import half_solved, work_bytes
 from curvops.network.data.inputs import take
 from curvops.operators.function_space import point_covariance
-from curvops.operators.function_space.point_covariance import point_covariances
+from curvops.operators.function_space.point_covariance import point_covariances, row_covariances
 from curvops.operators.kfac import kfac_factors
 from curvops.operators.kfac.kfac_factors import fewer_positions
-from curvops.posterior.predictions.outputs import PointCovariance
 from tests.zoo import ZOO, batches, call
 
 NETWORKS = [
@@ -261,7 +260,7 @@ def test_linear_operations_after_a_position_wise_layer(end, structure):
         torch.testing.assert_close(co.TangentKernel(lin, 1.0, new).to_dense(), products, **TIGHT)
         ends = [by_solves(lin.jacobian(new + step * direction), inverse, C).sum() for step in (1e-5, -1e-5)]
         recorded = lin.jacobian(new.requires_grad_(), differentiable=True)
-        PointCovariance(recorded, inverse, C).blocks().sum().backward()
+        row_covariances(recorded, inverse, C).sum().backward()
         torch.testing.assert_close((new.grad * direction).sum(), (ends[0] - ends[1]) / 2e-5, rtol=1e-6, atol=1e-8)
 
 

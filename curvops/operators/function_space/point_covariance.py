@@ -179,7 +179,11 @@ def point_covariances(
     shape = (jacobian.shape[0] // outputs, outputs, outputs)[: 2 if diagonals else 3]
     with torch.no_grad() if rows is None else nullcontext():
         walk = jacobian.passes if rows is None else rows
-        form, factor = _closed_form(inverse)
+        inverted = inverse.base if isinstance(inverse, Inverse) else None
+        form: ClosedForm | None = inverted._closed_form() if isinstance(inverted, Damped) else None
+        factor = None
+        while isinstance(form, ScaledForm):
+            form, factor = form.inner, form.factor if factor is None else form.factor * factor
         if isinstance(form, DenseForm):
             found: Target | None = _sum_by_cholesky(walk, form, shape)
         elif jacobian.passes.engines.plan.others:
@@ -199,15 +203,6 @@ def point_covariances(
             else:
                 found = None if parts is None else _sum_by_parts(walk, parts, shape)
         return found if found is None or factor is None else found / factor
-
-
-def _closed_form(inverse: Operator) -> tuple[ClosedForm | None, Tensor | None]:
-    """Return the closed form of the inverted operator, if it has one, and the number that its result is divided by."""
-    form = inverse.base._closed_form() if isinstance(inverse, Inverse) and isinstance(inverse.base, Damped) else None
-    factor = None
-    while isinstance(form, ScaledForm):
-        form, factor = form.inner, form.factor if factor is None else form.factor * factor
-    return form, factor
 
 
 def _sum_over_layers(
@@ -564,7 +559,8 @@ def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Targe
 
 def _add_products(target: Target, one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"], alpha: int = 1) -> None:
     """Add α one otherᵀ within each point, or its diagonal, to target; for sequences, within each position."""
-    one, other = one.reshape(*target.shape[:2], -1), other.reshape(*target.shape[:2], -1)
+    shape = *target.shape[:2], one.shape[-1]
+    one, other = one.reshape(shape), other.reshape(shape)
     if target.ndim == 3:
         target.baddbmm_(one, other.mT, alpha=alpha)
     else:

@@ -12,6 +12,7 @@ If the mean of the Gaussian is a `step` away from θ*, the mean of the outputs m
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from curvops.operators import Linearization
 from curvops.operators.function_space.point_covariance import row_covariances
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior.predictions.answers import ErrorOfMean, Uncertainty, decompose_numbers, error_of_mean
+from curvops.posterior.predictions.split_points import SplitPoints
 
 OUTPUT_DRAWS = 1000
 """The number of draws of the outputs at each point for averages over them, if no samples are given."""
@@ -78,9 +80,11 @@ class OutputDistribution(ABC):
 
     @cached_property
     def linear_mean(self) -> Float[Tensor, "N C"]:
-        """The outputs f* + J step."""
-        outputs = self.by_position(self.jacobian.outputs())
-        return outputs if self.step is None else outputs + self.by_position(self.jacobian._matmul(self.step))
+        """The outputs f* + J step, with a row for each position of a sequence."""
+        outputs = self.jacobian.outputs()
+        if self.step is not None:
+            outputs = outputs + self.jacobian._matmul(self.step).view_as(outputs)
+        return outputs.reshape(-1, self.lin.output_shape[-1])
 
     @abstractmethod
     def covariance(self, together: int | None = 1) -> LinearOperator:
@@ -99,20 +103,14 @@ class OutputDistribution(ABC):
         mean, covariance = self.moments()
         return decompose_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
 
-    def require_whole_groups(self, points: int, together: int | None) -> None:
+    def require_whole_groups(self, points: int, together: int) -> None:
         """Raise ValueError if the size of a group does not divide the number of points, or would cut sequences."""
-        if together is None or together == 1:
-            return
         positions = self.lin.num_outputs // self.lin.output_shape[-1]
         if points % together or (together % positions and positions % together):
             whole = "" if positions == 1 else f" (sequences of {positions} positions, which count as that many points)"
             raise ValueError(
                 f"groups={together} must divide the {points} points of x{whole}: pad x, or leave out points at its end."
             )
-
-    def by_position(self, outputs: Tensor) -> Float[Tensor, "N C"]:
-        """Return outputs with a row for each position of a sequence."""
-        return outputs.reshape(-1, self.lin.output_shape[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +128,6 @@ class NormalOutputs(OutputDistribution):
             return self._covariances[together]
         jacobian = self.jacobian
         rows, C = jacobian.shape[-2], self.lin.output_shape[-1]
-        self.require_whole_groups(rows // C, together)
         inverse = self.inverse_for(rows, self.rtol)
         if jacobian.is_recorded and carries_graph(inverse.representation()):
             raise ValueError(
@@ -145,7 +142,7 @@ class NormalOutputs(OutputDistribution):
             weighted = inverse if self.temperature == 1 else inverse * self.temperature
             covariance = JointCovariance(jacobian, weighted, jacobian.mT)
         else:
-            covariance = PointCovariance(jacobian, inverse, together * C, self.temperature)
+            covariance = PointCovariance(jacobian, inverse, together * C, self.temperature, Cache())
         self._covariances[together] = covariance
         return covariance
 
@@ -181,9 +178,8 @@ class DrawnOutputs(OutputDistribution):
     def covariance_of(self, deviations: Float[Tensor, "k N C"], together: int | None) -> LinearOperator:
         """Return the mean over draws of the outer products of the outputs' deviations."""
         last = deviations.movedim(0, -1)
-        self.require_whole_groups(len(last), together)
         if together is not None:
-            return SampledCovariance(last.unflatten(0, (-1, together)).flatten(1, 2), self.lin.memory_budget)
+            return SampledCovariance(last.unflatten(0, (-1, together)).flatten(1, 2), self.lin.memory_budget, Cache())
         root = last.flatten(0, 1)
         return LowRank(root, root.new_full(root.shape[1:], 1 / root.shape[1]))
 
@@ -264,26 +260,40 @@ FEW = 64
 class PointBlocks(Operator):
     """A C × C covariance for each of N points, (N, C, C), without covariances between points.
 
-    Variances do not need the blocks, which are formed when entries off the diagonal are used.
+    Variances do not need the blocks, which are formed when entries off the diagonal are used; both are computed once.
     """
 
     psd = True
 
-    def blocks(self) -> Float[Tensor, "N C C"]:
-        """Return all blocks."""
-        raise NotImplementedError
+    @property
+    def _memory_budget(self) -> float | int:
+        """The bytes that the blocks may take."""
+        return math.inf
 
-    def _require_room(self, memory_budget: int) -> None:
-        """Raise ValueError if the blocks take more than the budget."""
-        needed = self.shape.numel() * self.dtype.itemsize
-        if needed > max(memory_budget, LEAST_ROOM):
+    @abstractmethod
+    def _compute(self, diagonals: bool) -> Tensor:
+        """Compute all blocks, or their diagonals alone."""
+
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        """Return all blocks; raise ValueError if they take more than the memory budget."""
+        budget, needed = self._memory_budget, self.shape.numel() * self.dtype.itemsize
+        if needed > max(budget, LEAST_ROOM):
             n, c = self.shape[:2]
             raise ValueError(
                 f"the {c:,} × {c:,} covariances of {n:,} points need {needed:,} bytes, and the memory budget is "
-                f"{memory_budget:,}. Variances do not need them (.variance, .stddev, link='probit'); link='mc', "
+                f"{budget:,}. Variances do not need them (.variance, .stddev, link='probit'); link='mc', "
                 "uncertainty and log_likelihood can use draws of the weights instead, samples=post.sample(k). Or pass "
                 "fewer points at a time, or a larger memory_budget to co.linearize."
             )
+        cache: Cache = self._kwargs["cache"]
+        return cache.get_or_compute("blocks", self.representation(), lambda: self._compute(diagonals=False))
+
+    def _diagonal(self) -> Tensor:
+        cache: Cache = self._kwargs["cache"]
+        tensors = self.representation()
+        if cache.get("blocks", tensors) is not None:
+            return self.blocks().diagonal(dim1=-2, dim2=-1)
+        return cache.get_or_compute("variances", tensors, lambda: self._compute(diagonals=True))
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self
@@ -317,8 +327,8 @@ class PointBlocks(Operator):
 class SampledCovariance(PointBlocks):
     """The mean over k draws of (J z_k)(J z_k)ᵀ within each point, from the deviations J z_k (N, C, k)."""
 
-    def __init__(self, pushed: Float[Tensor, "N C k"], memory_budget: int) -> None:
-        super().__init__(pushed, memory_budget=memory_budget)
+    def __init__(self, pushed: Float[Tensor, "N C k"], memory_budget: int, cache: Cache) -> None:
+        super().__init__(pushed, memory_budget=memory_budget, cache=cache)
 
     @property
     def pushed(self) -> Tensor:
@@ -329,15 +339,17 @@ class SampledCovariance(PointBlocks):
         n, c, _ = self.pushed.shape
         return torch.Size((n, c, c))
 
-    def blocks(self) -> Float[Tensor, "N C C"]:
-        self._require_room(self._kwargs["memory_budget"])
-        return self.pushed @ self.pushed.mT / self.pushed.shape[-1]
+    @property
+    def _memory_budget(self) -> float | int:
+        budget: int = self._kwargs["memory_budget"]
+        return budget
+
+    def _compute(self, diagonals: bool) -> Tensor:
+        k = self.pushed.shape[-1]
+        return self.pushed.square().mean(-1) if diagonals else self.pushed @ self.pushed.mT / k
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.pushed @ (self.pushed.mT @ rhs) / self.pushed.shape[-1]
-
-    def _diagonal(self) -> Tensor:
-        return self.pushed.square().mean(-1)
 
 
 class PointCovariance(PointBlocks):
@@ -350,40 +362,45 @@ class PointCovariance(PointBlocks):
     """
 
     def __init__(
-        self,
-        jacobian: Jacobian,
-        inverse: LinearOperator,
-        outputs: int,
-        temperature: float = 1.0,
-        cache: Cache | None = None,
+        self, jacobian: Jacobian, inverse: LinearOperator, outputs: int, temperature: float, cache: Cache
     ) -> None:
-        cache = Cache() if cache is None else cache
         super().__init__(jacobian, inverse, outputs=outputs, temperature=temperature, cache=cache)
 
     def _size(self) -> torch.Size:
         c: int = self._kwargs["outputs"]
         return torch.Size((self._args[0].shape[-2] // c, c, c))
 
-    def blocks(self) -> Float[Tensor, "N C C"]:
-        """Return all blocks, which the first call computes."""
-        self._require_room(self._args[0].passes.memory_budget)
-        return self._computed("blocks")
+    @property
+    def _memory_budget(self) -> float | int:
+        budget: int = self._args[0].passes.memory_budget
+        return budget
+
+    def _compute(self, diagonals: bool) -> Tensor:
+        jacobian, inverse = self._args
+        return row_covariances(jacobian, inverse, self._kwargs["outputs"], diagonals) * self._kwargs["temperature"]
 
     def _diagonal(self) -> Tensor:
-        cache: Cache = self._kwargs["cache"]
-        if self.shape[-1] <= FEW or cache.get("blocks", self.representation()) is not None:
-            return self.blocks().diagonal(dim1=-2, dim2=-1)
-        return self._computed("variances")
+        few = self._kwargs["outputs"] <= FEW
+        return self.blocks().diagonal(dim1=-2, dim2=-1) if few else super()._diagonal()
 
-    def _computed(self, name: str) -> Tensor:
-        jacobian, inverse = self._args
 
-        def compute() -> Tensor:
-            found = row_covariances(jacobian, inverse, self.shape[-1], diagonals=name == "variances")
-            return found * self._kwargs["temperature"]
+class CovarianceOverRanks(PointBlocks):
+    """Covariances that are gathered from the ranks, or cut from those of all, when they are first used.
 
-        cache: Cache = self._kwargs["cache"]
-        return cache.get_or_compute(name, self.representation(), compute)
+    `size` is their number; or their rows, if they are joint. All ranks must use them in the same order.
+    """
+
+    def __init__(self, base: LinearOperator, split: SplitPoints, size: int, cache: Cache) -> None:
+        super().__init__(base, split=split, size=size, cache=cache)
+
+    def _size(self) -> torch.Size:
+        base, size = self._args[0], self._kwargs["size"]
+        return torch.Size((size, size) if base.ndim == 2 else (size, *base.shape[1:]))
+
+    def _compute(self, diagonals: bool) -> Tensor:
+        base, split = self._args[0], self._kwargs["split"]
+        found = split.given(base.diagonal(dim1=-2, dim2=-1) if diagonals else base.to_dense())
+        return split.given(found, 1) if base.ndim == 2 and not diagonals else found
 
 
 class JointCovariance(Product):

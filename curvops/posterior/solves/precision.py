@@ -136,7 +136,7 @@ def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> A
     A formed operand is used for all priors that are numbers or vectors. With `further`, these columns add to those of
     earlier calls; draws, which must be the same for the same seed, are counted separately.
     """
-    cache, P, rows = terms.cache, terms.precision, len(terms.lin.theta)
+    cache, P, rows = terms.cache, terms.precision, len(terms.cache.lin.theta)
     if terms.closed_form is not None or not System(rows=rows, further=further).may_be_formed:
         return P
     with cache.lock:
