@@ -228,10 +228,10 @@ class Records:
     A column of the given B is a column of ``B`` times ``length * height``: two factors, since the norm itself may
     overflow. ``X`` holds the best solutions by true residuals, which are ``best``, at first the initial guesses
     (``warm`` says whether there are any); ``current`` are the recurrence's residuals, the next row of ``history``; at
-    ``trigger`` the true residual is checked. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN if unknown. A column stops after ``patience``
-    iterations without a gain of a hundredth. A recurrence that has ended restarts from the true residual as long as
-    that gains a factor of two, which is iterative refinement in the vectors' own precision. Numbers per column are on
-    the CPU.
+    ``trigger`` the true residual is checked. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN if unknown. A column stops after
+    ``patience`` iterations without a gain of a hundredth. A recurrence that has ended restarts from the true residual
+    as long as that gains a factor of two, which is iterative refinement in the vectors' own precision. Numbers per
+    column are on the CPU.
     """
 
     def __init__(self, B: Float[Vectors, "m K"], X0: Vectors | None, like: Vectors | Description, goal: Goal) -> None:
