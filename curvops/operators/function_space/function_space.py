@@ -36,8 +36,7 @@ from curvops.linalg.core.memory import holding, keep
 from curvops.linalg.core.solve_routes import FORMED_COPIES, KERNEL_COPIES, MOST_OUTPUTS, RESOLVED
 from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.core.vectors import check_finite
-from curvops.linalg.estimators.brackets import ROUNDING_UNITS, single
-from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, definite_logdet
+from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum, definite_logdet
 from curvops.linalg.functions.root_gradients import inverse_root_product
 from curvops.linalg.operators.base import by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
@@ -184,9 +183,7 @@ class FunctionSpace:
         if first and "spectrum" not in self.__dict__ and (found := self._first_log_ratio(prior, rtol)) is not None:
             return found
         spectrum = self.spectrum
-        return single(spectrum.logdet([prior], rtol)) + spectrum.values.new_tensor(
-            -len(spectrum.values) * math.log(prior)
-        )
+        return spectrum.logdet(prior, rtol) + spectrum.values.new_tensor(-len(spectrum.values) * math.log(prior))
 
     def _first_log_ratio(self, prior: float, rtol: float) -> Estimate | None:
         """Return log det(I + SᵀS/α) by Cholesky, or None where rounding may matter, to it or to solves.
