@@ -23,7 +23,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, current, named_part
-from curvops.checks import carries_graph, check_choice, checked_number, checked_whole
+from curvops.checks import carries_graph, check_choice, checked_number, checked_whole, drawn_seed
 from curvops.errors import DivergenceError, NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
 from curvops.linalg.core.memory import PRODUCT_VECTORS, Memories, hold, solve_width
@@ -66,7 +66,7 @@ class Noise:
     @classmethod
     def draw(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
         """Make new noise for the posteriors of a linearisation."""
-        seed = PointNormals.drawn(generator).seed
+        seed = drawn_seed(generator)
         if lin.ranks is not None:
             lin.ranks.require_equal({SEED: seed})
         return cls(seed, count, len(lin.theta), lin.num_data, lin.data.prints.order)
