@@ -143,7 +143,7 @@ class LogPosterior:
 
     def completed(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
-    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"] | None]:
+    ) -> tuple[Float[Tensor, "*k"], Any]:
         """Return the log posterior and its gradient from those of the `differentiated` part at these vectors."""
         if self._closed_prior is None:
             return value, gradient
@@ -246,7 +246,7 @@ class SharedLogPosterior(LogPosterior):
         self.ranks.require_equal(self.prior.facts())
 
     @property
-    def ranks(self) -> Ranks:  # type: ignore[override]
+    def ranks(self) -> Ranks:
         """The ranks that share the data."""
         return self.shard.ranks
 
@@ -263,7 +263,7 @@ class SharedLogPosterior(LogPosterior):
 
     def completed(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
-    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"] | None]:
+    ) -> tuple[Float[Tensor, "*k"], Any]:
         if gradient is None:
             return self.ranks.add_up(value), None
         both = self.ranks.add_up(torch.cat([gradient, value.unsqueeze(-1)], -1))  # in one message

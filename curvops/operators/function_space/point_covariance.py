@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -180,7 +180,7 @@ def point_covariances(
     with torch.no_grad() if rows is None else nullcontext():
         walk = jacobian.passes if rows is None else rows
         inverted = inverse.base if isinstance(inverse, Inverse) else None
-        form: ClosedForm | None = inverted._closed_form() if isinstance(inverted, Damped) else None
+        form: Any = inverted._closed_form() if isinstance(inverted, Damped) else None
         factor = None
         while isinstance(form, ScaledForm):
             form, factor = form.inner, form.factor if factor is None else form.factor * factor
