@@ -25,9 +25,8 @@ from curvops.linalg import Damped, Estimate, effective_dimension, logdet, spectr
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.results import Reason, add_estimates
 from curvops.linalg.core.vectors import describe_square, product
-from curvops.linalg.estimators.brackets import ROUNDING_UNITS, single
 from curvops.linalg.estimators.carried_gradients import attach_gradient
-from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, definite_logdet, dense_spectrum
+from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum, definite_logdet, dense_spectrum
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
@@ -229,7 +228,7 @@ def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: flo
         pairs = [(inverse.to(unit), unit)]
         return attach_gradient(found + reference.detach(), precision, lambda _: pairs) + (-reference)
     shift = float(A.detach())
-    found = single(spectrum.logdet([shift], rtol))
+    found = spectrum.logdet(shift, rtol)
     return attach_gradient(found, precision, lambda _: [(spectrum.inverse(shift, unit.dtype), unit)]) + (-reference)
 
 

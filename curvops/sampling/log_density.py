@@ -27,8 +27,7 @@ from curvops.network.trained.first_points import few_of, likelihood_at, output_s
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.terms import Prior
-from curvops.posterior.gaussians.updating import as_prior
-from curvops.posterior.solves.leave_one_out import with_left_out_noise
+from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
 from curvops.process_group import Ranks
 from curvops.sampling.state import State
 
@@ -144,7 +143,7 @@ class LogPosterior:
 
     def completed(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
-    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"] | None]:
+    ) -> tuple[Float[Tensor, "*k"], Any]:
         """Return the log posterior and its gradient from those of the `differentiated` part at these vectors."""
         if self._closed_prior is None:
             return value, gradient
@@ -247,7 +246,7 @@ class SharedLogPosterior(LogPosterior):
         self.ranks.require_equal(self.prior.facts())
 
     @property
-    def ranks(self) -> Ranks:  # type: ignore[override]
+    def ranks(self) -> Ranks:
         """The ranks that share the data."""
         return self.shard.ranks
 
@@ -264,7 +263,7 @@ class SharedLogPosterior(LogPosterior):
 
     def completed(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
-    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"] | None]:
+    ) -> tuple[Float[Tensor, "*k"], Any]:
         if gradient is None:
             return self.ranks.add_up(value), None
         both = self.ranks.add_up(torch.cat([gradient, value.unsqueeze(-1)], -1))  # in one message

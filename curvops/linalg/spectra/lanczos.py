@@ -220,6 +220,11 @@ class LockStep:
         return cls(multiply, starts, most if at_once else min(first, most), most)
 
     @property
+    def depth(self) -> int:
+        """The number of steps made, of the vectors that are not done."""
+        return self.alphas.shape[1]
+
+    @property
     def finite(self) -> bool:
         """Whether no product contained NaN or Inf."""
         return bool(torch.isfinite(self.alphas).all() & torch.isfinite(self.betas).all())
