@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from curvops import plots
@@ -208,7 +209,7 @@ def label(row: SolveRow | EstimateRow) -> str:
     return row.method if row.preconditioner == "none" else f"{row.method} · {row.preconditioner}"
 
 
-def draw_solves(rows: Sequence[SolveRow], rtol: float, title: str) -> style.Figure:
+def draw_solves(rows: Sequence[SolveRow], rtol: float, title: str) -> Figure:
     """Draw the worst relative residual of each solve, on a log axis, against products and against seconds.
 
     The preconditioner's cost is included. Colours distinguish methods, dashes preconditioners. A cross marks the last
