@@ -25,7 +25,7 @@ from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_mo
 from curvops.distributed_types import is_dtensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
-from curvops.linalg.core.memory import Memories, memories_of
+from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sharded import (
@@ -178,7 +178,10 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     @property
     def memories(self) -> Memories:
         """The memory budgets of the networks in A, within which algorithms on A allocate their vectors."""
-        return frozenset().union(*(memories_of(part) for part in self._args))
+        memories: Memories = frozenset()
+        for part in self._args:
+            memories |= getattr(part, "memories", frozenset())
+        return memories
 
     @property
     def multiply_adds(self) -> float | int:
@@ -188,7 +191,10 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     @property
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
-        return next((asked for part in self._args if (asked := getattr(part, "progress", None)) is not None), None)
+        for part in self._args:
+            if (progress := getattr(part, "progress", None)) is not None:
+                return progress
+        return None
 
     # Products
 
