@@ -501,10 +501,6 @@ class Operator(LinearOperatorContract, EntriesByProducts):
         """Return M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None if none is known to pay off."""
         return None
 
-    def _iterated(self, system: routes.System) -> routes.System:
-        """Return the system with the facts about its solution by conjugate gradients."""
-        return replace(system, sketch=self._takes_sketch)
-
     # Solutions and determinants
 
     def plan(self, columns: int = 1) -> routes.SolvePlan:
@@ -524,7 +520,7 @@ class Operator(LinearOperatorContract, EntriesByProducts):
             TypeError, ValueError: columns is not a whole number, at least 1.
         """
         system = system_of(self, checked_whole("columns", columns, 1), whole=True)
-        return routes.SolvePlan({"solve": routes.routes(self._iterated(system))})
+        return routes.SolvePlan({"solve": routes.routes(replace(system, sketch=self._takes_sketch))})
 
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         """Return A⁻¹ B (or L A⁻¹ B) for (n,), (n, K) or (..., n, K), differentiable in B, L and the tensors inside A.
