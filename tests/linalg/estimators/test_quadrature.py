@@ -1,7 +1,4 @@
-"""Lanczos quadrature of a spectrum: brackets, intervals and the depth of its probes.
-
-Tests `brackets.py`.
-"""
+"""Lanczos quadrature of a spectrum: brackets, intervals and the depth of its probes."""
 
 import math
 from dataclasses import replace
@@ -11,9 +8,8 @@ import torch
 
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.results import Estimate, Reason
-from curvops.linalg.estimators.brackets import SpectralQuadrature, log_ratio, stack
 from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.estimators.quadrature import spectral_quadrature
+from curvops.linalg.estimators.quadrature import SpectralQuadrature, log_ratio, spectral_quadrature, stack
 from curvops.linalg.spectra.lanczos import LockStep
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 
