@@ -181,7 +181,7 @@ def cg(
         return records.solution()
 
     def refined(B: Vectors, X0: Vectors | None, _: Resumption | None) -> Solution:
-        low = facts.dtype if refine is True else refine
+        low = facts.dtype if isinstance(refine, bool) else refine
         rounded = A.to(low)
 
         def correct(R: Vectors, start: Vectors | None, inner_goal: Goal) -> Solution:
