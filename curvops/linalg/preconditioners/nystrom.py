@@ -18,7 +18,7 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
-from curvops.linalg.core.sharded import algorithm, blockwise
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import is_psd, require_symmetric, rounding_of
 from curvops.linalg.core.vectors import (
     Given,
@@ -40,7 +40,7 @@ from curvops.linalg.core.vectors import (
     shaped_as,
     spawn_generator,
 )
-from curvops.linalg.preconditioners.factored import LowRankPreconditioner
+from curvops.linalg.preconditioners.factored import LowRankPreconditioner, blockwise
 from curvops.progress import Progress
 from curvops.summary import Summarised
 
