@@ -49,7 +49,7 @@ def _push(part: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r
         pieces = in_parts(len(delta), count * size, delta.is_cuda)
         return torch.cat([_push_rows(part.rows(points), tangents) for points in pieces], 1)
     # A layer's part of a vector is scattered over it and has to be copied: some vectors at a time, in reused memory.
-    some = in_parts(columns, size, delta.is_cuda)
+    some = in_parts(columns, max(size, part.work * delta.element_size()), delta.is_cuda)
     pushed = [part.push({name: tangents[name][k] for name in layer.names.values()}) for k in some]
     return pushed[0] if len(pushed) == 1 else torch.cat(pushed)
 

@@ -67,7 +67,7 @@ def sum_squares(passes: Passes, groups: Iterable[Group], chunk_bytes: int) -> Fl
     total: Blocks = {}
     for group in groups:
         _add(total, squares_of(group, chunk_bytes))
-    return passes.add_up([_flat(passes.model, total)])
+    return passes.add_up(_flat(passes.model, total))
 
 
 def _add(total: Blocks, blocks: Blocks) -> None:

@@ -184,7 +184,7 @@ def fisher_blocks(
             rows = torch.cat(columns).double().flatten(1).mT
             _add_above(totals[k], rows, rows)
     while totals:
-        yield mirror(lin.passes.add_up([totals.pop(0)]).unsqueeze(0))[0]
+        yield mirror(lin.passes.add_up(totals.pop(0)).unsqueeze(0))[0]
 
 
 def _add_above(total: Float[Tensor, "S S"], left: Float[Tensor, "m S"], right: Float[Tensor, "m S"]) -> None:
