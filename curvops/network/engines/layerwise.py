@@ -420,36 +420,33 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
     dtype, n, paths = model.theta.dtype, num_points(inputs), model.paths
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
 
-    def note(owner: nn.Module, module: nn.Module, path: str, names: dict[str, str], given: Any, output: Tensor) -> None:
-        rule = rule_of(type(module))
-        assert rule is not None  # only such layers have hooks
-        node, points = output.grad_fn, output.ndim > 1 and output.shape[0] == n
-        if not (points and len(given) == 1 and node is not None and _are_of(dtype, (output, *given))):
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Tensor, owner: nn.Module | None = None) -> None:
+        """Note the call of a layer, or of a projection that the attention module `owner` computes."""
+        owner = module if owner is None else owner
+        if owner not in owners:
+            return
+        path, names = paths[owner], owners[owner]
+        if module not in paths:  # the common projection of query, key and value
+            path, names = f"{path}.in_proj".lstrip("."), {k.removeprefix("in_proj_"): name for k, name in names.items()}
+        rule, node, points = rule_of(type(module)), output.grad_fn, output.ndim > 1 and output.shape[0] == n
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        a = given[0] if len(given) == 1 and points else None
+        if a is None or node is None or [t for t in (a, output) if t.dtype != dtype and t.is_floating_point()]:
             misfits.update(names.values())
             return
-        (a,) = given
+        assert rule is not None  # only such layers have hooks
         kept = rule.keep(module, a if graph else a.detach())
         size = kept.nbytes // (kept.shape[0] * output.element_size())
         layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
         # Keep the edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
         calls.append(Call(owner, layer, a, a._version, kept, GradientEdge(node, output.output_nr)))
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        given = [value for value in (*args, *kwargs.values()) if value is not None]
-        note(module, module, paths[module], owners[module], given, output)
-
-    def note_projection(owner: nn.Module, module: nn.Linear, a: Tensor, output: Tensor) -> None:
-        if owner in owners:
-            path = paths[owner] if owner is module else f"{paths[owner]}.in_proj".lstrip(".")
-            names = {local.removeprefix("in_proj_"): name for local, name in owners[owner].items()}
-            note(owner, module, path, names, (a,), output)
-
     handles: list[Any] = []
     try:
         for module in owners:
             if rule_of(type(module)) is not None:
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        with model.differentiating(), Projections(attentions, note_projection) if attentions else NOTHING:
+                handles.append(module.register_forward_hook(note, with_kwargs=True))
+        with model.differentiating(), Projections(attentions, note) if attentions else NOTHING:
             outputs = model(model.leaves(), inputs)
     finally:
         for handle in handles:
@@ -462,8 +459,10 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
                 before = _follow(call.a.grad_fn, ELEMENTWISE)
         if call.a._version != call.version:
             misfits.update(call.layer.names.values())
-    feeding = (replace(call, layer=replace(call.layer, feeds_last=call.edge.node in before)) for call in calls)
-    return outputs, list(feeding), misfits
+    for i, call in enumerate(calls):
+        if call.edge.node in before:
+            calls[i] = replace(call, layer=replace(call.layer, feeds_last=True))
+    return outputs, calls, misfits
 
 
 def _follow(node: Node | None, kinds: Collection[str]) -> list[Node]:
@@ -474,11 +473,6 @@ def _follow(node: Node | None, kinds: Collection[str]) -> list[Node]:
         parents = [parent for parent, _ in node.next_functions if parent is not None]
         node = parents[0] if len(parents) == 1 and node.name().partition("Backward")[0] in kinds else None
     return path
-
-
-def _are_of(dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
-    """Return whether the tensors have that dtype, or are indices."""
-    return not [tensor for tensor in tensors if tensor.dtype != dtype and tensor.is_floating_point()]
 
 
 def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
@@ -499,12 +493,12 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, r
     reached = [False] * len(calls)
     if not outputs.is_cuda:
         chunk_bytes = min(chunk_bytes, COLUMN_BYTES)  # batched passes copy, and gain nothing beyond a cache
-    step, leaves = chunk_size(calls, outputs.element_size(), chunk_bytes), model.leaves()
+    step = max(1, chunk_bytes // max(1, bytes_of_one(calls, outputs.element_size())))
     for start in range(0, columns if calls else 0, step):
         some = slice(start, min(start + step, columns))
         with torch.no_grad():
             cotangents = root.columns(outputs.detach(), some.start, some.stop)
-        deltas = model.holding(leaves, partial(sensitivities, model, outputs, calls, cotangents))
+        deltas = sensitivities(model, outputs, calls, cotangents)
         with torch.no_grad():
             for i, delta in enumerate(deltas):
                 reached[i] |= delta is not None  # a custom function may return nothing for zeros
@@ -530,11 +524,6 @@ def _slopes(model: Model, call: Call, last: Call) -> Factors:
     return Factors(call.layer, call.kept, slopes.detach(), weight)
 
 
-def chunk_size(calls: Sequence[Call], itemsize: int, chunk_bytes: int) -> int:
-    """Return how many cotangents of the outputs fit into `chunk_bytes` of δ for one backward pass; at least one."""
-    return max(1, chunk_bytes // max(1, bytes_of_one(calls, itemsize)))
-
-
 def bytes_of_one(calls: Sequence[Call], itemsize: int) -> int:
     """Return the bytes of δ of all calls for one cotangent of the outputs."""
     return sum(call.layer.output.numel() for call in calls) * itemsize
@@ -551,16 +540,20 @@ def sensitivities(
         return [None] * len(calls)
     edges = [call.edge for call in calls]
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
-    with model.differentiating():
+
+    def run() -> list[Tensor | None]:
         small = outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES
         if small and len(cotangents) > 1:
             with suppress(RuntimeError):  # an operation without a batching rule
-                found = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
-                return [None if g is None else g.transpose(0, 1) for g in found]
+                deltas = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
+                return [None if delta is None else delta.transpose(0, 1) for delta in deltas]
         passes = [torch.autograd.grad(outputs, edges, u, **options) for u in cotangents]
         by_call = [list(gradients) for gradients in zip(*passes)]
         del passes
         return [_side_by_side(by_call.pop(0)) for _ in calls]  # those of a call are freed once they are copied
+
+    with model.differentiating():
+        return model.holding(model.leaves(), run)  # type: ignore[no-any-return]
 
 
 def _side_by_side(gradients: list[Tensor | None]) -> Tensor | None:

@@ -172,9 +172,11 @@ def fisher_blocks(
     few = COLUMNS_A_ROW * root.num_columns(lin.num_outputs)
     by_rows = [k for k, index in enumerate(parts) if few <= len(index) and not places[k].keys() & others]
     if by_rows:
-        for groups in lin.passes.root_blocks(root, {name for k in by_rows for name in places[k]}):
+        names = {name for k in by_rows for name in places[k]}
+        for _, groups in lin.passes.root_pieces(root, lin.passes.chunk_bytes, names=names):
+            together = list(groups)
             for k in by_rows:
-                for rows in _rows_in(groups, lin, places[k]):
+                for rows in _rows_in(together, lin, places[k]):
                     _add_above(totals[k], rows, rows)
     for k in sorted({*range(len(parts))} - {*by_rows}):
         for batch, J in lin.passes.each(len(parts[k])):
