@@ -18,10 +18,9 @@ from curvops.errors import (
 )
 from curvops.linalg.core.results import Eigenpairs, Estimate, FunctionProduct, Reason, SingularTriplets, Solution
 from curvops.linalg.estimators.diagonal import diagonal
-from curvops.linalg.estimators.effective_dimension import effective_dimension
 from curvops.linalg.estimators.frobenius import frobenius_norm
 from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.estimators.quadrature import SpectralQuadrature, spectral_quadrature
+from curvops.linalg.estimators.quadrature import SpectralQuadrature, effective_dimension, spectral_quadrature
 from curvops.linalg.estimators.spectral_density import SpectralDensity, spectral_density
 from curvops.linalg.estimators.trace import trace
 from curvops.linalg.functions.apply_function import apply_function
