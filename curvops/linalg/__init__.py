@@ -23,8 +23,7 @@ from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.estimators.quadrature import SpectralQuadrature, effective_dimension, spectral_quadrature
 from curvops.linalg.estimators.spectral_density import SpectralDensity, spectral_density
 from curvops.linalg.estimators.trace import trace
-from curvops.linalg.functions.apply_function import apply_function
-from curvops.linalg.functions.square_roots import inverse_sqrt, sqrt
+from curvops.linalg.functions.apply_function import apply_function, inverse_sqrt, sqrt
 from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
 from curvops.linalg.operators.block_rows import BlockRows
 from curvops.linalg.operators.damped import Damped, Inverse

@@ -35,7 +35,7 @@ from curvops.linalg.core.vectors import (
     product,
     unit_blocks,
 )
-from curvops.linalg.estimators.adaptive import Estimator, Quantity, require_finite
+from curvops.linalg.estimators.adaptive import Estimator, estimate, require_finite
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, NystromSketch, RangeSketch
 from curvops.progress import Progress
 
@@ -98,7 +98,7 @@ def diagonal(
         limits.check(0)
         return Estimate.rounded(*known, limits.tolerated)
     method = "xdiag" if method is None else method
-    return Quantity("diagonal", families, _exact).estimate(A, method, limits, generator, progress)[0]
+    return estimate("diagonal", A, method, families, _exact, limits, generator, progress)[0]
 
 
 def _exact(probed: Probed) -> Estimate:

@@ -37,9 +37,9 @@ from curvops.linalg.core.vectors import (
     spawn_generator,
     unit_blocks,
 )
-from curvops.linalg.estimators.adaptive import Estimator, Quantity
+from curvops.linalg.estimators.adaptive import Estimator, estimate
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, RangeSketch, TwoLeftOut, leave_one_out, mean_over_pairs
-from curvops.linalg.estimators.hutchinson import Hutchinson
+from curvops.linalg.estimators.trace import Hutchinson
 from curvops.progress import Progress
 
 METHODS = ("xtrace", "hutchinson", "exact")
@@ -95,7 +95,7 @@ def frobenius_norm(
     if method == "xtrace" and not square:
         raise ValueError(f'method "xtrace" needs a square A, got {facts.rows} x {facts.columns}; use "hutchinson".')
     families: dict[str, Callable[[Probed], Estimator]] = {"xtrace": XNorm, "hutchinson": Norms}
-    return Quantity("frobenius_norm", families, _exact).estimate(A, method, limits, generator, progress)[0]
+    return estimate("frobenius_norm", A, method, families, _exact, limits, generator, progress)[0]
 
 
 def _exact(probed: Probed) -> Estimate:

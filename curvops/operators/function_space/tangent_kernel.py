@@ -28,9 +28,8 @@ from curvops.linalg.core.solve_routes import FORMED_COPIES, MOST_OUTPUTS
 from curvops.linalg.functions.root_gradients import inverse_root_product
 from curvops.linalg.operators.base import Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
-from curvops.linalg.operators.contract import convert
+from curvops.linalg.operators.contract import COLUMN_BLOCK, convert
 from curvops.linalg.operators.draws import draw, normal
-from curvops.linalg.operators.matrix_entries import COLUMN_BLOCK
 from curvops.network import JacobianRows, Passes, read_precision
 from curvops.operators.function_space.gram_matrix import gram_matrix, gram_with_graph
 from curvops.operators.function_space.point_covariance import point_covariances

@@ -1,6 +1,5 @@
 """Lanczos quadrature of a spectrum: brackets, intervals and the depth of its probes."""
 
-
 import math
 from dataclasses import replace
 
