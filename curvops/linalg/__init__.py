@@ -33,8 +33,7 @@ from curvops.linalg.operators.direct_sum import DirectSum
 from curvops.linalg.operators.draws import draw
 from curvops.linalg.operators.given_products import as_operator
 from curvops.linalg.operators.kronecker import EigenKronecker, Kronecker
-from curvops.linalg.operators.low_rank import LowRank
-from curvops.linalg.operators.low_rank_approximation import low_rank
+from curvops.linalg.operators.low_rank import LowRank, low_rank
 from curvops.linalg.preconditioners.cholesky import PivotedCholesky, cholesky
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner, LowRankPreconditioner

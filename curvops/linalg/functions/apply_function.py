@@ -32,6 +32,7 @@ from curvops.linalg.core.vectors import (
     as_matrix,
     column_bytes,
     describe_square,
+    norm,
     put,
     random_block,
     shaped_as,

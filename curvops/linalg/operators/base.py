@@ -414,9 +414,10 @@ class Operator(LinearOperatorContract):
     spectral_density = spectral_density
     """Estimate the density of eigenvalues with its band, see `co.linalg.spectral_density`."""
 
-    def _diagonal_error(self) -> Tensor:
-        """Return the largest change of the diagonal's entries by rounding."""
-        return ROUNDINGS * torch.finfo(self.dtype).eps * self._diagonal().detach().abs()
+    def _diagonal_and_error(self) -> tuple[Tensor, Tensor]:
+        """Return the diagonal, and the largest change of its entries by rounding."""
+        diagonal = self._diagonal()
+        return diagonal, ROUNDINGS * torch.finfo(self.dtype).eps * diagonal.detach().abs()
 
     # Facts about A: a subclass with a closed form, a root or a preconditioner overrides these
 

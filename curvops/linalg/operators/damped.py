@@ -395,9 +395,9 @@ class Inverse(UnaryOperator):
         form = self._form_of_base
         return super()._diagonal() if form is None else form.inverse_diagonal()
 
-    def _diagonal_error(self) -> Tensor:
-        form, error = self._form_of_base, super()._diagonal_error()
-        return error if form is None else error + form.inverse_diagonal_error()
+    def _diagonal_and_error(self) -> tuple[Tensor, Tensor]:
+        form, (diagonal, error) = self._form_of_base, super()._diagonal_and_error()
+        return diagonal, error if form is None else error + form.inverse_diagonal_error()
 
     @property
     def diagonal_matvecs(self) -> int:

@@ -1,8 +1,9 @@
-"""A low-rank matrix U diag(s) Uᵀ, and that matrix plus a diagonal by Woodbury's identity."""
+"""A low-rank matrix U diag(s) Uᵀ, such a matrix near to one known by its products, and either plus a diagonal."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -11,18 +12,56 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import carries_graph, check_shape, check_tensor
+from curvops.checkpoint import Place, begin, derive_generator, resumable
+from curvops.checks import (
+    carries_graph,
+    check_limits,
+    check_shape,
+    check_tensor,
+    checked_number,
+    checked_whole,
+    require_no_graph,
+)
+from curvops.errors import RankWarning, warn
+from curvops.linalg.core.matrix_identity import problem_of, ranks_of
+from curvops.linalg.core.memory import vector_bytes, working
+from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.rounding import ROUNDINGS
-from curvops.linalg.core.sharded import Sharded, block_of
-from curvops.linalg.core.sources import Sources, scale_sources
-from curvops.linalg.core.spaces import Space
-from curvops.linalg.core.vectors import as_columns, by_rows, combine, gram, shaped_as
+from curvops.linalg.core.rounding import ROUNDINGS, rounding_level
+from curvops.linalg.core.sharded import Sharded, block_of, on_shards, stored
+from curvops.linalg.core.sources import Sources, scale_sources, sources_of
+from curvops.linalg.core.spaces import Space, spaces_of
+from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.vectors import (
+    CHUNK,
+    Description,
+    Given,
+    Matrix,
+    as_columns,
+    as_matrix,
+    by_rows,
+    combine,
+    describe_square,
+    gram,
+    norm,
+    part,
+    shaped_as,
+    spawn_generator,
+    unit_blocks,
+)
 from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
+from curvops.linalg.preconditioners.nystrom import KEPT, MOST_RANK, grow
 from curvops.linalg.solvers.solve import default_rtol
+from curvops.progress import Progress, at_work
+
+PROBES = 16
+"""The number of products that measure an error; for an error in one eigenvalue, its standard error is 18 %."""
+FEWEST_PROBES = 4
+LEAST_VECTORS = 12
+"""The number of vectors that one rank and the fewest probes take."""
 
 
 class LowRankForm(ClosedForm):
@@ -345,8 +384,8 @@ class LowRank(Operator):
         """Add diag(e), e ≥ 0, so that the sum has the given diagonal, that of the approximated matrix.
 
         Products, draws and `add_diagonal` are exact, and solves use Woodbury if the diagonal added to e is positive. An
-        entry that is smaller than that of the low-rank part is an error. This never happens for
-        `co.low_rank(method="nystrom")` and the exact diagonal, whereas the Lanczos approximation can exceed its matrix.
+        entry that is smaller than that of the low-rank part is an error. This never happens for `co.low_rank`, a
+        Nyström approximation, and the exact diagonal.
 
         Args:
             diagonal: the diagonal of the sum, (n,).
@@ -368,7 +407,7 @@ class LowRank(Operator):
             worst = int((rest.detach() + slack).argmin())
             raise ValueError(
                 f"entry {worst} of the diagonal is {float(diagonal[worst]):.6g}, less than {float(own[worst]):.6g} of "
-                'the low-rank part: pass the exact diagonal, and make the low-rank part with method="nystrom".'
+                "the low-rank part: pass the exact diagonal, and make the low-rank part by co.low_rank."
             )
         return self.add_diagonal(rest.clamp_min(0))
 
@@ -377,3 +416,151 @@ class LowRank(Operator):
         if self.layouts is not None:
             raise ValueError("a LowRank whose vectors are sharded over ranks cannot be drawn from.")
         return self.root @ normal(len(self.values), k, self.dtype, self.device, generator)
+
+
+@on_shards
+@resumable
+def low_rank(
+    op: Matrix | Given,
+    rank: int | None = None,
+    rtol: float | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    progress: Progress = None,
+    checkpoint: Place | None = None,
+) -> LowRank:
+    """Approximate positive semi-definite A (n, n) by Â = U diag(s) Uᵀ, U (n, r) orthonormal, s (r,) descending.
+
+    `Â.error` estimates ‖A − Â‖_F / ‖A‖_F from 16 random vectors independent of the approximation (exactly, from all n
+    unit vectors, if n ≤ 16). Its standard error is that of the ratio; its matvecs are all products spent.
+
+    Args:
+        op: a tensor or an operator, symmetric positive semi-definite.
+        rank: r; the result has fewer if A has no more eigenvalues above rounding. With rtol, the largest r.
+        rtol: double the rank until error + 2 standard errors ≤ rtol (0.01 if neither is given). The same random vectors
+            measure the error after each doubling.
+        generator: the source of the random vectors.
+        memory_budget: bytes for the stored vectors, which limit the rank. None is the rest of the budget of the
+            linearisation behind A; then fewer vectors, at least four, may measure the error. The rank is at most 1024
+            if neither rank nor memory_budget is given.
+        progress: as in `cg`.
+        checkpoint: a folder for intermediate results, written at most every half minute: a killed run continues from
+            there and gives bitwise the same result. It also keeps the result, which a later run returns at once.
+
+    Warns with `RankWarning` if the budget or the limit ended the growth first.
+
+    Returns:
+        A LowRank operator with its `error`.
+
+    Raises:
+        ValueError: rank is not in 1..n, rtol is not in (0, 1), the budget is below one vector, a tensor in A requires a
+            gradient (Â has none), or the checkpoint belongs to another problem.
+        OSError: the checkpoint cannot be written.
+        NotPositiveSemidefiniteError: an eigenvalue clearly below zero was found.
+
+    Source: the randomised Nyström approximation of Frangella, Tropp & Udell 2023, by blocks of products.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([100.0, 50.0, 0.0, 0.0]).double())
+        >>> approximation = co.linalg.low_rank(A, rank=2, generator=torch.Generator().manual_seed(0))
+        >>> approximation.values.round(), approximation.vectors.shape
+        (tensor([100.,  50.], dtype=torch.float64), torch.Size([4, 2]))
+    """
+    op = as_matrix(op)
+    facts = describe_square(op)
+    require_no_graph((op,) if isinstance(op, Tensor) else op.representation(), "low_rank")
+    if rank is not None:
+        checked_whole("rank", rank, 1, facts.rows)
+    if rtol is not None:
+        checked_number("rtol", rtol, "(0, 1)")
+    check_limits(memory_budget=memory_budget)
+    aim = (0.01 if rank is None else None) if rtol is None else rtol
+    wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
+    if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
+        raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
+    kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device, ranks=ranks_of(op))
+    generator = spawn_generator(generator)
+    beside = kept.source("generator of the error's probes", derive_generator(generator), facts.device)
+    generator = kept.source("generator", generator, facts.device)
+
+    if kept.done:
+        made = kept.result(_Made)
+    else:
+        with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
+            probes = PROBES
+            if memory_budget is None and room is not None:  # a given budget covers the stored vectors only
+                probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
+                room -= 2 * probes * vector_bytes(facts)
+            limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
+            probed = Probed(multiply, facts, generator)
+            probed_once: list[Tensor] = list(kept.attach("error", lambda: probed_once) or [])
+
+            def error_of(U: Tensor, values: Tensor, matvecs: int) -> Estimate:
+                if not probed_once:
+                    exact = facts.rows <= probes
+                    Z = next(unit_blocks(facts, probes)) if exact else replace(probed, generator=beside).probes(probes)
+                    probed_once.extend((Z, multiply(Z)))
+                return _relative_error(facts, *probed_once, U, values, matvecs)
+
+            def is_accurate(U: Tensor, values: Tensor) -> bool:
+                return aim is not None and _bound(error_of(U, values, 0)) <= aim
+
+            fixed = limit if aim is None else None
+            sketch = grow(probed, fixed, limit, satisfied=is_accurate, known_psd=is_psd(op), kept=kept)
+            values = sketch.eigenvalues.to(sketch.U)
+            made = kept.finish(_Made(sketch.U, values, error_of(sketch.U, values, sketch.matvecs), limit))
+    values, error, limit, r = made.values, made.error, made.limit, len(made.values)
+    small = float(error.value) <= math.sqrt(torch.finfo(values.dtype).eps)
+    if _bound(error) > aim if aim is not None else limit < (rank or 0) or not (r == limit or small):
+        warn(
+            f"low_rank ended at rank {r} with a relative error of {float(error.value):.2g} ± {float(error.stderr):.1g}"
+            f"{'' if aim is None else f' (rtol={aim:g})'}: the rank was limited to {limit}; raise rank or "
+            "memory_budget, or accept the error.",
+            RankWarning,
+        )
+    return LowRank(stored(made.vectors), values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """An approximation with its error, and the largest rank that it could have had."""
+
+    vectors: Tensor
+    values: Tensor
+    error: Estimate
+    limit: int
+
+
+def _bound(error: Estimate) -> float:
+    return float(error.value + 2 * error.stderr)
+
+
+def _relative_error(
+    facts: Description, probes: Tensor, images: Tensor, U: Tensor, values: Tensor, matvecs: int
+) -> Estimate:
+    """Estimate ‖A − Â‖_F / ‖A‖_F from probes and their products with A, exactly if the probes are unit vectors."""
+    count, width = probes.shape[1], max(1, CHUNK // facts.rows)
+    errors, seen = [], []
+    for start in range(0, count, width):
+        image = combine(U, values[:, None] * gram(U, part(probes, start, start + width)))
+        seen.append(norm(image).square())
+        image -= part(images, start, start + width)
+        errors.append(norm(image).square())
+    error, size_seen = torch.cat(errors), torch.cat(seen)
+    # The products with A, and with Â, which is no larger, have errors of this size relative to their own.
+    rounding = 2 * rounding_level(facts.dtype, facts.rows)
+    if count == facts.rows:
+        size = norm(images).square().sum()
+        value = (error.sum() / size).sqrt() if bool(size > 0) else error.new_zeros(())
+        return Estimate.rounded(value, rounding, matvecs=matvecs + count, size=1.0)
+    # ‖Â‖_F is known, so the probes estimate only ‖A‖² − ‖Â‖²; this is not negative for a projection of A.
+    known = values.double().square().sum()
+    sizes = known + norm(images).square() - size_seen
+    size = torch.maximum(sizes.mean(), known)
+    if not bool(size > 0):
+        return Estimate(size, torch.zeros_like(size), count, matvecs + count)
+    ratio = error.mean() / size
+    spread = (error - ratio * sizes).std() / (size * math.sqrt(count))
+    value = ratio.sqrt()
+    stderr = spread / (2 * value) if bool(value > 0) else spread * 0
+    return Estimate(value, stderr, count, matvecs + count, rounding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,52 +22,13 @@ from curvops.linalg.operators.dense import Dense
 from curvops.process_group import Ranks
 
 
-class OnShardsForm(ClosedForm):
-    """The closed form of A + diag(d) for whole vectors, applied to sharded ones some columns at a time."""
-
-    @cached_property
-    def inner(self) -> ClosedForm | None:
-        """The form of A, or None."""
-        return closed_form(self.base.base, self.shift)
-
-    @property
-    def holds(self) -> bool:
-        return self.inner is not None and self.inner.holds
-
-    @property
-    def _form(self) -> ClosedForm:
-        assert self.inner is not None
-        return self.inner
-
-    def nearby_shift(self) -> Tensor:
-        return self.shift if self.inner is None else self.inner.nearby_shift()
-
-    def require_definite(self) -> None:
-        self._form.require_definite()
-
-    def solve(self, block: Tensor) -> Tensor:
-        return _applied(self._form.solve, block)
-
-    def logdet(self) -> Tensor:
-        return self._form.logdet()
-
-    def logdet_error(self) -> float:
-        return self._form.logdet_error()
-
-    def inverse_diagonal(self) -> Tensor:
-        return self._form.inverse_diagonal()
-
-    def inverse_diagonal_error(self) -> Tensor:
-        return self._form.inverse_diagonal_error()
-
-    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self._form.draw(k, generator)
-
-    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self._form.draw_inverse(k, generator)
-
-    def inverse_root(self, block: Tensor) -> Tensor:
-        return _applied(self._form.inverse_root, block)
+def form_on_shards(A: OnShards, shift: Tensor) -> ClosedForm | None:
+    """Return the closed form of A + diag(d) for whole vectors, applied to sharded ones some columns at a time."""
+    form = closed_form(A.base, shift)
+    if form is not None:
+        for name in ("solve", "inverse_root"):
+            setattr(form, name, partial(_applied, getattr(form, name)))
+    return form
 
 
 def _applied(function: Callable[[Tensor], Tensor], block: Tensor) -> Tensor:
@@ -80,7 +41,7 @@ class OnShards(UnaryOperator):
     `op.sharded(mesh)` makes it. Operators built from it (sums, multiples, with a prior) take sharded vectors, too.
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OnShardsForm
+    _damped_form: ClassVar[Any] = staticmethod(form_on_shards)
 
     def __init__(self, base: LinearOperator, row_layout: RowLayout, column_layout: RowLayout) -> None:
         super().__init__(base, row_layout=row_layout, column_layout=column_layout)

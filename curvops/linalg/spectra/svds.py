@@ -42,8 +42,19 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.solvers.systems import iterations_allowed
 from curvops.linalg.solvers.verdicts import Callback
-from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
-from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, RTOL, Search, Which, basis_columns, verdicts
+from curvops.linalg.spectra.thick_restart import (
+    BLOCK_VECTORS,
+    DROPPED,
+    RTOL,
+    Basis,
+    CountedProduct,
+    Projection,
+    Search,
+    Which,
+    basis_columns,
+    verdicts,
+    within_zeros,
+)
 from curvops.progress import Progress, at_work
 
 

@@ -1,6 +1,6 @@
 """The projection that `eigsh` restarts: what it holds after some steps, whatever the start block.
 
-Tests `projection.py`.
+Tests `thick_restart.py`.
 """
 
 import math
@@ -10,7 +10,7 @@ import torch
 
 from curvops.linalg.spectra.eigsh import BlockLanczos
 from curvops.linalg.spectra.lanczos import lanczos
-from curvops.linalg.spectra.projection import CountedProduct
+from curvops.linalg.spectra.thick_restart import CountedProduct
 from tests.linalg.matrices import SPECTRA, symmetric
 
 
