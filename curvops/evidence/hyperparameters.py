@@ -22,7 +22,7 @@ from curvops.operators import EmpiricalFisher, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.log_evidence import Tuning, normal_mode, prepare, shares_of_weights
-from curvops.posterior.solves.function_space import REMEDIES
+from curvops.posterior.solves.precision import REMEDIES
 from curvops.summary import summary
 
 OVER = ("scalar", "layers", "tensors", "weights")

@@ -28,9 +28,8 @@ from curvops.linalg.core.vectors import describe, random_block
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence import Ending, Tuning, TuningStep, find_evidence, prepare
-from curvops.posterior.solves.function_space import REMEDIES
 from curvops.posterior.solves.linear_mode import warn_of_mode
-from curvops.posterior.solves.precision import preconditioner
+from curvops.posterior.solves.precision import REMEDIES, preconditioner
 
 
 def maximize(

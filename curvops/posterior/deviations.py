@@ -38,8 +38,7 @@ from curvops.network import PointNormals
 from curvops.operators import Linearization
 from curvops.operators.curvatures.curvature import CurvatureRoot, root_of
 from curvops.posterior.core.terms import PrecisionTerms, Prior
-from curvops.posterior.solves.function_space import REMEDIES
-from curvops.posterior.solves.precision import for_columns, preconditioner, route_of
+from curvops.posterior.solves.precision import REMEDIES, for_columns, preconditioner, route_of
 from curvops.progress import as_step, at_work, remark
 from curvops.summary import Summarised
 

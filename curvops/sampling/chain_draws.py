@@ -38,6 +38,11 @@ class Spread:
         """The positions of this rank's chains among all chains."""
         return slice(self.ranks.rank, None, self.ranks.size)
 
+    @property
+    def count(self) -> int:
+        """The number of this rank's chains."""
+        return len(range(self.chains)[self.own])
+
     def line_up(self, rows: Shaped[Tensor, "own *n"]) -> Shaped[Tensor, "k *n"]:
         """Return the rows of the chains of all ranks, in the order of the chains."""
         by_rank = self.ranks.line_up(rows)

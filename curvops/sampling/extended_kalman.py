@@ -74,10 +74,6 @@ class ExtendedKalmanFilter(Transition):
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         if self.chains is not None:
             raise ValueError("a Kalman filter is deterministic: use ekf(...) itself, not chains of it.")
-        wanted = list(self._target.params)
-        tree = state.structure.unflatten(state.theta)
-        if not isinstance(tree, dict) or list(tree) != wanted:
-            raise ValueError(f"params must have the names {wanted}, in this order: start from log_posterior.params.")
         return {"precision": self._prior_precision(state.theta)}
 
     def _prior_precision(self, theta: Float[Tensor, " d"]) -> dict[str, Tensor]:

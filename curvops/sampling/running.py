@@ -23,7 +23,7 @@ from curvops.sampling.chain_draws import Chain, Spread
 from curvops.sampling.feed import Feed, require_repeatable
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.schedules import Constant
-from curvops.sampling.state import Info, NoiseSource, State
+from curvops.sampling.state import Info, State
 from curvops.sampling.transition import Transition
 
 LOOK_EVERY = 20
@@ -203,27 +203,28 @@ def run(
     random = identify(start.random) if isinstance(start, State) else seed_of(generator)  # before the first draw from it
     state = start if isinstance(start, State) else sampler.init(start, generator)
     sampler._check_state(state)
-    ranks = sampler.log_posterior.ranks if isinstance(sampler.log_posterior, LogPosterior) else None
-    if ranks is not None and sampler.spread is None:
-        ranks.require_equal(_options(sampler))
+    if sampler.ranks is not None and sampler.spread is None:
+        sampler.ranks.require_equal(_options(sampler))
     if checkpoint is not None:
         if sampler.spread is not None:
             raise ValueError("checkpoint= is not for chains that ranks share: run them in parts, from chain.state.")
         require_repeatable(batches)
 
-    told: dict[str, Any] = {"generator": random, "batches": None}
+    facts: dict[str, Any] = {"generator": random, "batches": None}
     if not isinstance(start, State):  # without what `init` draws
-        told["start"] = identify([state.theta, state.structure.names, state.structure.shapes])
-    kept = begin("a sampler", checkpoint, partial(_problem, sampler), state.theta.device, False, ranks, **told)
-    known = kept.outcome if kept.done else kept.state
-    reached = _RunState.start(sampler, state, steps // thin, steps, adaptation)
-    if known is not None:
-        reached = reached.restore(known)
-    if not kept.done:
-        reached = _take_steps(sampler, reached, Feed(batches, reached.position), kept, warmup, thin, progress)
-        if kept:
-            kept.finish(reached.record())
-    return reached.chain(sampler, thin)
+        facts["start"] = identify([state.theta, state.structure.names, state.structure.shapes])
+    problem, device = partial(_problem, sampler), state.theta.device
+    saved = begin("a sampler", checkpoint, problem, device, False, sampler.ranks, **facts)
+    record = saved.outcome if saved.done else saved.state
+    # Without a checkpoint, no state between two steps is visible: steps are made in place, on a copy.
+    now = _RunState.start(sampler, state if saved else state.clone(), steps // thin, steps, adaptation)
+    if record is not None:
+        now = now.restore(record)
+    if not saved.done:
+        now = _take_steps(sampler, now, Feed(batches, now.position), saved, warmup, thin, progress)
+        if saved:
+            saved.finish(now.record())
+    return now.chain(sampler, thin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,43 +287,31 @@ class _RunState:
 
 
 def _take_steps(
-    sampler: Transition, reached: _RunState, feed: Feed, kept: Checkpoint, warmup: int, thin: int, progress: Progress
+    sampler: Transition, now: _RunState, feed: Feed, saved: Checkpoint, warmup: int, thin: int, progress: Progress
 ) -> _RunState:
     """Take all remaining steps."""
-    total = warmup + reached.traces["log_posterior"].shape[1]
-    # Without a checkpoint, no state between two steps is visible, so steps are made in place, on a copy, and the
-    # generators' states are written into it only at the end.
-    noise = None
-    if not kept:
-        reached = replace(reached, state=reached.state.clone())
-        noise = NoiseSource(reached.state.random, reached.state.theta.device)
-    watch = Watch(sampler)
-    adapted: Any = None
+    total = warmup + now.traces["log_posterior"].shape[1]
+    watch, adapted = Watch(sampler), _with_step_size(sampler, now.adaptation, now.done < warmup)
     with progress_bar("sampling", total, progress) as bar:
-        bar.done = reached.done
+        bar.done = now.done
         try:
-            while reached.done < total:
-                if adapted is None or reached.done <= warmup:
-                    adapted = _with_step_size(sampler, reached.adaptation, reached.done < warmup)
-                batch = feed.next()
+            while now.done < total:
+                batch, warming_up = feed.next(), now.done < warmup
                 if sampler.metropolis and feed.position["index"] > 1:
                     raise ValueError("a pass gives several batches, but this sampler needs all data, [(X, y)].")
-                watch.before(reached.state, batch)
-                if noise is None:
-                    state, info = adapted.update(reached.state, batch)
-                else:
-                    state, info = reached.state, adapted.advance(reached.state, batch, noise)
-                watch.after(info, adapted, reached.adaptation is not None and reached.done < warmup)
-                reached = reached.advance(state, info, warmup, thin, feed.position, sampler.spread)
-                kept.save(reached.record)
+                watch.before(now.state, batch)
+                state, info = adapted.update(now.state, batch, inplace=not saved)
+                watch.after(info, adapted, now.adaptation is not None and warming_up)
+                now = now.advance(state, info, warmup, thin, feed.position, sampler.spread)
+                if warming_up:
+                    adapted = _with_step_size(sampler, now.adaptation, now.done < warmup)
+                saved.save(now.record)
                 bar.advance()
-            watch.look(reached.state)
-            if noise is not None:
-                noise.keep()
+            watch.look(now.state)
         except BaseException:
-            kept.save(reached.record, now=True)
+            saved.save(now.record, now=True)
             raise
-    return reached
+    return now
 
 
 def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepSizeSearch | None:
@@ -470,7 +459,7 @@ def chains(
         spread = Spread(Ranks(process_group), count, gather)
         if isinstance(sampler.log_posterior, LogPosterior) and sampler.log_posterior.ranks is not None:
             spread.require_apart(sampler.log_posterior.ranks)
-        sampler, count = replace(sampler, spread=spread), len(range(count)[spread.own])
+        sampler = replace(sampler, spread=spread)
     elif not gather:
         raise ValueError("gather=False is for chains that the ranks of a process_group share: leave it out.")
     return replace(sampler, chains=count, density=replace(sampler.density, vectorized=vectorized, _together=[]))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -127,7 +126,15 @@ class State(Summarised):
 
     def clone(self: AnyState) -> AnyState:
         """Return a copy in new memory."""
-        return replace(self, **{each.name: _copy(getattr(self, each.name)) for each in fields(self)})
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                changed[name] = value.clone()
+            elif isinstance(value, dict):
+                changed[name] = pytree.tree_map_only(Tensor, torch.clone, value)
+            elif isinstance(value, list):
+                changed[name] = list(value)
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -170,16 +177,6 @@ class Info(Summarised):
     energy_error: Float[Tensor, "*k"] | None = None
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {key: _copy(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return list(value)
-    return value
-
-
 def generator_states(
     generator: torch.Generator | None, device: torch.device, chains: int | None
 ) -> UInt8[Tensor, "*k bytes"]:
@@ -197,17 +194,12 @@ class NoiseSource:
     """
 
     def __init__(self, states: UInt8[Tensor, "*k bytes"], device: torch.device) -> None:
-        self._states = states.unsqueeze(0) if states.ndim == 1 else states
-        self._single, self._device = states.ndim == 1, device
-
-    @cached_property
-    def _generators(self) -> list[torch.Generator]:
-        """One generator for each chain, made at the first draw, because a filter or an optimiser seldom draws."""
-        generators = []
+        self._single = states.ndim == 1
+        self._states = states.unsqueeze(0) if self._single else states
+        self._generators = []
         for state in self._states:
-            generators.append(torch.Generator(self._device))
-            generators[-1].set_state(state.clone())  # a view of several states would crash torch
-        return generators
+            self._generators.append(torch.Generator(device))
+            self._generators[-1].set_state(state.clone())  # a view of several states would crash torch
 
     def normal(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         """Draw standard normal numbers in the shape of `like`."""
@@ -226,8 +218,6 @@ class NoiseSource:
         return self.each(lambda g: torch.rand((), generator=g, dtype=torch.float64, device=like.device))
 
     def keep(self) -> None:
-        """Write the generators' states back, if anything was drawn."""
-        if "_generators" not in self.__dict__:
-            return
+        """Write the generators' states back."""
         for generator, state in zip(self._generators, self._states):
             state.copy_(generator.get_state())

@@ -1,6 +1,6 @@
 """Laplace's approximation in function space against dense algebra in weight space, at the linear model's mode.
 
-Tests `laplace_process.py`, `function_space.py`, `dual_inverse.py`.
+Tests `laplace_process.py`, `function_space.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import curvops as co
 from curvops.errors import ModeNotFoundError
 from curvops.gp import LaplaceProcess, laplace_gp
 from curvops.linalg import Reason
-from curvops.operators.function_space.dual_inverse import DualInverse
+from curvops.operators.function_space.function_space import DualInverse
 from curvops.posterior.core.terms import read_prior
 
 DOUBLE = torch.float64

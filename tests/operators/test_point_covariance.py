@@ -12,10 +12,9 @@ from curvops.linalg.operators import kronecker_factors
 from curvops.linalg.operators.kronecker_rows import half_solved, work_bytes
 from curvops.network.data.inputs import take
 from curvops.operators.function_space import point_covariance
-from curvops.operators.function_space.point_covariance import point_covariances
+from curvops.operators.function_space.point_covariance import point_covariances, row_covariances
 from curvops.operators.kfac import kfac_factors
 from curvops.operators.kfac.kfac_factors import fewer_positions
-from curvops.posterior.predictions.outputs import PointCovariance
 from tests.zoo import ZOO, batches, call
 
 NETWORKS = [
@@ -176,9 +175,9 @@ def test_few_rows_of_layers_with_one_small_side_need_no_eigenvectors(bias, monke
 def test_rows_that_wait_have_a_part_of_the_budget(monkeypatch):
     """Of three layers, whose rows for 8 outputs take 5,760 to 8,448 bytes, one waits; others have eigenbases."""
     monkeypatch.setattr(kronecker_factors, "AT_ONCE", 1)
-    kept, finish = [], point_covariance.InEigenbases.finish
+    kept, finish = [], point_covariance.InLayerBlocks.finish
     monkeypatch.setattr(
-        point_covariance.InEigenbases, "finish", lambda self: (kept.append(len(self.waiting)), finish(self))
+        point_covariance.InLayerBlocks, "finish", lambda self: (kept.append(len(self.waiting)), finish(self))
     )
     torch.manual_seed(0)
     down, up = nn.Linear(45, 2, bias=False), nn.Linear(2, 44)
@@ -261,7 +260,7 @@ def test_linear_operations_after_a_position_wise_layer(end, structure):
         torch.testing.assert_close(co.TangentKernel(lin, 1.0, new).to_dense(), products, **TIGHT)
         ends = [by_solves(lin.jacobian(new + step * direction), inverse, C).sum() for step in (1e-5, -1e-5)]
         recorded = lin.jacobian(new.requires_grad_(), differentiable=True)
-        PointCovariance(recorded, inverse, C).blocks().sum().backward()
+        row_covariances(recorded, inverse, C).sum().backward()
         torch.testing.assert_close((new.grad * direction).sum(), (ends[0] - ends[1]) / 2e-5, rtol=1e-6, atol=1e-8)
 
 

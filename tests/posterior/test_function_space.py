@@ -16,8 +16,8 @@ from curvops.checkpoint import Checkpoint, begin, resumable
 from curvops.linalg.core import solve_routes as routes
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
+from curvops.operators.function_space.function_space import NAME, FunctionSpace
 from curvops.operators.function_space.gram_matrix import gram_matrix
-from curvops.posterior.solves.function_space import NAME, FunctionSpace
 from curvops.posterior.solves.precision import formed_kernel, solving_kernel
 from tests.linalg.interrupted import Killed
 
@@ -143,7 +143,8 @@ def test_the_kernel_is_formed_once(monkeypatch, tmp_path):
     """For the evidence, under another noise, and for what keeps a checkpoint; anew once no posterior holds it."""
     made = []
     monkeypatch.setattr(
-        "curvops.posterior.solves.function_space.gram_matrix", lambda *args: made.append(1) or gram_matrix(*args)
+        "curvops.operators.function_space.function_space.gram_matrix",
+        lambda *args: made.append(1) or gram_matrix(*args),
     )
     lin = wide("gaussian")
     post = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False)

@@ -79,7 +79,12 @@ def seen():
         spy(stack, solving, "lsmr", "lsmr")
         spy(stack, import_module("curvops.posterior.deviations"), "cg", "cg")
         spy(stack, import_module("curvops.operators.curvatures.formed"), "principal_block", "formed matrix")
-        spy(stack, import_module("curvops.posterior.solves.function_space").FunctionSpace, "inverse", "formed kernel")
+        spy(
+            stack,
+            import_module("curvops.operators.function_space.function_space").FunctionSpace,
+            "inverse",
+            "formed kernel",
+        )
         yield found
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from curvops.checks import checked_whole
-from curvops.linalg.core.memory import columns_at_a_time
+from curvops.linalg.core.memory import Multiply, columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
 from curvops.linalg.core.solve_routes import EXACT_SIZE
@@ -275,7 +276,7 @@ def effective_dimension(
     multiply, mu = product(G), float(prior) if precision.ndim == 0 else 1.0
     if precision.ndim:
         scale = precision.rsqrt()[:, None]
-        multiply = lambda V, of_G=multiply: scale * of_G(scale * V)  # noqa: E731
+        multiply = partial(_scaled_product, multiply, scale)
     exact = limits.allow_dense(n)
     with (
         torch.no_grad(),
@@ -284,6 +285,11 @@ def effective_dimension(
     ):
         quadrature = decompose(probed) if exact else run(probed, [mu], of_shift=share)
         return quadrature.effective_dimension(mu)
+
+
+def _scaled_product(multiply: Multiply, scale: Vectors, V: Vectors) -> Vectors:
+    """Return diag(s) G diag(s) V."""
+    return scale * multiply(scale * V)
 
 
 def decompose(probed: Probed) -> SpectralQuadrature:
@@ -469,8 +475,15 @@ class Sampler:
             control = torch.cat([gram(Z.to(self.facts.dtype), sketch.U).square() for Z in self.signs])
         highest, lowest = max(r.highest for r in self.rules), min(r.lowest for r in self.rules)
         rounding = ROUNDING_UNITS * torch.finfo(self.facts.dtype).eps * max(self.scale, highest)
+        device = self.facts.device
+        gauss, gauss_weights, radau, radau_weights = (values.to(device) for values in columns)
         return SpectralQuadrature(
-            *(values.to(self.facts.device) for values in (*columns, nodes, control)),
+            gauss,
+            gauss_weights,
+            radau,
+            radau_weights,
+            nodes.to(device),
+            control.to(device),
             matvecs=self.matvecs + (0 if sketch is None else sketch.matvecs),
             reason=Reason.RANK_CAPPED if self.capped else Reason.CONVERGED,
             rounding=max(rounding, -lowest),

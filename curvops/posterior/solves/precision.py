@@ -37,9 +37,24 @@ from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
 from curvops.operators.curvatures.curvature import root_of
 from curvops.operators.curvatures.formed import Formed
+from curvops.operators.function_space.function_space import FunctionSpace
 from curvops.posterior.core.terms import PrecisionTerms
-from curvops.posterior.solves.function_space import FunctionSpace
 
+REMEDIES = {
+    Reason.ITERATION_LIMIT: (
+        "The iterations of an inner solve were spent before its tolerance was reached. A larger prior precision, "
+        "weights nearer to a mode, or float64 make it shorter."
+    ),
+    Reason.STAGNATION: (
+        "The residual stopped shrinking far above the rounding level. A larger prior precision, or float64, "
+        "improves the conditioning; a curvature made from random draws must give the same product each time."
+    ),
+    Reason.NOT_POSITIVE_DEFINITE: (
+        "Curvature plus prior is not positive definite. Use a larger prior precision, or co.GGN as curvature."
+    ),
+    Reason.SINGULAR: "Curvature plus prior is singular in this dtype. Use a larger prior precision, or float64.",
+}
+"""The remedies for solves inside posteriors and their tuning, where callers cannot pass options to the solvers."""
 LOOKED_AT = 20
 """The number of products spent on the search for a negative eigenvalue of a curvature that may have one."""
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
@@ -121,7 +136,7 @@ def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> A
     A formed operand is used for all priors that are numbers or vectors. With `further`, these columns add to those of
     earlier calls; draws, which must be the same for the same seed, are counted separately.
     """
-    cache, P, rows = terms.cache, terms.precision, len(terms.lin.theta)
+    cache, P, rows = terms.cache, terms.precision, len(terms.cache.lin.theta)
     if terms.closed_form is not None or not System(rows=rows, further=further).may_be_formed:
         return P
     with cache.lock:
