@@ -370,15 +370,16 @@ class Sampler:
         self.signs.append(Z.to(torch.int8))
         return Z
 
-    def _collect(self, lanczos: LockStep) -> None:
+    def _collect(self, lanczos: LockStep, before: Sequence[Rules] = ()) -> SpectralQuadrature:
+        """Set the rules to those before and those of further probes; return the quadrature."""
+        lanczos.check(self.scale)
+        self.rules = [*before, *(rules(lanczos, k, self.scale) for k in range(lanczos.K))]
+        return self.quadrature()
+
+    def _spend(self, lanczos: LockStep) -> None:
         self.matvecs += lanczos.matvecs
-        self.rules += self._rules(lanczos)
         if self.solved is not None:
             self.solves.append((self.signs[-1], lanczos.inverse_times_start(self.solved)))
-
-    def _rules(self, lanczos: LockStep) -> list[Rules]:
-        lanczos.check(self.scale)
-        return [rules(lanczos, k, self.scale) for k in range(lanczos.K)]
 
     def first(self, count: int) -> None:
         """Deepen the first probes until their bracket is half as wide as the expected error of the probes."""
@@ -387,14 +388,15 @@ class Sampler:
         lanczos = LockStep.within(self.probed.multiply, Z, 4 * FIRST_DEPTH, steps, self.memory_budget)
 
         def is_bracketed() -> bool:
-            middle, half = _middle(self._rules(lanczos), self.functions[0])
+            upper, lower = self._collect(lanczos).bracket(self.functions[0])
+            middle = (upper + lower) / 2
             spread = float(middle.std()) if len(middle) > 1 else 0.0
             best = spread * math.sqrt(lanczos.depth / self.budget)
-            return float(half.mean()) <= 0.5 * max(self._goal(middle.mean()), best)
+            return float((upper - lower).mean()) <= max(self._goal(middle.mean()), best)
 
         lanczos.extend(FIRST_DEPTH)
         self.capped = not lanczos.deepen(lambda depth: max(FIRST_DEPTH, depth // 4), is_bracketed)
-        self._collect(lanczos)
+        self._spend(lanczos)
         self.depth = int(lanczos.depths.max())
 
     def _goal(self, value: Tensor) -> float:
@@ -415,7 +417,8 @@ class Sampler:
                 return True
             lanczos = LockStep(self.probed.multiply, self._probes(count, self.depth), self.depth)
             lanczos.extend(self.depth)
-            self._collect(lanczos)
+            self._collect(lanczos, self.rules)
+            self._spend(lanczos)
 
     def probes_needed(self, sketch: Nystrom | None = None) -> int:
         """Return how many probes the tolerance needs, judging by the spread of the present ones."""
@@ -435,9 +438,10 @@ class Sampler:
         A sketch of rank r leaves a variance of about 2 Σ_{i>r} f(λᵢ)². It is compared with the probes' own spread:
         random signs are better than that bound if the diagonal dominates, and a sketch then saves nothing.
         """
-        middle, _ = _middle(self.rules, self.functions[0])
-        if len(middle) < 3:
+        if len(self.rules) < 3:
             return 0
+        upper, lower = self.quadrature().bracket(self.functions[0])
+        middle = (upper + lower) / 2
         goal, left, done = self._goal(middle.mean()) ** 2, self.budget - self.matvecs, len(middle) * self.depth
         nodes, counts = self.eigenvalues()
         seen, captured = counts.cumsum(0), (counts * self.functions[0](nodes).square()).cumsum(0)
@@ -501,13 +505,6 @@ class Rules(NamedTuple):
     radau_weights: Tensor
     lowest: float
     highest: float
-
-
-def _middle(probes: list[Rules], f: ScalarFunction) -> tuple[Tensor, Tensor]:
-    """Return the middle of the bracket of each probe, and half its width."""
-    upper = torch.stack([(r.gauss_weights * f(r.gauss)).sum() for r in probes])
-    lower = torch.stack([(r.radau_weights * f(r.radau)).sum() for r in probes])
-    return (upper + lower) / 2, (upper - lower) / 2
 
 
 def rules(lanczos: LockStep, k: int, scale: float) -> Rules:
