@@ -26,7 +26,7 @@ from curvops.linalg.estimators.logdet import ShiftedParts
 from curvops.linalg.operators.algebra import Product, Sum, UnaryOperator
 from curvops.linalg.operators.base import Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, closed_form
-from curvops.linalg.operators.diagonal_matrix import Diagonal
+from curvops.linalg.operators.dense import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
