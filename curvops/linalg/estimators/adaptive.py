@@ -20,7 +20,7 @@ EXACT = "exact"
 DEFAULT_MATVECS = 128
 FIRST_MATVECS = 16
 LEAST_VECTORS = 12
-"""Vectors kept by the smallest number of products with an error bar, for the estimator that keeps most."""
+"""Vectors that the fewest products with an error bar take, of the estimator that keeps most."""
 
 
 @runtime_checkable

@@ -41,8 +41,7 @@ from curvops.progress import Progress
 
 METHODS = ("xdiag", "xnysdiag", "bekas", "exact")
 # By the coverage of single entries in docs/estimators.md.
-XDIAG_INFLATION = 1.5
-XNYSDIAG_INFLATION = 1.5
+INFLATION = 1.5
 
 
 def diagonal(
@@ -181,9 +180,9 @@ class XDiag(LeaveOneOut):
         entries = partial(self._entries, S=out.S, left=left, eps=eps)
         value, stderr, jackknife = by_rows(sketch.Omega, sketch.Q, sketch.Z, function=entries).mT
         stderr = torch.maximum(stderr, 1e-3 * jackknife)  # samples may agree by chance
-        widening = torch.where(stderr > 0, caution(K) * jackknife / (XDIAG_INFLATION * stderr), 1.0)
+        widening = torch.where(stderr > 0, caution(K) * jackknife / (INFLATION * stderr), 1.0)
         bias = torch.full_like(stderr, eps * float(norm(sketch.Z).amax()))
-        return Estimate(value, stderr, K, sketch.matvecs, bias, Reason.BUDGET_SPENT, XDIAG_INFLATION, widening=widening)
+        return Estimate(value, stderr, K, sketch.matvecs, bias, Reason.BUDGET_SPENT, INFLATION, widening=widening)
 
     @staticmethod
     def _entries(Omega: Tensor, Q: Tensor, Z: Tensor, S: Tensor, left: Tensor, eps: float) -> Float[Tensor, "n 3"]:
@@ -226,4 +225,4 @@ class XNysDiag(LeaveOneOut):
 
         value, stderr = by_rows(Y, sketch.Omega, function=entries).mT
         K, bias = sketch.matvecs, torch.full_like(stderr, nu)
-        return Estimate(value, stderr, K, K, bias, Reason.BUDGET_SPENT, XNYSDIAG_INFLATION)
+        return Estimate(value, stderr, K, K, bias, Reason.BUDGET_SPENT, INFLATION)

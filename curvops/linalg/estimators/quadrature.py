@@ -38,6 +38,7 @@ from curvops.linalg.core.vectors import (
     gram,
     product,
 )
+from curvops.linalg.estimators.adaptive import LEAST_VECTORS
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, dense_spectrum, log_ratio, share, stack
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep
@@ -50,8 +51,6 @@ FIRST_PROBES = 3
 TRUSTED_PROBES = 8
 """Fewer probes often underestimate the spread, which would end a run too early."""
 FIRST_DEPTH = 6
-LEAST_VECTORS = 12
-"""The number of vectors that one probe of a few steps takes."""
 SKETCH_RANKS = (25, 50, 100, 200, 400, 800)
 
 

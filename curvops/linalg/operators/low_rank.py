@@ -49,6 +49,8 @@ from curvops.linalg.core.vectors import (
     spawn_generator,
     unit_blocks,
 )
+from curvops.linalg.estimators.adaptive import LEAST_VECTORS
+from curvops.linalg.estimators.frobenius import PROBES
 from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
@@ -57,11 +59,7 @@ from curvops.linalg.preconditioners.nystrom import KEPT, MOST_RANK, grow
 from curvops.linalg.solvers.solve import default_rtol
 from curvops.progress import Progress, at_work
 
-PROBES = 16
-"""The number of products that measure an error; for an error in one eigenvalue, its standard error is 18 %."""
 FEWEST_PROBES = 4
-LEAST_VECTORS = 12
-"""The number of vectors that one rank and the fewest probes take."""
 
 
 class LowRankForm(ClosedForm):
