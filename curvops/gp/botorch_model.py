@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import check_choice, check_kind, check_tensor
-from curvops.gp.points import as_points
+from curvops.gp.operator_kernel import as_points
 from curvops.linalg import Dense
 from curvops.network.likelihoods import Gaussian
 from curvops.posterior import Laplace

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvops.argument_types import LikelihoodChoice
 from curvops.gp.kernel import LinearizedKernel, LinearizedMean
-from curvops.gp.points import as_points
+from curvops.gp.operator_kernel import as_points
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization

@@ -16,7 +16,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_choice, checked_number, checked_whole
-from curvops.gp.operator_kernel import OperatorKernel, check_points
+from curvops.gp.operator_kernel import OperatorKernel, require_whole_points
 from curvops.linalg import Dense
 from curvops.network.data.inputs import require_finite
 
@@ -146,7 +146,7 @@ class InfiniteWidthKernel(OperatorKernel):
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> LinearOperator | Tensor:
         """Return the kernel's matrix (..., n, m), or its diagonal (..., n)."""
-        check_points(x1, x2, diag, last_dim_is_batch)
+        require_whole_points(last_dim_is_batch)
         for x in (x1,) if x2 is x1 else (x1, x2):
             require_finite("inputs", x)
         weights, biases = (self._by_layer(variance) for variance in (self.weight_variance, self.bias_variance))

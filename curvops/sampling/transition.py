@@ -24,9 +24,8 @@ from curvops.errors import DivergenceError, NotVectorizedWarning, warn
 from curvops.process_group import Ranks
 from curvops.sampling.chain_draws import Spread
 from curvops.sampling.log_density import LogPosterior
-from curvops.sampling.metric import Isotropic, as_metric
-from curvops.sampling.schedules import Constant, Schedule, as_schedule, at
 from curvops.sampling.state import Info, NoiseSource, State, Structure, flatten, flatten_starts, generator_states
+from curvops.sampling.step_options import Constant, Isotropic, Schedule, as_metric, as_schedule, at
 from curvops.summary import Summarised, summary
 
 LogDensity = Callable[[Any, Any], Tensor]
@@ -121,8 +120,8 @@ class Evaluation:
 
 AnyTransition = TypeVar("AnyTransition", bound="Transition")
 
-LOOK_EVERY = 32
-"""The number of steps between two checks for finite values on an accelerator; each check waits for the device."""
+LOOK_EVERY = 20
+"""The number of steps between two checks of the numbers, each of which waits for the device."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -223,7 +222,7 @@ class Transition(Summarised, ABC):
 
         Raises:
             DivergenceError: the log posterior is not finite; the message suggests a step size. On an accelerator the
-                check happens every 32 steps.
+                check happens every 20 steps.
             TypeError, ValueError: the state belongs to another sampler, or the log posterior is not one number per
                 chain or does not depend on the parameters.
         """

@@ -1,6 +1,6 @@
 """A linearised network inside gpytorch against dense Jacobians and the linearised Laplace posterior.
 
-Tests `kernel.py`, `operator_kernel.py`, `points.py`.
+Tests `kernel.py`, `operator_kernel.py`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from curvops.cli.bench.problems import clusters, flat, geometric, log_spaced, powers, rotation, step, symmetric
+from curvops.cli.problems import clusters, flat, geometric, log_spaced, powers, rotation, step, symmetric
 
 __all__ = ["SPECTRA", "N", "log_spaced", "rotation", "symmetric"]
 

@@ -10,11 +10,12 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.vectors import Matrix, check_finite, describe, largest, product
-from curvops.progress import Progress, at_work, remark
+from curvops.progress import remark
 
 EXACT = "exact"
 DEFAULT_MATVECS = 128
@@ -57,16 +58,14 @@ def require_finite(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
 
 
 def estimate(
-    quantity: str,
     A: Matrix,
     method: str,
     families: Mapping[str, Callable[[Probed], Family]],
     exact: Callable[[Probed], Estimate],
     limits: Limits,
     generator: torch.Generator | None,
-    progress: Progress,
 ) -> tuple[Estimate, Family | None]:
-    """Return the estimate of a quantity and its estimator, or None in its place if the exact value was computed.
+    """Return an estimate and its estimator, or None in its place if the exact value was computed.
 
     Raises:
         ValueError: the method is unknown, rtol is not positive, or the budget or the memory is too small for an error
@@ -79,9 +78,9 @@ def estimate(
         most = DEFAULT_MATVECS if most is None else most
         limits = replace(limits, matvecs=most)
     total = whole if method == EXACT else most if limits.rtol is not None or most is None else min(most, whole)
+    current_run().expect(total)
     with (
         torch.no_grad(),
-        at_work(quantity, total, progress, A),
         probing(A, generator, limits, LEAST_VECTORS, require_finite(product(A))) as probed,
     ):
         if method == EXACT:

@@ -23,6 +23,7 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.rounding import ROUNDINGS
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -44,6 +45,7 @@ METHODS = ("xdiag", "xnysdiag", "bekas", "exact")
 INFLATION = 1.5
 
 
+@algorithm
 def diagonal(
     A: Matrix | Given,
     *,
@@ -97,7 +99,7 @@ def diagonal(
         limits.check(0)
         return Estimate.rounded(*known, limits.tolerated)
     method = "xdiag" if method is None else method
-    return estimate("diagonal", A, method, families, _exact, limits, generator, progress)[0]
+    return estimate(A, method, families, _exact, limits, generator)[0]
 
 
 def _exact(probed: Probed) -> Estimate:

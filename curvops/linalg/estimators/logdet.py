@@ -23,10 +23,12 @@ from jaxtyping import Shaped
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, indefinite
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
 from curvops.linalg.estimators.adaptive import LEAST_VECTORS
 from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs
@@ -35,7 +37,7 @@ from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, Sampler, r
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.preconditioners.nystrom import grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 
 MOST_RANK = 400
 """The largest rank of a preconditioner, and the deepest basis for an estimated lower bound."""
@@ -44,6 +46,7 @@ LEFT = 0.1
 """A preconditioner grows until the eigenvalues that it leaves are below this share of μ."""
 
 
+@algorithm
 def logdet(
     A: Matrix | Given,
     *,
@@ -113,7 +116,8 @@ def logdet(
     grid, estimated, solves = isinstance(shift, Tensor) and shift.ndim > 0, lower_bound == "estimate", needs_gradient(A)
     parts = A.shifted_form() if shift is None and lower_bound is None and isinstance(A, Split) else None
     pairs: VectorPairs | None = None
-    with at_work("logdet", max_matvecs, progress, A), torch.no_grad():
+    current_run().expect(max_matvecs)
+    with torch.no_grad():
         if limits.allow_dense(facts.rows):
             spectrum = dense_spectrum(product(A), facts, bound)
             estimates = [spectrum.logdet(mu, limits.tolerance) for mu in levels]

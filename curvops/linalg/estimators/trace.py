@@ -25,6 +25,7 @@ from curvops.linalg.core.entries import known_diagonal
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.rounding import ROUNDINGS
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -138,6 +139,7 @@ class HutchPlusPlus:
 TraceEstimator: TypeAlias = XTrace | XNysTrace | HutchPlusPlus | Hutchinson
 
 
+@algorithm
 def trace(
     A: Matrix | Given,
     *,
@@ -196,7 +198,7 @@ def trace(
         diagonal, error = known
         return Estimate.rounded(diagonal.double().sum(), error.double().sum(), limits.tolerated)
     method = "xtrace" if method is None else method
-    value, family = estimate("trace", A, method, families, _exact, limits, generator, progress)
+    value, family = estimate(A, method, families, _exact, limits, generator)
 
     def pairs(_: Matrix) -> Iterable[tuple[Tensor, Tensor]]:
         """Return blocks L, R with tr X = tr LᵀXR, in expectation or exactly."""

@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from curvops.checks import check_callable, checked_number
+from curvops.ambient import current_run
+from curvops.checks import check_limits, checked_number
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
-from curvops.linalg.core.sharded import on_shards
-from curvops.linalg.core.usable_columns import UsableColumns
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -39,10 +39,9 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.functions.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
-from curvops.linalg.solvers.systems import check
-from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.solvers.systems import Callback, UsableColumns, check
 from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, LEAST_VECTORS, LockStep
-from curvops.progress import Progress, at_work, remark
+from curvops.progress import Progress, remark
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
@@ -50,7 +49,7 @@ FIRST_CAPACITY = 32
 SEEN_DEPTH = 10
 
 
-@on_shards
+@algorithm
 def apply_function(
     A: Matrix | Given,
     f: ScalarFunction,
@@ -110,10 +109,10 @@ def apply_function(
     if lower_bound is not None:
         checked_number("lower_bound", lower_bound, "(-inf, inf)")
     limits = rtol, maxiter, max_matvecs, memory_budget
-    return _apply("apply_function", A, f, B, lower_bound, limits, callback, progress)
+    return _apply(A, f, B, lower_bound, limits, callback)
 
 
-@on_shards
+@algorithm
 def inverse_sqrt(
     A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
@@ -156,10 +155,10 @@ def inverse_sqrt(
     """
     limits = rtol, maxiter, max_matvecs, memory_budget
     # A bound of 0 tells nothing of the inverse root, which is not finite there.
-    return _apply("inverse_sqrt", A, torch.rsqrt, B, _bound(lower_bound) or None, limits, callback, progress)
+    return _apply(A, torch.rsqrt, B, _bound(lower_bound) or None, limits, callback)
 
 
-@on_shards
+@algorithm
 def sqrt(
     A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
@@ -199,7 +198,7 @@ def sqrt(
         tensor([2., 5.], dtype=torch.float64)
     """
     limits = rtol, maxiter, max_matvecs, memory_budget
-    return _apply("sqrt", A, torch.sqrt, B, _bound(lower_bound), limits, callback, progress)
+    return _apply(A, torch.sqrt, B, _bound(lower_bound), limits, callback)
 
 
 def _bound(lower_bound: float | int | None) -> float | int:
@@ -207,24 +206,19 @@ def _bound(lower_bound: float | int | None) -> float | int:
 
 
 def _apply(
-    name: str,
     A: Matrix | Given,
     f: ScalarFunction,
     B: Vectors,
     lower_bound: float | int | None,
     limits: tuple[float | int, int | None, int | None, int | None],
     callback: Callback | None,
-    progress: Progress,
 ) -> FunctionProduct:
     A, (rtol, maxiter, max_matvecs, memory_budget) = as_matrix(A, B), limits
-    check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
-    check_callable("callback", callback)
+    check(describe_square(A), B, rtol, maxiter, callback=callback)
+    check_limits(max_matvecs=max_matvecs)
+    current_run().expect(max_matvecs)
     bound = None if lower_bound is None else float(lower_bound)
-    with (
-        torch.no_grad(),
-        at_work(name, max_matvecs, progress, A),
-        working(A, memory_budget, LEAST_VECTORS) as (multiply, room),
-    ):
+    with torch.no_grad(), working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
         job = FunctionRun(multiply, f, as_columns(B), bound, room, maxiter)
         job.solve(float(rtol), max_matvecs, callback)
         value = shaped_as(job.value(float(rtol)), B)

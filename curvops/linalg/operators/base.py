@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from linear_operator.operators import (
     ConstantDiagLinearOperator,
     DiagLinearOperator,
@@ -49,7 +50,6 @@ from curvops.linalg.core.vectors import (
     has_rows,
     multiply_adds_of,
     product,
-    require_precision,
     shaped_as,
 )
 from curvops.linalg.estimators.spectral_density import spectral_density
@@ -62,7 +62,7 @@ from curvops.linalg.solvers.solve import Promises, solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
-from curvops.progress import Progress, progress_of
+from curvops.progress import Progress
 from curvops.summary import name_of, summary
 
 PARTS = 4
@@ -186,7 +186,7 @@ class Operator(LinearOperatorContract):
     @property
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
-        return next((asked for part in self._args if (asked := progress_of(part)) is not None), None)
+        return next((asked for part in self._args if (asked := getattr(part, "progress", None)) is not None), None)
 
     # Products
 
@@ -543,12 +543,11 @@ class Operator(LinearOperatorContract):
             raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
         if left_tensor is not None:
             check_tensor("left_tensor", left_tensor)
-        solution = self.solve_to(right_tensor)
+        solution = solve(self, right_tensor)
         return solution if left_tensor is None else left_tensor @ solution
 
     def solve_to(self, rhs: Tensor, rtol: float | None = None) -> Tensor:
         """Solve to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8); see `co.linalg.solve`."""
-        require_precision(self.dtype, self.device)
         return solve(self, rhs, rtol=rtol)
 
     def _known_logdet(self, rtol: float) -> Estimate | None:
@@ -590,7 +589,10 @@ def number_of(value: Tensor, name: str) -> str:
 
 @describe.register
 def _(A: Operator) -> Description:
-    facts, layouts, ranks = describe.dispatch(object)(A), A.layouts, ranks_together(A)
+    facts = describe.dispatch(object)(A)
+    if not (dist.is_available() and dist.is_initialized()):
+        return facts
+    layouts, ranks = A.layouts, ranks_together(A)
     if layouts is not None:
         return LaidOut.of(facts, *layouts)
     return facts if ranks is None else OverSharedData.of(facts, ranks)

@@ -12,10 +12,9 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import Place, begin, derive_generator, resumable
+from curvops.checkpoint import Place, begin, derive_generator
 from curvops.checks import (
     carries_graph,
-    check_limits,
     check_shape,
     check_tensor,
     checked_number,
@@ -23,12 +22,12 @@ from curvops.checks import (
     require_no_graph,
 )
 from curvops.errors import RankWarning, warn
-from curvops.linalg.core.matrix_identity import problem_of, ranks_of
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS, rounding_level
-from curvops.linalg.core.sharded import Sharded, block_of, on_shards, stored
+from curvops.linalg.core.sharded import Sharded, algorithm, block_of, stored
 from curvops.linalg.core.sources import Sources, scale_sources, sources_of
 from curvops.linalg.core.spaces import Space, spaces_of
 from curvops.linalg.core.symmetry import is_psd
@@ -57,7 +56,7 @@ from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, w
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
 from curvops.linalg.preconditioners.nystrom import KEPT, MOST_RANK, grow
 from curvops.linalg.solvers.solve import default_rtol
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 
 FEWEST_PROBES = 4
 
@@ -416,8 +415,7 @@ class LowRank(Operator):
         return self.root @ normal(len(self.values), k, self.dtype, self.device, generator)
 
 
-@on_shards
-@resumable
+@algorithm
 def low_rank(
     op: Matrix | Given,
     rank: int | None = None,
@@ -471,12 +469,11 @@ def low_rank(
         checked_whole("rank", rank, 1, facts.rows)
     if rtol is not None:
         checked_number("rtol", rtol, "(0, 1)")
-    check_limits(memory_budget=memory_budget)
     aim = (0.01 if rank is None else None) if rtol is None else rtol
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
     if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
         raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
-    kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device, ranks=ranks_of(op))
+    kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
     generator = spawn_generator(generator)
     beside = kept.source("generator of the error's probes", derive_generator(generator), facts.device)
     generator = kept.source("generator", generator, facts.device)
@@ -484,7 +481,7 @@ def low_rank(
     if kept.done:
         made = kept.result(_Made)
     else:
-        with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
+        with working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
             probes = PROBES
             if memory_budget is None and room is not None:  # a given budget covers the stored vectors only
                 probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))

@@ -40,7 +40,7 @@ from curvops.linalg.core.vectors import (
     random_block,
     rotate,
 )
-from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.solvers.systems import Callback
 from curvops.progress import as_step, remark
 from curvops.records import restore, state_of
 

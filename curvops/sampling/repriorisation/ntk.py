@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,6 @@ from torch.func import grad, jacrev, vmap
 
 from curvops.errors import ConvergenceError
 from curvops.linalg import Estimate, Operator, eigsh, logdet, minres
-from curvops.linalg.core.results import Reason
 from curvops.network import Blocks
 from curvops.sampling.repriorisation.readout_map import Change, MappedWeights, factor, solve_triangle
 
@@ -116,7 +115,6 @@ class TangentMap(Change):
     def estimated_logdet(
         self,
         phi: Mapping[str, Tensor],
-        method: Literal["slq", "taylor"],
         rtol: float,
         max_matvecs: int | None,
         generator: torch.Generator | None,
@@ -132,11 +130,7 @@ class TangentMap(Change):
             raise ConvergenceError(found, accuracy)
         mixed = self._identity(at) - self._mixed_rows(v, at) @ found.x / self.level
         known = self._kernel_term(at) + _log_size(torch.linalg.qr(mixed)[1])
-        if method == "slq":
-            middle = _by_quadrature(v, product, rtol, max_matvecs, generator)
-        else:
-            middle = _by_taylor(curved, product, rtol, max_matvecs, generator)
-        return middle + known
+        return _by_quadrature(v, product, rtol, max_matvecs, generator) + known
 
     def _flat(self, blocks: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         return torch.cat([blocks[name].flatten() for name in self.problem.model.selection.names])
@@ -214,43 +208,8 @@ def _by_quadrature(
         lowest = eigsh(operator, 1, which="SA", rtol=0.05, generator=generator)
         bound = float(lowest.values - lowest.residuals)
         if bound > 0:
-            options: dict[str, Any] = {"rtol": rtol, "max_matvecs": max_matvecs, "generator": generator}
-            found = share * logdet(operator, lower_bound=0.9 * bound, **options)
-            return replace(found, matvecs=found.matvecs + lowest.matvecs)
+            estimate = share * logdet(
+                operator, lower_bound=0.9 * bound, rtol=rtol, max_matvecs=max_matvecs, generator=generator
+            )
+            return replace(estimate, matvecs=estimate.matvecs + lowest.matvecs)
     raise ValueError(f"I + H is singular to the accuracy of {lowest.matvecs} products: raise reg.")
-
-
-def _by_taylor(
-    curved: CurvedIdentity,
-    product: Callable[[Tensor], Tensor],
-    rtol: float,
-    max_matvecs: int | None,
-    generator: torch.Generator | None,
-    probes: int = 32,
-) -> Estimate:
-    """Estimate log det(I + H) = −Σ_k (1/k) E vᵀ(−H)^k v for random signs v and ‖H‖ < 1, and bound the remainder."""
-    size = curved.shape[-1]
-    largest = [eigsh(curved, 1, which=which, rtol=1e-3, generator=generator) for which in ("LA", "SA")]
-    radius = max(float((pair.values - 1).abs().max() + pair.residuals.max()) for pair in largest)
-    spent = sum(pair.matvecs for pair in largest)
-    if radius >= 1:
-        raise ValueError(f"the Taylor series of log det(I + H) diverges: ‖H‖ = {radius:.3g} ≥ 1; use method='slq'.")
-
-    def remainder(terms: int) -> float:
-        return size * radius ** (terms + 1) / ((terms + 1) * (1 - radius))
-
-    terms = 1
-    while remainder(terms) > rtol and terms < 10_000:
-        terms += 1
-    if max_matvecs is not None:
-        terms = max(1, min(terms, (max_matvecs - spent) // probes))
-    phi = curved.representation()[0]
-    V = torch.randint(0, 2, (size, probes), generator=generator, device=phi.device).to(phi.dtype) * 2 - 1
-    power, sums = V, torch.zeros(probes, dtype=torch.float64, device=phi.device)
-    for k in range(1, terms + 1):
-        power = -product(power)
-        sums -= (V * power).double().sum(0) / k
-    bias = remainder(terms)
-    reason = Reason.CONVERGED if bias <= rtol else Reason.MATVEC_LIMIT
-    stderr = sums.std() / math.sqrt(probes)
-    return Estimate(sums.mean(), stderr, probes, spent + terms * probes, bias, reason)

@@ -171,7 +171,6 @@ class Reprior:
     def estimated_logdet(
         self,
         phi: Mapping[str, Tensor],
-        method: Literal["slq", "taylor"] = "slq",
         *,
         rtol: float = 0.01,
         max_matvecs: int | None = None,
@@ -179,15 +178,12 @@ class Reprior:
     ) -> Estimate:
         """Estimate `logdet` of the tangent-kernel form, with an error bar, for use if a (D, D) matrix is too large.
 
-        Only the term of I + H_α is estimated: "slq" computes its log-determinant, or half that of its square if it is
-        indefinite, by stochastic Lanczos quadrature; "taylor" uses the series with Hutchinson's probes, which needs
-        ‖H_α‖ < 1 and stops once the remainder is below rtol nats (`bias_bound`). J (N·C, D) is
-        formed, and `minres` solves with I + H_α once for each output of each point.
+        Only log|det(I + H_α)| is estimated, by stochastic Lanczos quadrature (of the square if I + H_α is indefinite).
+        J (N·C, D) is formed, and `minres` solves with I + H_α once for each output of each point.
 
         Args:
             phi: φ by parameter name.
-            method: "slq" or "taylor".
-            rtol: the accuracy to reach: relative for "slq", in nats for "taylor".
+            rtol: the relative accuracy to reach.
             max_matvecs: a limit on products; None is none.
             generator: the source of the probes.
 
@@ -195,14 +191,13 @@ class Reprior:
             An Estimate in nats.
 
         Raises:
-            ValueError: the form is another one, whose exact log-determinant is free, or ‖H_α‖ ≥ 1 under "taylor".
+            ValueError: the form is another one, whose exact log-determinant is free.
             ConvergenceError: a solve failed.
         """
-        check_choice("method", method, ("slq", "taylor"))
         check_generator(generator)
         if not isinstance(self._change, TangentMap):
             raise ValueError(f"form={self.form!r} has its log-determinant in closed form: use logdet(phi).")
-        found = self._change.estimated_logdet(self._checked(phi), method, rtol, max_matvecs, generator)
+        found = self._change.estimated_logdet(self._checked(phi), rtol, max_matvecs, generator)
         return found + float(self._problem.log_scale)
 
     def energy(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:

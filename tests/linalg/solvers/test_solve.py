@@ -11,9 +11,11 @@ import pytest
 import torch
 from linear_operator import to_linear_operator
 
+from curvops.ambient import running
 from curvops.errors import ConvergenceError, NotPositiveDefiniteError
 from curvops.linalg import Dense, Diagonal, LowRank, Operator, cg, method_for, solve
 from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.vectors import describe
 from curvops.linalg.solvers.systems import solve_in_groups
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, rotation, symmetric
@@ -195,6 +197,7 @@ def test_the_solution_of_a_group_is_freed_before_the_next_group_is_solved_for():
         return found
 
     B = right_hand_sides(N, 3)
-    found = solve_in_groups("solve", solve_group, POSITIVE, B, None, 1, 8 * N, False)
+    with running("solve", POSITIVE, memory_budget=8 * N):
+        found = solve_in_groups(solve_group, describe(POSITIVE), B, None, 1)
     assert len(earlier) == found.groups == 3
     torch.testing.assert_close(POSITIVE @ found.x, B, rtol=1e-5, atol=1e-5)

@@ -15,7 +15,7 @@ from linear_operator import LinearOperator
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.cli.digits import load_digits
+from curvops.cli.demo import load_digits
 from curvops.linalg import Damped, Dense, Operator
 from curvops.linalg.solvers.solve import seems_symmetric
 
