@@ -80,8 +80,9 @@ def test_every_method_can_be_asked_for(method):
 @pytest.mark.parametrize("n", [1, 3])
 def test_batches_of_matrices_and_of_right_hand_sides_broadcast(n, method):
     matrices = torch.stack([symmetric(torch.linspace(1, last, n).double()) + torch.eye(n) for last in range(2, 14)])
-    for A in (matrices[0], matrices[:3], matrices.view(4, 3, n, n)):
-        for shape in ((n,), (n, 1), (n, 2), (3, n, 1), (1, n, 2), (3, 3, n, 2)[A.ndim > 3 :], (4, 3, n, 1)):
+    shapes = ((n,), (n, 2), (3, n, 1)), ((n,), (1, n, 2), (3, 3, n, 2)), ((n, 1), (3, n, 2), (4, 3, n, 1))
+    for A, broadcast in zip((matrices[0], matrices[:3], matrices.view(4, 3, n, n)), shapes):
+        for shape in broadcast:
             leaves = (A.clone().requires_grad_(), right_hand_sides(math.prod(shape), 1).view(shape).requires_grad_())
             found, exact = solve(*leaves, method=method, rtol=1e-10), torch.linalg.inv(leaves[0]) @ leaves[1]
             torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-8)
