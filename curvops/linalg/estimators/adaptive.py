@@ -72,7 +72,7 @@ def estimate(
             bar.
     """
     check_choice("method", method, (*families, EXACT))
-    check_limits(limits.rtol, None, limits.matvecs, limits.memory, sampled=True)
+    check_limits(limits.rtol, None, limits.matvecs, sampled=True)
     whole, most = describe(A).columns, limits.matvecs
     if limits.rtol is None:
         most = DEFAULT_MATVECS if most is None else most

@@ -93,7 +93,7 @@ def diagonal(
         "xnysdiag": XNysDiag,
         "bekas": Bekas,
     }
-    limits = Limits(rtol, max_matvecs, memory_budget)
+    limits = Limits(rtol, max_matvecs)
     check_generator(generator)
     if method is None and (known := known_diagonal(A)) is not None:
         limits.check(0)

@@ -93,7 +93,7 @@ def frobenius_norm(
     facts = describe(A)
     square = facts.rows == facts.columns
     method = ("xtrace" if square else "hutchinson") if method is None else method
-    limits = Limits(rtol, max_matvecs, memory_budget)
+    limits = Limits(rtol, max_matvecs)
     if method == "xtrace" and not square:
         raise ValueError(f'method "xtrace" needs a square A, got {facts.rows} x {facts.columns}; use "hutchinson".')
     families: dict[str, Callable[[Probed], Estimator]] = {"xtrace": XNorm, "hutchinson": Norms}
@@ -168,7 +168,7 @@ def relative_distance(A: Matrix, B: Matrix, generator: torch.Generator | None = 
     """
     facts = describe(A)
     n, exact = facts.columns, facts.columns <= PROBES
-    with torch.no_grad(), working(A, None, 3 * PROBES) as (multiply, _):
+    with torch.no_grad(), working(A, 3 * PROBES) as (multiply, _):
         if exact:
             probes = next(unit_blocks(facts, n))
         else:

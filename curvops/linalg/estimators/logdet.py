@@ -104,7 +104,7 @@ def logdet(
         5.0
     """
     A = as_matrix(A)
-    facts, limits = describe_square(A), Limits(rtol, max_matvecs, memory_budget)
+    facts, limits = describe_square(A), Limits(rtol, max_matvecs)
     _check_preconditioner(preconditioner)
     if shift is None and hasattr(A, "_known_logdet"):
         limits.check(0)

@@ -215,7 +215,7 @@ def spectral_quadrature(
         [4.7875, 0.8765]
     """
     G = as_matrix(G)
-    mu, limits, n = positive(shift), Limits(rtol, max_matvecs, memory_budget), describe_square(G).rows
+    mu, limits, n = positive(shift), Limits(rtol, max_matvecs), describe_square(G).rows
     limits.check(LEAST)
     if probes is not None:
         checked_whole("probes", probes)
@@ -270,7 +270,7 @@ def effective_dimension(
     """
     G = as_matrix(G)
     n, _, dtype, device = describe_square(G)
-    limits = Limits(rtol, max_matvecs, memory_budget)
+    limits = Limits(rtol, max_matvecs)
     limits.check(min(LEAST, n))
     precision = torch.as_tensor(prior, dtype=dtype, device=device).detach()
     if precision.ndim > 1 or (precision.ndim == 1 and len(precision) != n):

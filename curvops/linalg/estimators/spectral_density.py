@@ -142,7 +142,7 @@ def spectral_density(
     current_run().expect(probes * min(steps, n if S is None else S.shape[1]))
     with (
         torch.no_grad(),
-        probing(A if S is None else S.mT @ S, generator, Limits(memory=memory_budget), LEAST_VECTORS) as probed,
+        probing(A if S is None else S.mT @ S, generator, Limits(), LEAST_VECTORS) as probed,
     ):
         runs = _Probes(probed, n, probes, steps)
         rounding = NEAR_ZERO * runs.run.eps * max(runs.run.scale, torch.finfo(torch.float64).tiny)

@@ -191,7 +191,7 @@ def trace(
         "hutch++": HutchPlusPlus,
         "hutchinson": partial(Hutchinson, keep=needs_gradient(A)),
     }
-    limits = Limits(rtol, max_matvecs, memory_budget)
+    limits = Limits(rtol, max_matvecs)
     check_generator(generator)
     if method is None and (known := known_diagonal(A)) is not None:
         limits.check(0)

@@ -108,7 +108,7 @@ def apply_function(
     """
     if lower_bound is not None:
         checked_number("lower_bound", lower_bound, "(-inf, inf)")
-    limits = rtol, maxiter, max_matvecs, memory_budget
+    limits = rtol, maxiter, max_matvecs
     return _apply(A, f, B, lower_bound, limits, callback)
 
 
@@ -153,7 +153,7 @@ def inverse_sqrt(
         >>> co.linalg.inverse_sqrt(A, torch.ones(2).double()).value.round(decimals=6)
         tensor([0.5000, 0.2000], dtype=torch.float64)
     """
-    limits = rtol, maxiter, max_matvecs, memory_budget
+    limits = rtol, maxiter, max_matvecs
     # A bound of 0 tells nothing of the inverse root, which is not finite there.
     return _apply(A, torch.rsqrt, B, _bound(lower_bound) or None, limits, callback)
 
@@ -197,7 +197,7 @@ def sqrt(
         >>> co.linalg.sqrt(A, torch.ones(2).double()).value.round(decimals=6)
         tensor([2., 5.], dtype=torch.float64)
     """
-    limits = rtol, maxiter, max_matvecs, memory_budget
+    limits = rtol, maxiter, max_matvecs
     return _apply(A, torch.sqrt, B, _bound(lower_bound), limits, callback)
 
 
@@ -210,15 +210,15 @@ def _apply(
     f: ScalarFunction,
     B: Vectors,
     lower_bound: float | int | None,
-    limits: tuple[float | int, int | None, int | None, int | None],
+    limits: tuple[float | int, int | None, int | None],
     callback: Callback | None,
 ) -> FunctionProduct:
-    A, (rtol, maxiter, max_matvecs, memory_budget) = as_matrix(A, B), limits
+    A, (rtol, maxiter, max_matvecs) = as_matrix(A, B), limits
     check(describe_square(A), B, rtol, maxiter, callback=callback)
     check_limits(max_matvecs=max_matvecs)
     current_run().expect(max_matvecs)
     bound = None if lower_bound is None else float(lower_bound)
-    with torch.no_grad(), working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+    with torch.no_grad(), working(A, LEAST_VECTORS) as (multiply, room):
         job = FunctionRun(multiply, f, as_columns(B), bound, room, maxiter)
         job.solve(float(rtol), max_matvecs, callback)
         value = shaped_as(job.value(float(rtol)), B)

@@ -481,7 +481,7 @@ def low_rank(
     if kept.done:
         made = kept.result(_Made)
     else:
-        with working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
+        with working(op, LEAST_VECTORS) as (multiply, room):
             probes = PROBES
             if memory_budget is None and room is not None:  # a given budget covers the stored vectors only
                 probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))

@@ -174,7 +174,7 @@ def eigsh(
     narrow = wide if start is not None else 1
     current_run().expect(max_matvecs)
     with torch.no_grad():
-        with working(searched, memory_budget, k + (2 + BLOCK_VECTORS) * narrow) as (multiply, room):
+        with working(searched, k + (2 + BLOCK_VECTORS) * narrow) as (multiply, room):
             sizes = kept.attach("basis", lambda: sizes) or list(
                 basis_columns(n, facts.vector_bytes, k, wide, narrow, room)
             )
@@ -208,7 +208,7 @@ def eigsh(
             elif S is None:
                 values, residuals = rayleigh(vectors, multiply, b)
         if S is not None:
-            with working(A, memory_budget) as (multiply, _):
+            with working(A) as (multiply, _):
                 vectors = lift(S, vectors, generator)
                 values, residuals = rayleigh(vectors, multiply, b)
         reason = Reason.NOT_SYMMETRIC if reason in (Reason.CONVERGED, Reason.UNVERIFIED) and process.skewed else reason

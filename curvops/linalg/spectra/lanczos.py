@@ -143,7 +143,7 @@ def lanczos(
     if not 0 < size < torch.inf:
         raise ValueError("start must be finite and not zero.")
     current_run().expect(min(steps, n))
-    with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+    with working(A, LEAST_VECTORS) as (multiply, room):
         depth = depth_within(steps, n, column_bytes(block), 1, room)
         run = LockStep(multiply, block / size, depth)
         run.extend(depth)
