@@ -108,8 +108,7 @@ def apply_function(
     """
     if lower_bound is not None:
         checked_number("lower_bound", lower_bound, "(-inf, inf)")
-    limits = rtol, maxiter, max_matvecs
-    return _apply(A, f, B, lower_bound, limits, callback)
+    return _apply(A, f, B, lower_bound, rtol, maxiter, max_matvecs, callback)
 
 
 @algorithm
@@ -153,9 +152,8 @@ def inverse_sqrt(
         >>> co.linalg.inverse_sqrt(A, torch.ones(2).double()).value.round(decimals=6)
         tensor([0.5000, 0.2000], dtype=torch.float64)
     """
-    limits = rtol, maxiter, max_matvecs
     # A bound of 0 tells nothing of the inverse root, which is not finite there.
-    return _apply(A, torch.rsqrt, B, _bound(lower_bound) or None, limits, callback)
+    return _apply(A, torch.rsqrt, B, _bound(lower_bound) or None, rtol, maxiter, max_matvecs, callback)
 
 
 @algorithm
@@ -197,8 +195,7 @@ def sqrt(
         >>> co.linalg.sqrt(A, torch.ones(2).double()).value.round(decimals=6)
         tensor([2., 5.], dtype=torch.float64)
     """
-    limits = rtol, maxiter, max_matvecs
-    return _apply(A, torch.sqrt, B, _bound(lower_bound), limits, callback)
+    return _apply(A, torch.sqrt, B, _bound(lower_bound), rtol, maxiter, max_matvecs, callback)
 
 
 def _bound(lower_bound: float | int | None) -> float | int:
@@ -210,10 +207,12 @@ def _apply(
     f: ScalarFunction,
     B: Vectors,
     lower_bound: float | int | None,
-    limits: tuple[float | int, int | None, int | None],
+    rtol: float | int,
+    maxiter: int | None,
+    max_matvecs: int | None,
     callback: Callback | None,
 ) -> FunctionProduct:
-    A, (rtol, maxiter, max_matvecs) = as_matrix(A, B), limits
+    A = as_matrix(A, B)
     check(describe_square(A), B, rtol, maxiter, callback=callback)
     check_limits(max_matvecs=max_matvecs)
     current_run().expect(max_matvecs)

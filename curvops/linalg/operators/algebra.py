@@ -276,7 +276,9 @@ class Sum(Operator):
 
 
 def _diagonal_and_error(operator: Any) -> tuple[Tensor, Tensor]:
-    return (type(operator) if isinstance(operator, Operator) else Operator)._diagonal_and_error(operator)
+    if isinstance(operator, Operator):
+        return operator._diagonal_and_error()
+    return Operator._diagonal_and_error(operator)  # its own diagonal is all that this needs
 
 
 class ScaledForm(ClosedForm):
