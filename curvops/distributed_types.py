@@ -8,26 +8,27 @@ from typing import Any
 
 from torch import nn
 
+FSDP = "torch.distributed.fsdp"
+
+
+def _class_of(module: str, name: str) -> Any:
+    """Return a class of torch; () if its module was never imported, for then nothing is of this class."""
+    return getattr(sys.modules.get(module), name, ())
+
 
 def is_dtensor(value: Any) -> bool:
-    """Return whether a value is a DTensor; its module is not imported before something else imports it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    """Return whether a value is a DTensor."""
+    return isinstance(value, _class_of("torch.distributed.tensor", "DTensor"))
 
 
 def is_fully_sharded(part: nn.Module) -> bool:
     """Return whether `torch.distributed.fsdp.fully_shard` was applied to a module itself."""
-    return any(is_fsdp(kind, "FSDPModule") for kind in type(part).__mro__)
+    return isinstance(part, _class_of(FSDP, "FSDPModule"))
 
 
 def holds_shards(model: Any) -> bool:
     """Return whether `fully_shard` was applied to a model or to a part of it."""
     return isinstance(model, nn.Module) and any(map(is_fully_sharded, model.modules()))
-
-
-def is_fsdp(kind: type, name: str) -> bool:
-    """Return whether a class is the one of this name in torch.distributed."""
-    return kind.__name__ == name and kind.__module__.startswith("torch.distributed")
 
 
 def even_share(length: int, ranks: int, rank: int) -> range:
@@ -38,15 +39,17 @@ def even_share(length: int, ranks: int, rank: int) -> range:
 
 def unsharded_class(kind: type) -> type:
     """Return the class that a module had before `fully_shard`, which derives a new one from it."""
-    marked = len(kind.__bases__) == 2 and is_fsdp(kind.__bases__[0], "FSDPModule")
+    marked = len(kind.__bases__) == 2 and kind.__bases__[0] is _class_of(FSDP, "FSDPModule")
     return kind.__bases__[1] if marked else kind
 
 
 def has_hooks(part: Any) -> bool:
     """Return whether a module has hooks of its forward pass, other than those of `fully_shard`."""
     hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-    own = part._get_fsdp_state() if hooks and is_fully_sharded(part) else None
-    return any(own is None or getattr(hook, "__self__", None) is not own for hook in hooks)
+    if not hooks or not is_fully_sharded(part):
+        return bool(hooks)
+    own = part._get_fsdp_state()
+    return any(getattr(hook, "__self__", None) is not own for hook in hooks)
 
 
 def require_whole(source: Any) -> None:
@@ -54,7 +57,7 @@ def require_whole(source: Any) -> None:
     named: Any = {}
     if isinstance(source, nn.Module):
         for path, part in source.named_modules():
-            if is_fsdp(type(part), "FullyShardedDataParallel"):
+            if isinstance(part, _class_of(FSDP, "FullyShardedDataParallel")):
                 raise ValueError(
                     f"{f'the module {path!r}' if path else 'the model'} is a FullyShardedDataParallel, which keeps the "
                     "parameters of all its layers as one vector: linearise the module inside, on each process, with a "

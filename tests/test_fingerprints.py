@@ -8,8 +8,6 @@ from torch import Tensor
 
 from curvops.fingerprints import (
     CHUNK,
-    _chunk_sums_at_once,
-    _chunk_sums_in_cache,
     _odd_weights,
     fingerprint,
     in_64_bits,
@@ -86,10 +84,11 @@ def test_layout_and_gradients_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("n", [5, CHUNK + 7, 3 * CHUNK + 1])
-def test_both_forms_of_the_chunk_sums_agree(n: int) -> None:
+def test_a_fingerprint_is_a_weighted_sum_of_weighted_sums_of_chunks(n: int) -> None:
     words = torch.randint(-(2**31), 2**31, (n,), dtype=torch.int32)
-    weights = _odd_weights(words.device)[:CHUNK]
-    assert torch.equal(_chunk_sums_in_cache(words, weights), _chunk_sums_at_once(words, weights))
+    weights = _odd_weights(words.device)
+    sums = torch.stack([(part * weights[: len(part)]).sum() for part in words.long().split(CHUNK)])
+    assert fingerprint([words]) == (sums * weights[CHUNK : CHUNK + len(sums)]).sum()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -29,6 +29,7 @@ from curvops.cli.runs import (
     solve,
 )
 from curvops.plots import style
+from curvops.plots.style import Figure
 
 PROBLEMS = ("decaying", "kappa1e4", "digits-ggn", "indefinite")
 QUICK = ("decaying", "digits-ggn")
@@ -208,7 +209,7 @@ def label(row: SolveRow | EstimateRow) -> str:
     return row.method if row.preconditioner == "none" else f"{row.method} · {row.preconditioner}"
 
 
-def draw_solves(rows: Sequence[SolveRow], rtol: float, title: str) -> style.Figure:
+def draw_solves(rows: Sequence[SolveRow], rtol: float, title: str) -> Figure:
     """Draw the worst relative residual of each solve, on a log axis, against products and against seconds.
 
     The preconditioner's cost is included. Colours distinguish methods, dashes preconditioners. A cross marks the last

@@ -17,8 +17,7 @@ from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.curvatures.curvature import root_of
 from curvops.posterior.core.arguments import check_linearization
-from curvops.posterior.gaussians import continual
-from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
+from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior, compress_precision
 from curvops.sampling.log_density import LogPosterior, order_at_mean
 from curvops.sampling.normal_families import RANK
 from curvops.sampling.state import Info, NoiseSource, State
@@ -160,7 +159,7 @@ class ExtendedKalmanFilter(Transition):
             return {"diagonal": diagonal, "root": W}, move
         seed = int(noise.each(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
         generator = torch.Generator(W.device).manual_seed(seed)
-        compressed: Any = continual.compress_precision("low_rank_diagonal", precision, self.rank, generator)[0]
+        compressed: Any = compress_precision("low_rank_diagonal", precision, self.rank, generator)[0]
         return {"diagonal": compressed.shift, "root": compressed.base.root}, move
 
     def _curvature(self, lin: Linearization) -> GGN | EmpiricalFisher:

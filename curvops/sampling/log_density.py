@@ -134,7 +134,7 @@ class LogPosterior:
 
     # What samplers use: autograd differentiates one part, and the rest is added to value and gradient.
 
-    def differentiated(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+    def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return the part of the log posterior that autograd differentiates, without a prior of closed form."""
         if tuple(params) != self._names:
             raise ValueError(f"params must have the names {list(self._names)}: make the state with init.")
@@ -255,7 +255,7 @@ class SharedLogPosterior(LogPosterior):
         replicas = {name: self.ranks.replicate(value) for name, value in self.ordered(params).items()}
         return self.ranks.add_up(self._sum(replicas, own)) / points
 
-    def differentiated(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+    def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return this rank's part of the log posterior; the parts add up to the whole over the ranks."""
         points, own = self._own(batch)
         params = self.ordered(params)

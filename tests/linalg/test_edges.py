@@ -1,6 +1,6 @@
 """What every public function says of inputs at the edge: empty, not symmetric, out of range, without a step to take.
 
-Tests `symmetry.py`, `usable_columns.py`.
+Tests `symmetry.py`.
 """
 
 import math

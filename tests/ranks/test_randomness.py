@@ -118,7 +118,7 @@ def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], 
     assert not wrong, (where, wrong)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 13])
+@pytest.mark.parametrize("batch", [1, 3])
 def test_batches_change_nothing(expected, batch) -> None:
     assert_equal(answers(linearisation(batch=batch)), expected, f"batches of {batch}")
 

@@ -11,11 +11,12 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.vectors import Matrix, check_finite, describe, largest, product
-from curvops.progress import Progress, at_work, remark
+from curvops.progress import remark
 
 EXACT = "exact"
 DEFAULT_MATVECS = 128
@@ -59,21 +60,20 @@ Family = TypeVar("Family", bound=Estimator)
 
 @dataclass(frozen=True, eq=False)
 class Quantity(Generic[Family]):
-    """A number that estimators compute for a matrix: its name, its methods, and its exact computation."""
+    """A number that estimators compute for a matrix: its methods and its exact computation."""
 
-    name: str
     families: Mapping[str, Callable[[Probed], Family]]
     exact: Callable[[Probed], Estimate]
 
     def estimate(
-        self, A: Matrix, method: str, limits: Limits, generator: torch.Generator | None, progress: Progress
+        self, A: Matrix, method: str, limits: Limits, generator: torch.Generator | None
     ) -> tuple[Estimate, Family | None]:
         """Return the estimate and its estimator, or None in its place if the exact value was computed."""
         check_choice("method", method, (*self.families, EXACT))
         check_limits(limits.rtol, None, limits.matvecs, limits.memory, sampled=True)
+        current_run().expect(_most(method, describe(A).columns, limits))
         with (
             torch.no_grad(),
-            at_work(self.name, _most(method, describe(A).columns, limits), progress, A),
             probing(A, generator, limits, LEAST_VECTORS, require_finite(product(A))) as probed,
         ):
             if method == EXACT:

@@ -23,6 +23,7 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.rounding import ROUNDINGS
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -45,6 +46,7 @@ XDIAG_INFLATION = 1.5
 XNYSDIAG_INFLATION = 1.5
 
 
+@algorithm
 def diagonal(
     A: Matrix | Given,
     *,
@@ -98,7 +100,7 @@ def diagonal(
         limits.check(0)
         return Estimate.rounded(*known, limits.tolerated)
     method = "xdiag" if method is None else method
-    return Quantity("diagonal", families, _exact).estimate(A, method, limits, generator, progress)[0]
+    return Quantity(families, _exact).estimate(A, method, limits, generator)[0]
 
 
 def _exact(probed: Probed) -> Estimate:

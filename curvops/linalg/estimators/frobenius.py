@@ -23,6 +23,7 @@ from curvops.linalg.core.memory import working
 from curvops.linalg.core.probed import Limits, Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import rounding_level
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -47,6 +48,7 @@ PROBES = 16
 """Products with each matrix; for an error in one eigenvalue, the standard error is √½/√16 = 18 %."""
 
 
+@algorithm
 def frobenius_norm(
     A: Matrix | Given,
     *,
@@ -95,7 +97,7 @@ def frobenius_norm(
     if method == "xtrace" and not square:
         raise ValueError(f'method "xtrace" needs a square A, got {facts.rows} x {facts.columns}; use "hutchinson".')
     families: dict[str, Callable[[Probed], Estimator]] = {"xtrace": XNorm, "hutchinson": Norms}
-    return Quantity("frobenius_norm", families, _exact).estimate(A, method, limits, generator, progress)[0]
+    return Quantity(families, _exact).estimate(A, method, limits, generator)[0]
 
 
 def _exact(probed: Probed) -> Estimate:

@@ -23,10 +23,12 @@ from jaxtyping import Shaped
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, indefinite
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
 from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum, log_ratio, stack
@@ -34,7 +36,7 @@ from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, LEAST_VECT
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.preconditioners.nystrom import grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 
 MOST_RANK = 400
 # An estimated lower bound: the deepest basis, and the share of the smallest Ritz value that is enough.
@@ -46,6 +48,7 @@ LEFT = 0.1
 SIZING = 4
 
 
+@algorithm
 def logdet(
     A: Matrix | Given,
     *,
@@ -115,7 +118,8 @@ def logdet(
     grid, estimated, solves = isinstance(shift, Tensor) and shift.ndim > 0, lower_bound == "estimate", needs_gradient(A)
     parts = A.shifted_form() if shift is None and lower_bound is None and isinstance(A, Split) else None
     pairs: VectorPairs | None = None
-    with at_work("logdet", max_matvecs, progress, A), torch.no_grad():
+    current_run().expect(max_matvecs)
+    with torch.no_grad():
         if limits.allow_dense(facts.rows):
             spectrum = dense_spectrum(product(A), facts, bound)
             estimates = [spectrum.logdet(mu, limits.tolerance) for mu in levels]

@@ -23,10 +23,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from curvops.ambient import current_run
 from curvops.checks import checked_whole
 from curvops.linalg.core.memory import Multiply, columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import (
     Given,
@@ -41,7 +43,7 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, dense_spectrum, log_ratio, share, stack
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 from curvops.summary import Summarised
 
 LEAST = 4
@@ -167,6 +169,7 @@ def positive(shift: float | int | Tensor) -> float:
     return float(shift)
 
 
+@algorithm
 def spectral_quadrature(
     G: Matrix | Given,
     *,
@@ -218,13 +221,15 @@ def spectral_quadrature(
     if probes is not None:
         checked_whole("probes", probes)
     exact = probes is None and rank is None and n <= min(EXACT_SIZE, limits.products) and memory_budget is None
-    with torch.no_grad(), at_work("spectral_quadrature", n if exact else max_matvecs, progress, G):
+    current_run().expect(n if exact else max_matvecs)
+    with torch.no_grad():
         if exact:
             return decompose(Probed(product(G), describe_square(G), limits=limits))
         with probing(G, generator, limits, LEAST_VECTORS) as probed:
             return run(probed, [mu], probes, rank)
 
 
+@algorithm
 def effective_dimension(
     G: Matrix | Given,
     prior: float | int | Float[Tensor, ""] | Float[Tensor, " n"],
@@ -278,11 +283,8 @@ def effective_dimension(
         scale = precision.rsqrt()[:, None]
         multiply = partial(_scaled_product, multiply, scale)
     exact = limits.allow_dense(n)
-    with (
-        torch.no_grad(),
-        at_work("effective_dimension", n if exact else max_matvecs, progress, G),
-        probing(G, generator, limits, LEAST_VECTORS, multiply) as probed,
-    ):
+    current_run().expect(n if exact else max_matvecs)
+    with torch.no_grad(), probing(G, generator, limits, LEAST_VECTORS, multiply) as probed:
         quadrature = decompose(probed) if exact else run(probed, [mu], of_shift=share)
         return quadrature.effective_dimension(mu)
 

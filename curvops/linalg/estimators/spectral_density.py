@@ -17,15 +17,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_choice, check_limits, checked_number, checked_whole
+from curvops.ambient import current_run
+from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.rounding import NEAR_ZERO
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import is_psd, narrow_root
 from curvops.linalg.core.vectors import Given, Matrix, as_matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 from curvops.summary import Summarised
 
 Scale: TypeAlias = Literal["linear", "log"]
@@ -76,6 +78,7 @@ class SpectralDensity(Summarised):
         return float(torch.trapezoid(self.density, x))
 
 
+@algorithm
 def spectral_density(
     A: Matrix | Given,
     *,
@@ -128,13 +131,12 @@ def spectral_density(
     """
     A = as_matrix(A)
     _check(scale, probes, steps, grid_size, bandwidth, level)
-    check_limits(memory_budget=memory_budget)
     if threshold is not None:
         checked_number("threshold", threshold, "(-inf, inf)")
     n, S = describe_square(A).rows, narrow_root(A)
+    current_run().expect(probes * min(steps, n if S is None else S.shape[1]))
     with (
         torch.no_grad(),
-        at_work("spectral_density", probes * min(steps, n if S is None else S.shape[1]), progress, A),
         probing(A if S is None else S.mT @ S, generator, Limits(memory=memory_budget), LEAST_VECTORS) as probed,
     ):
         runs = _Probes(probed, n, probes, steps)

@@ -23,6 +23,7 @@ from curvops.linalg.core.entries import known_diagonal
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import Given, Matrix, as_matrix, describe_square, inner, norm, unit_blocks
 from curvops.linalg.estimators.adaptive import Quantity
 from curvops.linalg.estimators.carried_gradients import attach_gradient, needs_gradient
@@ -34,6 +35,7 @@ METHODS = ("xtrace", "xnystrace", "hutch++", "hutchinson", "exact")
 TraceEstimator: TypeAlias = XTrace | XNysTrace | HutchPlusPlus | Hutchinson
 
 
+@algorithm
 def trace(
     A: Matrix | Given,
     *,
@@ -92,7 +94,7 @@ def trace(
         diagonal, error = known
         return Estimate.rounded(diagonal.double().sum(), error.double().sum(), limits.tolerated)
     method = "xtrace" if method is None else method
-    found, family = Quantity("trace", families, _exact).estimate(A, method, limits, generator, progress)
+    found, family = Quantity(families, _exact).estimate(A, method, limits, generator)
 
     def pairs(_: Matrix) -> Iterable[tuple[Tensor, Tensor]]:
         """Return blocks L, R with tr X = tr LᵀXR, in expectation or exactly."""

@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from curvops.checks import check_callable, checked_number
+from curvops.ambient import current_run
+from curvops.checks import check_limits, checked_number
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
-from curvops.linalg.core.sharded import on_shards
-from curvops.linalg.core.usable_columns import UsableColumns
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -36,10 +36,9 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.functions.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
-from curvops.linalg.solvers.systems import check
-from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.solvers.systems import Callback, UsableColumns, check
 from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, LEAST_VECTORS, LockStep
-from curvops.progress import Progress, at_work, remark
+from curvops.progress import Progress, remark
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
@@ -47,7 +46,7 @@ FIRST_CAPACITY = 32
 SEEN_DEPTH = 10
 
 
-@on_shards
+@algorithm
 def apply_function(
     A: Matrix | Given,
     f: ScalarFunction,
@@ -105,15 +104,13 @@ def apply_function(
         tensor([2.7183, 7.3891], dtype=torch.float64)
     """
     A = as_matrix(A, B)
-    check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
-    check_callable("callback", callback)
+    check(describe_square(A), B, rtol, maxiter, callback=callback)
+    check_limits(max_matvecs=max_matvecs)
     if lower_bound is not None:
         checked_number("lower_bound", lower_bound, "(-inf, inf)")
+    current_run().expect(max_matvecs)
     with torch.no_grad():
-        with (
-            at_work("apply_function", max_matvecs, progress, A),
-            working(A, memory_budget, LEAST_VECTORS) as (multiply, room),
-        ):
+        with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
             job = FunctionRun(
                 multiply, f, as_columns(B), None if lower_bound is None else float(lower_bound), room, maxiter
             )

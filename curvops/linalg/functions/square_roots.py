@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from jaxtyping import Shaped
 
+from curvops.ambient import current_run
 from curvops.checks import check_callable, checked_number
 from curvops.linalg.core.results import FunctionProduct
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix
 from curvops.linalg.functions.apply_function import apply_function
-from curvops.linalg.solvers.verdicts import Callback
-from curvops.progress import Progress, at_work
+from curvops.linalg.solvers.systems import Callback
+from curvops.progress import Progress
 
 
-@on_shards
+@algorithm
 def inverse_sqrt(
     A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
@@ -75,13 +76,11 @@ def inverse_sqrt(
         rtol=rtol,
         maxiter=maxiter,
         max_matvecs=max_matvecs,
-        memory_budget=memory_budget,
         callback=callback,
-        progress=progress,
     )
 
 
-@on_shards
+@algorithm
 def sqrt(
     A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
@@ -129,9 +128,7 @@ def sqrt(
         rtol=rtol,
         maxiter=maxiter,
         max_matvecs=max_matvecs,
-        memory_budget=memory_budget,
         callback=callback,
-        progress=progress,
     )
 
 
@@ -140,12 +137,11 @@ def _root(
     B: Vectors,
     inverse: bool,
     lower_bound: float | int | None,
-    progress: Progress,
     **options: Any,
 ) -> FunctionProduct:
     check_callable("callback", options["callback"])
     if lower_bound is not None:
         checked_number("lower_bound", lower_bound, "[0, inf)")
     bound = float(lower_bound) if lower_bound else (None if inverse else 0.0)
-    with at_work("inverse_sqrt" if inverse else "sqrt", options["max_matvecs"], progress, A):
-        return apply_function(A, torch.rsqrt if inverse else torch.sqrt, B, lower_bound=bound, **options)
+    current_run().expect(options["max_matvecs"])
+    return apply_function(A, torch.rsqrt if inverse else torch.sqrt, B, lower_bound=bound, **options)

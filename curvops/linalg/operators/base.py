@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from linear_operator.operators import (
     ConstantDiagLinearOperator,
     DiagLinearOperator,
@@ -24,7 +25,7 @@ from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_mo
 from curvops.distributed_types import is_dtensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
-from curvops.linalg.core.memory import Memories, memories_of
+from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sharded import (
@@ -49,7 +50,6 @@ from curvops.linalg.core.vectors import (
     has_rows,
     multiply_adds_of,
     product,
-    require_precision,
     shaped_as,
 )
 from curvops.linalg.estimators.spectral_density import spectral_density
@@ -64,7 +64,7 @@ from curvops.linalg.solvers.solve import Promises, solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
-from curvops.progress import Progress, progress_of
+from curvops.progress import Progress
 from curvops.summary import name_of, summary
 
 PARTS = 4
@@ -178,7 +178,10 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     @property
     def memories(self) -> Memories:
         """The memory budgets of the networks in A, within which algorithms on A allocate their vectors."""
-        return frozenset().union(*(memories_of(part) for part in self._args))
+        memories: Memories = frozenset()
+        for part in self._args:
+            memories |= getattr(part, "memories", frozenset())
+        return memories
 
     @property
     def multiply_adds(self) -> float | int:
@@ -188,7 +191,10 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     @property
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
-        return next((asked for part in self._args if (asked := progress_of(part)) is not None), None)
+        for part in self._args:
+            if (progress := getattr(part, "progress", None)) is not None:
+                return progress
+        return None
 
     # Products
 
@@ -495,10 +501,6 @@ class Operator(LinearOperatorContract, EntriesByProducts):
         """Return M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None if none is known to pay off."""
         return None
 
-    def _iterated(self, system: routes.System) -> routes.System:
-        """Return the system with the facts about its solution by conjugate gradients."""
-        return replace(system, sketch=self._takes_sketch)
-
     # Solutions and determinants
 
     def plan(self, columns: int = 1) -> routes.SolvePlan:
@@ -518,7 +520,7 @@ class Operator(LinearOperatorContract, EntriesByProducts):
             TypeError, ValueError: columns is not a whole number, at least 1.
         """
         system = system_of(self, checked_whole("columns", columns, 1), whole=True)
-        return routes.SolvePlan({"solve": routes.routes(self._iterated(system))})
+        return routes.SolvePlan({"solve": routes.routes(replace(system, sketch=self._takes_sketch))})
 
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         """Return A⁻¹ B (or L A⁻¹ B) for (n,), (n, K) or (..., n, K), differentiable in B, L and the tensors inside A.
@@ -544,12 +546,11 @@ class Operator(LinearOperatorContract, EntriesByProducts):
             raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
         if left_tensor is not None:
             check_tensor("left_tensor", left_tensor)
-        solution = self.solve_to(right_tensor)
+        solution = solve(self, right_tensor)
         return solution if left_tensor is None else left_tensor @ solution
 
     def solve_to(self, rhs: Tensor, rtol: float | None = None) -> Tensor:
         """Solve to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8); see `co.linalg.solve`."""
-        require_precision(self.dtype, self.device)
         return solve(self, rhs, rtol=rtol)
 
     def _known_logdet(self, rtol: float) -> Estimate | None:
@@ -591,7 +592,10 @@ def number_of(value: Tensor, name: str) -> str:
 
 @describe.register
 def _(A: Operator) -> Description:
-    facts, layouts, ranks = describe.dispatch(object)(A), A.layouts, ranks_together(A)
+    facts = describe.dispatch(object)(A)
+    if not (dist.is_available() and dist.is_initialized()):
+        return facts
+    layouts, ranks = A.layouts, ranks_together(A)
     if layouts is not None:
         return LaidOut.of(facts, *layouts)
     return facts if ranks is None else OverSharedData.of(facts, ranks)

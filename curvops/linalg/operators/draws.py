@@ -10,7 +10,7 @@ from curvops.checks import refuse_modes
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import Memories, hold, memories_of, solve_width
-from curvops.linalg.core.sharded import SEED, on_shards, ranks_together
+from curvops.linalg.core.sharded import SEED, algorithm, ranks_together
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
 from curvops.linalg.functions.square_roots import sqrt
 
@@ -19,7 +19,7 @@ DRAW_BLOCK = 32
 DRAW_RTOL = 1e-5
 
 
-@on_shards
+@algorithm
 def draw(
     operator: LinearOperator,
     k: int,

@@ -10,15 +10,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, resumable
-from curvops.checks import check_choice, check_limits, checked_number, checked_whole, require_no_graph
+from curvops.checkpoint import Checkpoint, Place, begin, derive_generator
+from curvops.checks import check_choice, checked_number, checked_whole, require_no_graph
 from curvops.errors import RankWarning, warn
-from curvops.linalg.core.matrix_identity import problem_of, ranks_of
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Estimate, Reason, indefinite
 from curvops.linalg.core.rounding import rounding_level
-from curvops.linalg.core.sharded import on_shards, stored
+from curvops.linalg.core.sharded import algorithm, stored
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import is_psd
@@ -40,7 +40,7 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.operators.low_rank import LowRank
 from curvops.linalg.preconditioners.nystrom import FIRST_RANK, MOST_RANK, grow, negligible_size
 from curvops.linalg.spectra.lanczos import LockStep
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 
 # The number of products that measure the error; for an error in one eigenvalue, its standard error is √½/√16 = 18 %.
 PROBES = 16
@@ -53,8 +53,7 @@ KEPT = 3
 Satisfied = Callable[[Tensor, Tensor], bool]
 
 
-@on_shards
-@resumable
+@algorithm
 def low_rank(
     op: Matrix | Given,
     rank: int | None = None,
@@ -111,12 +110,11 @@ def low_rank(
         checked_whole("rank", rank, 1, facts.rows)
     if rtol is not None:
         checked_number("rtol", rtol, "(0, 1)")
-    check_limits(memory_budget=memory_budget)
     aim = (0.01 if rank is None else None) if rtol is None else rtol
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
     if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
         raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
-    kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device, ranks=ranks_of(op))
+    kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
     generator = spawn_generator(generator)
     beside = kept.source("generator of the error's probes", derive_generator(generator), facts.device)
     generator = kept.source("generator", generator, facts.device)
@@ -128,7 +126,7 @@ def low_rank(
     if kept.done:
         ended = kept.result(_Outcome)
     else:
-        with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
+        with working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
             probes = PROBES
             if memory_budget is None and room is not None:  # a given budget covers the stored vectors only
                 probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))

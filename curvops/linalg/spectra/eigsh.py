@@ -18,14 +18,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import Place, begin, resumable
+from curvops.ambient import current_run
+from curvops.checkpoint import Place, begin
 from curvops.checks import check_callable, check_choice, check_limits, check_tensor, checked_number, checked_whole
-from curvops.linalg.core.matrix_identity import problem_of, ranks_of
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
 from curvops.linalg.core.rounding import NEAR_ZERO
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, narrow_root, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
     CACHED_CHUNK,
@@ -51,11 +52,10 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.minres import minres
-from curvops.linalg.solvers.systems import iterations_allowed, shifted
-from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.solvers.systems import Callback, iterations_allowed, shifted
 from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
 from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, RTOL, Search, Which, basis_columns, verdicts
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 
 Solver: TypeAlias = Callable[..., Solution]
 
@@ -72,8 +72,7 @@ OTHER_NAMES = {
 """Names of earlier versions and of SciPy, with what replaces them."""
 
 
-@on_shards
-@resumable
+@algorithm
 def eigsh(
     A: Matrix | Given,
     k: int,
@@ -149,13 +148,13 @@ def eigsh(
     facts = describe_square(A)
     n = facts.rows
     aimed = RTOL if rtol is None else checked_number("rtol", rtol, "[0, inf)")
-    check_limits(None, maxiter, max_matvecs, memory_budget)
+    check_limits(None, maxiter, max_matvecs)
     check_callable("callback", callback)
     _check(n, k, which, sigma)
     checked_whole("block_size", block_size)
     if start is not None:
         check_tensor("start", start)
-    kept = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device, ranks=ranks_of(A))
+    kept = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device)
     generator = kept.source("generator", generator, facts.device)
     if kept.done:
         return kept.result(Eigenpairs)
@@ -166,7 +165,8 @@ def eigsh(
     n = facts.rows
     wide = min(n, block_size) if start is None else start.shape[-1]
     narrow = wide if start is not None else 1
-    with torch.no_grad(), at_work("eigsh", max_matvecs, progress, A):
+    current_run().expect(max_matvecs)
+    with torch.no_grad():
         with working(searched, memory_budget, k + (2 + BLOCK_VECTORS) * narrow) as (multiply, room):
             sizes = kept.attach("basis", lambda: sizes) or list(
                 basis_columns(n, facts.vector_bytes, k, wide, narrow, room)

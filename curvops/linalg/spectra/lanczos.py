@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_limits, check_tensor, checked_whole
+from curvops.ambient import current_run
+from curvops.checks import check_tensor, checked_whole
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
     Given,
@@ -36,7 +37,7 @@ from curvops.linalg.core.vectors import (
     put_columns,
     random_block,
 )
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 from curvops.summary import Summarised
 
 
@@ -87,7 +88,7 @@ def depth_within(steps: int, n: int, vector: int, probes: int, memory_budget: in
     return max(1, min(steps, memory_budget // (vector * probes) - 2))
 
 
-@on_shards
+@algorithm
 def lanczos(
     A: Matrix | Given,
     steps: int,
@@ -129,7 +130,6 @@ def lanczos(
     facts = describe_square(A)
     n, _, dtype, device = facts
     checked_whole("steps", steps)
-    check_limits(memory_budget=memory_budget)
     if start is not None:
         check_tensor("start", start)
     if start is None:
@@ -142,8 +142,8 @@ def lanczos(
     size = float(largest(block))
     if not 0 < size < torch.inf:
         raise ValueError("start must be finite and not zero.")
-    with at_work("lanczos", min(steps, n), progress, A):
-        return lanczos_from(block / size, A, steps, memory_budget)
+    current_run().expect(min(steps, n))
+    return lanczos_from(block / size, A, steps, memory_budget)
 
 
 def lanczos_from(

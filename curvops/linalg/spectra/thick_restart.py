@@ -20,7 +20,7 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.results import Reason
-from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.solvers.systems import Callback
 from curvops.linalg.spectra.projection import Projection
 from curvops.progress import as_step, remark
 from curvops.records import restore, state_of

@@ -407,9 +407,9 @@ def owners_of(model: Model) -> Owners:
     """
     ruled = {part for part in model.paths if rule_for(part) is not None}
     left = set(model.selection.names) - model.complex
-    left -= {name for part, local, name in model.places if part not in ruled and not owns_projection(part, local)}
+    left -= {name for part, local, name in model.slots if part not in ruled and not owns_projection(part, local)}
     owners: Owners = {}
-    for part, local, name in model.places:
+    for part, local, name in model.slots:
         if name in left:
             owners.setdefault(part, {})[local] = name
     return owners

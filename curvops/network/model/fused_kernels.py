@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+Contexts = Sequence[Callable[[], Any]]
 
 
 def _has_tf32() -> bool:
@@ -28,28 +29,32 @@ KERNELS = [
 """The getter and the setter of each attention kernel, on if it has forward mode, and of TF32 in convolutions, off."""
 
 
-def settings_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
-    """Return contexts, in addition to `unfused`, that keep these modules on kernels with derivatives of both modes."""
-    settings: list[Callable[[], Any]] = []
-    if any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in parts):
-        settings.append(_no_fast_path)  # in eval mode these take a fused path without derivatives
-    if any(isinstance(part, nn.RNNBase) for part in parts):
-        # Of RNNs in float32 the one has no forward mode, the other no backward pass in eval mode.
-        settings += [partial(_without, "mkldnn"), partial(_without, "cudnn")]
-    return settings
+def contexts_for(parts: Iterable[nn.Module]) -> tuple[Contexts, Contexts]:
+    """Return the contexts, in addition to `unfused`, in which these modules have derivatives of both modes.
 
-
-def stand_ins_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
-    """Return contexts that replace slow operations, or those without derivatives, by others of equal values."""
-    stand_ins: list[Callable[[], Any]] = [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
-    if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
-        # Fused kernels have no forward mode.
-        stand_ins.append(partial(torch.jit.optimized_execution, False))  # type: ignore[attr-defined]
-    return [*stand_ins, eagerly] if any(map(is_compiled, parts)) else stand_ins
+    The first choose kernels, and are entered where derivatives are recorded; the second replace slow operations, or
+    those without derivatives, by others of equal values, and are entered in every pass.
+    """
+    choices: dict[Callable[[], Any], None] = {}
+    stand_ins: dict[Callable[[], Any], None] = {}
+    for part in parts:
+        if isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+            choices[_no_fast_path] = None  # in eval mode these take a fused path without derivatives
+        elif isinstance(part, nn.RNNBase):
+            choices[_no_fused_rnn] = None
+        elif isinstance(part, nn.EmbeddingBag) or (
+            isinstance(part, nn.Embedding) and (part.sparse or part.scale_grad_by_freq or part.max_norm is not None)
+        ):
+            stand_ins[PlainLookups] = None
+        elif isinstance(part, torch.jit.ScriptModule):
+            stand_ins[_unoptimised] = None
+        if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
+            stand_ins[eagerly] = None
+    return [*choices], [*stand_ins]
 
 
 @contextlib.contextmanager
-def unfused(settings: Sequence[Callable[[], Any]] = ()) -> Iterator[None]:
+def unfused(settings: Contexts = ()) -> Iterator[None]:
     """Keep attention on its kernel with forward mode and convolutions in full precision; enter further settings.
 
     This does what `torch.nn.attention.sdpa_kernel(MATH)` does, which itself takes as long as a small layer.
@@ -60,9 +65,6 @@ def unfused(settings: Sequence[Callable[[], Any]] = ()) -> Iterator[None]:
             if get() != wanted:
                 changed.append((choose, not wanted))
                 choose(wanted)
-        if not settings:
-            yield
-            return
         with contextlib.ExitStack() as stack:
             for setting in settings:
                 stack.enter_context(setting())
@@ -73,15 +75,19 @@ def unfused(settings: Sequence[Callable[[], Any]] = ()) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without(library: str) -> Iterator[None]:
-    """Switch off a library of kernels; the flags of `torch.backends` would also set and look up other things."""
-    get, choose = getattr(torch._C, f"_get_{library}_enabled"), getattr(torch._C, f"_set_{library}_enabled")
-    enabled = get()
-    choose(False)
+def _no_fused_rnn() -> Iterator[None]:
+    """Switch off fused recurrent layers: in float32 oneDNN's have no forward mode, cuDNN's no backward in eval mode.
+
+    The flags of `torch.backends` would also set and look up other things.
+    """
+    enabled = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
     try:
         yield
     finally:
-        choose(enabled)
+        torch._C._set_mkldnn_enabled(enabled[0])
+        torch._C._set_cudnn_enabled(enabled[1])
 
 
 @contextlib.contextmanager
@@ -94,9 +100,9 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is compiled."""
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+def _unoptimised() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which TorchScript fuses no kernels, which have no forward mode."""
+    return torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
@@ -111,13 +117,6 @@ def eagerly() -> contextlib.AbstractContextManager[Any]:
 # `F.embedding_bag` has no forward mode and no second derivative; `sparse=True` gives gradients that no product can
 # use, `scale_grad_by_freq=True` makes gradients depend on the other points of a batch, and `max_norm` writes into the
 # weight.
-
-
-def needs_plain_lookups(module: nn.Module) -> bool:
-    """Return whether a module is an embedding with one of the options above, or a bag."""
-    if isinstance(module, nn.Embedding):
-        return module.sparse or module.scale_grad_by_freq or module.max_norm is not None
-    return isinstance(module, nn.EmbeddingBag)
 
 
 class PlainLookups(TorchFunctionMode):

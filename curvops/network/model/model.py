@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
 from curvops.distributed_types import require_whole
-from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs, normalise
+from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
-from curvops.network.model.fused_kernels import NORMS, ContiguousNorms, settings_for, stand_ins_for, unfused
+from curvops.network.model.fused_kernels import NORMS, ContiguousNorms, contexts_for, unfused
 from curvops.network.model.parameters import Blocks, Selection, as_real, at_even_place, select
 from curvops.network.model.skeleton import (
     TensorUse,
@@ -57,19 +57,19 @@ class Model:
         self.module, self._function, tensors = _parts(source)
         trainable = list(tensors)
         self.paths: dict[nn.Module, str] = {}
-        self.places: list[Slot] = []
+        self.slots: list[Slot] = []
         self._elsewhere: list[tuple[Any, Any, str]] = []  # containers that also hold these tensors, with key and name
         self._written: list[Any] = []  # containers that a pass changes in the module, which is undone after each
         self._buffers: Blocks = {}
         if self.module is not None:
             self.module, elsewhere = skeleton_of(self.module)
             self.paths = {part: path for path, part in self.module.named_modules()}
-            check_deterministic_modules(self.paths)
-            self.places, tensors, buffers = places(self.paths)
+            self.slots, tensors, buffers = slots_of(self.paths)
             names = {id(tensor): name for name, tensor in {**tensors, **buffers}.items()}
             self._elsewhere = [(container, key, names[id(tensor)]) for container, key, tensor in elsewhere]
             self._buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
             trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        self._find_places()
         self._trainable = tuple(trainable)
         self.complex = {name for name, tensor in tensors.items() if tensor.is_complex()}
         tensors = {name: as_real(tensor) for name, tensor in tensors.items()}
@@ -84,7 +84,7 @@ class Model:
         require_all_finite([self._flat], chosen, "leave it out of the selection")
         require_all_finite(self.frozen.values(), self.frozen, "load other weights")
         self._views: tuple[Tensor | None, Blocks, Blocks] = (None, {}, {})  # their snapshot, values, leaves
-        self._settings, self._stand_ins = settings_for(self.paths), stand_ins_for(self.paths)
+        self._settings, self._stand_ins = contexts_for(self.paths)
         self.layout: Layout | None = None
         self.calls = Calls(self.module)
         self._writes = self._differentiates = False
@@ -216,7 +216,6 @@ class Model:
 
     def raw(self, values: Mapping[str, Tensor], inputs: Any, explained: str = OF_VALUES) -> Tensor:
         """Return the model's outputs (n, ...) in its own shape; errors that have this pattern are explained."""
-        inputs = normalise(inputs)
         with explain(inputs, explained):
             outputs = self._call(values, copy(inputs) if self._writes else inputs)
         return checked_outputs(outputs, self.layout)
@@ -286,18 +285,17 @@ class Model:
 
     def _call(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
         """Call the model and return its result unchecked."""
-        module, function, inputs = self.module, self._function, map_inputs(_recordable, inputs)
         if self._differentiates and not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.enable_grad():
                 outputs = self._call(values, inputs)
             return outputs.detach() if isinstance(outputs, Tensor) else outputs
-        if module is None:
-            assert function is not None
-            inputs = self.calls.as_given(inputs)
-            given = self._as_held({**self.frozen, **values})
-            return self.holding(values, lambda: function(given, inputs))
+        inputs = map_inputs(_recordable, inputs)
+        if self._function is not None:
+            tensors = self._as_held({**self.frozen, **values})
+            return self.holding(values, partial(self._function, tensors, self.calls.as_given(inputs)))
+        assert self.module is not None
         args, kwargs = self.calls.arguments(inputs)
-        return self.holding(values, lambda: module(*args, **kwargs))
+        return self.holding(values, partial(self.module, *args, **kwargs))
 
     def _checked_call(self, inputs: Any) -> Any:
         """Call the model at the snapshot; raise ValueError if it also reads the user's own parameters.
@@ -322,27 +320,38 @@ class Model:
         return outputs
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-        """Call `run` while the module holds `values` and its snapshot: backward passes rerun checkpointed blocks."""
-        if self.module is None:
-            with self._standing_in():
+        """Call `run` while the module holds `values` and its snapshot: backward passes rerun checkpointed blocks.
+
+        Random numbers are the library's own, and some of torch's functions are replaced by others of equal values.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.module is not None:
+                stack.enter_context(self.lock)
+            stack.enter_context(own_randomness(self._flat.device))
+            for stand_in in self._stand_ins:
+                stack.enter_context(stand_in())
+            if self.module is None:
                 return run()
-        tensors = self._as_held({**self.frozen, **self._buffers, **self.values, **values})
-        with self.lock, self._standing_in():
             # As in `torch.func.functional_call`, which walks to each place by its path.
-            slots: list[tuple[Any, Any, str]] = [
-                (part._parameters if local in part._parameters else part._buffers, local, name)
-                for part, local, name in self.places
-            ]
-            slots += [(entries_of(container), key, name) for container, key, name in self._elsewhere]
-            before, state = [held[local] for held, local, _ in slots], state_of(self._written)
+            tensors = self._as_held({**self.frozen, **self._buffers, **self.values, **values})
+            before = [holder[key] for holder, key, _ in self._places]
+            state = state_of(self._written)
             try:
-                for held, local, name in slots:
-                    held[local] = tensors[name]
+                for holder, key, name in self._places:
+                    holder[key] = tensors[name]
                 return run()
             finally:
-                for (held, local, _), tensor in zip(slots, before):
-                    held[local] = tensor
+                for (holder, key, _), tensor in zip(self._places, before):
+                    holder[key] = tensor
                 restore(state)  # no call may find what another one has computed from its values and cached
+
+    def _find_places(self) -> None:
+        """List all that holds a tensor of the snapshot while the module runs, with the key there and the name."""
+        self._places: list[tuple[Any, Any, str]] = [
+            (part._parameters if local in part._parameters else part._buffers, local, name)
+            for part, local, name in self.slots
+        ]
+        self._places += [(entries_of(container), key, name) for container, key, name in self._elsewhere]
 
     def _as_held(self, tensors: Blocks) -> Blocks:
         """Return tensors by name as the model's own: complex, or pairs that it may read as complex numbers."""
@@ -350,15 +359,6 @@ class Model:
             pairs = at_even_place(tensors[name])
             tensors[name] = torch.view_as_complex(pairs) if name in self.complex else pairs
         return tensors
-
-    @contextlib.contextmanager
-    def _standing_in(self) -> Iterator[None]:
-        """Run with the library's random numbers, and the functions that stand in for some of torch's."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(own_randomness(self._flat.device))
-            for stand_in in self._stand_ins:
-                stack.enter_context(stand_in())
-            yield
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -390,11 +390,14 @@ class Model:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "lock"} | {"_views": (None, {}, {})}
+        left_out = ("lock", "_places")  # a copy of the module has other places
+        state = {key: value for key, value in self.__dict__.items() if key not in left_out}
+        return state | {"_views": (None, {}, {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.lock = threading.RLock()
+        self._find_places()
 
 
 def tensors_of(source: Any) -> Blocks:
@@ -435,16 +438,19 @@ class Slot(NamedTuple):
     name: str
 
 
-def places(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks]:
+def slots_of(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks]:
     """Return every place that holds a parameter or buffer, once; all parameters, and all buffers, by their first name.
 
     `functional_call` could handle tied names itself, but leaves the tensors of the call in a module that has two names.
+    Raises ValueError if a module is in a mode that makes its outputs random or dependent on the batch.
     """
     names: dict[int, str] = {}
     slots: list[Slot] = []
     parameters: Blocks = {}
     buffers: Blocks = {}
     for part, path in paths.items():
+        if isinstance(part, STOCHASTIC):
+            _require_deterministic(part, path)
         for named, tensors in ((parameters, part._parameters), (buffers, part._buffers)):
             for local, tensor in tensors.items():
                 if tensor is None:
@@ -476,19 +482,17 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
     return outputs
 
 
-def check_deterministic_modules(paths: Mapping[nn.Module, str]) -> None:
-    """Raise ValueError if a module is in a mode that makes its outputs random or dependent on the batch."""
-    for part, name in paths.items():
-        if isinstance(part, STOCHASTIC) and part.training and getattr(part, "p", 1) > 0:
-            raise ValueError(
-                f"{name or 'the model'} ({type(part).__name__}) is in train mode, and its outputs would be random or "
-                "depend on the other points of a batch; call model.eval()."
-            )
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
-            raise ValueError(
-                f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics, so each point's output "
-                "depends on its batch: use track_running_stats=True, or another normalisation."
-            )
+def _require_deterministic(part: Any, name: str) -> None:
+    if part.training and getattr(part, "p", 1) > 0:
+        raise ValueError(
+            f"{name or 'the model'} ({type(part).__name__}) is in train mode, and its outputs would be random or "
+            "depend on the other points of a batch; call model.eval()."
+        )
+    if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
+        raise ValueError(
+            f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics, so each point's output "
+            "depends on its batch: use track_running_stats=True, or another normalisation."
+        )
 
 
 def unwrap(model: Any) -> Any:

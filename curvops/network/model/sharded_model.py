@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from curvops.distributed_types import is_dtensor, is_fully_sharded
 from curvops.network.data.inputs import Inputs
+from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls
-from curvops.network.model.fused_kernels import settings_for, stand_ins_for
-from curvops.network.model.model import Model, check_deterministic_modules, form_of, places, require_all_finite
+from curvops.network.model.fused_kernels import contexts_for
+from curvops.network.model.model import Model, form_of, require_all_finite, slots_of
 from curvops.network.model.parameters import Blocks, Selection, select
 from curvops.network.model.shards import ShardedParameters
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
@@ -41,8 +42,7 @@ class ShardedModel(Model):
         self._sharded = [part for part in module.modules() if is_fully_sharded(part)]
         self._reshard()
         self.paths = {part: path for path, part in module.named_modules()}
-        check_deterministic_modules(self.paths)
-        self.places, tensors, buffers = places(self.paths)
+        self.slots, tensors, buffers = slots_of(self.paths)
         if not is_fully_sharded(module):
             raise ValueError("parts of the model are sharded: call fully_shard on the model, too, after its parts.")
         self._require_known(tensors)
@@ -60,7 +60,7 @@ class ShardedModel(Model):
         self._buffers = {name: self._snapshot[name] for name in buffers}
         require_all_finite(own.values(), own, "leave it out of the selection")
         require_all_finite(self.frozen.values(), self.frozen, "load other weights")
-        self._settings, self._stand_ins = settings_for(self.paths), stand_ins_for(self.paths)
+        self._settings, self._stand_ins = contexts_for(self.paths)
         self.layout, self.calls = None, Calls(module)
         self._writes = self._differentiates = False
         self._admitted, self._depth = set(), 0
@@ -102,7 +102,10 @@ class ShardedModel(Model):
             raise ValueError("the inputs have another shape or dtype than the first points: pad sequences.")
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-        with self.at_snapshot(), self._standing_in():
+        with self.at_snapshot(), contextlib.ExitStack() as stack:
+            stack.enter_context(own_randomness(self._flat.device))
+            for stand_in in self._stand_ins:
+                stack.enter_context(stand_in())
             return run()
 
     @contextlib.contextmanager
@@ -141,7 +144,7 @@ class ShardedModel(Model):
     def _held(self) -> Blocks:
         """Return the module's present values; its first pass, and users, may have moved some of its tensors."""
         tensors = {}
-        for part, local, name in self.places:
+        for part, local, name in self.slots:
             tensor = part._parameters.get(local, part._buffers.get(local))
             value = self._snapshot[name]
             if tensor is None or (_local(tensor).shape, tensor.dtype) != (value.shape, value.dtype):

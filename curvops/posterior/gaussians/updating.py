@@ -11,16 +11,16 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_accuracy, check_flag, check_generator
+from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
 from curvops.errors import NoiseWarning, warn
 from curvops.linalg.core.matrix_identity import form_of
 from curvops.network import Model, estimated_noise, gaps_and_weights, mean_squares, needs_noise
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
 from curvops.operators.function_space.gram_matrix import gram_matrix
+from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.core.arguments import check_linearization, checked_curvature
 from curvops.posterior.core.terms import CurvatureCache, KroneckerPrior, PrecisionTerms, Prior, read_prior
-from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.solves.precision import require_usable
 from curvops.summary import summary
@@ -31,6 +31,8 @@ FAR_NOISE = 3.0
 
 BY_DATA = "curvature= is needed, such as curvature=co.KFAC(lin, ...)."
 BY_NOISE = "build the posterior again, from a linearisation whose likelihood has the other noise."
+FORMS = ("low_rank", "low_rank_diagonal", "kronecker")
+"""The forms in which an earlier posterior can be kept."""
 Updated = TypeVar("Updated", bound=Any)
 """The type of `Laplace`, whose class calls these functions."""
 
@@ -85,7 +87,7 @@ def replace_noise(post: Updated, noise: Any, generator: torch.Generator | None) 
         given = torch.tensor(float(noise), dtype=torch.float64)
     check_generator(generator)
     lin = post.lin.with_likelihood(likelihood.with_hyperparameters([given.detach().to(post.lin.theta)]))
-    curvature = continual.remake_curvature(post.curvature, lin, generator, BY_NOISE)
+    curvature = remake_curvature(post.curvature, lin, generator, BY_NOISE)
     cache = CurvatureCache(lin, curvature, checks_mode=post.cache.checks_mode)
     return replace(post, lin=lin, curvature=curvature, cache=cache, tuning=None)
 
@@ -187,8 +189,8 @@ def add_data(
     check_linearization(lin)
     if not isinstance(curvature, LinearOperator):
         lin = with_left_out_noise(lin)
-    form = continual.checked_form(form, rank)
-    chosen = continual.remake_curvature(post.curvature, lin, generator, BY_DATA) if curvature is None else curvature
+    form = checked_form(form, rank)
+    chosen = remake_curvature(post.curvature, lin, generator, BY_DATA) if curvature is None else curvature
     kept, error = post.prior_for(lin, form, rank, generator)
     prior = read_prior(kept, post.mean, lin.model, posterior=True)
     if form == "kronecker":
@@ -196,6 +198,27 @@ def add_data(
     operator = checked_curvature(chosen, lin)
     changed = replace(post, lin=lin, curvature=operator, prior=prior, cache=CurvatureCache(lin, operator))
     return replace(changed, prior_error=error, temperature=1.0, tuning=None)
+
+
+def remake_curvature(
+    curvature: LinearOperator, lin: Linearization, generator: torch.Generator | None, remedy: str
+) -> LinearOperator:
+    """Build the curvature of `lin` with an earlier one's class and options, or raise ValueError with the remedy."""
+    found = curvature.of(lin, generator) if isinstance(curvature, UserOperator) else None
+    if found is None:
+        raise ValueError(f"this {type(curvature).__name__} does not record how it was built: {remedy}")
+    return found
+
+
+def checked_form(form: Any, rank: Any) -> str | None:
+    """Return the form in which an earlier posterior is to be kept; a rank alone means "low_rank"."""
+    if form is not None:
+        check_choice("form", form, FORMS)
+    if rank is not None:
+        checked_whole("rank", rank)
+    if rank is not None and form == "kronecker":
+        raise ValueError(f"rank={rank} is for form='low_rank' or 'low_rank_diagonal'; a Kronecker form has none.")
+    return "low_rank" if form is None and rank is not None else form
 
 
 def mode_gap(terms: PrecisionTerms) -> float:

@@ -151,7 +151,10 @@ class TangentMap(Change):
     def _logdet(self, v: Float[Tensor, " D"], at: Tangents) -> Float[Tensor, ""]:
         """Return −log det(I + JJᵀ/λ) + log|det(I + H_α)| + log|det(I − R(I + H_α)⁻¹Jᵀ/λ)|, in float64."""
 
-        H: Tensor = jacrev(grad(lambda w: self._outputs(w) @ at.alpha))(v)
+        def weighted_outputs(w: Float[Tensor, " D"]) -> Float[Tensor, ""]:
+            return self._outputs(w) @ at.alpha
+
+        H: Tensor = jacrev(grad(weighted_outputs))(v)
         curved = H + torch.eye(len(v), dtype=v.dtype, device=v.device)
         Q, R = torch.linalg.qr(curved)  # not LU, which torch computes wrongly for many chains on several threads
         mixed = (

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 import curvops as co
+from curvops import ambient
+from curvops.ambient import is_out_of_memory
 from curvops.errors import BlockSizeWarning, MemoryBudgetWarning
 from curvops.linalg import Reason, draw
-from curvops.linalg.core import memory
-from curvops.linalg.core.memory import CALLER_VECTORS, in_parts, is_out_of_memory, memories_of, solve_width, working
+from curvops.linalg.core.memory import CALLER_VECTORS, in_parts, memories_of, solve_width, working
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.network.walks import budget
 from tests.linalg.faulty import without_room_beyond
@@ -169,7 +170,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_budget_below_what_an_algorithm_needs_at_least_is_named(name, monkeypatch):
-    monkeypatch.setattr(memory, "UNTOLD_BYTES", 0)
+    monkeypatch.setattr(ambient, "UNTOLD_BYTES", 0)
     needed, call = NEEDED[name]
     message = f"budget is {5 * VECTOR:,} bytes, but the working vectors take at least {needed * VECTOR:,},"
     with pytest.warns(MemoryBudgetWarning, match=message):

@@ -215,8 +215,8 @@ def test_non_symmetric():
         assert low <= A.trace() <= high
 
 
-# Errors as published: mean relative errors at n = 1000 and 120 products within a factor of 1.6, as two means of 30
-# absolute errors (14 % each) should be in all but one case of 60. Fixed seeds.
+# Errors as published: mean relative errors at n = 1000 and 120 products within a factor of 2: a mean of 10
+# absolute errors is known to 24 %. Fixed seeds.
 PUBLISHED = {
     "k^-2": (6e-2, 2.8e-4, 2.2e-4, 1.8e-4),
     "0.9^k": (2.8e-2, 9e-4, 1.9e-4, 5e-6),
@@ -232,8 +232,8 @@ def test_errors_as_published(name):
     A = (Q * values) @ Q.mT
     for method, published in zip(("hutchinson", "hutch++", "xtrace", "xnystrace"), PUBLISHED[name]):
         g = generator(1)
-        errors = [(trace(A, method=method, max_matvecs=120, generator=g).value - values.sum()).abs() for _ in range(30)]
-        assert published / 1.6 < torch.stack(errors).mean() / values.sum() < 1.6 * published
+        errors = [(trace(A, method=method, max_matvecs=120, generator=g).value - values.sum()).abs() for _ in range(10)]
+        assert published / 2 < torch.stack(errors).mean() / values.sum() < 2 * published
 
 
 # Adaptive.

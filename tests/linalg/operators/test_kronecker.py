@@ -9,7 +9,7 @@ import torch
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Kronecker
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.linalg.operators.nearest_kronecker import nearest_kronecker
+from curvops.operators.kfac.kfac_sum import nearest_kronecker
 from tests.linalg.operands import full, kron, positive, random, uniform
 
 

@@ -78,7 +78,7 @@ def check(P, matrix):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3, 1e8, 1e14])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e8, 1e14])
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("vectors", VECTORS)

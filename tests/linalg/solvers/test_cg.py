@@ -49,7 +49,7 @@ def test_block_converges_with_true_residuals_and_counts_products(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kappa", [1e4, 1e6, 1e8, 1e10, 1e12])
+@pytest.mark.parametrize("kappa", [1e4, 1e6, 1e8, 1e12])
 def test_ill_conditioned_right_answer_or_right_reason(kappa, dtype):
     A, B = symmetric(log_spaced(60, kappa)).to(dtype), right_hand_sides(60, 3, dtype)
     s = cg(A, B)
@@ -156,7 +156,7 @@ def test_converged_columns_are_dropped():
 
 
 def test_preconditioners_of_every_kind_agree():
-    A, B = symmetric(SPECTRA["kappa 1e6"]), right_hand_sides(120, 2)
+    A, B = symmetric(log_spaced(120, 1e6)), right_hand_sides(120, 2)
     M = torch.linalg.inv(A + 1e-4 * torch.eye(120, dtype=torch.float64))
     plain = cg(A, B)
     for preconditioner in (M, DenseLinearOperator(M), lambda V: M @ V):
@@ -290,7 +290,7 @@ def test_nan_and_inf_in_some_right_hand_sides_touch_only_their_columns():
 
 @pytest.mark.parametrize("block", [True, False])
 def test_nan_on_the_seventh_product(block):
-    A, B = symmetric(SPECTRA["kappa 1e6"]), right_hand_sides(120, 2)
+    A, B = symmetric(log_spaced(120, 1e6)), right_hand_sides(120, 2)
     s = cg(Counted(A, spoil=7), B, block=block)
     assert s.reasons == (Reason.NON_FINITE,) * 2 and not s.converged.any()
     torch.testing.assert_close(s.relative_residuals, true_residuals(A, s.x, B), rtol=1e-6, atol=0)
@@ -367,7 +367,7 @@ def test_refinement_in_float32_takes_a_float64_product_for_four_digits_of_a_colu
 
 
 def test_refinement_takes_a_float64_preconditioner_and_names_bad_dtypes():
-    A, B = symmetric(SPECTRA["kappa 1e6"]), right_hand_sides(120, 2)
+    A, B = symmetric(log_spaced(120, 1e6)), right_hand_sides(120, 2)
     M = torch.linalg.inv(A + 1e-4 * torch.eye(120, dtype=torch.float64))
     s = cg(A, B, rtol=1e-10, refine=torch.float32, preconditioner=M)
     assert s.converged.all() and (true_residuals(A, s.x, B) <= 1.01e-10).all()
@@ -428,8 +428,7 @@ def test_kept_directions_leave_the_solution(dtype, kind, most, sketched):
     assert (s.x[:, B.norm(dim=0) == 0] == 0).all()
 
 
-@pytest.mark.parametrize("most", [0, 400])
-@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize(("columns", "most"), [(1, 0), (3, 400)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_inconsistent_system_ends_long_before_the_limit(dtype, columns, most):
     values = torch.cat([torch.zeros(200), torch.logspace(-3, 0, 100)]).double()
