@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from curvops import plots
@@ -30,6 +29,7 @@ from curvops.cli.runs import (
     solve,
 )
 from curvops.plots import style
+from curvops.plots.style import Figure
 
 PROBLEMS = ("decaying", "kappa1e4", "digits-ggn", "indefinite")
 QUICK = ("decaying", "digits-ggn")

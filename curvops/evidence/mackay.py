@@ -128,8 +128,8 @@ def mackay(
     post.cache.known_data("the log evidence")
 
     def problem() -> dict[str, Any]:
-        given = post.lin.order | {"the points": str(post.lin.source), "the prior's mean": digest([post.prior_mean])}
-        return post.lin.facts() | problem_of(post.precision) | given
+        data = post.lin.order | {"the points": str(post.lin.source), "the prior's mean": digest([post.prior_mean])}
+        return post.lin.facts() | problem_of(post.precision) | data
 
     with torch.no_grad():
         kept = begin("mackay", checkpoint, problem, post.mean.device, True, post.lin.ranks)

@@ -134,21 +134,21 @@ def _search(
     def loss(log_precision: float) -> float:
         nonlocal theta
         with torch.no_grad():
-            found = find_evidence(post.with_prior(math.exp(log_precision)).terms, theta, rtol, generator, mode)
-        theta = found.theta
-        return -float(found.value)
+            evidence = find_evidence(post.with_prior(math.exp(log_precision)).terms, theta, rtol, generator, mode)
+        theta = evidence.theta
+        return -float(evidence.value)
 
     low, high = start / WINDOW, start * WINDOW
     while start / FURTHEST < low and high < start * FURTHEST:
         prepare(post.cache, low, rtol, generator)
         span = math.log(low), math.log(high)
-        found = float(minimize_scalar(loss, bounds=span, method="bounded", options={"xatol": xtol}).x)
-        if found - span[0] < 2 * xtol:
+        best = float(minimize_scalar(loss, bounds=span, method="bounded", options={"xatol": xtol}).x)
+        if best - span[0] < 2 * xtol:
             low, high = low / WINDOW, low * 2
-        elif span[1] - found < 2 * xtol:
+        elif span[1] - best < 2 * xtol:
             low, high = high / 2, high * WINDOW
         else:
-            return tell_choice(post.with_prior(math.exp(found)), "the evidence")
+            return tell_choice(post.with_prior(math.exp(best)), "the evidence")
     raise ValueError(
         f"the log evidence has no maximum between prior precisions {start / FURTHEST:.1g} and {start * FURTHEST:.1g}: "
         "these data do not determine it at these weights."

@@ -140,7 +140,7 @@ def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
     parts = [parts_of(item, False) for item in source]
     if not parts:
         raise ValueError("the held-out data hold no points.")
-    inputs: Any = tree_map(lambda *tensors: torch.cat(tensors), *(normalise(given) for given, _, _ in parts))
+    inputs: Any = tree_map(lambda *tensors: torch.cat(tensors), *(normalise(points) for points, _, _ in parts))
     return inputs, torch.cat([y for _, y, _ in parts])
 
 
@@ -230,8 +230,8 @@ class _Search:
     def result(self, by: str = "held-out data") -> Laplace:
         """Return the best posterior, with the record of all trials and what chose its prior."""
         post, (posts, scores, stderrs) = self.best, zip(*self.trials)
-        precisions = tuple(_precision(each.prior.diagonal) for each in posts)
-        noises = tuple(_noise(each) for each in posts) if post.lin.likelihood.hyperparameters else None
+        precisions = tuple(_precision(trial.prior.diagonal) for trial in posts)
+        noises = tuple(_noise(trial) for trial in posts) if post.lin.likelihood.hyperparameters else None
         return tell_choice(replace(post, tuning=Validation(precisions, noises, scores, stderrs)), by)
 
 

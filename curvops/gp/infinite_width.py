@@ -106,16 +106,16 @@ class InfiniteWidthKernel(OperatorKernel):
         elif bias_variance_prior is not None or bias_variance_constraint is not None:
             raise ValueError("a prior or a constraint for the bias variance needs biases: pass bias_variance=1.0.")
 
-    def _start(self, name: str, given: Any) -> Float[Tensor, "*batch L"]:
+    def _start(self, name: str, variances: Any) -> Float[Tensor, "*batch L"]:
         """Return variances, one for all layers or one for each, in a given tensor's dtype or torch's default."""
-        several = given.flatten().tolist() if isinstance(given, Tensor | np.ndarray) else given
+        several = variances.flatten().tolist() if isinstance(variances, Tensor | np.ndarray) else variances
         values = [several] if isinstance(several, str) or not isinstance(several, Sequence) else list(several)
         if len(values) not in (1, self.depth + 1):
             raise ValueError(
                 f"{name} holds {len(values)} numbers: expected one, or {self.depth + 1}, one for each layer."
             )
         checked = [checked_number(name, value, kind="a number or a sequence of them") for value in values]
-        like = given if isinstance(given, Tensor) and given.is_floating_point() else torch.empty(0)
+        like = variances if isinstance(variances, Tensor) and variances.is_floating_point() else torch.empty(0)
         return like.new_tensor(checked).expand(*self.batch_shape, -1).clone()
 
     @property

@@ -248,14 +248,14 @@ def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], 
         if over != "scalar":
             raise ValueError(f"prior_precision={{glob: number}} defines the groups itself; leave out over={over!r}.")
         read_precision("prior_precision", start, lin.model)
-        of = {name: i for i, glob in enumerate(start) for name in matching(names, glob)}
+        group_of = {name: i for i, glob in enumerate(start) for name in matching(names, glob)}
         values = [checked_number(f"prior_precision[{glob!r}]", value) for glob, value in start.items()]
     else:
         owner = {name: {"scalar": "", "layers": layer_of(name), "tensors": name}[over] for name in names}
         owners = list(dict.fromkeys(owner.values()))
-        of = {name: owners.index(owner[name]) for name in names}
+        group_of = {name: owners.index(owner[name]) for name in names}
         values = [checked_number("prior_precision", start, kind="a number or {glob: number}")] * len(owners)
-    return of, torch.tensor(values, dtype=lin.theta.dtype, device=lin.theta.device)
+    return group_of, torch.tensor(values, dtype=lin.theta.dtype, device=lin.theta.device)
 
 
 class LinearizedMean(Mean):

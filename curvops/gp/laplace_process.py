@@ -252,12 +252,12 @@ def _find_mode(
     space = FunctionSpace(lin, metric=A)
     outputs = lin.num_data * max(lin.num_outputs, lin.likelihood.root_columns(lin.num_outputs))
     if outputs <= lin.num_parameters and 2 * KERNEL_COPIES * 8 * outputs**2 <= lin.memory.room():
-        found = dual_mode(space, 1.0, prior.mean, rtol, most_steps)
-        if found.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT) or not math.isfinite(found.gradient):
-            return found, None
-        L, factor = space.factor(found.outputs, 1.0)
+        dual = dual_mode(space, 1.0, prior.mean, rtol, most_steps)
+        if dual.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT) or not math.isfinite(dual.gradient):
+            return dual, None
+        L, factor = space.factor(dual.outputs, 1.0)
         keep(lin.jacobian(), factor, factor.nbytes + L.nbytes)
-        return found, (factor, L)
+        return dual, (factor, L)
     terms = PrecisionTerms(CurvatureCache(lin, GGN(lin)), prior)
     mode = find_mode(terms, prior.mean.expand_as(lin.theta), rtol, most_steps)
     with torch.no_grad():

@@ -110,8 +110,8 @@ class OperatorKernel(Kernel):
 
     def _set_value(self, name: str, value: Any) -> None:
         raw, constraint = getattr(self, f"raw_{name}"), getattr(self, f"raw_{name}_constraint")
-        given = torch.as_tensor(value, dtype=raw.dtype, device=raw.device)
-        start = constraint.inverse_transform(given.expand_as(raw))
+        tensor = torch.as_tensor(value, dtype=raw.dtype, device=raw.device)
+        start = constraint.inverse_transform(tensor.expand_as(raw))
         if not bool(start.isfinite().all()):
             raise ValueError(f"{name} must be finite and within its constraint, {constraint}, got {value}.")
         self.initialize(**{f"raw_{name}": start})

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Real
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Figure
 from torch import Tensor
 
 from curvops.checks import shown

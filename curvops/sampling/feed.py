@@ -56,10 +56,10 @@ class Feed:
             else:
                 source.set_state(self._generator.cpu())
         assert self._batches is not None
-        each = iter(self._batches)
+        batches = iter(self._batches)
         for _ in range(self._index):
-            next(each, None)
-        return each
+            next(batches, None)
+        return batches
 
 
 def require_repeatable(batches: Any) -> None:
@@ -110,8 +110,8 @@ class Minibatches:
         return -(-self._points.total // self._size)
 
     def __iter__(self) -> Iterator[Any]:
-        for own, points in self._points.minibatches(self._size, self.generator):
-            yield Share(own, points) if self._shared else own
+        for batch, points in self._points.minibatches(self._size, self.generator):
+            yield Share(batch, points) if self._shared else batch
 
 
 def minibatches(

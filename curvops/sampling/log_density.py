@@ -113,11 +113,11 @@ class LogPosterior:
 
     def _log_probabilities(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, " n"]:
         """Return log p(y | x, params) at each position of the batch, for parameters in order."""
-        given, targets, weights = parts_of(batch, self.weighted)
+        points, targets, weights = parts_of(batch, self.weighted)
         if not len(targets):
             raise ValueError("the batch has no points, so its mean log-likelihood is undefined: leave it out.")
         theta = self.model.theta
-        inputs = move(normalise(given), theta.device, theta.dtype)
+        inputs = move(normalise(points), theta.device, theta.dtype)
         likelihood = self._likelihood[0] if self._likelihood else self._likelihood_at(inputs, targets)
         values = params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
         outputs, layout = self.model(values, inputs), self.model.layout
@@ -134,7 +134,7 @@ class LogPosterior:
 
     # What samplers use: autograd differentiates one part, and the rest is added to value and gradient.
 
-    def differentiated(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+    def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return the part of the log posterior that autograd differentiates, without a prior of closed form."""
         if tuple(params) != self._names:
             raise ValueError(f"params must have the names {list(self._names)}: make the state with init.")
@@ -206,8 +206,8 @@ class LogPosterior:
             raise ValueError("over a process group no batch is linearised: use co.linearize(..., process_group=).")
         theta = self.model.theta
         if not self._likelihood:
-            given, targets, _ = parts_of(batch, self.weighted)
-            self._likelihood_at(move(normalise(given), theta.device, theta.dtype), targets)
+            points, targets, _ = parts_of(batch, self.weighted)
+            self._likelihood_at(move(normalise(points), theta.device, theta.dtype), targets)
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         return likelihood, network, reading_for(network, likelihood, layout, self.weighted)
@@ -221,8 +221,8 @@ class LogPosterior:
         """Return the likelihood for the model's positions, from the first batch, which is checked against it."""
         theta = self.model.theta
         few = take(inputs, few_of(num_points(inputs)))
-        given, self.model.layout, _ = likelihood_at(self.model, few, self._spec)
-        likelihood = given.to(device=theta.device, dtype=theta.dtype)
+        interpreted, self.model.layout, _ = likelihood_at(self.model, few, self._spec)
+        likelihood = interpreted.to(device=theta.device, dtype=theta.dtype)
         y = self.model.layout.targets(move_tensor(targets, theta.device, theta.dtype))
         likelihood.check_targets(y, self.model.layout.output_shape.numel())
         self._likelihood.append(likelihood)
@@ -255,7 +255,7 @@ class SharedLogPosterior(LogPosterior):
         replicas = {name: self.ranks.replicate(value) for name, value in self.ordered(params).items()}
         return self.ranks.add_up(self._sum(replicas, own)) / points
 
-    def differentiated(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+    def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return this rank's part of the log posterior; the parts add up to the whole over the ranks."""
         points, own = self._own(batch)
         params = self.ordered(params)
@@ -330,8 +330,8 @@ def log_posterior(
     if isinstance(model, ShardedLinearization):
         raise TypeError("a sampler holds all parameters on each rank: pass an unsharded copy of the model.")
     if isinstance(model, Linearization):
-        given = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
-        twice = [name for name, value in given.items() if value is not None]
+        facts = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
+        twice = [name for name, value in facts.items() if value is not None]
         if twice:
             raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
         model = with_left_out_noise(model)

@@ -229,14 +229,14 @@ class _RunState:
 
     @classmethod
     def start(
-        cls, sampler: Transition, state: Any, kept: int, steps: int, adaptation: StepSizeSearch | None
+        cls, sampler: Transition, state: Any, draws: int, steps: int, adaptation: StepSizeSearch | None
     ) -> _RunState:
         """Return the state before the first step."""
         theta = state.theta if state.theta.ndim == 2 else state.theta.unsqueeze(0)
         k = len(theta)
         traced = TRACES if sampler.metropolis else TRACES[:1]
         traces = {name: theta.new_full((k, steps), math.nan, dtype=torch.float64) for name in traced}
-        return cls(0, state, theta.new_empty(k, kept, theta.shape[-1]), traces, adaptation)
+        return cls(0, state, theta.new_empty(k, draws, theta.shape[-1]), traces, adaptation)
 
     def advance(
         self, state: Any, info: Info, warmup: int, thin: int, position: Any, spread: Spread | None

@@ -43,11 +43,11 @@ def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
     """
     if isinstance(params, nn.Module):
         raise TypeError("params is a module: pass its tensors, dict(model.named_parameters()).")
-    found, spec = pytree.tree_flatten_with_path(params)
-    if not found:
+    paths_and_leaves, spec = pytree.tree_flatten_with_path(params)
+    if not paths_and_leaves:
         raise ValueError(f"params contain no tensor: {params!r}.")
     leaves: dict[str, Tensor] = {}
-    for path, leaf in found:
+    for path, leaf in paths_and_leaves:
         name = f"params{pytree.keystr(path)}"
         check_kind(name, leaf, Tensor, "a tensor: params are a tree (dict, tuple, …) of tensors")
         if not leaf.is_floating_point():
@@ -183,8 +183,8 @@ def generator_states(
     """Return the states of new generators, seeded by draws from `generator` or from torch's default generator."""
     on = "cpu" if generator is None else generator.device
     seeds = torch.randint(2**62, (1 if chains is None else chains,), generator=generator, device=on)
-    found = [torch.Generator(device).manual_seed(seed).get_state() for seed in seeds.tolist()]
-    return found[0] if chains is None else torch.stack(found)
+    states = [torch.Generator(device).manual_seed(seed).get_state() for seed in seeds.tolist()]
+    return states[0] if chains is None else torch.stack(states)
 
 
 class NoiseSource:
@@ -203,15 +203,15 @@ class NoiseSource:
 
     def normal(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         """Draw standard normal numbers in the shape of `like`."""
-        found = torch.empty_like(like)
-        for row, generator in zip(found.unsqueeze(0) if self._single else found, self._generators):
+        numbers = torch.empty_like(like)
+        for row, generator in zip(numbers.unsqueeze(0) if self._single else numbers, self._generators):
             row.normal_(generator=generator)
-        return found
+        return numbers
 
     def each(self, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
         """Call `draw` with each generator and stack the results."""
-        found = [draw(generator) for generator in self._generators]
-        return found[0] if self._single else torch.stack(found)
+        numbers = [draw(generator) for generator in self._generators]
+        return numbers[0] if self._single else torch.stack(numbers)
 
     def uniform(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k"]:
         """Draw one number in [0, 1) for each chain, in float64."""

@@ -110,12 +110,12 @@ class Cosine:
         return self.last + (self.first - self.last) * share
 
 
-def as_schedule(name: str, given: Any, zero: bool = False) -> Schedule:
+def as_schedule(name: str, value: Any, zero: bool = False) -> Schedule:
     """Return the schedule for a number, which is checked, or for a function of the step, whose values `at` checks."""
-    if callable(given) and not isinstance(given, type):
-        return given
+    if callable(value) and not isinstance(value, type):
+        return value
     kind = "a number or a function of the step, such as RobbinsMonro(a)"
-    return Constant(checked_number(name, given, "[0, inf)" if zero else "(0, inf)", kind))
+    return Constant(checked_number(name, value, "[0, inf)" if zero else "(0, inf)", kind))
 
 
 def at(name: str, schedule: Schedule, step: int) -> float:
@@ -207,15 +207,15 @@ class OperatorMetric(Isotropic):
         target.add_(basis.rotate(rotated.mT).mT.reshape(g.shape))
 
 
-def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:
+def as_metric(D: Any, name: str = "preconditioner") -> Isotropic:
     """Return the metric for None, a number, a vector (d,) or an operator known to be positive semidefinite."""
-    if given is None:
+    if D is None:
         return Isotropic()
-    if isinstance(given, numbers.Real) and not isinstance(given, bool):
-        return Isotropic(checked_number(name, given))
-    if isinstance(given, Tensor) and given.ndim == 1:
-        given = Diagonal(given.detach().clone())
-    check_kind(name, given, Operator, "a number, a vector or an operator, such as co.linalg.Dense(matrix, psd=True)")
-    if not is_psd(given):
+    if isinstance(D, numbers.Real) and not isinstance(D, bool):
+        return Isotropic(checked_number(name, D))
+    if isinstance(D, Tensor) and D.ndim == 1:
+        D = Diagonal(D.detach().clone())
+    check_kind(name, D, Operator, "a number, a vector or an operator, such as co.linalg.Dense(matrix, psd=True)")
+    if not is_psd(D):
         raise ValueError(f"{name} must be positive semidefinite: pass co.linalg.Dense(matrix, psd=True).")
-    return OperatorMetric(D=given)
+    return OperatorMetric(D=D)

@@ -286,22 +286,22 @@ class Transition(Summarised, ABC):
         return value, gradient
 
     def _not_finite(self, value: Tensor, step: int) -> Exception:
-        found = "NaN or Inf" if value.ndim == 0 else f"NaN or Inf in {_named_chains(~value.isfinite())}"
+        what = "NaN or Inf" if value.ndim == 0 else f"NaN or Inf in {_named_chains(~value.isfinite())}"
         if step == 0:
             return ValueError(
-                f"log_posterior is {found} at the initial params: start where it is finite, and check the batch."
+                f"log_posterior is {what} at the initial params: start where it is finite, and check the batch."
             )
         name, epsilon = self.step_length(step)
         measured = " (co.sampling.run measures the curvature and names the limit.)"
         return DivergenceError(
-            f"log_posterior is {found} at step {step} with {name}={epsilon:g}, which is probably beyond stability; "
+            f"log_posterior is {what} at step {step} with {name}={epsilon:g}, which is probably beyond stability; "
             f"try {name}={epsilon / 4:.2g}.{'' if self.stability_limit(1.0) is None else measured}"
         )
 
     def _check_state(self, state: Any) -> None:
-        kind, of = self.state_type, type(state)
+        kind, actual = self.state_type, type(state)
         if not isinstance(state, kind):
-            raise TypeError(f"state must be a {kind.__name__}, from init of this sampler, got {of.__name__}.")
+            raise TypeError(f"state must be a {kind.__name__}, from init of this sampler, got {actual.__name__}.")
         chains = self.chains if self.spread is None else self.spread.count
         if state.theta.shape[:-1] != (() if chains is None else (chains,)):
             got = tuple(state.theta.shape[:-1])
@@ -325,23 +325,23 @@ def common_arguments(
             "log_posterior must be a function (params, batch) -> number, or co.sampling.log_posterior(...), got "
             f"{type(log_posterior).__name__}.{hint}"
         )
-    known = getattr(log_posterior, "data_size", None)
-    if data_size is None and known is None and isinstance(log_posterior, nn.Module):
+    own_size = getattr(log_posterior, "data_size", None)
+    if data_size is None and own_size is None and isinstance(log_posterior, nn.Module):
         raise TypeError(
             f"log_posterior is a module, {type(log_posterior).__name__}: pass co.sampling.log_posterior(model, "
             "likelihood, data_size=N)."
         )
-    if data_size is None and known is None:
+    if data_size is None and own_size is None:
         raise ValueError(
             "data_size is missing: log_posterior is a mean over N points, and temperature 1 is the posterior only "
             "if N is known. Pass data_size=N (1 for a density that is not a mean over data), or build log_posterior "
             "with co.sampling.log_posterior(...), which carries it."
         )
     if data_size is None:
-        data_size = known
+        data_size = own_size
     size = checked_whole("data_size", data_size, kind="a whole number of points")
-    if known is not None and data_size != known:
-        raise ValueError(f"data_size={data_size}, but log_posterior was built for {known} points: leave it out.")
+    if own_size is not None and data_size != own_size:
+        raise ValueError(f"data_size={data_size}, but log_posterior was built for {own_size} points: leave it out.")
     return {
         "density": Evaluation(log_posterior),
         "step_size": as_schedule("step_size", step_size),

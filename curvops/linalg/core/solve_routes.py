@@ -77,7 +77,7 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Posterior:
+class PosteriorFacts:
     """The facts that a posterior adds to those of its precision P = G + A."""
 
     name: str = "the curvature"
@@ -130,7 +130,7 @@ class System:
     """The bytes left for vectors and formed matrices."""
     asked: str | None = None
     """The requested method for draws of a posterior."""
-    posterior: Posterior | None = None
+    posterior: PosteriorFacts | None = None
 
     @property
     def small(self) -> bool:
@@ -237,7 +237,7 @@ def routes(system: System) -> tuple[Route, ...]:
     return every if s.asked is None else tuple(route for route in every if route.name in METHODS[s.asked])
 
 
-def _formed_matrix(s: System, p: Posterior) -> Route:
+def _formed_matrix(s: System, p: PosteriorFacts) -> Route:
     nbytes, most = FORMED_COPIES * 8 * s.rows**2, MOST_FORMED if s.further else DENSE_BLOCK
     return _route(
         "formed matrix",
@@ -253,7 +253,7 @@ def _formed_matrix(s: System, p: Posterior) -> Route:
     )
 
 
-def _formed_kernel(s: System, p: Posterior, most_gradients: float | int, *obstacles: tuple[bool, str]) -> Route:
+def _formed_kernel(s: System, p: PosteriorFacts, most_gradients: float | int, *obstacles: tuple[bool, str]) -> Route:
     """Return the route by J Jᵀ of all training points, decomposed once for every prior precision that is a number."""
     nbytes = KERNEL_COPIES * 8 * p.outputs**2
     return _route(
@@ -273,7 +273,7 @@ def _formed_kernel(s: System, p: Posterior, most_gradients: float | int, *obstac
 
 def determinants(system: System) -> tuple[Route, ...]:
     """Return the routes to log det P − log det A and tr P⁻¹G under a prior precision A, a number or a vector."""
-    s, p = system, system.posterior or Posterior()
+    s, p = system, system.posterior or PosteriorFacts()
     nbytes = 2 * 8 * s.rows**2
     too_large = (s.rows > WHOLE or nbytes > p.budget) and not (p.decomposed and p.scalar)
     return (
@@ -299,7 +299,7 @@ def products_of_probes(rows: int) -> int:
 
 def decomposes(system: System) -> bool:
     """Return whether the matrix is decomposed if probes do not reach the tolerance."""
-    p = system.posterior or Posterior()
+    p = system.posterior or PosteriorFacts()
     return p.scalar and system.rows <= MOST_MATVECS and 2 * 8 * system.rows**2 <= p.budget
 
 

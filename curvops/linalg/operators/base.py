@@ -25,7 +25,7 @@ from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_mo
 from curvops.distributed_types import is_dtensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
-from curvops.linalg.core.memory import Memories, memories_of
+from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sharded import (
@@ -178,7 +178,10 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     @property
     def memories(self) -> Memories:
         """The memory budgets of the networks in A, within which algorithms on A allocate their vectors."""
-        return frozenset().union(*(memories_of(part) for part in self._args))
+        memories: Memories = frozenset()
+        for part in self._args:
+            memories |= getattr(part, "memories", frozenset())
+        return memories
 
     @property
     def multiply_adds(self) -> float | int:
@@ -188,7 +191,10 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     @property
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
-        return next((asked for part in self._args if (asked := getattr(part, "progress", None)) is not None), None)
+        for part in self._args:
+            if (progress := getattr(part, "progress", None)) is not None:
+                return progress
+        return None
 
     # Products
 
@@ -495,10 +501,6 @@ class Operator(LinearOperatorContract, EntriesByProducts):
         """Return M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None if none is known to pay off."""
         return None
 
-    def _iterated(self, system: routes.System) -> routes.System:
-        """Return the system with the facts about its solution by conjugate gradients."""
-        return replace(system, sketch=self._takes_sketch)
-
     # Solutions and determinants
 
     def plan(self, columns: int = 1) -> routes.SolvePlan:
@@ -518,7 +520,7 @@ class Operator(LinearOperatorContract, EntriesByProducts):
             TypeError, ValueError: columns is not a whole number, at least 1.
         """
         system = system_of(self, checked_whole("columns", columns, 1), whole=True)
-        return routes.SolvePlan({"solve": routes.routes(self._iterated(system))})
+        return routes.SolvePlan({"solve": routes.routes(replace(system, sketch=self._takes_sketch))})
 
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         """Return A⁻¹ B (or L A⁻¹ B) for (n,), (n, K) or (..., n, K), differentiable in B, L and the tensors inside A.

@@ -28,7 +28,6 @@ from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.solve_routes import KEPT_SHARE, LEAST_KEPT, MOST_KEPT
 from curvops.linalg.core.vectors import (
-    Description,
     Given,
     Matrix,
     Vectors,
@@ -157,45 +156,43 @@ def cg(
     check_flag("block", block)
     if checkpoint is not None and refine is not False:
         raise ValueError(f"cg saves no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
+    run, vector, K = current_run(), facts.vector_bytes, 1 if B.ndim == 1 else B.shape[1]
     most = 0 if keep_directions is None else checked_whole("keep_directions", keep_directions, 0)
+    if keep_directions is None and block and run.memories and (room := run.room()) is not None:
+        fitting = (room - VECTORS * vector * K) // (KEPT_SHARE * 2 * vector)
+        # What is left of a small space is rounding.
+        most = min(MOST_KEPT, fitting, facts.rows // 2) if fitting >= LEAST_KEPT else 0
     apply, saved = as_function(preconditioner, facts), begin("cg", checkpoint, lambda: problem_of(A), facts.device)
-    if keep_directions is None and block:
-        most = most_directions(facts, 1 if B.ndim == 1 else B.shape[1])
-    if saved.done:
-        return saved.result(Solution)
     if saved is not NOTHING:
+        if saved.done:
+            return saved.result(Solution)
         B, x0, most = saved.attach("right-hand sides, guess and directions", lambda: [B, x0, most]) or (B, x0, most)
 
-    def solve(B: Vectors, X0: Vectors | None, resumption: Resumption | None) -> Solution:
-        if refine is False:
-            return iterate(A, B, X0, apply, block, most, goal, resumption)
-        low = facts.dtype if refine is True else refine
+    def solve(
+        B: Vectors,
+        X0: Vectors | None,
+        resumption: Resumption | None,
+        A: Matrix = A,
+        precondition: Multiply = apply,
+        goal: Goal = goal,
+    ) -> Solution:
+        records = Records(B, X0, B, goal)
+        ConjugateGradients(product(A), precondition, block, most, records, resumption).solve()
+        return records.solution()
+
+    def refined(B: Vectors, X0: Vectors | None, _: Resumption | None) -> Solution:
+        low = facts.dtype if isinstance(refine, bool) else refine
         rounded = A.to(low)
 
         def correct(R: Vectors, start: Vectors | None, inner_goal: Goal) -> Solution:
-            return iterate(rounded, R, start, lambda V: apply(V.to(facts.dtype)).to(V.dtype), block, most, inner_goal)
+            return solve(R, start, None, rounded, lambda V: apply(V.to(facts.dtype)).to(V.dtype), inner_goal)
 
         return Refinement(A.to(torch.float64), low, B, X0).solve(correct, goal)
 
-    with hold(current_run().memories, 2 * most * facts.vector_bytes):
-        solution = solve_in_groups(solve, facts, B, x0, VECTORS + (0 if refine is False else REFINED), saved)
-    return saved.finish(solution)
-
-
-def iterate(
-    A: Matrix,
-    B: Vectors,
-    X0: Vectors | None,
-    precondition: Multiply,
-    block: bool,
-    most: int,
-    goal: Goal,
-    resumption: Resumption | None = None,
-) -> Solution:
-    """Iterate on columns of unit norm, and keep at most so many directions."""
-    records = Records(B, X0, B, goal)
-    ConjugateGradients(product(A), precondition, block, most, records, resumption).solve()
-    return records.solution()
+    with hold(run.memories, 2 * most * vector):
+        if refine is not False:
+            return saved.finish(solve_in_groups(refined, facts, B, x0, VECTORS + REFINED, saved))
+        return saved.finish(solve_in_groups(solve, facts, B, x0, VECTORS, saved))
 
 
 class ConjugateGradients:
@@ -525,14 +522,3 @@ def classify_directions(
     sound = finite & ((curvature > floor) | ((curvature > 0.1 * image) & (curvature > 0)))
     indefinite = finite & ~sound & ((curvature < -floor) | (image.square() > 100 * noise * norm_A**2))
     return sound, indefinite
-
-
-def most_directions(facts: Description, columns: int) -> int:
-    """Return how many directions an operator of a network keeps beside the working vectors: within a share of them."""
-    run, vector = current_run(), facts.vector_bytes
-    room = run.room() if run.memories else None
-    if room is None:
-        return 0
-    fitting = (room - VECTORS * vector * columns) // (KEPT_SHARE * 2 * vector)
-    # What is left of a small space is rounding.
-    return min(MOST_KEPT, fitting, facts.rows // 2) if fitting >= LEAST_KEPT else 0

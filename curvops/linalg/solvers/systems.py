@@ -400,7 +400,7 @@ def solve_in_groups(
     K, column = block.shape[1], vectors * facts.vector_bytes
     groups = Groups("solved for", columns_at_a_time(K, column, run.room(column)))
     solutions, X, state, first = list[Solution](), None, None, 0
-    if saved.state is not None:
+    if saved is not NOTHING and saved.state is not None:
         groups.width, X, state = (saved.state[name] for name in ("width", "X", "group"))
         solutions = [from_record(Solution, record) for record in saved.state["solutions"]]
         first = sum(len(solution.reasons) for solution in solutions)

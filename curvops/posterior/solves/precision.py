@@ -25,7 +25,7 @@ from curvops.linalg.core.solve_routes import (
     PRODUCTS_A_SOLVE,
     SKETCH_SERVES,
     UNEVEN,
-    Posterior,
+    PosteriorFacts,
     Route,
     SolvePlan,
     System,
@@ -78,7 +78,7 @@ def posterior_system(terms: PrecisionTerms, columns: int = 1, asked: str | None 
         recorded=carries_graph(P.representation()),
         room=lin.memory.room() if whole and not closed else math.inf,
         asked=asked,
-        posterior=Posterior(
+        posterior=PosteriorFacts(
             name=type(terms.curvature).__name__,
             psd=is_psd(base),
             scalar=scalar,
@@ -114,7 +114,7 @@ def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
     """Return the routes for this many draws or rows of J, and for determinants, without solving anything."""
     system = replace(posterior_system(terms, columns), sketch=terms.precision._takes_sketch)
     rows = replace(system, asked="cg", further=True, columns=columns + (terms.cache.known("columns") or 0))
-    found = {"draws": routes(system), "predictions": routes(terms.precision._iterated(rows))}
+    found = {"draws": routes(system), "predictions": routes(rows)}
     return SolvePlan(found if terms.A is None else found | {"determinants": determinants(system)})
 
 

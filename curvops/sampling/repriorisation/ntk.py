@@ -17,9 +17,6 @@ from curvops.linalg import Estimate, Operator, eigsh, logdet, minres
 from curvops.network import Blocks
 from curvops.sampling.repriorisation.readout_map import Change, MappedWeights, factor, solve_triangle
 
-MOST_STEPS = 20
-"""The maximum number of Newton steps of the inverse at each λ."""
-
 
 class Tangents(NamedTuple):
     """The linearisation at φ: J (m, D), the Cholesky factor L of JJᵀ + λI, α = (JJᵀ + λI)⁻¹(y − f), and Jᵀα."""
@@ -99,7 +96,7 @@ class TangentMap(Change):
     def _newton(self, goal: Tensor, v: Tensor, level: float) -> tuple[Tensor, float]:
         """Take damped Newton steps towards T(φ) = goal; return φ and the largest entry of the gap."""
         gap = goal - self._map_vector(v, level)
-        for _ in range(MOST_STEPS):
+        for _ in range(20):
             step = torch.linalg.solve(jacrev(lambda w: self._map_vector(w, level))(v), gap)
             share, left = 1.0, gap
             while share > 1e-4:
@@ -125,12 +122,12 @@ class TangentMap(Change):
         product = self._curvature_product(v, at.alpha)
         curved = CurvedIdentity(v, product=product)
         accuracy = 1e-2 * math.sqrt(torch.finfo(v.dtype).eps)
-        found = minres(curved, at.J.mT, rtol=accuracy)
-        if not found.accepted:
-            raise ConvergenceError(found, accuracy)
-        mixed = self._identity(at) - self._mixed_rows(v, at) @ found.x / self.level
-        known = self._kernel_term(at) + _log_size(torch.linalg.qr(mixed)[1])
-        return _by_quadrature(v, product, rtol, max_matvecs, generator) + known
+        solution = minres(curved, at.J.mT, rtol=accuracy)
+        if not solution.accepted:
+            raise ConvergenceError(solution, accuracy)
+        mixed = self._identity(at) - self._mixed_rows(v, at) @ solution.x / self.level
+        exact = self._kernel_term(at) + _log_size(torch.linalg.qr(mixed)[1])
+        return _by_quadrature(v, product, rtol, max_matvecs, generator) + exact
 
     def _flat(self, blocks: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         return torch.cat([blocks[name].flatten() for name in self.problem.model.selection.names])
@@ -154,10 +151,10 @@ class TangentMap(Change):
     def _logdet(self, v: Float[Tensor, " D"], at: Tangents) -> Float[Tensor, ""]:
         """Return −log det(I + JJᵀ/λ) + log|det(I + H_α)| + log|det(I − R(I + H_α)⁻¹Jᵀ/λ)|, in float64."""
 
-        def value(w: Tensor) -> Tensor:
+        def weighted_outputs(w: Float[Tensor, " D"]) -> Float[Tensor, ""]:
             return self._outputs(w) @ at.alpha
 
-        H: Tensor = jacrev(grad(value))(v)
+        H: Tensor = jacrev(grad(weighted_outputs))(v)
         curved = H + torch.eye(len(v), dtype=v.dtype, device=v.device)
         Q, R = torch.linalg.qr(curved)  # not LU, which torch computes wrongly for many chains on several threads
         mixed = (
@@ -177,18 +174,8 @@ class TangentMap(Change):
         return torch.eye(len(at.L), dtype=at.L.dtype, device=at.L.device)
 
     def _curvature_product(self, v: Float[Tensor, " D"], alpha: Float[Tensor, " m"]) -> Callable[[Tensor], Tensor]:
-        def value(w: Tensor) -> Tensor:
-            return self._outputs(w) @ alpha
-
-        def slope(w: Tensor, vector: Tensor) -> Tensor:
-            found: Tensor = grad(value)(w)
-            return found @ vector
-
-        def one(vector: Tensor) -> Tensor:
-            found: Tensor = grad(slope)(v, vector)
-            return found
-
-        return lambda block: vmap(one, in_dims=1, out_dims=1)(block)
+        slope = grad(lambda w: self._outputs(w) @ alpha)
+        return vmap(lambda vector: grad(lambda w: slope(w) @ vector)(v), in_dims=1, out_dims=1)
 
 
 def _log_size(R: Float[Tensor, "n n"]) -> Float[Tensor, ""]:
