@@ -127,7 +127,7 @@ def answers_of_rank(group: Any, size: int) -> dict[str, np.ndarray]:
     return answers(linearisation(size, dist.get_rank(group), group, 2)) | trained(size, dist.get_rank(group), group)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
 def test_ranks_change_nothing(expected, weights, size) -> None:
     for rank, found in run_on_ranks(size, answers_of_rank, size).items():
         assert not isinstance(found, str), f"rank {rank}: {found}"
