@@ -349,8 +349,7 @@ class InLayerBlocks(Metric):
         self.few: dict[tuple[str, ...], KroneckerForm] = {}
         self.waiting: dict[tuple[str, ...], list[tuple[Target, Tensor]]] = {}
         if isinstance(form, LayerBlocksForm):
-            blocks = zip(form.base.names, form.forms)
-            self.forms = {names: block for names, block in blocks if isinstance(block, EigenKroneckerForm)}
+            self.forms = form.kronecker_forms
             products = {names: block for names, block in self.forms.items() if isinstance(block, KroneckerForm)}
             if missing := {names: block for names, block in products.items() if block.base.known_eigen is None}:
                 if count is not None and walk.features() is None:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from curvops.checks import check_flag
 from curvops.errors import RanksDifferError
 from curvops.fingerprints import fingerprint
 from curvops.network.data.inputs import components, map_inputs, num_points
@@ -101,7 +100,6 @@ def split_points(
             message).
         RanksDifferError: ranks ask for different things, or inputs that have to be gathered do not fit together.
     """
-    check_flag("gather", gather)
     shard = lin.passes.shard
     if shard is None:
         if gather:
