@@ -166,7 +166,7 @@ def nystrom(
     if kept.done:
         return kept.result(Nystrom)
     current_run().expect(None if rank is None else limit)
-    with probing(A, source, Limits(memory=memory_budget)) as probed:
+    with probing(A, source, Limits()) as probed:
         return kept.finish(grow(probed, rank, limit, float(shift), rhs, known_psd=is_psd(A), kept=kept))
 
 
