@@ -93,7 +93,7 @@ def linearize() -> Callable[[], Any]:
 
 CALLS = {
     "linearize": (linearize, 35, 302),
-    "G @ v": (product, 16, 67),
+    "G @ v": (product, 16, 61),
     "P.solve(b)": (solve, 36, 191),
     "co.linalg.cg(P, B)": (block_solve, 30, 170),
     "co.linalg.trace(G)": (trace, 38, 194),
