@@ -129,7 +129,8 @@ def running(
     check_progress(progress)
     if memory_budget is not None:
         checked_number("memory_budget", memory_budget, "[0, inf]")
-    outer, own = current_run(), None
+    outer = current_run()
+    own: Steps | None = None
     silent, steps = outer.silent, outer.steps
     if progress is not None or not outer.counts:
         progress = getattr(A, "progress", None) if progress is None else progress

@@ -1,9 +1,9 @@
 """Checkpoints of long runs: the state, saved in a folder as a run proceeds, from which it resumes after a crash.
 
-A public function with the keyword `checkpoint` is `resumable`. Once it has checked its arguments it calls `begin`,
-looks up the state or the result of an earlier run, and calls `save` at each of its steps. Most of these calls do
-nothing: a save comes at most every `PAUSE` seconds, and later saves take no more than `SHARE` of the run.
-The folders are those of `storage`, which are complete whenever the process is killed.
+A public function with the keyword `checkpoint` is an `algorithm` of linear algebra, or `resumable`. Once it has checked
+its arguments it calls `begin`, looks up the state or the result of an earlier run, and calls `save` at each of its
+steps. Most of these calls do nothing: a save comes at most every `PAUSE` seconds, and later saves take no more than
+`SHARE` of the run. The folders are those of `storage`, which are complete whenever the process is killed.
 
 In a run with `parts`, each resumable function that it calls saves its progress in a folder inside the run's own,
 without being given an argument, just as progress bars work. These parts are numbered in the order in which they run,
@@ -44,7 +44,7 @@ from curvops.process_group import Ranks
 from curvops.progress import in_force
 from curvops.records import from_record, record_of
 
-KIND, VERSION = "checkpoint", 5
+KIND, VERSION = "checkpoint", 6
 PAUSE = 30.0
 """The least number of seconds between two saves."""
 SHARE = 0.02

@@ -14,8 +14,8 @@ import sys
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from tqdm import tqdm
 
@@ -24,7 +24,6 @@ PATIENCE = 2.0
 
 T = TypeVar("T")
 Options = ParamSpec("Options")
-Maker = TypeVar("Maker", bound=Callable[..., Any])
 Progress = bool | Callable[[str, int, int | None], None] | None
 in_force: ContextVar[Any] = ContextVar("in_force", default=None)
 """The `Run` in force; None outside of every algorithm."""
@@ -106,17 +105,6 @@ def as_step(count: int, work: Callable[Options, T], *args: Options.args, **optio
     if count and run.steps is not None:
         run.steps.advance(count)
     return result
-
-
-def count_products(make: Maker) -> Maker:
-    """Make the products that this function returns count: K products for a block (n, K)."""
-
-    @wraps(make)
-    def wrap(*args: Any) -> Callable[[Any], Any]:
-        multiply = make(*args)
-        return lambda V: as_step(V.shape[1], multiply, V)
-
-    return cast(Maker, wrap)
 
 
 def aside(work: Callable[Options, T]) -> Callable[Options, T]:

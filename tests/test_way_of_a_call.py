@@ -93,9 +93,9 @@ def linearize() -> Callable[[], Any]:
 
 CALLS = {
     "linearize": (linearize, 35, 302),
-    "G @ v": (product, 16, 67),
-    "P.solve(b)": (solve, 36, 201),
-    "co.linalg.cg(P, B)": (block_solve, 30, 180),
+    "G @ v": (product, 16, 61),
+    "P.solve(b)": (solve, 36, 191),
+    "co.linalg.cg(P, B)": (block_solve, 30, 170),
     "co.linalg.trace(G)": (trace, 38, 194),
     "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 62, 446),
     "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 46, 230),

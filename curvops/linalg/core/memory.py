@@ -59,7 +59,8 @@ def in_parts(multiply: Multiply, width: int) -> Multiply:
     groups = Groups("multiplied", width)
 
     def apply(V: Vectors) -> Vectors:
-        K, result = V.shape[1], None
+        K = V.shape[1]
+        result: Vectors | None = None
 
         def multiply_part(start: int, stop: int) -> None:
             nonlocal result

@@ -190,7 +190,8 @@ class Operator(LinearOperatorContract):
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
         for part in self._args:
-            if (progress := getattr(part, "progress", None)) is not None:
+            progress: Progress = getattr(part, "progress", None)
+            if progress is not None:
                 return progress
         return None
 

@@ -399,7 +399,10 @@ def solve_in_groups(
     run, block, X0 = current_run(), as_columns(B), None if x0 is None else as_columns(x0)
     K, column = block.shape[1], vectors * facts.vector_bytes
     groups = Groups("solved for", columns_at_a_time(K, column, run.room(column)))
-    solutions, X, state, first = list[Solution](), None, None, 0
+    solutions: list[Solution] = []
+    X: Vectors | None = None
+    state: Mapping[str, Any] | None = None
+    first = 0
     if saved is not NOTHING and saved.state is not None:
         groups.width, X, state = (saved.state[name] for name in ("width", "X", "group"))
         solutions = [from_record(Solution, record) for record in saved.state["solutions"]]

@@ -231,3 +231,11 @@ def test_without_memory_for_a_column_the_error_says_what_to_do():
         pytest.raises(torch.OutOfMemoryError, match="Not even one column fits: pass"),
     ):
         co.linalg.cg(without_room_beyond(0, torch.eye(5)), torch.ones(5, 4))
+
+
+def test_an_algorithm_inside_another_keeps_to_the_bytes_given_to_that():
+    matrix, B = symmetric(torch.linspace(1, 3, 300).double()), torch.randn(300, 7, generator=generator()).double()
+    A = without_room_beyond(3, matrix)
+    x = co.linalg.solve(A, B, method="cg", memory_budget=3 * 12 * 8 * 300)
+    assert max(A.widths) == 3
+    torch.testing.assert_close(x, torch.linalg.solve(matrix, B), rtol=1e-6, atol=1e-6)
