@@ -25,9 +25,8 @@ LOG_2PI = math.log(2 * math.pi)
 class GaussianFamily(ABC):
     """A family of covariances Σ on vectors (d,) with a given structure."""
 
-    @abstractmethod
-    def shapes(self, structure: Structure) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the family's tensors by name."""
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
 
     @abstractmethod
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
@@ -64,9 +63,6 @@ class GaussianFamily(ABC):
 class DiagonalFamily(GaussianFamily):
     """The family Σ = diag(e^{2 s})."""
 
-    def shapes(self, structure: Structure) -> dict[str, tuple[int, ...]]:
-        return {"log_scale": (structure.size,)}
-
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         return {"log_scale": torch.full_like(like, math.log(scale))}
 
@@ -89,9 +85,6 @@ class DiagonalFamily(GaussianFamily):
 
 class DenseFamily(GaussianFamily):
     """The family Σ = L Lᵀ, L lower triangular with a positive diagonal e^s."""
-
-    def shapes(self, structure: Structure) -> dict[str, tuple[int, ...]]:
-        return {"factor": (structure.size, structure.size)}
 
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         return {"factor": torch.diag(torch.full_like(like, math.log(scale)))}
@@ -119,9 +112,6 @@ class LowRankDiagonalFamily(GaussianFamily):
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-
-    def shapes(self, structure: Structure) -> dict[str, tuple[int, ...]]:
-        return {"log_scale": (structure.size,), "vectors": (structure.size, self.rank)}
 
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         small = 0.1 * scale / self.rank**0.5  # at U = 0 the mean of its gradient is zero
@@ -161,12 +151,6 @@ class KroneckerFamily(GaussianFamily):
 
     It is the matrix normal distribution of Louizos & Welling 2016. Tensors are independent of each other.
     """
-
-    def shapes(self, structure: Structure) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
-        for i, p, q, _ in factors(structure):
-            shapes |= {f"left.{i}": (p, p)} | ({f"right.{i}": (q, q)} if q > 1 else {})
-        return shapes
 
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         tensors = {}

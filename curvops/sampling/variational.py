@@ -65,6 +65,7 @@ class VariationalState(OptimizerState):
     """
 
     spread: dict[str, Tensor]
+    family: str = field(repr=False)
     average: dict[str, Tensor] = field(repr=False)
     square: dict[str, Tensor] = field(repr=False)
     centre: dict[str, Tensor] = field(repr=False)
@@ -108,12 +109,13 @@ class Variational(Optimizer):
         if self.chains is not None:
             raise ValueError("variational inference makes one fit, not chains: pass draws= for several draws per step.")
         spread = self.family.start(state.structure, self.initial_scale, state.theta, noise)
-        tensors: dict[str, Any] = {"spread": spread, "average": {}, "square": {}, "centre": {}}
+        tensors: dict[str, Any] = {"spread": spread, "family": repr(self.family)}
+        tensors |= {"average": {}, "square": {}, "centre": {}}
         return super()._initial_tensors(state, noise) | tensors
 
     def _check_state(self, state: Any) -> None:
         super()._check_state(state)
-        if self.family.shapes(state.structure) != {name: tuple(spread.shape) for name, spread in state.spread.items()}:
+        if state.family != repr(self.family):
             raise ValueError("the state has another family or rank: make it with init of this sampler.")
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> VariationalInfo:
