@@ -138,6 +138,6 @@ def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
         return work
 
-    monkeypatch.setattr(passes.BatchMap, "_pull", counted(passes.BatchMap._pull))
+    monkeypatch.setattr(passes.BatchMap, "pull", counted(passes.BatchMap.pull))
     monkeypatch.setattr(batch_rows, "each_group", counted(batch_rows.each_group))
     return state

@@ -38,37 +38,32 @@ class BatchMap:
 
     def push(self, vectors: Float[Tensor, "D K"]) -> Float[Tensor, "K n C"]:
         """Return J V."""
-        return linear(vectors, self._push, self._pull)
+        if torch.is_grad_enabled() and vectors.requires_grad:
+            return linear(vectors, self.push, self.pull)
+        with self._lock:
+            return self._engine.push(self._selection.split(vectors.detach()))
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Float[Tensor, "D K"]:
         """Return Jᵀ U."""
-        return linear(cotangents, self._pull, self._push)
-
-    def _push(self, vectors: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and cotangents.requires_grad:
+            return linear(cotangents, self.pull, self.push)
         with self._lock:
-            return self._engine.push(self._selection.split(vectors))
-
-    def _pull(self, cotangents: Tensor) -> Tensor:
-        with self._lock:
-            return self._selection.join(self._engine.pull(cotangents))
+            return self._selection.join(self._engine.pull(cotangents.detach()))
 
 
 class _Linear(Function):
-    """A linear map with its adjoint, for autograd."""
+    """A linear map with its adjoint, for autograd; both give their own derivatives while gradients are recorded."""
 
     @staticmethod
     def forward(ctx: Any, argument: Tensor, apply: Any, adjoint: Any) -> Tensor:
-        ctx.maps = apply, adjoint
+        ctx.adjoint = adjoint
         return apply(argument)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        apply, adjoint = ctx.maps
-        return linear(gradient, adjoint, apply), None, None
+        return ctx.adjoint(gradient), None, None
 
 
 def linear(argument: Tensor, apply: Any, adjoint: Any) -> Tensor:
-    """Return a linear map's value, with derivatives of any order by its adjoint."""
-    if torch.is_grad_enabled() and argument.requires_grad:
-        return _Linear.apply(argument, apply, adjoint)  # type: ignore[no-untyped-call]
-    return apply(argument.detach())
+    """Return a linear map's value, with derivatives of any order by its adjoint, which is recorded in the same way."""
+    return _Linear.apply(argument, apply, adjoint)  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.solve_routes import FEWER_OUTPUTS
 from curvops.linalg.core.spaces import Spaces
-from curvops.network import OutputFisher, Passes, Plan, Sampled
+from curvops.network import Batch, BatchMap, OutputFisher, Passes, Plan, Sampled
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.user_operator import UserOperator
 
@@ -59,10 +59,15 @@ class Curvature(UserOperator, NetworkOperator):
 
     def _product(self, block: Float[Tensor, "D K"], own: bool = False) -> Float[Tensor, "D K"]:
         """Return the product as a sum over all points, or over this rank's own."""
-        if (rows := self.rows) is not None:
-            block = rows.replicated(block)
-            return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], own=own)
-        return self.lin.passes.curvature_product(block, self.output, own)
+        rows, output = self.rows, self.output
+        walk = rows or self.lin.passes
+        V = walk.replicated(block)
+
+        def term(batch: Batch, J: BatchMap) -> Tensor:
+            u = J.push(V)  # before the outputs, which a push gives, too
+            return J.pull(u if rows is not None else output.product(J.outputs, u, batch))
+
+        return walk.total(term, V.shape[1], own=own)
 
     def _times_sharded(self, rhs: Sharded) -> Sharded:
         if self.passes.shard is None or type(self)._product is not Curvature._product:

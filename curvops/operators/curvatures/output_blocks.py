@@ -80,7 +80,7 @@ def output_blocks(lin: Linearization, output: OutputFisher) -> DirectSum:
             right = group.parts[0].right().flatten(0, 2).double()
             for own, weights in zip(total, group.hessian.diagonal.unbind(1)):
                 own.addmm_((weights.unsqueeze(1) * right).mT, right)
-    total = lin.passes.add_up([total])
+    total = lin.passes.add_up(total)
     positions = layer.to_matrix(lin.model.selection.positions())[0].to(lin.theta.device)
     parts = (round_with_rest(block, lin.theta.dtype) for block in total)
     dense = (Dense(block, psd=True, rest=rest) for block, rest in parts)

@@ -406,7 +406,7 @@ def _sum(weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
     for rows in walk.selected_rows():
         J = rows.to(weights)
         total, start = total + J.mT @ (weights[start : start + len(J), None] * J), start + len(J)
-    return walk.add_up([total])
+    return walk.add_up(total)
 
 
 def _forms(matrix: Float[Tensor, "D D"], walk: Passes) -> Float[Tensor, " NC"]:
