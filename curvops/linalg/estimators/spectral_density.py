@@ -163,9 +163,14 @@ def spectral_density(
     upper = torch.where(value > 0, value * torch.exp(half / value), half) + change
     lower = (value - half - change).clamp_min(0)
     zero_mass = float((weights * (nodes <= zero)).sum(1).mean()) if scale == "log" else 0.0
-    columns = (x.exp() if scale == "log" else x, value, lower, upper, nodes, weights)
+    device = describe_square(A).device
     return SpectralDensity(
-        *(column.to(describe_square(A).device) for column in columns),
+        (x.exp() if scale == "log" else x).to(device),
+        value.to(device),
+        lower.to(device),
+        upper.to(device),
+        nodes.to(device),
+        weights.to(device),
         scale=scale,
         bandwidth=width,
         level=level,

@@ -495,7 +495,8 @@ def low_rank(
                     exact = facts.rows <= probes
                     Z = next(unit_blocks(facts, probes)) if exact else replace(probed, generator=beside).probes(probes)
                     probed_once.extend((Z, multiply(Z)))
-                return _relative_error(facts, *probed_once, U, values, matvecs)
+                Z, images = probed_once
+                return _relative_error(facts, Z, images, U, values, matvecs)
 
             def is_accurate(U: Tensor, values: Tensor) -> bool:
                 return aim is not None and _bound(error_of(U, values, 0)) <= aim
