@@ -12,8 +12,8 @@ from shutil import which
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ("right", "products", "profile")
-"""Waits are counted in `test_waits.py`, tasks are run below; `make gpu-rehearsal` runs all stages."""
+STAGES = ("right", "profile")
+"""Waits are counted in `test_waits.py`, tasks run below; `make gpu-rehearsal` runs all stages, in some minutes."""
 
 
 def rehearse(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
