@@ -158,7 +158,6 @@ ALGORITHMS = {
     "sqrt": plain(linalg.sqrt, PRECISION, RIGHT),
     "inverse_sqrt": plain(linalg.inverse_sqrt, PRECISION, RIGHT, lower_bound=0.01),
     "low_rank": seeded(linalg.low_rank, DECAYING, 10),
-    "low_rank by Lanczos": seeded(linalg.low_rank, DECAYING, rtol=0.1, method="lanczos"),
     "nystrom": seeded(linalg.nystrom, DECAYING, 10),
     "cholesky": seeded(linalg.cholesky, DECAYING, 10),
     "cholesky of an operator": seeded(linalg.cholesky, to_linear_operator(DECAYING) @ torch.eye(SIZE).double(), 10),

@@ -30,6 +30,7 @@ from curvops.cli.runs import (
 )
 from curvops.plots import style
 from curvops.plots.style import Figure
+from curvops.summary import Table
 
 PROBLEMS = ("decaying", "kappa1e4", "digits-ggn", "indefinite")
 QUICK = ("decaying", "digits-ggn")
@@ -177,13 +178,8 @@ ESTIMATES: tuple[Column, ...] = (
 
 
 def table(rows: Sequence[Any], columns: Sequence[Column]) -> str:
-    """Align rows as text: words to the left, numbers to the right."""
-    cells = [[heading for heading, _ in columns], *([show(row) for _, show in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    sides = ["<" if heading in ("method", "preconditioner", "outcome") else ">" for heading, _ in columns]
-    lines = ["  ".join(f"{c:{side}{w}}" for c, side, w in zip(line, sides, widths)).rstrip() for line in cells]
-    lines.insert(1, "─" * max(map(len, lines)))
-    return "\n".join(lines)
+    """Return the rows as text in columns."""
+    return str(Table([heading for heading, _ in columns], [[show(row) for _, show in columns] for row in rows]))
 
 
 def by_quantity(rows: Iterable[EstimateRow]) -> dict[str, list[EstimateRow]]:

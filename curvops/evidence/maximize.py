@@ -157,7 +157,6 @@ def _search(
 
 # Precisions of single weights stay within this factor: beyond it, a weight is practically fixed, or free.
 FURTHEST_WEIGHT = 1e6
-SOLVE_RTOL = 1e-3
 
 
 @dataclass(eq=False)
@@ -247,8 +246,8 @@ class Ascent:
         assert self.vectors is not None
         guess = None if self.over == "weights" else self.solutions
         sketch, spent = preconditioner(post.terms, self.probes, generator=self.generator)
-        solved = cg(P, self.vectors, preconditioner=sketch, rtol=SOLVE_RTOL, x0=guess)
-        solved.raise_if_failed(SOLVE_RTOL, REMEDIES)
+        solved = cg(P, self.vectors, preconditioner=sketch, rtol=1e-3, x0=guess)
+        solved.raise_if_failed(1e-3, REMEDIES)
         self.solutions = solved.x
         A = post.prior.diagonal
         assert A is not None

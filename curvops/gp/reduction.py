@@ -37,16 +37,6 @@ from curvops.posterior.gaussians.laplace import make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
 
 FEATURES = ("inducing", "leading", "random")
-CANDIDATES = 4
-"""The number of random rows per feature that is kept."""
-OVERSAMPLING = 10
-"""The columns of a sketch in excess of the features: at least this many, and half as many as the features (Halko,
-Martinsson & Tropp 2011).
-
-In `benchmarks.many_points`, whose spectrum falls slowly, half leave 3–8 % more than the eigenvectors do, ten 20–40 %.
-"""
-PROPORTIONAL = 1e-5
-"""The largest variation of the ratio of two priors' entries for which they count as multiples of each other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,11 +143,7 @@ class ReducedPosterior(Laplace):
         """The factor between the prior and the prior for which the features were made."""
         made, prior = self._made, self.prior.diagonal
         ratio = None if prior is None else (prior.detach() / made.prior).double()
-        if (
-            ratio is None
-            or self.curvature is not made.curvature
-            or bool(ratio.max() > (1 + PROPORTIONAL) * ratio.min())
-        ):
+        if ratio is None or self.curvature is not made.curvature or bool(ratio.max() > (1 + 1e-5) * ratio.min()):
             raise ValueError("what the features leave out is known only for multiples of the prior they were made for.")
         return float(ratio.mean())
 
@@ -321,7 +307,9 @@ class FeatureChoice:
 
 def _sketch_columns(weights: int, rank: int) -> int:
     """Return the number of columns of a sketch for this many leading features."""
-    return min(weights, rank + max(OVERSAMPLING, rank // 2))
+    # Half as many more as the features (Halko, Martinsson & Tropp 2011) leave 3–8 % more than the eigenvectors do where
+    # the spectrum falls slowly, and ten more 20–40 % (`benchmarks.many_points`).
+    return min(weights, rank + max(10, rank // 2))
 
 
 def _bytes(op: Any, vectors: int) -> int:
@@ -341,9 +329,7 @@ def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, c
     checked_whole("rank", rank, 1, min(D, terms), "a whole number of features")
     if candidates is not None and features != "random":
         raise ValueError(f'candidates need features="random", not {features!r}.')
-    drawn = (
-        min(terms, CANDIDATES * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
-    )
+    drawn = min(terms, 4 * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
     vectors = {"inducing": 3 * rank, "leading": 3 * _sketch_columns(D, rank), "random": drawn + 2 * rank}[features]
     numbers = vectors / rank * D + (2 * terms if features == "inducing" and points is None else 0)
     room, needed = max(LEAST_ROOM, lin.memory.room()), int(numbers * rank * lin.theta.element_size())

@@ -33,7 +33,7 @@ from curvops.linalg.core.sharded import SEED
 from curvops.linalg.core.solve_routes import CLOSED_FORM, EPOCHS, METHODS, SKETCHED, directions_pay
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import inner, join, norm
-from curvops.linalg.estimators.hutchinson import sample_mean
+from curvops.linalg.estimators.trace import sample_mean
 from curvops.linalg.solvers.systems import join_solutions
 from curvops.network import PointNormals
 from curvops.operators import Linearization

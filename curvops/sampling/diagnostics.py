@@ -30,9 +30,6 @@ from curvops.summary import Summarised
 
 __all__ = ["RandomProjections", "ess", "random_projections", "rhat", "scores", "stein_discrepancy", "to_inference_data"]
 
-LEAST_DRAWS = 4
-"""The smallest number of draws for which a chain can be split into halves."""
-
 
 def to_inference_data(draws: Draws) -> Any:
     """Convert draws to an `arviz.InferenceData` with a group `posterior`, for ArviZ's tables and plots.
@@ -77,7 +74,7 @@ def rhat(draws: Draws) -> dict[str, Tensor]:
         >>> bool((co.sampling.diagnostics.rhat(draws)["x"] < 1.1).all())
         True
     """
-    checked = checked_draws(draws, chains=2, least=LEAST_DRAWS)
+    checked = checked_draws(draws, chains=2, least=4)
     return _tensors(_arviz().rhat(_dataset(checked), method="rank"), checked)
 
 
@@ -103,7 +100,7 @@ def ess(draws: Draws, kind: str = "bulk") -> dict[str, Tensor]:
         torch.Size([3])
     """
     check_choice("kind", kind, ("bulk", "tail"))
-    checked = checked_draws(draws, least=LEAST_DRAWS)
+    checked = checked_draws(draws, least=4)
     return _tensors(_arviz().ess(_dataset(checked), method=kind), checked)
 
 

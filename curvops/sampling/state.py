@@ -84,17 +84,9 @@ def _describe(structure: Structure) -> str:
     return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(structure.names, structure.shapes))
 
 
-FOLD = 8
-"""How many numbers are summed in their own dtype; these sums are added in float64."""
-
-
 def long_dot(a: Float[Tensor, "*k d"], b: Float[Tensor, "*k d"]) -> Float64[Tensor, "*k"]:
-    """Return Σ a b along the last dimension in float64, without a float64 copy, which takes several times as long."""
-    products = a * b
-    width = products.shape[-1] // FOLD
-    whole, rest = products.split([FOLD * width, products.shape[-1] - FOLD * width], -1)
-    sums = whole.unflatten(-1, (FOLD, width)).sum(-2)
-    return torch.cat([sums, rest], -1).sum(-1, dtype=torch.float64)
+    """Return Σ a b along the last dimension, summed in float64."""
+    return (a * b).sum(-1, dtype=torch.float64)
 
 
 AnyState = TypeVar("AnyState", bound="State")

@@ -100,8 +100,8 @@ class Evaluation:
             raise ValueError("log_posterior has no gradient in params: compute it from the params that it receives.")
         ones = torch.ones_like(value)
         slopes = torch.autograd.grad(value, leaves, ones, allow_unused=True, materialize_grads=of_network)
-        missing = ", ".join(name for name, slope in zip(structure.names, slopes) if slope is None)
-        if missing:
+        if not of_network and any(slope is None for slope in slopes):
+            missing = ", ".join(name for name, slope in zip(structure.names, slopes) if slope is None)
             raise ValueError(f"log_posterior does not depend on {missing}: leave them out of params.")
         return value.detach(), structure.concatenate(slopes, theta.ndim - 1)
 

@@ -46,7 +46,7 @@ def test_stories_numbers_and_figures(alone):
     folder, text = alone
     for words in ("1. Error bars", "2. Digits with wrong labels", "3. Digits never seen", "PASS  variances against"):
         assert words in text
-    assert max(map(len, text.splitlines())) <= demo.WIDTH
+    assert max(map(len, text.splitlines())) <= 100
     numbers = json.loads((folder / "results.json").read_text())
     assert all(check["error"] <= check["most"] for check in numbers["checks"]) and len(numbers["checks"]) == 3
     for row in (*numbers["regression"], *numbers["digits"]):

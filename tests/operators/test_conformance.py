@@ -1,6 +1,6 @@
 """linear_operator's own conformance suite: rectangular for every operator, square for positive definite ones.
 
-Tests `contract.py` and `matrix_entries.py`.
+Tests `contract.py`.
 """
 
 import functools

@@ -32,17 +32,14 @@ def memories_of(A: Any) -> Memories:
 
 
 @contextmanager
-def working(
-    A: Any, memory_budget: int | None = None, least: int = 0, multiply: Multiply | None = None
-) -> Iterator[tuple[Multiply, int | None]]:
-    """Yield A's product and the bytes for further vectors: the given bytes, else those left to A's networks.
+def working(A: Any, least: int = 0, multiply: Multiply | None = None) -> Iterator[tuple[Multiply, int | None]]:
+    """Yield A's product and the bytes for further vectors: the caller's bytes, else those left to A's networks.
 
     In the second case the bytes count as used meanwhile and suffice for at least ``least`` vectors, and blocks are
     multiplied in parts whose own vectors take at most a quarter of the bytes left. In both cases a product that runs
     out of memory is repeated with half of the columns at a time.
     """
-    if memory_budget is None:
-        memory_budget = current_run().memory_budget
+    memory_budget = current_run().memory_budget
     multiply, memories = product(A) if multiply is None else multiply, memories_of(A)
     if memory_budget is not None or not memories:
         yield in_parts(multiply, sys.maxsize), memory_budget

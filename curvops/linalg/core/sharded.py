@@ -516,19 +516,20 @@ def wrapped(block: Sharded) -> Any:
     return DTensor.from_local(block.local, layout.mesh, [Shard(0)], run_check=False, shape=block.shape, stride=stride)
 
 
-def _is_block(value: Any) -> bool:
+def is_block(value: Any) -> bool:
+    """Return whether a value is a sharded block."""
     return isinstance(value, Sharded)
 
 
-def _exchanged(value: Any, kind: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
+def exchanged(value: Any, kind: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
     """Change the values of one kind inside tuples and dataclasses."""
     if kind(value):
         return change(value)
     if type(value) is tuple:
-        return tuple(_exchanged(part, kind, change) for part in value)
+        return tuple(exchanged(part, kind, change) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-        changed = {name: _exchanged(part, kind, change) for name, part in parts.items()}
+        changed = {name: exchanged(part, kind, change) for name, part in parts.items()}
         changed = {name: part for name, part in changed.items() if part is not parts[name]}
         return replace(value, **changed) if changed else value
     return value
@@ -565,7 +566,7 @@ def algorithm(work: Callable[P, R]) -> Callable[P, R]:
         distributed = "torch.distributed.tensor" in sys.modules and bool(args) and not current_run().sharded
         shards: list[Sharded] = []
         if distributed:
-            args, values = _exchanged((args, tuple(options.values())), is_dtensor, partial(_noted, shards))
+            args, values = exchanged((args, tuple(options.values())), is_dtensor, partial(_noted, shards))
             options = dict(zip(options, values))
             if shards:
                 args = over_ranks(args[0], shards[0].rows), *args[1:]
@@ -577,7 +578,7 @@ def algorithm(work: Callable[P, R]) -> Callable[P, R]:
             torch.no_grad() if shards else nullcontext(),
         ):
             result = cast(Any, work)(*args, **options)
-        return cast(R, _exchanged(result, _is_block, wrapped)) if distributed else result
+        return cast(R, exchanged(result, is_block, wrapped)) if distributed else result
 
     return cast(Callable[P, R], call)
 
@@ -585,19 +586,3 @@ def algorithm(work: Callable[P, R]) -> Callable[P, R]:
 def _noted(given: list[Sharded], tensor: Any) -> Sharded:
     given.append(unwrapped(tensor))
     return given[-1]
-
-
-def blockwise(method: Callable[P, R]) -> Callable[P, R]:
-    """Make a method for one block, of an object that may hold blocks, accept sharded vectors and DTensors."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        if "torch.distributed.tensor" not in sys.modules:
-            return method(*args, **options)
-        owner, block = _exchanged(args, is_dtensor, unwrapped)
-        apply = partial(cast(Any, method), owner)
-        whole = isinstance(block, Sharded) and not any(map(_is_block, vars(owner).values()))
-        found = block.multiplied(apply) if whole else apply(block)
-        return cast(R, wrapped(found) if is_dtensor(args[1]) else found)
-
-    return call

@@ -30,22 +30,20 @@ from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, indefinite
 from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
+from curvops.linalg.estimators.adaptive import LEAST_VECTORS
 from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum, log_ratio, stack
-from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, LEAST_VECTORS, Sampler, run
+from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, Sampler, run
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.preconditioners.nystrom import grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
 from curvops.progress import Progress
 
 MOST_RANK = 400
-# An estimated lower bound: the deepest basis, and the share of the smallest Ritz value that is enough.
-MOST_STEPS = 400
-CLOSE = 0.9
+"""The largest rank of a preconditioner, and the deepest basis for an estimated lower bound."""
 PILOT_RANK = 8
 LEFT = 0.1
 """A preconditioner grows until the eigenvalues that it leaves are below this share of μ."""
-SIZING = 4
 
 
 @algorithm
@@ -106,7 +104,7 @@ def logdet(
         5.0
     """
     A = as_matrix(A)
-    facts, limits = describe_square(A), Limits(rtol, max_matvecs, memory_budget)
+    facts, limits = describe_square(A), Limits(rtol, max_matvecs)
     _check_preconditioner(preconditioner)
     if shift is None and hasattr(A, "_known_logdet"):
         limits.check(0)
@@ -241,7 +239,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
         ValueError: it is not clearly positive and no shift was given (with a shift, the bound is then 0).
     """
     facts, limits = probed.facts, probed.limits
-    most = min(facts.rows, max(1, limits.products // 4), MOST_STEPS)
+    most = min(facts.rows, max(1, limits.products // 4), MOST_RANK)
     most = depth_within(most, facts.rows, facts.vector_bytes, 1, limits.memory)
     run = LockStep(probed.multiply, probed.probes(1), min(most, LEAST))
     while True:
@@ -252,7 +250,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
         if lowest < -noise:
             raise indefinite(f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}.")
         bound = lowest - float(run.betas[0, -1] * V[-1, 0].abs())
-        if bound >= CLOSE * lowest or bool(run.done[0]) or run.capacity >= most:
+        if bound >= 0.9 * lowest or bool(run.done[0]) or run.capacity >= most:
             break
         run.reserve(min(most, run.capacity + max(LEAST, run.capacity // 4)))
     if bound > noise:
@@ -283,31 +281,34 @@ def _by_probes(
     most = min(budget // 2, MOST_RANK, n)
     if memory is not None:
         most = min(most, memory // (6 * probed.facts.vector_bytes))
-    solved = mu if solves else None
-    P, floor, scale, spent, sampler = None, mu, bound, 0, None
+    sampler: Sampler | None = None
+    P, floor, scale, spent = None, mu, bound, 0
     if isinstance(preconditioner, FactoredPreconditioner):
         P, floor, smallest = preconditioner, preconditioner.floor(mu), preconditioner.bounds()[0]
-        lanczos = LockStep(excess.multiply, excess.probes(1), max(1, min(SIZING, budget // 4)))
+        lanczos = LockStep(excess.multiply, excess.probes(1), max(1, min(4, budget // 4)))
         lanczos.extend(lanczos.capacity)
         scale, spent = (bound + lanczos.scale) / smallest if smallest > 0 else 0.0, lanczos.matvecs
     elif preconditioner == "auto" and most:
         pilot = grow(excess.apart(), None, min(most, PILOT_RANK))
         size, spent = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0, pilot.matvecs
         scale = bound + size
-        if pilot.tail <= 0.5 * size and size >= mu:  # otherwise the spectrum is flat, or small
-            if pilot.tail == 0 or most <= PILOT_RANK:
-                P = pilot.preconditioner(mu)
-            else:
-                if budget // 2 >= min(MOST_RANK, n):  # otherwise products are kept for the preconditioner
-                    left = excess.after(spent).with_half_memory()
-                    sampler = Sampler(left, [log_ratio(mu)], beside, scale, solved)
-                    sampler.first(FIRST_PROBES)
-                if sampler is None or sampler.capped or not sampler.add(worth=_worth(sampler, most, mu)):
-                    full = grow(excess.apart(), None, most, LEFT * mu, 1e12)
-                    P, spent = full.preconditioner(mu), spent + full.matvecs + (sampler.matvecs if sampler else 0)
+        decays = pilot.tail <= 0.5 * size and size >= mu  # otherwise the spectrum is flat, or small
+        if decays and (pilot.tail == 0 or most <= PILOT_RANK):
+            P = pilot.preconditioner(mu)
+        elif decays:
+            if budget // 2 >= min(MOST_RANK, n):  # otherwise products are kept for the preconditioner
+                sampler = Sampler(
+                    excess.after(spent).with_half_memory(), [log_ratio(mu)], beside, scale, mu if solves else None
+                )
+                sampler.first(FIRST_PROBES)
+            if sampler is None or sampler.capped or not sampler.add(worth=_worth(sampler, most, mu)):
+                spent += 0 if sampler is None else sampler.matvecs
+                sampler = None  # frees its probes
+                full = grow(excess.apart(), None, most, LEFT * mu, 1e12)
+                P, spent = full.preconditioner(mu), spent + full.matvecs
     # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for our own P.
     known = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)
-    if sampler is None or P is not None:
+    if sampler is None:
         whitened = excess.multiply if P is None else _whiten(excess.multiply, P, mu, floor)
         left = replace(excess.after(spent).with_half_memory(), multiply=whitened)
         sampler = Sampler(left, [log_ratio(floor)], known + beside, scale, floor if solves else None)

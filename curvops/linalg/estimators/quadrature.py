@@ -40,6 +40,7 @@ from curvops.linalg.core.vectors import (
     gram,
     product,
 )
+from curvops.linalg.estimators.adaptive import LEAST_VECTORS
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, dense_spectrum, log_ratio, share, stack
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep
@@ -52,8 +53,6 @@ FIRST_PROBES = 3
 TRUSTED_PROBES = 8
 """Fewer probes often underestimate the spread, which would end a run too early."""
 FIRST_DEPTH = 6
-LEAST_VECTORS = 12
-"""The number of vectors that one probe of a few steps takes."""
 SKETCH_RANKS = (25, 50, 100, 200, 400, 800)
 
 
@@ -216,7 +215,7 @@ def spectral_quadrature(
         [4.7875, 0.8765]
     """
     G = as_matrix(G)
-    mu, limits, n = positive(shift), Limits(rtol, max_matvecs, memory_budget), describe_square(G).rows
+    mu, limits, n = positive(shift), Limits(rtol, max_matvecs), describe_square(G).rows
     limits.check(LEAST)
     if probes is not None:
         checked_whole("probes", probes)
@@ -271,7 +270,7 @@ def effective_dimension(
     """
     G = as_matrix(G)
     n, _, dtype, device = describe_square(G)
-    limits = Limits(rtol, max_matvecs, memory_budget)
+    limits = Limits(rtol, max_matvecs)
     limits.check(min(LEAST, n))
     precision = torch.as_tensor(prior, dtype=dtype, device=device).detach()
     if precision.ndim > 1 or (precision.ndim == 1 and len(precision) != n):
@@ -372,15 +371,16 @@ class Sampler:
         self.signs.append(Z.to(torch.int8))
         return Z
 
-    def _collect(self, lanczos: LockStep) -> None:
+    def _collect(self, lanczos: LockStep, before: Sequence[Rules] = ()) -> SpectralQuadrature:
+        """Set the rules to those before and those of further probes; return the quadrature."""
+        lanczos.check(self.scale)
+        self.rules = [*before, *(rules(lanczos, k, self.scale) for k in range(lanczos.K))]
+        return self.quadrature()
+
+    def _spend(self, lanczos: LockStep) -> None:
         self.matvecs += lanczos.matvecs
-        self.rules += self._rules(lanczos)
         if self.solved is not None:
             self.solves.append((self.signs[-1], lanczos.inverse_times_start(self.solved)))
-
-    def _rules(self, lanczos: LockStep) -> list[Rules]:
-        lanczos.check(self.scale)
-        return [rules(lanczos, k, self.scale) for k in range(lanczos.K)]
 
     def first(self, count: int) -> None:
         """Deepen the first probes until their bracket is half as wide as the expected error of the probes."""
@@ -389,14 +389,15 @@ class Sampler:
         lanczos = LockStep.within(self.probed.multiply, Z, 4 * FIRST_DEPTH, steps, self.memory_budget)
 
         def is_bracketed() -> bool:
-            middle, half = _middle(self._rules(lanczos), self.functions[0])
+            upper, lower = self._collect(lanczos).bracket(self.functions[0])
+            middle = (upper + lower) / 2
             spread = float(middle.std()) if len(middle) > 1 else 0.0
             best = spread * math.sqrt(lanczos.depth / self.budget)
-            return float(half.mean()) <= 0.5 * max(self._goal(middle.mean()), best)
+            return float((upper - lower).mean()) <= max(self._goal(middle.mean()), best)
 
         lanczos.extend(FIRST_DEPTH)
         self.capped = not lanczos.deepen(lambda depth: max(FIRST_DEPTH, depth // 4), is_bracketed)
-        self._collect(lanczos)
+        self._spend(lanczos)
         self.depth = int(lanczos.depths.max())
 
     def _goal(self, value: Tensor) -> float:
@@ -417,7 +418,8 @@ class Sampler:
                 return True
             lanczos = LockStep(self.probed.multiply, self._probes(count, self.depth), self.depth)
             lanczos.extend(self.depth)
-            self._collect(lanczos)
+            self._collect(lanczos, self.rules)
+            self._spend(lanczos)
 
     def probes_needed(self, sketch: Nystrom | None = None) -> int:
         """Return how many probes the tolerance needs, judging by the spread of the present ones."""
@@ -437,9 +439,10 @@ class Sampler:
         A sketch of rank r leaves a variance of about 2 Σ_{i>r} f(λᵢ)². It is compared with the probes' own spread:
         random signs are better than that bound if the diagonal dominates, and a sketch then saves nothing.
         """
-        middle, _ = _middle(self.rules, self.functions[0])
-        if len(middle) < 3:
+        if len(self.rules) < 3:
             return 0
+        upper, lower = self.quadrature().bracket(self.functions[0])
+        middle = (upper + lower) / 2
         goal, left, done = self._goal(middle.mean()) ** 2, self.budget - self.matvecs, len(middle) * self.depth
         nodes, counts = self.eigenvalues()
         seen, captured = counts.cumsum(0), (counts * self.functions[0](nodes).square()).cumsum(0)
@@ -503,13 +506,6 @@ class Rules(NamedTuple):
     radau_weights: Tensor
     lowest: float
     highest: float
-
-
-def _middle(probes: list[Rules], f: ScalarFunction) -> tuple[Tensor, Tensor]:
-    """Return the middle of the bracket of each probe, and half its width."""
-    upper = torch.stack([(r.gauss_weights * f(r.gauss)).sum() for r in probes])
-    lower = torch.stack([(r.radau_weights * f(r.radau)).sum() for r in probes])
-    return (upper + lower) / 2, (upper - lower) / 2
 
 
 def rules(lanczos: LockStep, k: int, scale: float) -> Rules:

@@ -63,7 +63,7 @@ def _root_of_columns(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return A^-½ times each column, and with the gradients in the first half of the columns L and R of `_pairs`."""
     rtol = min(1e-6, torch.finfo(block.dtype).eps ** 0.7)
-    with running("inverse_sqrt", operator), working(operator, None, LEAST_VECTORS) as (multiply, room):
+    with running("inverse_sqrt", operator), working(operator, LEAST_VECTORS) as (multiply, room):
         run = FunctionRun(multiply, torch.rsqrt, block, lower_bound, room, None)
         run.solve(GRADIENT_FACTOR * rtol if with_pairs else rtol, None, None)
         value = run.value(rtol)

@@ -54,11 +54,9 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.estimators.spectral_density import spectral_density
 from curvops.linalg.estimators.trace import trace
-from curvops.linalg.operators import indexing
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
-from curvops.linalg.operators.contract import LinearOperatorContract
+from curvops.linalg.operators.contract import LinearOperatorContract, positions, takes_all
 from curvops.linalg.operators.draws import draw_by_products, draw_dense
-from curvops.linalg.operators.matrix_entries import EntriesByProducts
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.solve import Promises, solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
@@ -90,7 +88,7 @@ def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
     return block.reshape(-1, *batch, columns).movedim(0, -2)
 
 
-class Operator(LinearOperatorContract, EntriesByProducts):
+class Operator(LinearOperatorContract):
     """A matrix known by its products: (m, n), usually far too large to be formed.
 
     A subclass stores tensors positionally (the first gives dtype and device) and everything else by keyword. It does no
@@ -398,9 +396,9 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     # Entries, slices, batches
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        if batch_indices and any(not indexing.takes_all(index) for index in batch_indices):
+        if batch_indices and any(not takes_all(index) for index in batch_indices):
             raise ValueError(f"{type(self).__name__} has no batch dimension to index with {batch_indices}.")
-        rows, columns = map(partial(indexing.positions, device=self.device), (row_index, col_index), self.matrix_shape)
+        rows, columns = map(partial(positions, device=self.device), (row_index, col_index), self.matrix_shape)
         return self if rows is None and columns is None else algebra.Sliced(self, rows=rows, columns=columns)
 
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
@@ -422,9 +420,10 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     spectral_density = spectral_density
     """Estimate the density of eigenvalues with its band, see `co.linalg.spectral_density`."""
 
-    def _diagonal_error(self) -> Tensor:
-        """Return the largest change of the diagonal's entries by rounding."""
-        return ROUNDINGS * torch.finfo(self.dtype).eps * self._diagonal().detach().abs()
+    def _diagonal_and_error(self) -> tuple[Tensor, Tensor]:
+        """Return the diagonal, and the largest change of its entries by rounding."""
+        diagonal = self._diagonal()
+        return diagonal, ROUNDINGS * torch.finfo(self.dtype).eps * diagonal.detach().abs()
 
     # Facts about A: a subclass with a closed form, a root or a preconditioner overrides these
 

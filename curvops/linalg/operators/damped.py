@@ -27,7 +27,7 @@ from curvops.linalg.estimators.logdet import ShiftedParts
 from curvops.linalg.operators.algebra import Product, Sum, UnaryOperator
 from curvops.linalg.operators.base import Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, closed_form
-from curvops.linalg.operators.diagonal_matrix import Diagonal
+from curvops.linalg.operators.dense import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
@@ -395,9 +395,9 @@ class Inverse(UnaryOperator):
         form = self._form_of_base
         return super()._diagonal() if form is None else form.inverse_diagonal()
 
-    def _diagonal_error(self) -> Tensor:
-        form, error = self._form_of_base, super()._diagonal_error()
-        return error if form is None else error + form.inverse_diagonal_error()
+    def _diagonal_and_error(self) -> tuple[Tensor, Tensor]:
+        form, (diagonal, error) = self._form_of_base, super()._diagonal_and_error()
+        return diagonal, error if form is None else error + form.inverse_diagonal_error()
 
     @property
     def diagonal_matvecs(self) -> int:

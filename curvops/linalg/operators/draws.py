@@ -12,7 +12,7 @@ from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import Memories, hold, memories_of, solve_width
 from curvops.linalg.core.sharded import SEED, algorithm, ranks_together
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
-from curvops.linalg.functions.square_roots import sqrt
+from curvops.linalg.functions.apply_function import sqrt
 
 # Draws of an operator without a root: the number of columns that run at once, and their relative error.
 DRAW_BLOCK = 32

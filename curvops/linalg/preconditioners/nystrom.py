@@ -18,7 +18,7 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
-from curvops.linalg.core.sharded import algorithm, blockwise
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import is_psd, require_symmetric, rounding_of
 from curvops.linalg.core.vectors import (
     Given,
@@ -40,7 +40,7 @@ from curvops.linalg.core.vectors import (
     shaped_as,
     spawn_generator,
 )
-from curvops.linalg.preconditioners.factored import LowRankPreconditioner
+from curvops.linalg.preconditioners.factored import LowRankPreconditioner, blockwise
 from curvops.progress import Progress
 from curvops.summary import Summarised
 
@@ -166,7 +166,7 @@ def nystrom(
     if kept.done:
         return kept.result(Nystrom)
     current_run().expect(None if rank is None else limit)
-    with probing(A, source, Limits(memory=memory_budget)) as probed:
+    with probing(A, source, Limits()) as probed:
         return kept.finish(grow(probed, rank, limit, float(shift), rhs, known_psd=is_psd(A), kept=kept))
 
 

@@ -143,17 +143,9 @@ def lanczos(
     if not 0 < size < torch.inf:
         raise ValueError("start must be finite and not zero.")
     current_run().expect(min(steps, n))
-    return lanczos_from(block / size, A, steps, memory_budget)
-
-
-def lanczos_from(
-    block: Float[Vectors, "n 1"], A: Matrix, steps: int, memory_budget: int | None = None
-) -> LanczosResult:
-    """Run `lanczos` from a valid start, a block of one column."""
-    n = block.shape[0]
-    with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+    with working(A, LEAST_VECTORS) as (multiply, room):
         depth = depth_within(steps, n, column_bytes(block), 1, room)
-        run = LockStep(multiply, block, depth)
+        run = LockStep(multiply, block / size, depth)
         run.extend(depth)
     m = int(run.depths[0])
     if not run.finite:

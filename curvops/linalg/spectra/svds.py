@@ -42,8 +42,19 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.systems import Callback, iterations_allowed
-from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
-from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, RTOL, Search, Which, basis_columns, verdicts
+from curvops.linalg.spectra.thick_restart import (
+    BLOCK_VECTORS,
+    DROPPED,
+    RTOL,
+    Basis,
+    CountedProduct,
+    Projection,
+    Search,
+    Which,
+    basis_columns,
+    verdicts,
+    within_zeros,
+)
 from curvops.progress import Progress
 
 
@@ -107,7 +118,7 @@ def svds(
     least = math.ceil((k + 2 + BLOCK_VECTORS) * facts.pair_bytes / facts.vector_bytes)
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
     current_run().expect(max_matvecs)
-    with torch.no_grad(), working(A, memory_budget, least, product(tall)) as (forward, room):
+    with torch.no_grad(), working(A, least, product(tall)) as (forward, room):
         capacity, b, capped = basis_columns(n, facts.pair_bytes, k, min(n, block_size), 1, room)
         most = math.inf if max_matvecs is None else max_matvecs - 2 * k
         if most < 2 * (k + b):

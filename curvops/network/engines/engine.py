@@ -62,6 +62,8 @@ class Engines:
     for a caller that needs its rows (`pop_first`).
     """
 
+    plan: Plan
+
     def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
         self._choice, self.memory_budget = choice, memory_budget
         self._owned = owners_of(model)

@@ -553,7 +553,7 @@ def sensitivities(
         return [_side_by_side(by_call.pop(0)) for _ in calls]  # those of a call are freed once they are copied
 
     with model.differentiating():
-        return model.holding(model.leaves(), run)  # type: ignore[no-any-return]
+        return model.holding(model.leaves(), run)
 
 
 def _side_by_side(gradients: list[Tensor | None]) -> Tensor | None:

@@ -15,9 +15,8 @@ from curvops.linalg import BlockRows, Diagonal
 from curvops.linalg.core.sharded import RowLayout, Sharded
 from curvops.linalg.operators.base import Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.contract import convert
+from curvops.linalg.operators.contract import COLUMN_BLOCK, convert
 from curvops.linalg.operators.draws import normal
-from curvops.linalg.operators.matrix_entries import COLUMN_BLOCK
 from curvops.network import JacobianRows, read_precision
 from curvops.operators.function_space.function_space import WeightSpaceForm
 from curvops.operators.function_space.gram_matrix import gram_matrix, gram_with_graph

@@ -46,9 +46,6 @@ from curvops.sampling.repriorisation.readout_map import (
 )
 from curvops.summary import Summarised
 
-FEWEST = 20.0
-"""The smallest number of effective draws; below it, the largest weights e^h dominate and the estimate is too low."""
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientGap(Summarised):
@@ -96,9 +93,9 @@ def plain_mean(values: Float[Tensor, " S"]) -> Estimate:
 
 
 def warn_of_few(ratios: Float[Tensor, " S"], what: str) -> None:
-    """Warn if fewer than `FEWEST` effective draws carry the weights e^h."""
+    """Warn if fewer than 20 effective draws carry the weights e^h, so that the largest ones dominate."""
     effective = effective_draws(ratios)
-    if effective < FEWEST:
+    if effective < 20:
         warn(
             f"{what}, since {effective:.1f} of {len(ratios)} draws of the prior carry the weights e^h (standard "
             f"deviation of h {float(ratios.std()):.1f} nats). Use more samples, a wider network, or draws of p̃ from "

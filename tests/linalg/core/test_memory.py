@@ -69,12 +69,12 @@ def test_a_product_in_parts_is_the_product():
 
 def test_what_is_given_comes_before_what_a_network_has_left():
     G = co.GGN(lin := linearized(100))
-    with working(G, 5 * VECTOR) as (_, room):
+    with ambient.running("given", G, memory_budget=5 * VECTOR), working(G) as (_, room):
         assert room == 5 * VECTOR and lin.memory.room() == 100 * VECTOR
-    with working(G, None) as (_, room):
+    with working(G) as (_, room):
         assert 70 * VECTOR < room < 100 * VECTOR and lin.memory.room() == 100 * VECTOR - room
     assert lin.memory.room() == 100 * VECTOR
-    with working(torch.eye(3), None) as (_, room):
+    with working(torch.eye(3)) as (_, room):
         assert room is None
 
 

@@ -1,7 +1,4 @@
-"""Square roots and inverse square roots against dense ones, and what is said of their errors.
-
-Tests `square_roots.py`.
-"""
+"""Square roots and inverse square roots against dense ones, and what is said of their errors."""
 
 import math
 

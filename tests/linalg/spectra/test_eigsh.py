@@ -1,6 +1,6 @@
 """Eigenpairs against dense ones: largest, smallest, inside, repeated.
 
-Tests `thick_restart.py`.
+Tests `projection.py`, `thick_restart.py`.
 """
 
 import math
