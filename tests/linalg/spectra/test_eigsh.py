@@ -1,6 +1,6 @@
 """Eigenpairs against dense ones: largest, smallest, inside, repeated.
 
-Tests `projection.py`, `thick_restart.py`.
+Tests `thick_restart.py`.
 """
 
 import math
