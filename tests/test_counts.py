@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.operators.curvatures.curvature import Curvature, CurvatureRoot
+from curvops.operators.curvatures.ggn import Curvature, CurvatureRoot
 from curvops.operators.linearized.jacobian import Jacobian
 
 N, C, BATCH = 24, 3, 8

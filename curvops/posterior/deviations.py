@@ -37,7 +37,7 @@ from curvops.linalg.estimators.trace import sample_mean
 from curvops.linalg.solvers.systems import join_solutions
 from curvops.network import PointNormals
 from curvops.operators import Linearization
-from curvops.operators.curvatures.curvature import CurvatureRoot, root_of
+from curvops.operators.curvatures.ggn import CurvatureRoot, root_of
 from curvops.posterior.core.terms import PrecisionTerms, Prior
 from curvops.posterior.solves.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
 from curvops.progress import as_step, remark

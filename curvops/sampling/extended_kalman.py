@@ -15,7 +15,7 @@ from curvops.checks import check_choice, check_kind, checked_number, checked_who
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
-from curvops.operators.curvatures.curvature import root_of
+from curvops.operators.curvatures.ggn import root_of
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior, compress_precision
 from curvops.sampling.log_density import LogPosterior, order_at_mean

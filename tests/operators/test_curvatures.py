@@ -2,7 +2,7 @@
 
 The table is a covering array of strength two: each value of a factor meets each value of every other factor.
 
-Tests `curvature.py`, `hessian.py`, `subnetwork.py`, `output_fisher.py`, `row_squares.py`, `second_derivatives.py`.
+Tests `hessian.py`, `subnetwork.py`, `output_fisher.py`, `row_squares.py`, `second_derivatives.py`.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
 from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
-from curvops.network.walks.batch_map import BatchMap, linear
 from curvops.network.walks.budget import Budget, default_budget
+from curvops.network.walks.engine_cache import BatchMap, linear
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.passes import Passes, accumulate

@@ -17,8 +17,7 @@ from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import LEAST_CHUNK
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording
 from curvops.network.likelihoods.output_fisher import OutputFisher, Unit
-from curvops.network.walks.batch_map import BatchMap
-from curvops.network.walks.engine_cache import EngineCache
+from curvops.network.walks.engine_cache import BatchMap, EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.progress import Progress, Steps, progress_bar
 

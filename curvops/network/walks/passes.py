@@ -19,9 +19,9 @@ from curvops.network.engines.layerwise import Layerwise
 from curvops.network.engines.plan import EngineChoice
 from curvops.network.likelihoods.output_fisher import OutputFisher, Root, RootJacobian
 from curvops.network.model.model import Model
-from curvops.network.walks.batch_map import BatchMap
 from curvops.network.walks.batch_rows import BatchRows
 from curvops.network.walks.budget import Budget
+from curvops.network.walks.engine_cache import BatchMap
 from curvops.network.walks.input_graphs import InputGraph
 from curvops.progress import Progress
 

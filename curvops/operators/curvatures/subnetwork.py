@@ -19,7 +19,7 @@ from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.algebra import Scaled, Sum
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.network import Exact, Group, OutputFisher
-from curvops.operators.curvatures.curvature import Curvature
+from curvops.operators.curvatures.ggn import Curvature
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 

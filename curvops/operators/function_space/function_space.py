@@ -42,8 +42,7 @@ from curvops.linalg.operators.base import by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
 from curvops.network import Exact, Passes
-from curvops.operators.curvatures.curvature import CurvatureRoot
-from curvops.operators.curvatures.ggn import GGN, DisplacedGGN
+from curvops.operators.curvatures.ggn import GGN, CurvatureRoot, DisplacedGGN
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization

@@ -35,8 +35,8 @@ from curvops.linalg.core.solve_routes import (
 )
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
-from curvops.operators.curvatures.curvature import root_of
 from curvops.operators.curvatures.formed import Formed
+from curvops.operators.curvatures.ggn import root_of
 from curvops.operators.function_space.function_space import FunctionSpace
 from curvops.posterior.core.terms import PrecisionTerms
 
