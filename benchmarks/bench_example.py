@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.study_page import Study
 from benchmarks.tables import table
-from curvops.cli.bench import report, sweep
-from curvops.cli.bench.methods import Settings
-from curvops.cli.bench.problems import build
+from curvops.cli import sweep
+from curvops.cli.problems import build
+from curvops.cli.runs import Settings
 
 USUAL = sweep.Choice(problems=("digits-ggn", "indefinite"))
 SETTINGS = Settings()
@@ -53,11 +53,11 @@ def text(found: Mapping[str, Any]) -> str:
         if solves:
             ended = [] if {row.outcome for row in solves} == {"converged"} else ["outcome"]
             shown = [*ended, "products", "setup", "iterations", "true residual", "time"]
-            parts.append(cells(solves, report.SOLVES, shown))
-        for quantity, group in report.by_quantity(estimates).items():
+            parts.append(cells(solves, sweep.SOLVES, shown))
+        for quantity, group in sweep.by_quantity(estimates).items():
             parts.append(f"{quantity.capitalize()}, relative errors over {SETTINGS.seeds} seeds:")
             shown = ["budget", "products", "mean error", "claimed 95 %", "inside", "time"]
-            parts.append(cells(group, report.ESTIMATES, shown))
+            parts.append(cells(group, sweep.ESTIMATES, shown))
         parts += [f"{note.capitalize()}." for note in found["notes"] if note.startswith(name)]
     return "\n\n".join(parts)
 
@@ -69,7 +69,7 @@ def rows(found: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     return [SimpleNamespace(**row | {key: math.nan for key in numbers if row.get(key, 0) is None}) for row in of]
 
 
-def cells(found: Sequence[Any], columns: Sequence[report.Column], shown: Sequence[str]) -> str:
+def cells(found: Sequence[Any], columns: Sequence[sweep.Column], shown: Sequence[str]) -> str:
     """A table of these columns, preconditioners beside the method."""
     show: dict[str, Callable[[Any], str]] = dict(columns)
     names = [row.method + (f", {row.preconditioner}" if row.preconditioner != "none" else "") for row in found]

@@ -23,7 +23,7 @@ from scipy.stats import binom, t
 from torch import Tensor
 
 from benchmarks.machine import commit
-from curvops.cli.bench.problems import clusters, flat, geometric, log_spaced, powers, rotation, step, symmetric
+from curvops.cli.problems import clusters, flat, geometric, log_spaced, powers, rotation, step, symmetric
 from curvops.linalg import Estimate, Reason, diagonal, effective_dimension, frobenius_norm, logdet, trace
 
 SIZE = 512

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from curvops.cli import digits
+from curvops.cli import demo
 
 ANGLES = (15, 30, 45, 60, 75, 90)
 """Degrees, counter-clockwise."""
@@ -71,14 +71,14 @@ class Digits:
 
 def all_digits() -> Images:
     """Load the 1797 digits in the order of scikit-learn."""
-    return _images(*(part.numpy() for part in digits.load_digits()))
+    return _images(*(part.numpy() for part in demo.load_digits()))
 
 
 def load_digits(train: int = 1000, validation: int = 297) -> Digits:
     """Split the 1797 digits at random, stratified by class; the rest (500 by default) is the test set."""
     from sklearn.model_selection import train_test_split
 
-    x, y = (part.numpy() for part in digits.load_digits())
+    x, y = (part.numpy() for part in demo.load_digits())
     x_train, x_rest, y_train, y_rest = train_test_split(x, y, train_size=train, stratify=y, random_state=0)
     x_val, x_test, y_val, y_test = train_test_split(
         x_rest, y_rest, train_size=validation, stratify=y_rest, random_state=0

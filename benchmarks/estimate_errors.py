@@ -17,7 +17,7 @@ from benchmarks.digits import all_digits
 from benchmarks.layers import fit, perceptron
 from benchmarks.study_page import Study
 from benchmarks.tables import table
-from curvops.cli.bench.problems import log_spaced, symmetric
+from curvops.cli.problems import log_spaced, symmetric
 from curvops.linalg import Estimate, logdet, trace
 
 SIZE, FEW = 1000, 10

@@ -23,7 +23,7 @@ import curvops as co
 from benchmarks.digits import Images
 from benchmarks.layers import fit, perceptron
 from curvops import linalg
-from curvops.cli.bench.problems import flat, geometric, log_spaced, powers, step, symmetric
+from curvops.cli.problems import flat, geometric, log_spaced, powers, step, symmetric
 
 ROUNDING = 1e-8
 N = 300

@@ -24,7 +24,7 @@ from benchmarks import study_page
 from benchmarks.digits import Images, load_digits
 from benchmarks.layers import fit
 from benchmarks.tables import table, tables
-from curvops.operators.curvatures.curvature import root_of
+from curvops.operators.curvatures.ggn import root_of
 from curvops.plots import style
 
 DRAWS, TEST_DRAWS, MANY, STEPS = 8, 64, 1000, 15

@@ -36,7 +36,7 @@ SLACK = 24 * MIB
 ALGORITHMS = (
     """
 predict, joint, diagonal predict, kfac predict, ekfac predict, low rank predict, sample, diagonal sample, cg, minres,
-solve, refined cg, preconditioner, nystrom, low_rank, low_rank lanczos, lanczos, eigsh, svds, trace, xnystrace, hutch++,
+solve, refined cg, preconditioner, nystrom, low_rank, lanczos, eigsh, svds, trace, xnystrace, hutch++,
 hutchinson, diagonal, xnysdiag, bekas, frobenius, logdet, log_evidence, effective_parameters, sqrt,
 spectral_density, kernel
 """.strip()
@@ -150,7 +150,6 @@ def algorithms(budget: int) -> tuple[dict[str, Callable[[], Any]], int, int, int
         "preconditioner": lambda: posterior(co.GGN).precision.preconditioner(16, seeded()),
         "nystrom": lambda: L.nystrom(G, 64, generator=seeded()),
         "low_rank": lambda: co.low_rank(G, 64, generator=seeded()),
-        "low_rank lanczos": lambda: co.low_rank(G, 64, method="lanczos", generator=seeded()),
         "lanczos": lambda: L.lanczos(G, 64, generator=seeded()),
         "eigsh": lambda: L.eigsh(G, 4, rtol=0.1, generator=seeded()),
         "svds": lambda: L.svds(lin.jacobian(), 4, rtol=0.1, generator=seeded()),

@@ -1,9 +1,9 @@
 """Checkpoints of long runs: the state, saved in a folder as a run proceeds, from which it resumes after a crash.
 
-A public function with the keyword `checkpoint` is `resumable`. Once it has checked its arguments it calls `begin`,
-looks up the state or the result of an earlier run, and calls `save` at each of its steps. Most of these calls do
-nothing: a save comes at most every `PAUSE` seconds, and later saves take no more than `SHARE` of the run.
-The folders are those of `storage`, which are complete whenever the process is killed.
+A public function with the keyword `checkpoint` is an `algorithm` of linear algebra, or `resumable`. Once it has checked
+its arguments it calls `begin`, looks up the state or the result of an earlier run, and calls `save` at each of its
+steps. Most of these calls do nothing: a save comes at most every `PAUSE` seconds, and later saves take no more than
+`SHARE` of the run. The folders are those of `storage`, which are complete whenever the process is killed.
 
 In a run with `parts`, each resumable function that it calls saves its progress in a folder inside the run's own,
 without being given an argument, just as progress bars work. These parts are numbered in the order in which they run,
@@ -25,8 +25,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import partial, wraps
 from pathlib import Path
@@ -39,12 +38,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from curvops import storage
+from curvops.ambient import current_run
 from curvops.errors import CheckpointWarning, warn
 from curvops.process_group import Ranks
 from curvops.progress import in_force
 from curvops.records import from_record, record_of
 
-KIND, VERSION = "checkpoint", 5
+KIND, VERSION = "checkpoint", 6
 PAUSE = 30.0
 """The least number of seconds between two saves."""
 SHARE = 0.02
@@ -260,7 +260,6 @@ class Checkpoint:
 
 NOTHING = Checkpoint(None, "")
 """The checkpoint of a run that has none, which saves nothing."""
-_call: ContextVar[tuple[inspect.Signature, Any, Any]] = ContextVar("call")
 
 
 def resumable(work: Callable[Arguments, T]) -> Callable[Arguments, T]:
@@ -269,12 +268,11 @@ def resumable(work: Callable[Arguments, T]) -> Callable[Arguments, T]:
 
     @wraps(work)
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> T:
-        given, kept = _call.set((signature, args, options)), in_force.set(in_force.get())
+        token = in_force.set(replace(current_run(), call=(signature, args, options)))
         try:
             return work(*args, **options)
         finally:
-            in_force.reset(kept)
-            _call.reset(given)
+            in_force.reset(token)
 
     return call
 
@@ -296,27 +294,31 @@ def begin(
         problem: values that identify the function's first argument, by name; other arguments identify themselves.
         device: as in `Checkpoint`.
         parts: whether steps inside this run save their progress, too.
-        ranks: as in `Checkpoint`; steps inside use those of their run.
+        ranks: as in `Checkpoint`, by default those that share the data of the matrix; steps inside use those of their
+            run.
         instead: by name, values for arguments that do not identify themselves.
 
     Raises:
         OSError, ValueError, TypeError: as `Checkpoint` does.
     """
-    run = current()
-    if path is None and not run:
+    run = current_run()
+    if path is None and run.checkpoint is None:
         return NOTHING
     if path is None:
-        checkpoint = Checkpoint(run.next_part(what), what, device=device, ranks=run.ranks)
-        checkpoint.whole = run.whole
+        outer = run.checkpoint
+        checkpoint = Checkpoint(outer.next_part(what), what, device=device, ranks=outer.ranks)
+        checkpoint.whole = outer.whole
     else:
+        if ranks is None:
+            ranks = next((memory.of_ranks for memory in run.memories if memory.of_ranks is not None), None)
         checkpoint = Checkpoint(path, what, lambda: {**problem(), **_arguments(instead)}, device, ranks)
-    in_force.set(checkpoint if checkpoint and parts else None)
+    run.checkpoint = checkpoint if parts else None
     return checkpoint
 
 
 def current() -> Checkpoint:
     """Return the checkpoint of the run that this is a step of."""
-    return in_force.get() or NOTHING
+    return current_run().checkpoint or NOTHING
 
 
 def named_part(name: str, device: torch.device) -> Checkpoint:
@@ -338,7 +340,7 @@ def part_of_whole(name: str, device: torch.device) -> Checkpoint:
 
 def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:
     """Return values that identify the arguments of the current function, without its first."""
-    signature, args, options = _call.get()
+    signature, args, options = current_run().call
     bound = signature.bind(*args, **options)
     bound.apply_defaults()
     arguments = {name: value for name, value in list(bound.arguments.items())[1:] if name not in ASIDE}

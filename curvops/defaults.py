@@ -30,10 +30,6 @@ from curvops.posterior.gaussians.laplace import make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice, warn_of_noise
 from curvops.posterior.predictions.answers import LABELS
 
-START = 1.0
-"""The prior precision at which the search for another one begins."""
-LEAST = -4.0
-"""The power of ten of the least prior precision that the variance of the logits chooses."""
 VARIANCE = 0.25
 """The variance of the logits at the training inputs if nothing else chooses the prior precision.
 
@@ -120,8 +116,8 @@ def laplace(
     if prior_precision is not None and validation is not None:
         raise ValueError("prior_precision and validation both give the prior precision: leave one of them out.")
     chosen = default_curvature(lin) if curvature is None else curvature
-    given = START if prior_precision is None else prior_precision
-    post = make_laplace(lin, chosen, given, prior_mean, temperature)
+    start = 1.0 if prior_precision is None else prior_precision
+    post = make_laplace(lin, chosen, start, prior_mean, temperature)
     if prior_precision is None:
         post = choose_prior(post, validation)
     if check_mode:
@@ -182,7 +178,7 @@ def limit_variance(post: Laplace) -> Laplace:
 
     first = last = 0.0
     step = math.copysign(1.0, excess(first))
-    while excess(last) * step > 0 and last > LEAST:
+    while excess(last) * step > 0 and last > -4:
         first, last = last, last + step
     if excess(last) * step <= 0:
         last = brentq(excess, first, last, xtol=0.005)

@@ -12,6 +12,7 @@ of its first argument. Entropies and log-likelihoods are in nats. The probabilit
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -211,7 +212,7 @@ def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins:
 def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor, " N"]) -> Float[Tensor, ""]:
     """Return the area under the ROC curve: P(score of a positive > score of a negative) + ½ P(they are equal).
 
-    The area is computed in Mann–Whitney form with mid-ranks for ties, in O(N log N).
+    The area is the Mann–Whitney statistic over the number of pairs, by SciPy on the CPU, in O(N log N).
 
     Args:
         scores: a number for each point, (N,), larger for positive ones.
@@ -238,16 +239,14 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
     if positive.dtype != torch.bool and not ((positive == 0) | (positive == 1)).all():
         raise ValueError("positive must be boolean, or hold only 0 and 1")
     mask = positive.bool()
-    n1 = mask.sum()
+    n1 = int(mask.sum())
     n0 = mask.numel() - n1
     if n1 == 0 or n0 == 0:
-        raise ValueError(f"AUROC needs both classes: {int(n1)} positive and {int(n0)} negative points were given")
-    _, tie, count = torch.unique(scores, return_inverse=True, return_counts=True)
-    last = count.cumsum(0)
-    midrank = (last - (count - 1) / 2).to(torch.float64)
-    u = midrank[tie][mask].sum() - n1 * (n1 + 1) / 2
-    area: Tensor = u / (n1 * n0)
-    return area.to(scores.dtype)
+        raise ValueError(f"AUROC needs both classes: {n1} positive and {n0} negative points were given")
+    from scipy.stats import rankdata  # a slow import
+
+    ranks = rankdata(scores.detach().double().cpu().numpy())[mask.cpu().numpy()]
+    return scores.new_tensor(float(ranks.sum() - n1 * (n1 + 1) / 2) / (n1 * n0))
 
 
 def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
@@ -316,9 +315,9 @@ def temperature(
 ) -> Float[Tensor, ""]:
     """Return the T > 0 that minimises the NLL of softmax(logits / T) on validation data (Guo et al. 2017, section 4.2).
 
-    The NLL is convex in 1/T, so its derivative Σ_n (E_p[f_n] − f_n,label) changes sign once, and bisection on log T in
-    float64 finds the minimiser to rounding. If it lies outside `bounds` (every point classified correctly drives T to
-    0, labels worse than chance to infinity), the nearer bound is returned.
+    The NLL is convex in 1/T, so its derivative Σ_n (E_p[f_n] − f_n,label) changes sign once, where SciPy's root finder
+    on log T in float64 finds it. If it lies outside `bounds` (every point classified correctly drives T to 0, labels
+    worse than chance to infinity), the nearer bound is returned.
 
     Args:
         logits: the logits of validation points, (N, C).
@@ -346,14 +345,17 @@ def temperature(
         raise ValueError("these are probabilities: pass temperature the logits, or probabilities.log().")
     f = logits.to(torch.float64)
     f = f - f.gather(-1, labels.long()[:, None])
-    low, high = f.new_tensor(bounds).log()
-    for _ in range(60):
-        middle = (low + high) / 2
-        # d NLL / d(1/T): positive means that the logits are too sharp, so T must grow
-        slope = (torch.softmax(f / middle.exp(), -1) * f).sum()
-        low, high = torch.where(slope > 0, middle, low), torch.where(slope > 0, high, middle)
-    optimum: Tensor = (low + high) / 2
-    return optimum.exp().to(logits.dtype)
+
+    def slope(log_t: float) -> float:
+        """Return d NLL / d(1/T), which is positive if the logits are too sharp, so that T must grow."""
+        return float((torch.softmax(f / math.exp(log_t), -1) * f).sum())
+
+    from scipy.optimize import brentq  # a slow import
+
+    low, high = map(math.log, bounds)
+    if slope(low) <= 0 or slope(high) >= 0:
+        return logits.new_tensor(bounds[0] if slope(low) <= 0 else bounds[1])
+    return logits.new_tensor(math.exp(brentq(slope, low, high, xtol=1e-14)))
 
 
 def _check(probabilities: Tensor, labels: Tensor, some: bool = True) -> None:

@@ -3,20 +3,19 @@
 Work that has taken two seconds shows a bar on standard error if that is a terminal; the bar is cleared at the end.
 Every function that may take long has the keyword `progress`: None for this behaviour, False for no bar, True for a
 bar even if standard error is a file, or a function (what, done, total), called at each step; total is None if it is
-unknown. An algorithm of linear algebra counts its products: `at_work` names the algorithm, and `count_products` makes
-products count. Of nested algorithms the outermost is shown, and counts the products of all of them; work inside a
-product, a preconditioner or a callback is not counted.
+unknown. An algorithm of linear algebra counts its products. Of nested algorithms the outermost is shown, and counts the
+products of all of them; work inside a product, a preconditioner or a callback is done aside: it is not counted, and
+saves no checkpoint (`ambient.py`).
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from tqdm import tqdm
 
@@ -25,8 +24,9 @@ PATIENCE = 2.0
 
 T = TypeVar("T")
 Options = ParamSpec("Options")
-Maker = TypeVar("Maker", bound=Callable[..., Any])
 Progress = bool | Callable[[str, int, int | None], None] | None
+in_force: ContextVar[Any] = ContextVar("in_force", default=None)
+"""The `Run` in force; None outside of every algorithm."""
 
 
 def check_progress(progress: Any) -> None:
@@ -37,7 +37,13 @@ def check_progress(progress: Any) -> None:
 
 def progress_bar(what: str, total: int | None = None, progress: Progress = None, unit: str = "step") -> Steps:
     """Return the steps of some work, to be counted by `advance`; a context that clears the bar, also on an error."""
-    return Steps(what, total, False if _silenced.get() else progress, unit)
+    run = in_force.get()
+    return Steps(what, total, False if run is not None and run.silent else progress, unit)
+
+
+def is_wanted(progress: Progress) -> bool:
+    """Return whether somebody is told of the steps: by a function or a bar, by default one on a terminal."""
+    return progress is not False and (progress is not None or (sys.stderr is not None and sys.stderr.isatty()))
 
 
 class Steps:
@@ -47,7 +53,7 @@ class Steps:
         self.what, self.total, self.unit = what, total, unit
         self.done = 0
         self._callback = progress if callable(progress) else None
-        self._wanted = progress is True or (progress is None and sys.stderr is not None and sys.stderr.isatty())
+        self._wanted = self._callback is None and is_wanted(progress)
         self._begin = time.monotonic()
         self._bar: Any = None
         self._note = ""
@@ -73,80 +79,32 @@ class Steps:
         if self._bar is not None:
             self._note = note()
 
-    def __enter__(self) -> Steps:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Clear the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
+    def __enter__(self) -> Steps:
+        return self
 
-_current: ContextVar[Steps | None] = ContextVar("current", default=None)
-_silenced: ContextVar[bool] = ContextVar("silenced", default=False)
-_ASIDE = Steps("", None, False, "")
-"""The steps of work outside the algorithm, which are not shown."""
-in_force: ContextVar[Any] = ContextVar("in_force", default=None)
-"""The checkpoint of the current algorithm for its steps (`curvops.checkpoint`); work done aside has none."""
-
-
-@contextmanager
-def at_work(what: str, total: int | None, progress: Progress, A: Any) -> Iterator[None]:
-    """Count products as those of this algorithm on A, unless it is itself a step of another one that is shown.
-
-    If `progress` is None, an operator of a linearised network uses the linearisation's setting.
-
-    Raises:
-        TypeError: progress is neither None, a flag nor a function.
-    """
-    check_progress(progress)
-    if progress is None:
-        if _current.get() is not None:
-            yield
-            return
-        progress = progress_of(A)
-    with progress_bar(what, total, progress, " products") as steps:
-        silence = _silenced.set(progress is False or _silenced.get())
-        current = _current.set(steps)
-        try:
-            yield
-        finally:
-            _current.reset(current)
-            _silenced.reset(silence)
-
-
-def progress_of(A: Any) -> Progress:
-    """Return the networks' setting for progress bars in A; None for a tensor or a foreign operator."""
-    progress: Progress = getattr(A, "progress", None)
-    return progress
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def as_step(count: int, work: Callable[Options, T], *args: Options.args, **options: Options.kwargs) -> T:
-    """Do this work and count it as `count` products, whatever happens inside."""
-    steps = _current.get()
-    if steps is None and in_force.get() is None:
+    """Do this work aside and count it as `count` products, whatever happens inside."""
+    run = in_force.get()
+    if run is None:
         return work(*args, **options)
-    current, kept = _current.set(None if steps is None else _ASIDE), in_force.set(None)
+    token = in_force.set(run.aside)
     try:
         result = work(*args, **options)
     finally:
-        in_force.reset(kept)
-        _current.reset(current)
-    if count and steps is not None:
-        steps.advance(count)
+        in_force.reset(token)
+    if count and run.steps is not None:
+        run.steps.advance(count)
     return result
-
-
-def count_products(make: Maker) -> Maker:
-    """Make the products that this function returns count: K products for a block (n, K)."""
-
-    @wraps(make)
-    def wrap(*args: Any) -> Callable[[Any], Any]:
-        multiply = make(*args)
-        return lambda V: as_step(V.shape[1], multiply, V)
-
-    return cast(Maker, wrap)
 
 
 def aside(work: Callable[Options, T]) -> Callable[Options, T]:
@@ -164,6 +122,6 @@ def time_left(share: float, since: float) -> str:
 
 def remark(note: Callable[[], str]) -> None:
     """Show this note behind the bar, if there is one."""
-    steps = _current.get()
-    if steps is not None:
-        steps.remark(note)
+    run = in_force.get()
+    if run is not None and run.steps is not None:
+        run.steps.remark(note)

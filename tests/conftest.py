@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -20,6 +21,9 @@ from tests import shape_checks
 
 collect_ignore = ["any_machine.py", "another_rounding.py", "cuda/stand_in.py"]  # a script, and plugins
 shape_checks.install()  # before any module of the library is imported
+# Whatever the environment says, the two test processes and those that tests start compile each module once.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 from tests.threads import using_threads  # noqa: E402
 
 
@@ -134,6 +138,6 @@ def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
         return work
 
-    monkeypatch.setattr(passes.BatchMap, "_pull", counted(passes.BatchMap._pull))
+    monkeypatch.setattr(passes.BatchMap, "pull", counted(passes.BatchMap.pull))
     monkeypatch.setattr(batch_rows, "each_group", counted(batch_rows.each_group))
     return state

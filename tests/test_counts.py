@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.operators.curvatures.curvature import Curvature, CurvatureRoot
+from curvops.operators.curvatures.ggn import Curvature, CurvatureRoot
 from curvops.operators.linearized.jacobian import Jacobian
 
 N, C, BATCH = 24, 3, 8
@@ -71,7 +71,7 @@ def counted(call: Callable[[co.operators.Linearization], object], options: dict[
     """Return what a call costs beyond the linearisation itself and the checks of its derivatives."""
     lin, found = linearized(**options or {}), defaultdict[str, float](float)
     _ = lin.plan  # tries whether a pass may be kept
-    lin.passes.engines.prove(Data().x, whole=True)
+    lin.passes.engines.checked_others(Data().x, whole=True)
     gradient = torch.autograd.grad
 
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **given: Any) -> Any:

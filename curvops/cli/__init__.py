@@ -45,14 +45,14 @@ def curvops(
     """Curvature, uncertainty and evidence of trained networks."""
 
 
-@app.command()
-def demo(
+@app.command(name="demo")
+def show_demo(
     output: Annotated[Path, typer.Option(help="Folder for results.json and figures.")] = Path("curvops-demo"),
     seed: Annotated[int, typer.Option(help="Seed of the data and the networks.")] = 0,
 ) -> None:
     """Show in three stories, in under a minute, what a posterior adds to a trained network."""
     with _exit_codes("Interrupted; what was written so far is in " + str(output)):
-        from curvops.cli.demo.run import run
+        from curvops.cli.demo import run
 
         passed = run(output, seed, typer.echo)
     if not passed:
@@ -83,9 +83,9 @@ def bench(
     import torch
 
     with _exit_codes("Interrupted; finished problems have their figures in " + str(output)):
-        from curvops.cli.bench import sweep
-        from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Settings
-        from curvops.cli.bench.problems import NAMES, BenchError
+        from curvops.cli import sweep
+        from curvops.cli.problems import NAMES, BenchError
+        from curvops.cli.runs import METHODS, PRECONDITIONERS, Settings
 
         if names:
             for what, table in (("problems", NAMES), ("methods", METHODS), ("preconditioners", PRECONDITIONERS)):

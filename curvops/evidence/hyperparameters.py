@@ -22,7 +22,7 @@ from curvops.operators import EmpiricalFisher, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.log_evidence import Tuning, normal_mode, prepare, shares_of_weights
-from curvops.posterior.solves.function_space import REMEDIES
+from curvops.posterior.solves.precision import REMEDIES
 from curvops.summary import summary
 
 OVER = ("scalar", "layers", "tensors", "weights")
@@ -32,9 +32,6 @@ OVER = ("scalar", "layers", "tensors", "weights")
 FURTHEST = 1e10
 # Products with one vector are used for all precisions down to this fraction of the present one.
 WINDOW = 100.0
-# γ below this many units of rounding per weight of a group counts as zero; so does one below its error and NEGLIGIBLE.
-ROUNDING = 50
-NEGLIGIBLE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,8 +157,9 @@ class Hyperparameters:
             gamma, spread, error = (part.reshape(1).to(counts) for part in parts)
             lins = post.cache.known_data("the log evidence")
             counts = counts.clamp_max(sum(lin.num_data * lin.num_outputs for lin in lins))
-        rounding = ROUNDING * torch.finfo(post.mean.dtype).eps * counts
-        rounding = torch.maximum(rounding, torch.minimum(error, NEGLIGIBLE * counts))
+        # Fifty units of rounding per weight of a group count as zero, and so does a millionth if the error exceeds it.
+        rounding = 50 * torch.finfo(post.mean.dtype).eps * counts
+        rounding = torch.maximum(rounding, torch.minimum(error, 1e-6 * counts))
         return torch.where(gamma > rounding, gamma, 0.0), spread
 
     @property

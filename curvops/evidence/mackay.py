@@ -24,16 +24,7 @@ from curvops.posterior.log_evidence import Ending, Tuning, TuningStep
 from curvops.records import restore, state_of
 
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}
-LEAST_CURVATURE = 1e-6
-"""Entries of diag(GGN) below this value are replaced by it in a g-prior."""
 STATE = ("noise", "records", "past", "changes", "targets", "halved", "ending")
-STEADY = 0.5
-"""Changes of alternating sign count as oscillation unless they shrink below this share of the last but one."""
-
-MODE_RTOL = 1e-4
-"""The relative accuracy of the mode if draws are used, whose γ is less accurate than one per cent."""
-LARGEST_ERROR = 0.2
-"""Relative errors of γ above this value do not end the steps earlier."""
 
 
 @resumable
@@ -128,8 +119,8 @@ def mackay(
     post.cache.known_data("the log evidence")
 
     def problem() -> dict[str, Any]:
-        given = post.lin.order | {"the points": str(post.lin.source), "the prior's mean": digest([post.prior_mean])}
-        return post.lin.facts() | problem_of(post.precision) | given
+        data = post.lin.order | {"the points": str(post.lin.source), "the prior's mean": digest([post.prior_mean])}
+        return post.lin.facts() | problem_of(post.precision) | data
 
     with torch.no_grad():
         kept = begin("mackay", checkpoint, problem, post.mean.device, True, post.lin.ranks)
@@ -140,7 +131,7 @@ def mackay(
             kept.held["cache"] = post.cache
             for lin in post.cache.known_data("the log evidence"):
                 lin.memory.expect_many()
-        base = DiagonalGGN(post.lin).entries.clamp_min(LEAST_CURVATURE) if prior == "g" else None
+        base = DiagonalGGN(post.lin).entries.clamp_min(1e-6) if prior == "g" else None
         groups = precision_groups(post.lin, PRIORS[prior], base)
         start = Hyperparameters(post, groups, groups.start(present), post.observation_noise if tune_noise else None)
         run = _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), source, kept)
@@ -202,7 +193,7 @@ class _FixedPoint:
             self.kept.save(self.state, now=True)  # the sources of random numbers
         for _ in range(len(self.records), steps):
             first, last = self._guess()
-            wanted = 0.1 * self.xtol if self.samples is None else MODE_RTOL
+            wanted = 0.1 * self.xtol if self.samples is None else 1e-4  # γ of draws is less accurate
             theta, spent = self.now.linear_mode(start.origin.mean if first is None else first, wanted)
             data = None if self.now.noise is None else misfit(self.now.origin, theta)
             self.targets = None if data is None else data.targets
@@ -307,7 +298,7 @@ class _FixedPoint:
         self, gamma: Float[Tensor, " G"], stderr: Float[Tensor, " G"], data: Misfit | None
     ) -> Float[Tensor, " H"]:
         """Return a quarter of the relative error that γ's error gives each hyperparameter (at most 0.2 of γ counts)."""
-        bars = (stderr / gamma).clamp_max(LARGEST_ERROR)
+        bars = (stderr / gamma).clamp_max(0.2)
         if data is not None:
             of_noise = stderr.norm() / max(data.targets - float(gamma.sum()), 1.0)
             bars = torch.cat([bars, of_noise.reshape(1)])
@@ -335,4 +326,4 @@ def _oscillates(changes: list[Float[Tensor, " H"]], bar: Float[Tensor, " H"]) ->
         return False
     first, second, third = changes[-3:]
     alternates = (first * second < 0) & (second * third < 0)
-    return bool((alternates & (third.abs() > STEADY * first.abs()) & (third.abs() > bar)).any())
+    return bool((alternates & (third.abs() > first.abs() / 2) & (third.abs() > bar)).any())

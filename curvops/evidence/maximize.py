@@ -28,9 +28,8 @@ from curvops.linalg.core.vectors import describe, random_block
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence import Ending, Tuning, TuningStep, find_evidence, prepare
-from curvops.posterior.solves.function_space import REMEDIES
 from curvops.posterior.solves.linear_mode import warn_of_mode
-from curvops.posterior.solves.precision import preconditioner
+from curvops.posterior.solves.precision import REMEDIES, preconditioner
 
 
 def maximize(
@@ -135,21 +134,21 @@ def _search(
     def loss(log_precision: float) -> float:
         nonlocal theta
         with torch.no_grad():
-            found = find_evidence(post.with_prior(math.exp(log_precision)).terms, theta, rtol, generator, mode)
-        theta = found.theta
-        return -float(found.value)
+            evidence = find_evidence(post.with_prior(math.exp(log_precision)).terms, theta, rtol, generator, mode)
+        theta = evidence.theta
+        return -float(evidence.value)
 
     low, high = start / WINDOW, start * WINDOW
     while start / FURTHEST < low and high < start * FURTHEST:
         prepare(post.cache, low, rtol, generator)
         span = math.log(low), math.log(high)
-        found = float(minimize_scalar(loss, bounds=span, method="bounded", options={"xatol": xtol}).x)
-        if found - span[0] < 2 * xtol:
+        best = float(minimize_scalar(loss, bounds=span, method="bounded", options={"xatol": xtol}).x)
+        if best - span[0] < 2 * xtol:
             low, high = low / WINDOW, low * 2
-        elif span[1] - found < 2 * xtol:
+        elif span[1] - best < 2 * xtol:
             low, high = high / 2, high * WINDOW
         else:
-            return tell_choice(post.with_prior(math.exp(found)), "the evidence")
+            return tell_choice(post.with_prior(math.exp(best)), "the evidence")
     raise ValueError(
         f"the log evidence has no maximum between prior precisions {start / FURTHEST:.1g} and {start * FURTHEST:.1g}: "
         "these data do not determine it at these weights."
@@ -158,7 +157,6 @@ def _search(
 
 # Precisions of single weights stay within this factor: beyond it, a weight is practically fixed, or free.
 FURTHEST_WEIGHT = 1e6
-SOLVE_RTOL = 1e-3
 
 
 @dataclass(eq=False)
@@ -248,8 +246,8 @@ class Ascent:
         assert self.vectors is not None
         guess = None if self.over == "weights" else self.solutions
         sketch, spent = preconditioner(post.terms, self.probes, generator=self.generator)
-        solved = cg(P, self.vectors, preconditioner=sketch, rtol=SOLVE_RTOL, x0=guess)
-        solved.raise_if_failed(SOLVE_RTOL, REMEDIES)
+        solved = cg(P, self.vectors, preconditioner=sketch, rtol=1e-3, x0=guess)
+        solved.raise_if_failed(1e-3, REMEDIES)
         self.solutions = solved.x
         A = post.prior.diagonal
         assert A is not None

@@ -143,7 +143,7 @@ def train(
         )
     if not record:
         return post
-    whole = replace(record[-1], steps=tuple(step for each in record for step in each.steps))
+    whole = replace(record[-1], steps=tuple(step for tuning in record for step in tuning.steps))
     return replace(post, tuning=whole)
 
 
@@ -165,9 +165,9 @@ def _loss_with_gradient(
         p.grad = None
     penalty = torch.stack([(precision * as_real(p).square()).sum() for precision, p in prior]).sum()
     loss = penalty / (2 * lin.num_data * (1 if shard is None else shard.ranks.size))
-    own = None if item is None else parts_of(item, False)
-    if own is not None and len(own[1]):
-        inputs, y = move(normalise(own[0]), *at), move_tensor(own[1], *at)
+    batch = None if item is None else parts_of(item, False)
+    if batch is not None and len(batch[1]):
+        inputs, y = move(normalise(batch[0]), *at), move_tensor(batch[1], *at)
         arguments, named = lin.model.calls.arguments(inputs)
         fit = lin.likelihood.log_prob(layout.rows(model(*arguments, **named)), layout.targets(y))
         loss = loss - fit.sum() / (len(fit) if points is None else points)
@@ -226,8 +226,8 @@ def _add_up(loss: Tensor, parameters: list[nn.Parameter], ranks: Ranks) -> Tenso
     """Write the gradients' sums over the ranks into the parameters, and return the sum of their losses. One message."""
     flat = torch.cat([*(p.grad.flatten() for p in parameters if p.grad is not None), loss.reshape(1)])
     *sums, total = ranks.add_up(flat).split([*(p.numel() for p in parameters), 1])
-    for p, found in zip(parameters, sums):
-        p.grad = found.view_as(p)
+    for p, gradient in zip(parameters, sums):
+        p.grad = gradient.view_as(p)
     return total[0]
 
 

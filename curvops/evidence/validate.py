@@ -26,12 +26,6 @@ from curvops.posterior.log_evidence import Validation
 from curvops.posterior.predictions.answers import LABELS, targets_by_position
 from curvops.posterior.predictions.split_points import split_points
 
-COARSE = 4
-"""A search tries the factors 10^-4, 10^-3, …, 10^4 of the current value before it refines the best one."""
-FURTHEST = 8
-"""The power of ten up to which a search goes on while the value at the end of those tried is the best."""
-GAIN = 1e-4
-"""A search ends, too, where a further decade gains no more nats per point than this."""
 PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
 AT_EDGE = {
     "scalar": (
@@ -140,7 +134,7 @@ def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
     parts = [parts_of(item, False) for item in source]
     if not parts:
         raise ValueError("the held-out data hold no points.")
-    inputs: Any = tree_map(lambda *tensors: torch.cat(tensors), *(normalise(given) for given, _, _ in parts))
+    inputs: Any = tree_map(lambda *tensors: torch.cat(tensors), *(normalise(points) for points, _, _ in parts))
     return inputs, torch.cat([y for _, y, _ in parts])
 
 
@@ -186,12 +180,11 @@ class _Search:
         from scipy.optimize import minimize_scalar  # a slow import, needed for tuning only
 
         move = _moves(self.best if self.trials else self.post)[part]
-        scores = {power: self.score(move(10.0**power)) for power in range(-COARSE, COARSE + 1)}
+        scores = {power: self.score(move(10.0**power)) for power in range(-4, 5)}
         for step in (-1, 1):
-            end = step * COARSE
-            while (
-                abs(end) < FURTHEST and scores[end] > scores[end - step] + GAIN and scores[end] == max(scores.values())
-            ):
+            end = 4 * step
+            # On to 10^±8, as long as the value at the end is the best, by more than 1e-4 nats per point.
+            while abs(end) < 8 and scores[end] > scores[end - step] + 1e-4 and scores[end] == max(scores.values()):
                 end += step
                 scores[end] = self.score(move(10.0**end))
         best = max(scores, key=scores.__getitem__)
@@ -230,8 +223,8 @@ class _Search:
     def result(self, by: str = "held-out data") -> Laplace:
         """Return the best posterior, with the record of all trials and what chose its prior."""
         post, (posts, scores, stderrs) = self.best, zip(*self.trials)
-        precisions = tuple(_precision(each.prior.diagonal) for each in posts)
-        noises = tuple(_noise(each) for each in posts) if post.lin.likelihood.hyperparameters else None
+        precisions = tuple(_precision(trial.prior.diagonal) for trial in posts)
+        noises = tuple(_noise(trial) for trial in posts) if post.lin.likelihood.hyperparameters else None
         return tell_choice(replace(post, tuning=Validation(precisions, noises, scores, stderrs)), by)
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import check_choice, check_kind, check_tensor
-from curvops.gp.points import as_points
+from curvops.gp.operator_kernel import as_points
 from curvops.linalg import Dense
 from curvops.network.likelihoods import Gaussian
 from curvops.posterior import Laplace
@@ -200,8 +200,8 @@ class LaplaceModel(Model, FantasizeMixin):
         sample = self.post.sample(1, generator) + (0 if self._step is None else self._step)
 
         def function(X: Tensor) -> Tensor:
-            found = self.post.functions(as_points(self.post.lin, self._transformed(X)), 1, samples=sample)
-            return found.reshape(*X.shape[:-1], -1)[..., self._outputs].to(X)
+            outputs = self.post.functions(as_points(self.post.lin, self._transformed(X)), 1, samples=sample)
+            return outputs.reshape(*X.shape[:-1], -1)[..., self._outputs].to(X)
 
         return GenericDeterministicModel(function, self.num_outputs)
 
@@ -212,16 +212,16 @@ class LaplaceModel(Model, FantasizeMixin):
     def _set_transformed_inputs(self) -> None:
         """Do nothing: the training inputs are those of the linearisation, on which the network was trained."""
 
-    def _noise(self, name: str, given: Any, like: Tensor, points: int) -> Float[Tensor, "*b n m"]:
+    def _noise(self, name: str, variances: Any, like: Tensor, points: int) -> Float[Tensor, "*b n m"]:
         """Return the variances of targets of this model's outputs; True means the likelihood's."""
         m = self.num_outputs
-        if given is True:
+        if variances is True:
             if not isinstance(self.likelihood, Gaussian):
                 raise ValueError("observation noise needs a Gaussian likelihood: use observation_noise=False.")
             of_all = self.likelihood.noise.to(like).expand(self.post.lin.num_outputs)
             return of_all[self._outputs].expand(points, m)
-        check_tensor(name, given)
-        noise = given.to(like).expand(*given.shape[:-2], points, m)
+        check_tensor(name, variances)
+        noise = variances.to(like).expand(*variances.shape[:-2], points, m)
         if not bool(((noise >= 0) & noise.isfinite()).all()):
             raise ValueError(f"{name} holds variances: none may be negative or not finite.")
         return noise
@@ -252,18 +252,18 @@ class LaplaceModel(Model, FantasizeMixin):
             by_point = torch.arange(start, start + seen.X.shape[-2], device=mean.device).unsqueeze(1) * C
             rows.append((by_point + torch.tensor(seen.outputs, device=mean.device)).flatten())
             start += seen.X.shape[-2]
-        told, cut = torch.cat(rows), q * C
+        rows_observed, cut = torch.cat(rows), q * C
         Y, noise = (
             _joined(parts) for parts in zip(*((seen.Y.to(mean), seen.noise.to(mean)) for seen in self._observed))
         )
-        given = covariance[..., told, :][..., told] + noise.diag_embed()
-        factor, info = torch.linalg.cholesky_ex(given)
-        left = factor.diagonal(dim1=-2, dim2=-1).square() / given.diagonal(dim1=-2, dim2=-1)
-        least = 10 * len(told) * torch.finfo(left.dtype).eps
+        observed = covariance[..., rows_observed, :][..., rows_observed] + noise.diag_embed()
+        factor, info = torch.linalg.cholesky_ex(observed)
+        left = factor.diagonal(dim1=-2, dim2=-1).square() / observed.diagonal(dim1=-2, dim2=-1)
+        least = 10 * len(rows_observed) * torch.finfo(left.dtype).eps
         if bool((info > 0).any() | (left < least).any()):
             raise ValueError("the observations' covariance is singular: leave out repeated points, or pass noise.")
-        half = torch.linalg.solve_triangular(factor, covariance[..., told, :cut], upper=False)
-        residual = (Y - mean.flatten(-2)[..., told]).unsqueeze(-1)
+        half = torch.linalg.solve_triangular(factor, covariance[..., rows_observed, :cut], upper=False)
+        residual = (Y - mean.flatten(-2)[..., rows_observed]).unsqueeze(-1)
         moved = half.mT @ torch.linalg.solve_triangular(factor, residual, upper=False)
         conditioned = mean[..., :q, :] + moved.squeeze(-1).unflatten(-1, (q, C))
         reduced = covariance[..., :cut, :cut] - half.mT @ half

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvops.argument_types import LikelihoodChoice
 from curvops.gp.kernel import LinearizedKernel, LinearizedMean
-from curvops.gp.points import as_points
+from curvops.gp.operator_kernel import as_points
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization
@@ -73,8 +73,8 @@ class LinearizedGP(ExactGP):
         self.mean_module = LinearizedMean(lin) if mean is None else mean
         self.covar_module = LinearizedKernel(lin, **options) if kernel is None else kernel
         for name, module in self.named_modules():
-            own = getattr(module, "lin", None)
-            if isinstance(own, Linearization) and lin.tangent_space.difference(own.tangent_space) is not None:
+            other = getattr(module, "lin", None)
+            if isinstance(other, Linearization) and lin.tangent_space.difference(other.tangent_space) is not None:
                 raise ValueError(f"{name} belongs to another linearisation: make both from one.")
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Normal:

@@ -16,7 +16,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_choice, checked_number, checked_whole
-from curvops.gp.operator_kernel import OperatorKernel, check_points
+from curvops.gp.operator_kernel import OperatorKernel, require_whole_points
 from curvops.linalg import Dense
 from curvops.network.data.inputs import require_finite
 
@@ -106,16 +106,16 @@ class InfiniteWidthKernel(OperatorKernel):
         elif bias_variance_prior is not None or bias_variance_constraint is not None:
             raise ValueError("a prior or a constraint for the bias variance needs biases: pass bias_variance=1.0.")
 
-    def _start(self, name: str, given: Any) -> Float[Tensor, "*batch L"]:
+    def _start(self, name: str, variances: Any) -> Float[Tensor, "*batch L"]:
         """Return variances, one for all layers or one for each, in a given tensor's dtype or torch's default."""
-        several = given.flatten().tolist() if isinstance(given, Tensor | np.ndarray) else given
+        several = variances.flatten().tolist() if isinstance(variances, Tensor | np.ndarray) else variances
         values = [several] if isinstance(several, str) or not isinstance(several, Sequence) else list(several)
         if len(values) not in (1, self.depth + 1):
             raise ValueError(
                 f"{name} holds {len(values)} numbers: expected one, or {self.depth + 1}, one for each layer."
             )
         checked = [checked_number(name, value, kind="a number or a sequence of them") for value in values]
-        like = given if isinstance(given, Tensor) and given.is_floating_point() else torch.empty(0)
+        like = variances if isinstance(variances, Tensor) and variances.is_floating_point() else torch.empty(0)
         return like.new_tensor(checked).expand(*self.batch_shape, -1).clone()
 
     @property
@@ -146,7 +146,7 @@ class InfiniteWidthKernel(OperatorKernel):
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> LinearOperator | Tensor:
         """Return the kernel's matrix (..., n, m), or its diagonal (..., n)."""
-        check_points(x1, x2, diag, last_dim_is_batch)
+        require_whole_points(last_dim_is_batch)
         for x in (x1,) if x2 is x1 else (x1, x2):
             require_finite("inputs", x)
         weights, biases = (self._by_layer(variance) for variance in (self.weight_variance, self.bias_variance))

@@ -16,8 +16,14 @@ from torch import Tensor
 
 from curvops.argument_types import PriorMean, PriorPrecision
 from curvops.checks import check_choice, checked_number
-from curvops.gp.operator_kernel import OperatorKernel, check_points
-from curvops.gp.points import OUTPUTS, as_points, own_outputs, same_points
+from curvops.gp.operator_kernel import (
+    OUTPUTS,
+    OperatorKernel,
+    as_points,
+    own_outputs,
+    require_whole_points,
+    same_points,
+)
 from curvops.linalg import Dense, LowRank
 from curvops.network.model.parameters import layer_of, matching
 from curvops.network.model.weight_vectors import read_mean, read_precision
@@ -134,7 +140,7 @@ class LinearizedKernel(OperatorKernel):
 
         Raises ValueError for inputs of another size, and for batches that are not those of the outputs.
         """
-        check_points(x1, x2, diag, last_dim_is_batch)
+        require_whole_points(last_dim_is_batch)
         C, same = self.lin.num_outputs, same_points(x1, x2)
         matrix = self._joint(x1, x1 if same else x2, diag)
         if not self.batch_shape:
@@ -242,14 +248,14 @@ def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], 
         if over != "scalar":
             raise ValueError(f"prior_precision={{glob: number}} defines the groups itself; leave out over={over!r}.")
         read_precision("prior_precision", start, lin.model)
-        of = {name: i for i, glob in enumerate(start) for name in matching(names, glob)}
+        group_of = {name: i for i, glob in enumerate(start) for name in matching(names, glob)}
         values = [checked_number(f"prior_precision[{glob!r}]", value) for glob, value in start.items()]
     else:
         owner = {name: {"scalar": "", "layers": layer_of(name), "tensors": name}[over] for name in names}
         owners = list(dict.fromkeys(owner.values()))
-        of = {name: owners.index(owner[name]) for name in names}
+        group_of = {name: owners.index(owner[name]) for name in names}
         values = [checked_number("prior_precision", start, kind="a number or {glob: number}")] * len(owners)
-    return of, torch.tensor(values, dtype=lin.theta.dtype, device=lin.theta.device)
+    return group_of, torch.tensor(values, dtype=lin.theta.dtype, device=lin.theta.device)
 
 
 class LinearizedMean(Mean):

@@ -21,17 +21,16 @@ from curvops.linalg.core.solve_routes import KERNEL_COPIES
 from curvops.linalg.solvers.solve import default_rtol
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
-from curvops.operators.function_space.dual_inverse import DualInverse
+from curvops.operators.function_space.function_space import DualInverse, FunctionSpace
 from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.posterior.core.arguments import check_linearization, checked_count
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior, read_prior
 from curvops.posterior.deviations import Noise, Systems, draw_deviations
+from curvops.posterior.gaussians.updating import with_left_out_noise
 from curvops.posterior.log_evidence import Evidence, add_up, count_parameters, log_ratio
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
-from curvops.posterior.solves.function_space import DualMode, FunctionSpace
-from curvops.posterior.solves.leave_one_out import with_left_out_noise
-from curvops.posterior.solves.linear_mode import find_mode
+from curvops.posterior.solves.linear_mode import DualMode, dual_mode, find_mode
 from curvops.posterior.solves.precision import inverse_for_rows
 from curvops.summary import Summarised
 
@@ -253,12 +252,12 @@ def _find_mode(
     space = FunctionSpace(lin, metric=A)
     outputs = lin.num_data * max(lin.num_outputs, lin.likelihood.root_columns(lin.num_outputs))
     if outputs <= lin.num_parameters and 2 * KERNEL_COPIES * 8 * outputs**2 <= lin.memory.room():
-        found = space.mode(1.0, prior.mean, rtol, most_steps)
-        if found.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT) or not math.isfinite(found.gradient):
-            return found, None
-        L, factor = space.factor(found.outputs, 1.0)
+        dual = dual_mode(space, 1.0, prior.mean, rtol, most_steps)
+        if dual.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT) or not math.isfinite(dual.gradient):
+            return dual, None
+        L, factor = space.factor(dual.outputs, 1.0)
         keep(lin.jacobian(), factor, factor.nbytes + L.nbytes)
-        return found, (factor, L)
+        return dual, (factor, L)
     terms = PrecisionTerms(CurvatureCache(lin, GGN(lin)), prior)
     mode = find_mode(terms, prior.mean.expand_as(lin.theta), rtol, most_steps)
     with torch.no_grad():

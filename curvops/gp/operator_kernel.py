@@ -1,7 +1,11 @@
-"""The shared base of curvops kernels in gpytorch: parameters with constraints, and matrices that remain operators."""
+"""The shared base of curvops kernels in gpytorch: parameters with constraints, matrices that remain operators, points.
+
+Inputs have the form of gpytorch and BoTorch, (..., n, d), and are converted to the form of the network.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,14 +14,63 @@ from gpytorch.constraints import Interval, Positive
 from gpytorch.kernels import Kernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.priors import Prior
+from jaxtyping import Float
 from linear_operator import to_dense
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_kind
-from curvops.gp.points import same_points
+from curvops.checks import carries_graph, check_kind, check_tensor
 from curvops.linalg import Dense, Operator
+from curvops.operators import Linearization
 from curvops.summary import name_of
+
+OUTPUTS = ("joint", "independent")
+"""How a kernel and a mean treat the network's outputs: as a multi-output process, or as a batch of processes."""
+
+
+def as_points(lin: Linearization, x: Tensor) -> Tensor:
+    """Return the points (..., n, d) as one row of points, each in the shape of the network's input.
+
+    Raises TypeError if x is not a tensor or the network takes several, ValueError if d is not the size of its input.
+    """
+    few: Any = lin.data.few
+    check_kind("the network's input", few, Tensor, "one tensor: wrap the network in a module that splits it")
+    check_tensor("inputs", x)
+    shape = few.shape[1:]
+    if x.ndim < 2 or x.shape[-1] != math.prod(shape):
+        raise ValueError(f"inputs must have shape (..., n, {math.prod(shape)}), a row per point, got {tuple(x.shape)}.")
+    points = x.reshape(-1, *shape)
+    return points if few.is_floating_point() else points.to(few.dtype)
+
+
+def own_outputs(values: Float[Tensor, "*b C *rest"], rest: int) -> Float[Tensor, "*b2 C *rest"]:
+    """Return each output's values at its own inputs, whose last batch dimension is that of the outputs.
+
+    Inputs without a batch, or with a last batch dimension of 1, are shared by all outputs. Raises ValueError for
+    others.
+    """
+    at = values.ndim - rest - 1
+    outputs = values.shape[at]
+    if at == 0:
+        return values
+    if values.shape[at - 1] == 1:
+        return values.squeeze(at - 1)
+    if values.shape[at - 1] != outputs:
+        raise ValueError(f"inputs of {outputs} independent outputs have a last batch dimension of 1 or {outputs}.")
+    return values.diagonal(dim1=at - 1, dim2=at).movedim(-1, at - 1)
+
+
+def same_points(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors hold the same points, so that gradients treat them as one tensor given twice."""
+    if x is y or (
+        x._base is not None and x._base is y._base and x.data_ptr() == y.data_ptr() and _layout(x) == _layout(y)
+    ):
+        return True
+    return x.shape == y.shape and not carries_graph((x, y)) and torch.equal(x, y)
+
+
+def _layout(x: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return x.shape, x.stride()
 
 
 class OperatorKernel(Kernel):
@@ -57,8 +110,8 @@ class OperatorKernel(Kernel):
 
     def _set_value(self, name: str, value: Any) -> None:
         raw, constraint = getattr(self, f"raw_{name}"), getattr(self, f"raw_{name}_constraint")
-        given = torch.as_tensor(value, dtype=raw.dtype, device=raw.device)
-        start = constraint.inverse_transform(given.expand_as(raw))
+        tensor = torch.as_tensor(value, dtype=raw.dtype, device=raw.device)
+        start = constraint.inverse_transform(tensor.expand_as(raw))
         if not bool(start.isfinite().all()):
             raise ValueError(f"{name} must be finite and within its constraint, {constraint}, got {value}.")
         self.initialize(**{f"raw_{name}": start})
@@ -108,8 +161,8 @@ class ComposedKernel(OperatorKernel):
         return ComposedKernel(self.base_kernel[index])
 
 
-def check_points(x1: Tensor, x2: Tensor, diag: bool, last_dim_is_batch: bool) -> None:
-    """Raise ValueError for a kernel per input dimension, and for two sets of points that form no matrix."""
+def require_whole_points(last_dim_is_batch: bool) -> None:
+    """Raise ValueError for a kernel per input dimension."""
     if last_dim_is_batch:
         raise ValueError("last_dim_is_batch makes a kernel per input dimension, but a network takes them together.")
 

@@ -37,16 +37,6 @@ from curvops.posterior.gaussians.laplace import make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
 
 FEATURES = ("inducing", "leading", "random")
-CANDIDATES = 4
-"""The number of random rows per feature that is kept."""
-OVERSAMPLING = 10
-"""The columns of a sketch in excess of the features: at least this many, and half as many as the features (Halko,
-Martinsson & Tropp 2011).
-
-In `benchmarks.many_points`, whose spectrum falls slowly, half leave 3–8 % more than the eigenvectors do, ten 20–40 %.
-"""
-PROPORTIONAL = 1e-5
-"""The largest variation of the ratio of two priors' entries for which they count as multiples of each other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +107,8 @@ class ReducedPosterior(Laplace):
 
         κ = 1 + (t + √(t² + 4t))/2 with t the remainder; it is guaranteed, and seldom sharp. Raises as `remainder` does.
         """
-        found = self.remainder
-        t = float(found.value) + float(found.bias_bound)
+        remainder = self.remainder
+        t = float(remainder.value) + float(remainder.bias_bound)
         return 1 + (t + math.sqrt(t * t + 4 * t)) / 2
 
     def log_evidence_bound(self) -> Estimate:
@@ -153,11 +143,7 @@ class ReducedPosterior(Laplace):
         """The factor between the prior and the prior for which the features were made."""
         made, prior = self._made, self.prior.diagonal
         ratio = None if prior is None else (prior.detach() / made.prior).double()
-        if (
-            ratio is None
-            or self.curvature is not made.curvature
-            or bool(ratio.max() > (1 + PROPORTIONAL) * ratio.min())
-        ):
+        if ratio is None or self.curvature is not made.curvature or bool(ratio.max() > (1 + 1e-5) * ratio.min()):
             raise ValueError("what the features leave out is known only for multiples of the prior they were made for.")
         return float(ratio.mean())
 
@@ -218,11 +204,11 @@ def reduced_posterior(
     checked_number("temperature", temperature)
     check_choice("features", features, FEATURES)
     prior = read_precision("prior_precision", prior_precision, lin.model)
-    of = FeatureChoice(
+    choice = FeatureChoice(
         lin, prior.detach(), features, *_checked_counts(lin, rank, points, features, candidates), generator
     )
     with torch.no_grad():
-        reduction = of.reduce(points)
+        reduction = choice.reduce(points)
     made = make_laplace(lin, reduction.curvature, prior_precision, prior_mean, temperature)
     whole = checked_posterior(made, check_mode)
     return ReducedPosterior(**{each.name: getattr(whole, each.name) for each in fields(whole)}, reduction=reduction)
@@ -293,8 +279,8 @@ class FeatureChoice:
         products = gram(R, R).cpu()
         if R.shape[1] > self.rank:
             values, vectors = torch.linalg.eigh(products)
-            kept = values > max(R.shape) * torch.finfo(R.dtype).eps * values[-1]
-            scaled = vectors[:, kept] / values[kept].sqrt()
+            independent = values > max(R.shape) * torch.finfo(R.dtype).eps * values[-1]
+            scaled = vectors[:, independent] / values[independent].sqrt()
             R = combine(R, scaled[:, -self.rank :].to(R.device))
             products = gram(R, R).cpu()
         return independent_basis(R, products)
@@ -302,10 +288,10 @@ class FeatureChoice:
     def _leading(self) -> Float[Tensor, "D K"]:
         """Return a basis that contains the leading eigenvectors of A^-½GA^-½."""
         columns = _sketch_columns(self.lin.num_parameters, self.rank)
-        found = nystrom(
+        sketch = nystrom(
             self.whitened, columns, generator=self.generator, memory_budget=_bytes(self.whitened, 3 * columns)
         )
-        return found.U
+        return sketch.U
 
     def _rotate(self, basis: Float[Tensor, "D M"]) -> tuple[Float[Tensor, " K"], Float[Tensor, "D K"]]:
         """Return g, descending and in float64, and W with WᵀA^-½GA^-½W = diag(g), by blocks of products with G."""
@@ -315,13 +301,15 @@ class FeatureChoice:
         blocks = [gram(basis, G._matmul(part(basis, i, min(count, i + width)))) for i in range(0, count, width)]
         reduced = torch.cat(blocks, 1)
         values, vectors = torch.linalg.eigh((reduced + reduced.mT) / 2)
-        kept = slice(max(0, count - self.rank), None)
-        return values[kept].flip(0).clamp_min(0), combine(basis, vectors[:, kept].flip(1))
+        leading = slice(max(0, count - self.rank), None)
+        return values[leading].flip(0).clamp_min(0), combine(basis, vectors[:, leading].flip(1))
 
 
 def _sketch_columns(weights: int, rank: int) -> int:
     """Return the number of columns of a sketch for this many leading features."""
-    return min(weights, rank + max(OVERSAMPLING, rank // 2))
+    # Half as many more as the features (Halko, Martinsson & Tropp 2011) leave 3–8 % more than the eigenvectors do where
+    # the spectrum falls slowly, and ten more 20–40 % (`benchmarks.many_points`).
+    return min(weights, rank + max(10, rank // 2))
 
 
 def _bytes(op: Any, vectors: int) -> int:
@@ -341,13 +329,11 @@ def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, c
     checked_whole("rank", rank, 1, min(D, terms), "a whole number of features")
     if candidates is not None and features != "random":
         raise ValueError(f'candidates need features="random", not {features!r}.')
-    drawn = (
-        min(terms, CANDIDATES * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
-    )
+    drawn = min(terms, 4 * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
     vectors = {"inducing": 3 * rank, "leading": 3 * _sketch_columns(D, rank), "random": drawn + 2 * rank}[features]
-    each = vectors / rank * D + (2 * terms if features == "inducing" and points is None else 0)
-    room, needed = max(LEAST_ROOM, lin.memory.room()), int(each * rank * lin.theta.element_size())
+    numbers = vectors / rank * D + (2 * terms if features == "inducing" and points is None else 0)
+    room, needed = max(LEAST_ROOM, lin.memory.room()), int(numbers * rank * lin.theta.element_size())
     if needed > room:
-        fits = int(room / (each * lin.theta.element_size()))
+        fits = int(room / (numbers * lin.theta.element_size()))
         raise ValueError(f"{rank} features need {needed:,} bytes, the memory budget has {room:,}: room for {fits}.")
     return rank, drawn

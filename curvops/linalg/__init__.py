@@ -18,25 +18,21 @@ from curvops.errors import (
 )
 from curvops.linalg.core.results import Eigenpairs, Estimate, FunctionProduct, Reason, SingularTriplets, Solution
 from curvops.linalg.estimators.diagonal import diagonal
-from curvops.linalg.estimators.effective_dimension import effective_dimension
 from curvops.linalg.estimators.frobenius import frobenius_norm
 from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.estimators.quadrature import SpectralQuadrature, spectral_quadrature
+from curvops.linalg.estimators.quadrature import SpectralQuadrature, effective_dimension, spectral_quadrature
 from curvops.linalg.estimators.spectral_density import SpectralDensity, spectral_density
 from curvops.linalg.estimators.trace import trace
-from curvops.linalg.functions.apply_function import apply_function
-from curvops.linalg.functions.square_roots import inverse_sqrt, sqrt
+from curvops.linalg.functions.apply_function import apply_function, inverse_sqrt, sqrt
 from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
-from curvops.linalg.operators.block_rows import BlockRows
 from curvops.linalg.operators.damped import Damped, Inverse
-from curvops.linalg.operators.dense import Dense
-from curvops.linalg.operators.diagonal_matrix import Diagonal
+from curvops.linalg.operators.dense import Dense, Diagonal
 from curvops.linalg.operators.direct_sum import DirectSum
 from curvops.linalg.operators.draws import draw
 from curvops.linalg.operators.given_products import as_operator
 from curvops.linalg.operators.kronecker import EigenKronecker, Kronecker
-from curvops.linalg.operators.low_rank import LowRank
-from curvops.linalg.operators.low_rank_approximation import low_rank
+from curvops.linalg.operators.low_rank import LowRank, low_rank
+from curvops.linalg.operators.on_shards import BlockRows
 from curvops.linalg.preconditioners.cholesky import PivotedCholesky, cholesky
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner, LowRankPreconditioner

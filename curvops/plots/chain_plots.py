@@ -16,7 +16,6 @@ from curvops.plots import style
 from curvops.sampling import diagnostics
 
 Chains = Real[np.ndarray, "chains draws"] | Real[Tensor, "chains draws"]
-BINS = 30
 
 
 def trace(draws: Mapping[str, Chains]) -> np.ndarray:
@@ -43,7 +42,7 @@ def trace(draws: Mapping[str, Chains]) -> np.ndarray:
     shape: dict[str, Any] = {"squeeze": False, "sharey": "row", "width_ratios": [3, 1]}
     panels = style.panels(9.6, 0.6 + 2.1 * len(draws), 2, rows=len(draws), **shape)
     for i_row, (row, (name, chains)) in enumerate(zip(panels, draws.items())):
-        bins = np.linspace(chains.min(), chains.max(), BINS + 1) if np.ptp(chains) > 0 else 1
+        bins = np.linspace(chains.min(), chains.max(), 31) if np.ptp(chains) > 0 else 1
         for i, chain in enumerate(chains):
             colour = style.COLOURS[i % len(style.COLOURS)]
             row[0].plot(np.arange(len(chain)), chain, color=colour, linewidth=0.9, label=f"chain {i + 1}", alpha=0.85)

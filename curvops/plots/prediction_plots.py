@@ -170,9 +170,9 @@ def reliability(
     return axes
 
 
-def _classes(name: str, given: Any) -> Float[Tensor, "N C"]:
+def _classes(name: str, probabilities: Any) -> Float[Tensor, "N C"]:
     """Return class probabilities (N, C) on the CPU, also of the probabilities of class 1."""
-    p = torch.as_tensor(style.as_array(given))
+    p = torch.as_tensor(style.as_array(probabilities))
     if not p.is_floating_point() or p.ndim not in (1, 2):
         kind = f"{p.dtype} of shape {tuple(p.shape)}"
         raise TypeError(f"reliability draws class probabilities (N, C); got {kind} for {name!r}.")

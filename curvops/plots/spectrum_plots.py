@@ -13,11 +13,6 @@ from curvops.linalg import Eigenpairs, Estimate, Solution, SpectralDensity
 from curvops.plots import style
 from curvops.plots.style import NumberSequence
 
-FLOOR = 1e-2
-"""How far below the height of a single eigenvalue the y axis ends."""
-DENSITIES = 4
-"""The number of densities of a training run that are drawn: the first, the last, and some between them."""
-
 
 def spectral_density(
     density: SpectralDensity,
@@ -70,7 +65,7 @@ def spectral_density(
     blue, orange = style.COLOURS[:2]
     peak = float(middle.max())
     one = 1 / (size * bandwidth * np.sqrt(2 * np.pi)) if size else peak * 1e-6
-    floor = min(FLOOR * one, peak * 1e-3)
+    floor = min(one / 100, peak * 1e-3)
     curve = np.where(middle >= floor, middle, np.nan)  # a curve along the axis would look like a density
     edges, label = (
         (np.maximum(low, floor), np.clip(high, floor, peak * 10)),
@@ -135,7 +130,7 @@ def training_spectra(
     if any(density.scale != "linear" for density in densities):
         raise ValueError("training_spectra needs densities with scale='linear', whose axis holds both signs.")
     left, right = both = style.panels(11.5, 4.4, 2)
-    shown = np.unique(np.linspace(0, len(steps) - 1, DENSITIES).round().astype(int))
+    shown = np.unique(np.linspace(0, len(steps) - 1, 4).round().astype(int))
     peak = max(float(densities[i].density.max()) for i in shown)
     floor = 1e-5 * peak
     for i, look in zip(shown, style.looks(map(str, shown)).values()):

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Real
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Figure
 from torch import Tensor
 
 from curvops.checks import shown
@@ -35,7 +35,6 @@ NumberSequence = (
 """Numbers (N,), or a column (N, 1), as an array, a tensor on any device, or a list."""
 
 TITLE, LABEL, SMALL = 13, 12, 10.5
-DPI = 150
 
 
 def blank(width: float, height: float, title: str = "") -> Figure:
@@ -165,5 +164,5 @@ def save(drawn: Figure | Axes | np.ndarray, path: str | os.PathLike[str]) -> Non
     figure = first.figure if isinstance(first, Axes) else first
     if not isinstance(figure, Figure):
         raise TypeError(f"plots.save takes axes or a figure, then a path; got {type(drawn).__name__} first.")
-    figure.savefig(path, dpi=DPI)
+    figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -22,8 +22,9 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import running
 from curvops.checkpoint import Checkpoint, current, named_part
-from curvops.checks import carries_graph, check_choice, checked_number, checked_whole
+from curvops.checks import carries_graph, check_choice, checked_number, checked_whole, drawn_seed
 from curvops.errors import DivergenceError, NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
 from curvops.linalg.core.memory import PRODUCT_VECTORS, Memories, hold, solve_width
@@ -32,15 +33,14 @@ from curvops.linalg.core.sharded import SEED
 from curvops.linalg.core.solve_routes import CLOSED_FORM, EPOCHS, METHODS, SKETCHED, directions_pay
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import inner, join, norm
-from curvops.linalg.estimators.hutchinson import sample_mean
+from curvops.linalg.estimators.trace import sample_mean
 from curvops.linalg.solvers.systems import join_solutions
 from curvops.network import PointNormals
 from curvops.operators import Linearization
-from curvops.operators.curvatures.curvature import CurvatureRoot, root_of
+from curvops.operators.curvatures.ggn import CurvatureRoot, root_of
 from curvops.posterior.core.terms import PrecisionTerms, Prior
-from curvops.posterior.solves.function_space import REMEDIES
-from curvops.posterior.solves.precision import for_columns, preconditioner, route_of
-from curvops.progress import as_step, at_work, remark
+from curvops.posterior.solves.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
+from curvops.progress import as_step, remark
 from curvops.summary import Summarised
 
 DRAWN_TOGETHER = 8
@@ -67,7 +67,7 @@ class Noise:
     @classmethod
     def draw(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
         """Make new noise for the posteriors of a linearisation."""
-        seed = PointNormals.drawn(generator).seed
+        seed = drawn_seed(generator)
         if lin.ranks is not None:
             lin.ranks.require_equal({SEED: seed})
         return cls(seed, count, len(lin.theta), lin.num_data, lin.data.prints.order)
@@ -240,7 +240,7 @@ class StochasticDescent:
         else:
             longest, halvings = problem.step() if self.step_size is None else float(self.step_size), 0
         step = longest / 2**halvings
-        with at_work("stochastic gradient descent", None, None, systems.precision):
+        with running("stochastic gradient descent", systems.precision):
             while halvings < MOST_HALVINGS:
                 start = known or _AfterEpoch.before(problem.right, x0, longest, halvings)
                 try:
@@ -438,7 +438,7 @@ def draw_deviations(
     if route is None:
         kind = type(terms.curvature).__name__
         raise ValueError(f"method={asked!r} does not fit {kind} + prior: {why_not}; use method='cg'.")
-    P = for_columns(terms, k) if route.name == "formed matrix" else terms.precision
+    P = formed_precision(terms) if route.name == "formed matrix" else terms.precision
     named = asked or next(name for name, served in METHODS.items() if route.name in served)
     x0 = x0 if x0 is None or root == 1 else x0 / root
     if current() and carries_graph(P.representation()):
@@ -535,7 +535,10 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
     guess = None if x0 is None else points - S._t_matmul(x0)  # at the solution α = ε − Sᵀz
     right = start / inverse.unsqueeze(-1) + S._matmul(points)
     spent, goal = systems.count * (2 if guess is None else 3), rtol
-    M, sketched = preconditioner(systems.terms, systems.count, dual)
+    if systems.route == "formed kernel":
+        M, sketched = kernel_of(systems.terms).inverse(float(A.detach())), 0
+    else:
+        M, sketched = preconditioner(systems.terms, systems.count, dual)
     spent += sketched
     while True:
         found = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess)

@@ -25,15 +25,14 @@ from curvops.linalg import Damped, Estimate, effective_dimension, logdet, spectr
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.results import Reason, add_estimates
 from curvops.linalg.core.vectors import describe_square, product
-from curvops.linalg.estimators.brackets import ROUNDING_UNITS, single
 from curvops.linalg.estimators.carried_gradients import attach_gradient
-from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, definite_logdet, dense_spectrum
+from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum, definite_logdet, dense_spectrum
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.posterior.solves.linear_mode import find_mode, linear_log_likelihood
-from curvops.posterior.solves.precision import formed_kernel, naming_the_ggn, system_of
+from curvops.posterior.solves.precision import kernel_of, naming_the_ggn, posterior_system
 from curvops.summary import Summarised, Table, Tabular, by_columns_of, summary
 
 
@@ -180,8 +179,8 @@ def _ratio_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
     system, taken = _route(terms, rtol)
     if taken == "spectrum":
         return _ratio_from(decompose(cache), A, P, rtol)
-    if taken == "formed kernel" and (kernel := formed_kernel(terms)) is not None:
-        return kernel.log_ratio(float(A), rtol)
+    if taken == "formed kernel":
+        return kernel_of(terms).log_ratio(float(A), rtol)
     if taken == "quadrature":
         return cache.known("quadrature")[2].logdet(float(A))
     most = routes.products_of_probes(system.rows)
@@ -202,7 +201,7 @@ def _route(terms: PrecisionTerms, rtol: float) -> tuple[routes.System, str]:
         return routes.System(len(terms.lin.theta), closed_form=True), "closed form"
     if not A.ndim and terms.cache.known("spectrum") is not None:
         return routes.System(len(terms.lin.theta)), "spectrum"
-    system, known = system_of(terms), terms.cache.known("quadrature")
+    system, known = posterior_system(terms, whole=False), terms.cache.known("quadrature")
     assert system.posterior is not None
     prepared = known is not None and not A.ndim and float(A.detach()) >= known[0] and rtol >= known[1]
     system = replace(system, posterior=replace(system.posterior, prepared=prepared))
@@ -229,7 +228,7 @@ def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: flo
         pairs = [(inverse.to(unit), unit)]
         return attach_gradient(found + reference.detach(), precision, lambda _: pairs) + (-reference)
     shift = float(A.detach())
-    found = single(spectrum.logdet([shift], rtol))
+    found = spectrum.logdet(shift, rtol)
     return attach_gradient(found, precision, lambda _: [(spectrum.inverse(shift, unit.dtype), unit)]) + (-reference)
 
 
@@ -278,8 +277,8 @@ def _count_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
         return Estimate.rounded(shares.sum(), found.bias_bound, rtol, found.matvecs)
     if taken == "spectrum":
         return decompose(cache).effective_dimension(float(A.detach()), rtol)
-    if taken == "formed kernel" and (kernel := formed_kernel(terms)) is not None:
-        return kernel.spectrum.effective_dimension(float(A.detach()), rtol)
+    if taken == "formed kernel":
+        return kernel_of(terms).spectrum.effective_dimension(float(A.detach()), rtol)
     if taken == "quadrature":
         return cache.known("quadrature")[2].effective_dimension(float(A.detach()))
     most = routes.products_of_probes(system.rows)

@@ -38,6 +38,11 @@ class Spread:
         """The positions of this rank's chains among all chains."""
         return slice(self.ranks.rank, None, self.ranks.size)
 
+    @property
+    def count(self) -> int:
+        """The number of this rank's chains."""
+        return len(range(self.chains)[self.own])
+
     def line_up(self, rows: Shaped[Tensor, "own *n"]) -> Shaped[Tensor, "k *n"]:
         """Return the rows of the chains of all ranks, in the order of the chains."""
         by_rank = self.ranks.line_up(rows)
@@ -99,11 +104,11 @@ class Chain(Summarised):
     def gathered(self, spread: Spread) -> Chain:
         """Return the chains of all ranks."""
         traces = {name: getattr(self, name) for name in ("theta", "log_posterior", "acceptance", "energy_error")}
-        found: dict[str, Any] = {name: spread.line_up(rows) for name, rows in traces.items() if rows is not None}
-        return replace(self, **found)
+        lined_up: dict[str, Any] = {name: spread.line_up(rows) for name, rows in traces.items() if rows is not None}
+        return replace(self, **lined_up)
 
 
-def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 1) -> dict[str, Tensor]:
+def checked_draws(draws: Any, name: str = "draws", chains: int = 1, least: int = 1) -> dict[str, Tensor]:
     """Return the draws by name, (chain, draw, *shape), after checking them.
 
     They must be finite, and have at least `chains` chains of `each` draws.
@@ -125,9 +130,9 @@ def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 
     if len(sizes) > 1:
         raise ValueError(f"{name} have unequal numbers of chains and draws: {sorted(map(tuple, sizes))}.")
     ((k, n),) = sizes
-    if k < chains or n < each:
+    if k < chains or n < least:
         raise ValueError(
-            f"{name} are (chains, draws) = ({k}, {n}); this needs {chains} or more chains, of {each} or more draws. "
+            f"{name} are (chains, draws) = ({k}, {n}); this needs {chains} or more chains, of {least} or more draws. "
             "(Pass a single chain without a dimension for chains as tensor.unsqueeze(0).)"
         )
     return dict(tensors)

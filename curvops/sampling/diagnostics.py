@@ -30,9 +30,6 @@ from curvops.summary import Summarised
 
 __all__ = ["RandomProjections", "ess", "random_projections", "rhat", "scores", "stein_discrepancy", "to_inference_data"]
 
-LEAST_DRAWS = 4
-"""The smallest number of draws for which a chain can be split into halves."""
-
 
 def to_inference_data(draws: Draws) -> Any:
     """Convert draws to an `arviz.InferenceData` with a group `posterior`, for ArviZ's tables and plots.
@@ -77,7 +74,7 @@ def rhat(draws: Draws) -> dict[str, Tensor]:
         >>> bool((co.sampling.diagnostics.rhat(draws)["x"] < 1.1).all())
         True
     """
-    checked = checked_draws(draws, chains=2, each=LEAST_DRAWS)
+    checked = checked_draws(draws, chains=2, least=4)
     return _tensors(_arviz().rhat(_dataset(checked), method="rank"), checked)
 
 
@@ -103,7 +100,7 @@ def ess(draws: Draws, kind: str = "bulk") -> dict[str, Tensor]:
         torch.Size([3])
     """
     check_choice("kind", kind, ("bulk", "tail"))
-    checked = checked_draws(draws, each=LEAST_DRAWS)
+    checked = checked_draws(draws, least=4)
     return _tensors(_arviz().ess(_dataset(checked), method=kind), checked)
 
 
@@ -121,9 +118,9 @@ def _dataset(checked: dict[str, Tensor]) -> Any:
     return _arviz().from_dict(posterior={name: tensor.detach().cpu().numpy() for name, tensor in checked.items()})
 
 
-def _tensors(found: Any, checked: dict[str, Tensor]) -> dict[str, Tensor]:
+def _tensors(dataset: Any, checked: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
-        name: torch.as_tensor(found[name].values, dtype=torch.float64, device=tensor.device)
+        name: torch.as_tensor(dataset[name].values, dtype=torch.float64, device=tensor.device)
         for name, tensor in checked.items()
     }
 
@@ -183,7 +180,7 @@ def random_projections(draws: Draws, count: int = 100, generator: torch.Generato
     count = checked_count(count)
     check_generator(generator)
     spread = draws.spread if isinstance(draws, Chain) else None
-    checked = checked_draws(draws.params if isinstance(draws, Chain) and spread is not None else draws, each=2)
+    checked = checked_draws(draws.params if isinstance(draws, Chain) and spread is not None else draws, least=2)
     series = project(checked, count, generator, spread)
     within = series.var(1, correction=0)
     if not bool((within > 0).all()):
@@ -202,28 +199,28 @@ def project(
     For chains spread over ranks, the result covers all chains, on all ranks.
     """
     first = next(iter(checked.values()))
-    found = first.new_zeros((*first.shape[:2], count), dtype=torch.float64)
+    series = first.new_zeros((*first.shape[:2], count), dtype=torch.float64)
     device = first.device if generator is None else generator.device
     for tensor in checked.values():
         flat = tensor.flatten(2) if tensor.ndim > 2 else tensor.unsqueeze(2)
-        for part in flat.split(max(1, AT_A_TIME // (len(flat) * flat.shape[1])), 2):
-            columns = torch.randn(part.shape[2], count, generator=generator, device=device, dtype=torch.float64)
-            first_draw = part[:1, :1] if spread is None else spread.ranks.line_up(part[:1, :1])[:1]
-            moved = part.double() - first_draw.double()  # weights may be far from zero compared with their spread
-            found += moved @ columns.to(found.device)
+        for entries in flat.split(max(1, AT_A_TIME // (len(flat) * flat.shape[1])), 2):
+            columns = torch.randn(entries.shape[2], count, generator=generator, device=device, dtype=torch.float64)
+            first_draw = entries[:1, :1] if spread is None else spread.ranks.line_up(entries[:1, :1])[:1]
+            moved = entries.double() - first_draw.double()  # weights may be far from zero compared with their spread
+            series += moved @ columns.to(series.device)
     if spread is None:
-        return found
+        return series
     spread.ranks.require_equal({"the projections, from count and generator": digest([columns])})
-    return spread.line_up(found)
+    return spread.line_up(series)
 
 
 def effective_sizes(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "chains *p"]:
     """Return S / (1 + 2 Σ (1 − l/S) ρ̂_l) for each chain, with the sum up to the first negative ρ̂."""
     rho = autocorrelation(series)
     draws = series.shape[1]
-    kept = (rho >= 0).cumprod(1)
+    before_first_negative = (rho >= 0).cumprod(1)
     lags = torch.arange(draws, dtype=rho.dtype, device=rho.device).view(1, -1, *[1] * (rho.ndim - 2))
-    sizes: Tensor = draws / (2 * (kept * rho * (1 - lags / draws)).sum(1) - 1)
+    sizes: Tensor = draws / (2 * (before_first_negative * rho * (1 - lags / draws)).sum(1) - 1)
     return sizes
 
 
@@ -251,8 +248,8 @@ def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*
     rho = torch.where(total > 0, rho, 0.0)
     rho[0] = 1.0
     pairs = rho[: draws - draws % 2].unflatten(0, (-1, 2)).sum(1)
-    kept = (pairs > 0).cumprod(0)
-    return (chains * draws / (2 * (kept * pairs).sum(0) - 1).clamp_min(1.0)).clamp_min(1.0)
+    initial = (pairs > 0).cumprod(0)
+    return (chains * draws / (2 * (initial * pairs).sum(0) - 1).clamp_min(1.0)).clamp_min(1.0)
 
 
 def autocorrelation(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "chains draws *p"]:
@@ -324,8 +321,8 @@ def stein_kernel(
     scale: float,
 ) -> Float[Tensor, "n n"]:
     """Return u(θ_i, θ_j) from θ_iᵀθ_j, θ_iᵀs_j, s_iᵀs_j and ‖θ_i − θ_j‖²."""
-    own = crossed.diagonal()
-    apart = own.unsqueeze(1) + own - crossed - crossed.mT  # (θ_i − θ_j)ᵀ(s_i − s_j)
+    diagonal = crossed.diagonal()
+    apart = diagonal.unsqueeze(1) + diagonal - crossed - crossed.mT  # (θ_i − θ_j)ᵀ(s_i − s_j)
     w = scale**2 + squares
     return w.rsqrt() * (scores + (apart + dimension - 3 * squares / w) / w)
 
@@ -346,23 +343,23 @@ def u_statistic(u: Float[Tensor, "n n"]) -> Estimate:
     shared = float(rows.square().sum()) - squares
     apart = (total**2 - 4 * shared - 2 * squares) / (pairs * (n - 2) * (n - 3))
     least = 2 * max(squares / pairs - value**2, 0.0) / pairs
-    found = u.new_tensor(value)
-    return Estimate(found, found.new_tensor(math.sqrt(max(value**2 - apart, least))), n, 0)
+    mean = u.new_tensor(value)
+    return Estimate(mean, mean.new_tensor(math.sqrt(max(value**2 - apart, least))), n, 0)
 
 
 def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Return θθᵀ, θsᵀ and ssᵀ over all draws in float64, with θ less its mean, and D, a few entries at a time."""
     first = next(iter(points.values()))
     n, dimension = first.shape[0] * first.shape[1], 0
-    found = first.new_zeros(3, n, n, dtype=torch.float64)
+    sums = first.new_zeros(3, n, n, dtype=torch.float64)
     for name, tensor in points.items():
         for x, s in zip(_parts(tensor, n), _parts(slopes[name], n)):
             x = x - x.mean(0)  # distances lose digits if weights are far from zero
             dimension += x.shape[1]
-            found[0] += x @ x.mT
-            found[1] += x @ s.mT
-            found[2] += s @ s.mT
-    return (found[0], found[1], found[2]), dimension
+            sums[0] += x @ x.mT
+            sums[1] += x @ s.mT
+            sums[2] += s @ s.mT
+    return (sums[0], sums[1], sums[2]), dimension
 
 
 def _parts(tensor: Tensor, n: int) -> Iterator[Float[Tensor, "n d"]]:
@@ -371,18 +368,18 @@ def _parts(tensor: Tensor, n: int) -> Iterator[Float[Tensor, "n d"]]:
 
 
 def _squared_distances(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    own = products.diagonal()
-    return (own.unsqueeze(1) + own - 2 * products).clamp_min_(0)
+    squares = products.diagonal()
+    return (squares.unsqueeze(1) + squares - 2 * products).clamp_min_(0)
 
 
 def _checked_scale(scale: Any, squares: Tensor) -> float:
     if scale == "median":
         n = len(squares)
         i, j = torch.triu_indices(n, n, 1, device=squares.device)
-        found = float(squares[i, j].median().sqrt())
-        if not found > 0:
+        median = float(squares[i, j].median().sqrt())
+        if not median > 0:
             raise ValueError("scale='median' is zero: at least half of the pairs of draws are the same; pass a number.")
-        return found
+        return median
     return checked_number("scale", scale, kind="a positive number or 'median'")
 
 

@@ -15,10 +15,9 @@ from curvops.checks import check_choice, check_kind, checked_number, checked_who
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
-from curvops.operators.curvatures.curvature import root_of
+from curvops.operators.curvatures.ggn import root_of
 from curvops.posterior.core.arguments import check_linearization
-from curvops.posterior.gaussians import continual
-from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
+from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior, compress_precision
 from curvops.sampling.log_density import LogPosterior, order_at_mean
 from curvops.sampling.normal_families import RANK
 from curvops.sampling.state import Info, NoiseSource, State
@@ -67,17 +66,13 @@ class ExtendedKalmanFilter(Transition):
 
     @property
     def _target(self) -> LogPosterior:
-        found = self.log_posterior
-        assert isinstance(found, LogPosterior)
-        return found
+        density = self.log_posterior
+        assert isinstance(density, LogPosterior)
+        return density
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         if self.chains is not None:
             raise ValueError("a Kalman filter is deterministic: use ekf(...) itself, not chains of it.")
-        wanted = list(self._target.params)
-        tree = state.structure.unflatten(state.theta)
-        if not isinstance(tree, dict) or list(tree) != wanted:
-            raise ValueError(f"params must have the names {wanted}, in this order: start from log_posterior.params.")
         return {"precision": self._prior_precision(state.theta)}
 
     def _prior_precision(self, theta: Float[Tensor, " d"]) -> dict[str, Tensor]:
@@ -103,9 +98,9 @@ class ExtendedKalmanFilter(Transition):
             n, score, slope, curvature = self._terms(state.theta, batch)
         if not all(map(math.isfinite, torch.stack([score.to(slope), *slope.aminmax()]).tolist())):
             raise self._not_finite(score, int(state.step))
-        found, move = getattr(self, f"_{self.form}")(state.precision, curvature, rate, slope, noise)
+        precision, move = getattr(self, f"_{self.form}")(state.precision, curvature, rate, slope, noise)
         state.precision.clear()
-        state.precision.update(found)
+        state.precision.update(precision)
         state.theta.sub_(move, alpha=rate)
         return Info((score / n).to(state.theta))
 
@@ -115,9 +110,9 @@ class ExtendedKalmanFilter(Transition):
         if self.form == "diagonal":
             engines, likelihood, points = target.record(theta, batch)
             fisher = Empirical(likelihood) if self.fisher == "empirical" else Exact(likelihood)
-            found = score_and_diagonal(engines, likelihood, points, fisher)
-            if found is not None:
-                return points.num_points, *found
+            score_terms = score_and_diagonal(engines, likelihood, points, fisher)
+            if score_terms is not None:
+                return points.num_points, *score_terms
         lin = target.linearize(theta, batch, engines)
         curvature = lin.curvature_diagonal(fisher) if self.form == "diagonal" else lin
         return lin.num_data, lin.log_likelihood(), lin.gradient(), curvature
@@ -145,9 +140,9 @@ class ExtendedKalmanFilter(Transition):
         return {"matrix": matrix}, torch.cholesky_solve(slope.unsqueeze(1), factor).squeeze(1)
 
     def _low_rank_diagonal(
-        self, held: dict[str, Tensor], lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
+        self, precision_before: dict[str, Tensor], lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
     ) -> tuple[dict[str, Tensor], Tensor]:
-        diagonal, W = held["diagonal"], held["root"]
+        diagonal, W = precision_before["diagonal"], precision_before["root"]
         if self.transition_noise:
             # (P⁻¹ + q I)⁻¹ of P = D + W Wᵀ is D/E + E⁻¹W (I + q WᵀE⁻¹W)⁻¹ WᵀE⁻¹ for E = I + q D: of the same form.
             q, E = self.transition_noise, 1 + self.transition_noise * diagonal
@@ -164,8 +159,8 @@ class ExtendedKalmanFilter(Transition):
             return {"diagonal": diagonal, "root": W}, move
         seed = int(noise.each(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
         generator = torch.Generator(W.device).manual_seed(seed)
-        kept: Any = continual.compress_precision("low_rank_diagonal", precision, self.rank, generator)[0]
-        return {"diagonal": kept.shift, "root": kept.base.root}, move
+        compressed: Any = compress_precision("low_rank_diagonal", precision, self.rank, generator)[0]
+        return {"diagonal": compressed.shift, "root": compressed.base.root}, move
 
     def _curvature(self, lin: Linearization) -> GGN | EmpiricalFisher:
         return EmpiricalFisher(lin) if self.fisher == "empirical" else GGN(lin)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from curvops.argument_types import Data
 from curvops.checks import check_kind, checked_whole, drawn_seed
 from curvops.network.data.chosen_points import ChosenPoints
-from curvops.sampling.log_density import LogPosterior, Share
+from curvops.sampling.log_density import LogPosterior, Share, SharedLogPosterior
 
 
 class Feed:
@@ -56,10 +56,10 @@ class Feed:
             else:
                 source.set_state(self._generator.cpu())
         assert self._batches is not None
-        each = iter(self._batches)
+        batches = iter(self._batches)
         for _ in range(self._index):
-            next(each, None)
-        return each
+            next(batches, None)
+        return batches
 
 
 def require_repeatable(batches: Any) -> None:
@@ -110,8 +110,8 @@ class Minibatches:
         return -(-self._points.total // self._size)
 
     def __iter__(self) -> Iterator[Any]:
-        for own, points in self._points.minibatches(self._size, self.generator):
-            yield Share(own, points) if self._shared else own
+        for batch, points in self._points.minibatches(self._size, self.generator):
+            yield Share(batch, points) if self._shared else batch
 
 
 def minibatches(
@@ -146,7 +146,8 @@ def minibatches(
         torch.Size([1, 5, 17])
     """
     check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(...)")
-    shard, count = log_posterior.shard, log_posterior.data_size
+    shard = log_posterior.shard if isinstance(log_posterior, SharedLogPosterior) else None
+    count = log_posterior.data_size
     size = checked_whole("size", size)
     if size > count:
         raise ValueError(f"size={size} is more than the {count} points: pass all data in each step, [(X, y)].")

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -27,20 +27,12 @@ from curvops.network.trained.first_points import few_of, likelihood_at, output_s
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.terms import Prior
-from curvops.posterior.gaussians.updating import as_prior
-from curvops.posterior.solves.leave_one_out import with_left_out_noise
+from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
 from curvops.process_group import Ranks
-from curvops.sampling.state import State, Structure
+from curvops.sampling.state import State
 
 SUBNETWORK = "subnetwork"
 """The name of the single vector of parameters if a subnetwork is selected."""
-
-
-class Share(NamedTuple):
-    """The points of a minibatch that one rank holds, and the number of points that the minibatch has on all ranks."""
-
-    own: Any
-    points: int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,8 +59,8 @@ class LogPosterior:
     _likelihood: list[Likelihood] = field(default_factory=list, repr=False)
     _engines: list[Engines] = field(default_factory=list, repr=False)
     """The engines that `record` made last."""
-    shard: Shard | None = field(default=None, repr=False)
-    """The data of this rank, for a linearisation over a process group."""
+    ranks: ClassVar[Any] = None
+    """The ranks of a process group that share the data; None if this process has all of them."""
 
     def __repr__(self) -> str:
         return f"LogPosterior({len(self.model.theta)} weights, {self.data_size} points, prior {self.prior.printed})"
@@ -82,6 +74,15 @@ class LogPosterior:
         if self.model.selection.index is not None:
             return {SUBNETWORK: self.model.theta.clone()}
         return {name: value.clone() for name, value in self.model.values.items()}
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return self.model.selection.names if self.model.selection.index is None else (SUBNETWORK,)
+
+    @cached_property
+    def _closed_prior(self) -> tuple[Tensor, Tensor] | None:
+        """The precision and the mean of a diagonal prior, in which the log prior has a closed form for all chains."""
+        return None if self.prior.diagonal is None else (self.prior.diagonal, self.prior.mean)
 
     def facts(self) -> dict[str, Any]:
         """Return by name what distinguishes this log posterior from others. Costs a pass over the weights."""
@@ -98,41 +99,27 @@ class LogPosterior:
         """Return mean log-likelihood of the batch + log prior / N, differentiable in params."""
         return self.log_likelihood(params, batch) + self.log_prior(params) / self.data_size
 
-    @cached_property
-    def ranks(self) -> Ranks | None:
-        """The ranks of a process group that share the data; None if this process has all of them."""
-        return None if self.shard is None else self.shard.ranks
+    def ordered(self, params: Any) -> dict[str, Tensor]:
+        """Return params in the order of the model's parameters; raise ValueError for other names, dtypes or devices."""
+        if not isinstance(params, Mapping) or set(params) != set(self._names):
+            raise ValueError(f"params must have the names {list(self._names)}: start from log_posterior.params.")
+        for name, value in params.items():
+            check_like(f"params[{name!r}]", value, self.model.theta, "the model")
+        return {name: params[name] for name in self._names}
 
     def log_likelihood(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return the mean of log p(y | x, params) over the points of the batch, of all ranks."""
-        if self.ranks is None:
-            return self._log_probabilities(params, batch).mean()
-        points, own = self._own(batch)
-        replicas = {name: self.ranks.replicate(value) for name, value in params.items()}
-        total = self._sum(replicas, own)
-        return self.ranks.add_up(total) / points
+        return self._log_probabilities(self.ordered(params), batch).mean()
 
-    def share(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
-        """Return this rank's part of the log posterior; the parts add up to the whole over the ranks."""
-        assert self.ranks is not None
-        points, own = self._own(batch)
-        return self._sum(params, own) / points + self.log_prior(params) / (self.data_size * self.ranks.size)
-
-    def _sum(self, params: Mapping[str, Tensor], own: Any) -> Float[Tensor, ""]:
-        """Return the sum of log p(y | x, params) over the points of a batch, which may have none."""
-        if own is not None and len(parts_of(own, self.weighted)[1]):
-            return self._log_probabilities(params, own).sum()
-        return 0 * torch.stack([value.sum() for value in self._values(params).values()]).sum()
-
-    def _log_probabilities(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, " n"]:
-        """Return log p(y | x, params) at each position of the batch."""
-        values = self._values(params)
-        given, targets, weights = parts_of(batch, self.weighted)
+    def _log_probabilities(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, " n"]:
+        """Return log p(y | x, params) at each position of the batch, for parameters in order."""
+        points, targets, weights = parts_of(batch, self.weighted)
         if not len(targets):
             raise ValueError("the batch has no points, so its mean log-likelihood is undefined: leave it out.")
         theta = self.model.theta
-        inputs = move(normalise(given), theta.device, theta.dtype)
-        likelihood = self._likelihood_at(inputs, targets)
+        inputs = move(normalise(points), theta.device, theta.dtype)
+        likelihood = self._likelihood[0] if self._likelihood else self._likelihood_at(inputs, targets)
+        values = params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
         outputs, layout = self.model(values, inputs), self.model.layout
         assert layout is not None
         if len(outputs) != len(targets):
@@ -143,19 +130,28 @@ class LogPosterior:
 
     def num_points(self, batch: GivenBatch) -> int:
         """Return the number of points of a batch, of all ranks."""
-        return self._own(batch)[0]
+        return len(parts_of(batch, self.weighted)[1])
 
-    def _own(self, batch: Any) -> tuple[int, Any]:
-        """Return the number of points of a batch, of all ranks, and this rank's part of it."""
-        if isinstance(batch, Share):
-            return batch.points, batch.own
-        n = len(parts_of(batch, self.weighted)[1])
-        if self.shard is None:
-            return n, batch
-        held = self.shard.num_own
-        if n != held:
-            raise ValueError(f"this batch has {n} of the {held} points of this rank: see co.sampling.minibatches.")
-        return self.data_size, batch
+    # What samplers use: autograd differentiates one part, and the rest is added to value and gradient.
+
+    def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
+        """Return the part of the log posterior that autograd differentiates, without a prior of closed form."""
+        if tuple(params) != self._names:
+            raise ValueError(f"params must have the names {list(self._names)}: make the state with init.")
+        mean = self._log_probabilities(params, batch).mean()
+        return mean if self._closed_prior is not None else mean + self.log_prior(params) / self.data_size
+
+    def completed(
+        self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
+    ) -> tuple[Float[Tensor, "*k"], Any]:
+        """Return the log posterior and its gradient from those of the `differentiated` part at these vectors."""
+        if self._closed_prior is None:
+            return value, gradient
+        A, m = self._closed_prior
+        gap = theta - m
+        pull = A * gap / self.data_size
+        value = value - 0.5 * (pull * gap).sum(-1)
+        return value, None if gradient is None else gradient.sub_(pull)
 
     def require_all_data(self, batch: GivenBatch) -> None:
         """Raise ValueError unless the batch contains all N points, which samplers that accept or reject need."""
@@ -165,33 +161,12 @@ class LogPosterior:
 
     def log_prior(self, params: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return −½ (θ − m)ᵀA(θ − m), the log prior up to a constant."""
-        gap = self._flat(params) - self.prior.mean
+        gap = torch.cat([params[name].flatten() for name in self._names]) - self.prior.mean
         if self.prior.diagonal is not None:
             return -0.5 * (self.prior.diagonal * gap.square()).sum()
         held = gap.detach()
         pull = self.prior.product(held)
         return 0.5 * (pull * held).sum() - (pull * gap).sum()  # the gradient is −A(θ − m), whatever A's product records
-
-    @torch.no_grad()
-    def prior_and_gradient(
-        self, theta: Float[Tensor, "*k d"], structure: Structure
-    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
-        """Return log prior / N and its gradient at vectors of parameters; the precision is a number or a vector."""
-        A, m = self.prior.diagonal, self.prior.mean
-        assert A is not None
-        if A.ndim or m.ndim:
-            A, m = self._in_order(A, structure), self._in_order(m, structure)
-        gap = theta - m
-        pull = A * gap / self.data_size
-        return -0.5 * (pull * gap).sum(-1), pull.neg_()
-
-    def _in_order(self, vector: Float[Tensor, "*d"], structure: Structure) -> Float[Tensor, "*d"]:
-        """Return a vector that is ordered as `params` in the order of the parameters of this structure."""
-        names, selection = list(structure.unflatten(vector)) if vector.ndim else [], self.model.selection
-        if not names or names in ([SUBNETWORK], list(selection.names)):
-            return vector
-        parts = dict(zip(selection.names, vector.split([shape.numel() for shape in selection.shapes])))
-        return torch.cat([parts[name] for name in names])
 
     def linearize(
         self, weights: Float[Tensor, " D"], batch: GivenBatch, engines: Engines | None = None
@@ -227,12 +202,12 @@ class LogPosterior:
 
     def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, Reading]:
         """Return the likelihood, the network at these weights, and the form of its batches."""
-        if self.shard is not None:
+        if self.ranks is not None:
             raise ValueError("over a process group no batch is linearised: use co.linearize(..., process_group=).")
         theta = self.model.theta
         if not self._likelihood:
-            given, targets, _ = parts_of(batch, self.weighted)
-            self._likelihood_at(move(normalise(given), theta.device, theta.dtype), targets)
+            points, targets, _ = parts_of(batch, self.weighted)
+            self._likelihood_at(move(normalise(points), theta.device, theta.dtype), targets)
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         return likelihood, network, reading_for(network, likelihood, layout, self.weighted)
@@ -242,30 +217,75 @@ class LogPosterior:
         """The bytes for each linearisation, determined once: asking the system takes as long as a small pass."""
         return default_budget(self.model.theta.device)
 
-    def _flat(self, params: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
-        if self.model.selection.index is not None:
-            return params[SUBNETWORK]
-        return torch.cat([params[name].flatten() for name in self.model.selection.names])
-
-    def _values(self, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        names = self.model.selection.names if self.model.selection.index is None else (SUBNETWORK,)
-        if not isinstance(params, Mapping) or set(params) != set(names):
-            raise ValueError(f"params must have the names {list(names)}: start from log_posterior.params.")
-        for name, value in params.items():
-            check_like(f"params[{name!r}]", value, self.model.theta, "the model")
-        return params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
-
     def _likelihood_at(self, inputs: Inputs, targets: Tensor) -> Likelihood:
-        """Return the likelihood for the model's positions; the first batch determines it and is checked against it."""
-        if not self._likelihood:
-            theta = self.model.theta
-            few = take(inputs, few_of(num_points(inputs)))
-            given, self.model.layout, _ = likelihood_at(self.model, few, self._spec)
-            likelihood = given.to(device=theta.device, dtype=theta.dtype)
-            y = self.model.layout.targets(move_tensor(targets, theta.device, theta.dtype))
-            likelihood.check_targets(y, self.model.layout.output_shape.numel())
-            self._likelihood.append(likelihood)
-        return self._likelihood[0]
+        """Return the likelihood for the model's positions, from the first batch, which is checked against it."""
+        theta = self.model.theta
+        few = take(inputs, few_of(num_points(inputs)))
+        interpreted, self.model.layout, _ = likelihood_at(self.model, few, self._spec)
+        likelihood = interpreted.to(device=theta.device, dtype=theta.dtype)
+        y = self.model.layout.targets(move_tensor(targets, theta.device, theta.dtype))
+        likelihood.check_targets(y, self.model.layout.output_shape.numel())
+        self._likelihood.append(likelihood)
+        return likelihood
+
+
+class Share(NamedTuple):
+    """The points of a minibatch that one rank holds, and the number of points that the minibatch has on all ranks."""
+
+    own: Any
+    points: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SharedLogPosterior(LogPosterior):
+    """A log posterior whose data the ranks of a process group share: each evaluates its own points."""
+
+    shard: Shard = field(kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        self.ranks.require_equal(self.prior.facts())
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the data."""
+        return self.shard.ranks
+
+    def log_likelihood(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
+        points, own = self._own(batch)
+        replicas = {name: self.ranks.replicate(value) for name, value in self.ordered(params).items()}
+        return self.ranks.add_up(self._sum(replicas, own)) / points
+
+    def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
+        """Return this rank's part of the log posterior; the parts add up to the whole over the ranks."""
+        points, own = self._own(batch)
+        params = self.ordered(params)
+        return self._sum(params, own) / points + self.log_prior(params) / (self.data_size * self.ranks.size)
+
+    def completed(
+        self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
+    ) -> tuple[Float[Tensor, "*k"], Any]:
+        if gradient is None:
+            return self.ranks.add_up(value), None
+        both = self.ranks.add_up(torch.cat([gradient, value.unsqueeze(-1)], -1))  # in one message
+        return both[..., -1].clone(), both[..., :-1]
+
+    def num_points(self, batch: GivenBatch) -> int:
+        return self._own(batch)[0]
+
+    def _sum(self, params: dict[str, Tensor], own: Any) -> Float[Tensor, ""]:
+        """Return the sum of log p(y | x, params) over the points of a batch, which may have none."""
+        if own is not None and len(parts_of(own, self.weighted)[1]):
+            return self._log_probabilities(params, own).sum()
+        return 0 * torch.stack([value.sum() for value in params.values()]).sum()
+
+    def _own(self, batch: Any) -> tuple[int, Any]:
+        """Return the number of points of a batch, of all ranks, and this rank's part of it."""
+        if isinstance(batch, Share):
+            return batch.points, batch.own
+        n, held = len(parts_of(batch, self.weighted)[1]), self.shard.num_own
+        if n != held:
+            raise ValueError(f"this batch has {n} of the {held} points of this rank: see co.sampling.minibatches.")
+        return self.data_size, batch
 
 
 def log_posterior(
@@ -310,17 +330,15 @@ def log_posterior(
     if isinstance(model, ShardedLinearization):
         raise TypeError("a sampler holds all parameters on each rank: pass an unsharded copy of the model.")
     if isinstance(model, Linearization):
-        given = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
-        twice = [name for name, value in given.items() if value is not None]
+        facts = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
+        twice = [name for name, value in facts.items() if value is not None]
         if twice:
             raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
         model = with_left_out_noise(model)
         prior = as_prior(prior_precision, prior_mean, model.model, model)
-        likelihood, shard = model.likelihood, model.passes.shard
-        if shard is not None:
-            shard.ranks.require_equal(prior.facts())
-        known, weighted = [model.likelihood], model.data.weighted
-        return LogPosterior(model.model, prior, model.num_data, weighted, likelihood, known, shard=shard)
+        fields_of = model.model, prior, model.num_data, model.data.weighted, model.likelihood, [model.likelihood]
+        shard = model.passes.shard
+        return LogPosterior(*fields_of) if shard is None else SharedLogPosterior(*fields_of, shard=shard)
     if isinstance(parameters, str) and parameters == "last_layer":
         raise ValueError('for parameters="last_layer" pass co.linearize(model, data, likelihood, "last_layer").')
     if likelihood is None:

@@ -17,9 +17,8 @@ from curvops.checks import checked_number, checked_whole
 from curvops.linalg import Diagonal, Inverse
 from curvops.posterior.core.terms import Prior
 from curvops.sampling.log_density import LogPosterior
-from curvops.sampling.metric import as_metric
-from curvops.sampling.schedules import Constant
 from curvops.sampling.state import Info, MomentumState, NoiseSource, State, flatten, long_dot
+from curvops.sampling.step_options import Constant, as_metric
 from curvops.sampling.transition import Transition, common_arguments
 
 

@@ -25,9 +25,8 @@ LOG_2PI = math.log(2 * math.pi)
 class GaussianFamily(ABC):
     """A family of covariances Σ on vectors (d,) with a given structure."""
 
-    @abstractmethod
-    def shapes(self, structure: Structure) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the family's tensors by name."""
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
 
     @abstractmethod
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
@@ -64,9 +63,6 @@ class GaussianFamily(ABC):
 class DiagonalFamily(GaussianFamily):
     """The family Σ = diag(e^{2 s})."""
 
-    def shapes(self, structure: Structure) -> dict[str, tuple[int, ...]]:
-        return {"log_scale": (structure.size,)}
-
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         return {"log_scale": torch.full_like(like, math.log(scale))}
 
@@ -89,9 +85,6 @@ class DiagonalFamily(GaussianFamily):
 
 class DenseFamily(GaussianFamily):
     """The family Σ = L Lᵀ, L lower triangular with a positive diagonal e^s."""
-
-    def shapes(self, structure: Structure) -> dict[str, tuple[int, ...]]:
-        return {"factor": (structure.size, structure.size)}
 
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         return {"factor": torch.diag(torch.full_like(like, math.log(scale)))}
@@ -119,9 +112,6 @@ class LowRankDiagonalFamily(GaussianFamily):
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-
-    def shapes(self, structure: Structure) -> dict[str, tuple[int, ...]]:
-        return {"log_scale": (structure.size,), "vectors": (structure.size, self.rank)}
 
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         small = 0.1 * scale / self.rank**0.5  # at U = 0 the mean of its gradient is zero
@@ -162,21 +152,15 @@ class KroneckerFamily(GaussianFamily):
     It is the matrix normal distribution of Louizos & Welling 2016. Tensors are independent of each other.
     """
 
-    def shapes(self, structure: Structure) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
-        for i, p, q, _ in factors(structure):
-            found |= {f"left.{i}": (p, p)} | ({f"right.{i}": (q, q)} if q > 1 else {})
-        return found
-
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
-        found = {}
+        tensors = {}
         for i, p, q, _ in factors(structure):
             # The right factor of a vector would be 1 × 1, a second scale in addition to the left factor.
             of_each = math.log(scale) / (1 if q == 1 else 2)
-            found[f"left.{i}"] = torch.diag(like.new_full((p,), of_each))
+            tensors[f"left.{i}"] = torch.diag(like.new_full((p,), of_each))
             if q > 1:
-                found[f"right.{i}"] = torch.diag(like.new_full((q,), of_each))
-        return found
+                tensors[f"right.{i}"] = torch.diag(like.new_full((q,), of_each))
+        return tensors
 
     def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
         return self._each(tensors, structure, noise, lambda factor, block: triangle(factor) @ block)
@@ -196,38 +180,38 @@ class KroneckerFamily(GaussianFamily):
     def misfits(
         self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
     ) -> dict[str, Tensor]:
-        found = {}
-        for i, p, q, part in factors(structure):
-            u, Z = (rows[:, part].unflatten(1, (p, q)) for rows in (residual, noise))
-            found[f"left.{i}"] = (u @ Z.mT).mean(0) / q
+        errors = {}
+        for i, p, q, entries in factors(structure):
+            u, Z = (rows[:, entries].unflatten(1, (p, q)) for rows in (residual, noise))
+            errors[f"left.{i}"] = (u @ Z.mT).mean(0) / q
             if q > 1:
-                found[f"right.{i}"] = (u.mT @ Z).mean(0) / p
-        return found
+                errors[f"right.{i}"] = (u.mT @ Z).mean(0) / p
+        return errors
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)  # the new position of each entry of the vector
         blocks, inverses, positions = [], [], []
-        for i, _, q, part in factors(structure):
+        for i, _, q, entries in factors(structure):
             left = triangle(tensors[f"left.{i}"])
             right = triangle(tensors[f"right.{i}"]) if q > 1 else left.new_ones(1, 1)
             blocks.append(Kronecker((left @ left.mT).unsqueeze(0), (right @ right.mT).unsqueeze(0)))
             inverse_left, inverse_right = (torch.cholesky_inverse(factor).unsqueeze(0) for factor in (left, right))
             inverses.append(Kronecker(inverse_left, inverse_right))
-            positions.append(place[part])
+            positions.append(place[entries])
         return DirectSum(*blocks, positions=positions), DirectSum(*inverses, positions=positions)
 
     def _each(
         self, tensors: Tensors, structure: Structure, rows: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
     ) -> Float[Tensor, "k d"]:
         """Apply L from the left and R from the right, tensor by tensor."""
-        found = []
-        for i, p, q, part in factors(structure):
-            block = apply(tensors[f"left.{i}"], rows[:, part].unflatten(1, (p, q)))
+        blocks = []
+        for i, p, q, entries in factors(structure):
+            block = apply(tensors[f"left.{i}"], rows[:, entries].unflatten(1, (p, q)))
             if q > 1:
                 block = apply(tensors[f"right.{i}"], block.mT).mT
-            found.append(block.flatten(1))
-        return torch.cat(found, 1)
+            blocks.append(block.flatten(1))
+        return torch.cat(blocks, 1)
 
 
 FAMILIES: dict[str, type[GaussianFamily]] = {

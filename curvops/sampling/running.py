@@ -22,20 +22,12 @@ from curvops.records import from_record
 from curvops.sampling.chain_draws import Chain, Spread
 from curvops.sampling.feed import Feed, require_repeatable
 from curvops.sampling.log_density import LogPosterior
-from curvops.sampling.schedules import Constant
-from curvops.sampling.state import Info, NoiseSource, State
-from curvops.sampling.transition import Transition
+from curvops.sampling.state import Info, State
+from curvops.sampling.step_options import Constant
+from curvops.sampling.transition import LOOK_EVERY, Transition
 
-LOOK_EVERY = 20
-"""The number of steps between two checks, which wait for the device."""
 PATIENCE = 100
 """The number of steps without an accepted proposal after which a Metropolis sampler counts as stuck."""
-RUNAWAY = 100.0
-"""A bound, in units of the thermal energy and the start's own size, that no stable sampler's fluctuations reach."""
-POWER_STEPS = 20
-"""The number of power iterations for the largest curvature, at two gradients each."""
-DIFFERENCE = 1e-3
-"""The length of the differences of gradients in these iterations, relative to the parameters."""
 
 
 class Watch:
@@ -46,13 +38,12 @@ class Watch:
     𝒯d/2.
     """
 
-    def __init__(self, transition: Any) -> None:
+    def __init__(self, transition: Transition) -> None:
         self._transition = transition
         self._energies: list[Tensor] = []
         self._first: Tensor | None = None
         self._held: tuple[State, Any] | None = None
         self._accepted: list[Tensor] = []
-        self._step_size = 0.0
         self._steps = 0
 
     def before(self, state: State, batch: Any) -> None:
@@ -62,12 +53,21 @@ class Watch:
             self._held = state.clone(), batch
         self._steps += 1
 
-    def after(self, info: Info, adapted: Any, adapting: bool) -> None:
-        """Store the energy and the acceptance of a step."""
+    def after(self, info: Info, adapted: Transition, adapting: bool) -> None:
+        """Store the energy of a step; raise DivergenceError if no proposal of the last hundred was to be accepted."""
         self._energies.append(-info.log_posterior)
-        if info.acceptance is not None and not adapting:
-            self._accepted.append(info.acceptance)
-            self._step_size = adapted.step_size(self._steps - 1)
+        if info.acceptance is None or adapting:
+            return
+        self._accepted.append(info.acceptance)
+        if len(self._accepted) == PATIENCE:
+            mean = float(torch.stack(self._accepted).mean())
+            self._accepted.clear()
+            if mean < 1e-3:
+                raise DivergenceError(
+                    f"of {PATIENCE} proposals with step_size={adapted.step_size(self._steps - 1):g} none was likely to "
+                    f"be accepted (mean probability {mean:.2g}){self.remedy()} Or use a warm-up to find one: "
+                    "run(..., warmup=500, target_acceptance=0.6)."
+                )
 
     def look(self, state: State) -> None:
         """Check the energies of the steps since the last check, which led to this state."""
@@ -77,9 +77,9 @@ class Watch:
         self._energies.clear()
         if self._first is None:
             self._first = energies[0]
-        self._look_at_acceptance()
         temperature = self._transition.temperature(int(state.step)) / self._transition.data_size
-        bound = RUNAWAY * (temperature * state.structure.size + self._first.abs() + 1)
+        # No stable sampler's fluctuations reach a hundred times its thermal energy and its start's own size.
+        bound = 100 * (temperature * state.structure.size + self._first.abs() + 1)
         if bool(((energies - self._first) <= bound).all()) and bool(state.theta.isfinite().all()):
             return
         name, length = self._transition.step_length(int(state.step))
@@ -88,18 +88,6 @@ class Watch:
             f"the energy −log_posterior grew from {float(self._first.max()):.4g} to {worst:.4g} within "
             f"{self._steps} steps of {name}={length:g}{self.remedy()}"
         )
-
-    def _look_at_acceptance(self) -> None:
-        if not self._transition.metropolis or len(self._accepted) < PATIENCE:
-            return
-        mean = float(torch.stack(self._accepted).mean())
-        self._accepted.clear()
-        if mean < 1e-3:
-            raise DivergenceError(
-                f"of {PATIENCE} proposals with step_size={self._step_size:g} none was likely to be "
-                f"accepted (mean probability {mean:.2g}){self.remedy()} Or use a warm-up to find one: "
-                "run(..., warmup=500, target_acceptance=0.6)."
-            )
 
     def remedy(self) -> str:
         """Return the end of a message: the largest curvature, and the step size to try."""
@@ -117,23 +105,23 @@ class Watch:
         )
 
 
-def largest_curvature(transition: Any, theta: Tensor, state: State, batch: Any) -> float:
+def largest_curvature(transition: Transition, theta: Tensor, state: State, batch: Any) -> float:
     """Compute the largest eigenvalue of D times the Hessian of −log_posterior by power iterations on differences."""
     generator = torch.Generator(theta.device).manual_seed(0)
     v = torch.empty_like(theta).normal_(generator=generator)
-    found = 0.0
-    for _ in range(POWER_STEPS):
+    h = torch.finfo(theta.dtype).eps ** (1 / 3) * (1 + theta.norm())  # balances rounding and the cubic term
+    curvature = 0.0
+    for _ in range(20):
         v = v / v.norm()
-        h = DIFFERENCE * (1 + theta.norm())
         ahead, behind = (
             transition.density.gradient(theta + sign * h * v, state.structure, batch)[1] for sign in (1.0, -1.0)
         )
         pushed = transition.metric.product((behind - ahead) / (2 * h))
-        found = float(v @ pushed)
+        curvature = float(v @ pushed)
         if not pushed.isfinite().all() or float(pushed.norm()) == 0:
             break
         v = pushed
-    return found
+    return curvature
 
 
 TRACES = ("log_posterior", "acceptance", "energy_error")
@@ -203,27 +191,28 @@ def run(
     random = identify(start.random) if isinstance(start, State) else seed_of(generator)  # before the first draw from it
     state = start if isinstance(start, State) else sampler.init(start, generator)
     sampler._check_state(state)
-    ranks = sampler.log_posterior.ranks if isinstance(sampler.log_posterior, LogPosterior) else None
-    if ranks is not None and sampler.spread is None:
-        ranks.require_equal(_options(sampler))
+    if sampler.ranks is not None and sampler.spread is None:
+        sampler.ranks.require_equal(_options(sampler))
     if checkpoint is not None:
         if sampler.spread is not None:
             raise ValueError("checkpoint= is not for chains that ranks share: run them in parts, from chain.state.")
         require_repeatable(batches)
 
-    told: dict[str, Any] = {"generator": random, "batches": None}
+    facts: dict[str, Any] = {"generator": random, "batches": None}
     if not isinstance(start, State):  # without what `init` draws
-        told["start"] = identify([state.theta, state.structure.names, state.structure.shapes])
-    kept = begin("a sampler", checkpoint, partial(_problem, sampler), state.theta.device, False, ranks, **told)
-    known = kept.outcome if kept.done else kept.state
-    reached = _RunState.start(sampler, state, steps // thin, steps, adaptation)
-    if known is not None:
-        reached = reached.restore(known)
-    if not kept.done:
-        reached = _take_steps(sampler, reached, Feed(batches, reached.position), kept, warmup, thin, progress)
-        if kept:
-            kept.finish(reached.record())
-    return reached.chain(sampler, thin)
+        facts["start"] = identify([state.theta, state.structure.names, state.structure.shapes])
+    problem, device = partial(_problem, sampler), state.theta.device
+    saved = begin("a sampler", checkpoint, problem, device, False, sampler.ranks, **facts)
+    record = saved.outcome if saved.done else saved.state
+    # Without a checkpoint, no state between two steps is visible: steps are made in place, on a copy.
+    now = _RunState.start(sampler, state if saved else state.clone(), steps // thin, steps, adaptation)
+    if record is not None:
+        now = now.restore(record)
+    if not saved.done:
+        now = _take_steps(sampler, now, Feed(batches, now.position), saved, warmup, thin, progress)
+        if saved:
+            saved.finish(now.record())
+    return now.chain(sampler, thin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,14 +229,14 @@ class _RunState:
 
     @classmethod
     def start(
-        cls, sampler: Transition, state: Any, kept: int, steps: int, adaptation: StepSizeSearch | None
+        cls, sampler: Transition, state: Any, draws: int, steps: int, adaptation: StepSizeSearch | None
     ) -> _RunState:
         """Return the state before the first step."""
         theta = state.theta if state.theta.ndim == 2 else state.theta.unsqueeze(0)
         k = len(theta)
         traced = TRACES if sampler.metropolis else TRACES[:1]
         traces = {name: theta.new_full((k, steps), math.nan, dtype=torch.float64) for name in traced}
-        return cls(0, state, theta.new_empty(k, kept, theta.shape[-1]), traces, adaptation)
+        return cls(0, state, theta.new_empty(k, draws, theta.shape[-1]), traces, adaptation)
 
     def advance(
         self, state: Any, info: Info, warmup: int, thin: int, position: Any, spread: Spread | None
@@ -286,43 +275,31 @@ class _RunState:
 
 
 def _take_steps(
-    sampler: Transition, reached: _RunState, feed: Feed, kept: Checkpoint, warmup: int, thin: int, progress: Progress
+    sampler: Transition, now: _RunState, feed: Feed, saved: Checkpoint, warmup: int, thin: int, progress: Progress
 ) -> _RunState:
     """Take all remaining steps."""
-    total = warmup + reached.traces["log_posterior"].shape[1]
-    # Without a checkpoint, no state between two steps is visible, so steps are made in place, on a copy, and the
-    # generators' states are written into it only at the end.
-    noise = None
-    if not kept:
-        reached = replace(reached, state=reached.state.clone())
-        noise = NoiseSource(reached.state.random, reached.state.theta.device)
-    watch = Watch(sampler)
-    adapted: Any = None
+    total = warmup + now.traces["log_posterior"].shape[1]
+    watch, adapted = Watch(sampler), _with_step_size(sampler, now.adaptation, now.done < warmup)
     with progress_bar("sampling", total, progress) as bar:
-        bar.done = reached.done
+        bar.done = now.done
         try:
-            while reached.done < total:
-                if adapted is None or reached.done <= warmup:
-                    adapted = _with_step_size(sampler, reached.adaptation, reached.done < warmup)
-                batch = feed.next()
+            while now.done < total:
+                batch, warming_up = feed.next(), now.done < warmup
                 if sampler.metropolis and feed.position["index"] > 1:
                     raise ValueError("a pass gives several batches, but this sampler needs all data, [(X, y)].")
-                watch.before(reached.state, batch)
-                if noise is None:
-                    state, info = adapted.update(reached.state, batch)
-                else:
-                    state, info = reached.state, adapted.advance(reached.state, batch, noise)
-                watch.after(info, adapted, reached.adaptation is not None and reached.done < warmup)
-                reached = reached.advance(state, info, warmup, thin, feed.position, sampler.spread)
-                kept.save(reached.record)
+                watch.before(now.state, batch)
+                state, info = adapted.update(now.state, batch, inplace=not saved)
+                watch.after(info, adapted, now.adaptation is not None and warming_up)
+                now = now.advance(state, info, warmup, thin, feed.position, sampler.spread)
+                if warming_up:
+                    adapted = _with_step_size(sampler, now.adaptation, now.done < warmup)
+                saved.save(now.record)
                 bar.advance()
-            watch.look(reached.state)
-            if noise is not None:
-                noise.keep()
+            watch.look(now.state)
         except BaseException:
-            kept.save(reached.record, now=True)
+            saved.save(now.record, now=True)
             raise
-    return reached
+    return now
 
 
 def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepSizeSearch | None:
@@ -364,12 +341,6 @@ def _options(sampler: Transition) -> dict[str, Any]:
     return {"the sampler": type(sampler).__name__, **names}
 
 
-DECAY = 0.75
-"""Moves, and the weights of new trials in the mean, fall as t^−.75 (as old trials do in Hoffman & Gelman 2014)."""
-LARGEST_MOVE = 1.0
-"""The largest change of log ε in a step of warm-up, however few rejections the target allows."""
-
-
 @dataclass(frozen=True)
 class StepSizeSearch:
     """A search for a step size: log ε follows the error of the acceptance, relative to the rarer outcome's probability.
@@ -409,10 +380,10 @@ class StepSizeSearch:
 
     def update(self, acceptance: float) -> StepSizeSearch:
         """Return the search after a step with this acceptance probability; NaN counts as 0."""
-        share = (self.steps + 1) ** -DECAY
+        share = (self.steps + 1) ** -0.75  # as old trials fade in Hoffman & Gelman 2014
         missed = self.target - (acceptance if acceptance == acceptance else 0.0)
         move = share * missed / min(self.target, 1 - self.target)
-        trial = min(self.log_trial - max(-LARGEST_MOVE, min(LARGEST_MOVE, move)), self.most)
+        trial = min(self.log_trial - max(-1.0, min(1.0, move)), self.most)  # a factor e at most
         mean = share * trial + (1 - share) * self.log_mean
         return replace(self, steps=self.steps + 1, log_trial=trial, log_mean=mean)
 
@@ -470,7 +441,7 @@ def chains(
         spread = Spread(Ranks(process_group), count, gather)
         if isinstance(sampler.log_posterior, LogPosterior) and sampler.log_posterior.ranks is not None:
             spread.require_apart(sampler.log_posterior.ranks)
-        sampler, count = replace(sampler, spread=spread), len(range(count)[spread.own])
+        sampler = replace(sampler, spread=spread)
     elif not gather:
         raise ValueError("gather=False is for chains that the ranks of a process_group share: leave it out.")
     return replace(sampler, chains=count, density=replace(sampler.density, vectorized=vectorized, _together=[]))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -44,11 +43,11 @@ def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
     """
     if isinstance(params, nn.Module):
         raise TypeError("params is a module: pass its tensors, dict(model.named_parameters()).")
-    found, spec = pytree.tree_flatten_with_path(params)
-    if not found:
+    paths_and_leaves, spec = pytree.tree_flatten_with_path(params)
+    if not paths_and_leaves:
         raise ValueError(f"params contain no tensor: {params!r}.")
     leaves: dict[str, Tensor] = {}
-    for path, leaf in found:
+    for path, leaf in paths_and_leaves:
         name = f"params{pytree.keystr(path)}"
         check_kind(name, leaf, Tensor, "a tensor: params are a tree (dict, tuple, …) of tensors")
         if not leaf.is_floating_point():
@@ -85,17 +84,9 @@ def _describe(structure: Structure) -> str:
     return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(structure.names, structure.shapes))
 
 
-FOLD = 8
-"""How many numbers are summed in their own dtype; these sums are added in float64."""
-
-
 def long_dot(a: Float[Tensor, "*k d"], b: Float[Tensor, "*k d"]) -> Float64[Tensor, "*k"]:
-    """Return Σ a b along the last dimension in float64, without a float64 copy, which takes several times as long."""
-    products = a * b
-    width = products.shape[-1] // FOLD
-    whole, rest = products.split([FOLD * width, products.shape[-1] - FOLD * width], -1)
-    sums = whole.unflatten(-1, (FOLD, width)).sum(-2)
-    return torch.cat([sums, rest], -1).sum(-1, dtype=torch.float64)
+    """Return Σ a b along the last dimension, summed in float64."""
+    return (a * b).sum(-1, dtype=torch.float64)
 
 
 AnyState = TypeVar("AnyState", bound="State")
@@ -127,7 +118,15 @@ class State(Summarised):
 
     def clone(self: AnyState) -> AnyState:
         """Return a copy in new memory."""
-        return replace(self, **{each.name: _copy(getattr(self, each.name)) for each in fields(self)})
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                changed[name] = value.clone()
+            elif isinstance(value, dict):
+                changed[name] = pytree.tree_map_only(Tensor, torch.clone, value)
+            elif isinstance(value, list):
+                changed[name] = list(value)
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -170,24 +169,14 @@ class Info(Summarised):
     energy_error: Float[Tensor, "*k"] | None = None
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {key: _copy(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return list(value)
-    return value
-
-
 def generator_states(
     generator: torch.Generator | None, device: torch.device, chains: int | None
 ) -> UInt8[Tensor, "*k bytes"]:
     """Return the states of new generators, seeded by draws from `generator` or from torch's default generator."""
     on = "cpu" if generator is None else generator.device
     seeds = torch.randint(2**62, (1 if chains is None else chains,), generator=generator, device=on)
-    found = [torch.Generator(device).manual_seed(seed).get_state() for seed in seeds.tolist()]
-    return found[0] if chains is None else torch.stack(found)
+    states = [torch.Generator(device).manual_seed(seed).get_state() for seed in seeds.tolist()]
+    return states[0] if chains is None else torch.stack(states)
 
 
 class NoiseSource:
@@ -197,37 +186,30 @@ class NoiseSource:
     """
 
     def __init__(self, states: UInt8[Tensor, "*k bytes"], device: torch.device) -> None:
-        self._states = states.unsqueeze(0) if states.ndim == 1 else states
-        self._single, self._device = states.ndim == 1, device
-
-    @cached_property
-    def _generators(self) -> list[torch.Generator]:
-        """One generator for each chain, made at the first draw, because a filter or an optimiser seldom draws."""
-        generators = []
+        self._single = states.ndim == 1
+        self._states = states.unsqueeze(0) if self._single else states
+        self._generators = []
         for state in self._states:
-            generators.append(torch.Generator(self._device))
-            generators[-1].set_state(state.clone())  # a view of several states would crash torch
-        return generators
+            self._generators.append(torch.Generator(device))
+            self._generators[-1].set_state(state.clone())  # a view of several states would crash torch
 
     def normal(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         """Draw standard normal numbers in the shape of `like`."""
-        found = torch.empty_like(like)
-        for row, generator in zip(found.unsqueeze(0) if self._single else found, self._generators):
+        numbers = torch.empty_like(like)
+        for row, generator in zip(numbers.unsqueeze(0) if self._single else numbers, self._generators):
             row.normal_(generator=generator)
-        return found
+        return numbers
 
     def each(self, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
         """Call `draw` with each generator and stack the results."""
-        found = [draw(generator) for generator in self._generators]
-        return found[0] if self._single else torch.stack(found)
+        numbers = [draw(generator) for generator in self._generators]
+        return numbers[0] if self._single else torch.stack(numbers)
 
     def uniform(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k"]:
         """Draw one number in [0, 1) for each chain, in float64."""
         return self.each(lambda g: torch.rand((), generator=g, dtype=torch.float64, device=like.device))
 
     def keep(self) -> None:
-        """Write the generators' states back, if anything was drawn."""
-        if "_generators" not in self.__dict__:
-            return
+        """Write the generators' states back."""
         for generator, state in zip(self._generators, self._states):
             state.copy_(generator.get_state())

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from curvops.argument_types import Density
-from curvops.sampling.schedules import Schedule, as_schedule, at
 from curvops.sampling.state import Info, NoiseSource, State
+from curvops.sampling.step_options import Schedule, as_schedule, at
 from curvops.sampling.transition import Transition, common_arguments
 
 Slots = dict[str, dict[str, dict[str, Any]]]

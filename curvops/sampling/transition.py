@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
 from curvops.checkpoint import digest
-from curvops.checks import check_flag, check_generator, check_kind, checked_whole
+from curvops.checks import check_generator, checked_whole
 from curvops.errors import DivergenceError, NotVectorizedWarning, warn
 from curvops.process_group import Ranks
 from curvops.sampling.chain_draws import Spread
 from curvops.sampling.log_density import LogPosterior
-from curvops.sampling.metric import Isotropic, as_metric
-from curvops.sampling.schedules import Constant, Schedule, as_schedule, at
 from curvops.sampling.state import Info, NoiseSource, State, Structure, flatten, flatten_starts, generator_states
+from curvops.sampling.step_options import Constant, Isotropic, Schedule, as_metric, as_schedule, at
 from curvops.summary import Summarised, summary
 
 LogDensity = Callable[[Any, Any], Tensor]
@@ -43,57 +42,33 @@ class Evaluation:
     def __repr__(self) -> str:
         return summary(self.log_posterior)
 
-    @cached_property
-    def ranks(self) -> Ranks | None:
-        """The ranks whose shares of log_posterior are added up."""
-        return self.log_posterior.ranks if isinstance(self.log_posterior, LogPosterior) else None
-
-    @cached_property
-    def _function_and_prior(self) -> tuple[LogDensity, LogPosterior | None]:
-        """The function that autograd differentiates, and the log posterior whose prior is added to it in closed form.
-
-        The prior is quadratic: for all chains together, outside of the graph, it takes a fraction of the time.
-        """
-        f = self.log_posterior
-        if not isinstance(f, LogPosterior):
-            return f, None
-        if f.ranks is not None:
-            return f.share, None
-        return (f, None) if f.prior.diagonal is None else (f.log_likelihood, f)
-
     def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
         """Return the value of log_posterior."""
+        compute = self._value if theta.ndim == 1 else partial(self._of_chains, self._value)
         with torch.no_grad():
-            value = self._evaluate(self._value, theta, structure, batch)[0]
-        if self._function_and_prior[1] is not None:
-            value = value + self._function_and_prior[1].prior_and_gradient(theta, structure)[0]
-        return value if self.ranks is None else self.ranks.add_up(value)
+            (value,) = compute(theta, structure, batch)
+        f = self.log_posterior
+        return f.completed(value, None, theta)[0] if isinstance(f, LogPosterior) else value
 
     def gradient(
         self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
     ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
         """Return log_posterior and its gradient, each in new memory."""
-        value, gradient = self._evaluate(self._gradient, theta, structure, batch)
-        if self._function_and_prior[1] is not None:
-            prior, pull = self._function_and_prior[1].prior_and_gradient(theta, structure)
-            value, gradient = value + prior, gradient.add_(pull)
-        if self.ranks is None:
-            return value, gradient
-        both = self.ranks.add_up(torch.cat([gradient, value.unsqueeze(-1)], -1))  # in one message
-        return both[..., -1].clone(), both[..., :-1]
+        compute = self._gradient if theta.ndim == 1 else partial(self._of_chains, self._gradient)
+        value, gradient = compute(theta, structure, batch)
+        f = self.log_posterior
+        return f.completed(value, gradient, theta) if isinstance(f, LogPosterior) else (value, gradient)
 
-    def _evaluate(self, compute: Any, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, ...]:
-        """Return the results of `compute` at one point, at all points together, or one by one."""
-        together = self._together[0] if self._together else self.vectorized is not False
-        if theta.ndim == 1 or together:
+    def _of_chains(self, compute: Any, theta: Float[Tensor, "k d"], structure: Structure, batch: Any) -> Any:
+        """Return the results of `compute` at all points together, or one by one."""
+        if self._together[0] if self._together else self.vectorized is not False:
             try:
-                results: tuple[Tensor, ...] = compute(theta, structure, batch)
-                return results
+                return compute(theta, structure, batch)
             except (RuntimeError, NotImplementedError) as error:
-                if theta.ndim == 1 or isinstance(error, torch.OutOfMemoryError):
+                if isinstance(error, torch.OutOfMemoryError):
                     raise
                 self._fall_back(error)
-        return tuple(map(torch.stack, zip(*[compute(row, structure, batch) for row in theta])))
+        return map(torch.stack, zip(*[compute(row, structure, batch) for row in theta]))
 
     def _fall_back(self, error: Exception) -> None:
         """Evaluate chains one by one from now on; raise ValueError if a batch changes what the chains share."""
@@ -109,50 +84,44 @@ class Evaluation:
         self._together[:] = [False]
 
     def _value(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor]:
-        at_one = partial(self._at_one, structure, batch)
-        parts = structure.parts(theta)
+        at_one, parts = partial(self._at_one, structure, batch), structure.parts(theta)
         return (at_one(*parts) if theta.ndim == 1 else torch.vmap(at_one)(*parts),)
 
     def _gradient(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, Tensor]:
-        at_one = partial(self._at_one, structure, batch)
-        leaves = structure.parts(theta.detach())
+        at_one, leaves = partial(self._at_one, structure, batch), structure.parts(theta.detach())
         for leaf in leaves:
             leaf.requires_grad_()
         with torch.enable_grad():
             value = at_one(*leaves) if theta.ndim == 1 else torch.vmap(at_one)(*leaves)
-        with_prior = self._function_and_prior[1] is not None  # it depends on all parameters
-        if with_prior and not value.requires_grad:
+        of_network = isinstance(self.log_posterior, LogPosterior)  # its prior depends on all parameters
+        if of_network and not value.requires_grad:
             return value, torch.zeros_like(theta)
         if not value.requires_grad:
             raise ValueError("log_posterior has no gradient in params: compute it from the params that it receives.")
-        gradients = torch.autograd.grad(
-            value, leaves, torch.ones_like(value), allow_unused=True, materialize_grads=with_prior
-        )
-        missing = [name for name, gradient in zip(structure.names, gradients) if gradient is None]
-        if missing:
-            raise ValueError(f"log_posterior does not depend on {', '.join(missing)}: leave them out of params.")
-        return value.detach(), structure.concatenate(gradients, theta.ndim - 1)
+        ones = torch.ones_like(value)
+        slopes = torch.autograd.grad(value, leaves, ones, allow_unused=True, materialize_grads=of_network)
+        if not of_network and any(slope is None for slope in slopes):
+            missing = ", ".join(name for name, slope in zip(structure.names, slopes) if slope is None)
+            raise ValueError(f"log_posterior does not depend on {missing}: leave them out of params.")
+        return value.detach(), structure.concatenate(slopes, theta.ndim - 1)
 
     def _at_one(self, structure: Structure, batch: Any, *parts: Tensor) -> Tensor:
-        """Return the function that is differentiated at one point."""
-        return checked_value(self._function_and_prior[0](structure.tree(parts), batch))
-
-
-def checked_value(value: Any) -> Tensor:
-    """Return the value of `log_posterior`; raise TypeError or ValueError unless it is one real number."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim:
-        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(
-            f"log_posterior must return one real number (), the mean log-likelihood of the batch + log prior / N, got "
-            f"{kind}: take the mean over the batch."
-        )
-    return value
+        """Return what is differentiated at one point; raise TypeError unless it is one real number."""
+        f = self.log_posterior.differentiated if isinstance(self.log_posterior, LogPosterior) else self.log_posterior
+        value = f(structure.tree(parts), batch)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim:
+            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"log_posterior must return one real number (), the mean log-likelihood of the batch + log prior / N, "
+                f"got {kind}: take the mean over the batch."
+            )
+        return value
 
 
 AnyTransition = TypeVar("AnyTransition", bound="Transition")
 
-LOOK_EVERY = 32
-"""The number of steps between two checks for finite values on an accelerator; each check waits for the device."""
+LOOK_EVERY = 20
+"""The number of steps between two checks of the numbers, each of which waits for the device."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -160,8 +129,8 @@ class Transition(Summarised, ABC):
     """A sampler or an optimiser: everything that a step needs besides the state and the batch; immutable.
 
     The temperature τ enters as 𝒯 = τ/N, since `log_posterior` is a mean over the N = `data_size` points: τ = 1 is the
-    posterior, τ = 0 the optimiser. chains: the number of chains of a state, None without a leading dimension. spread:
-    the position of the chains among those of all ranks, if ranks share them.
+    posterior, τ = 0 the optimiser. chains: the number of chains, None for a state without a leading dimension. spread:
+    which of them this rank has, if ranks share them.
 
     Examples:
         >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
@@ -188,6 +157,11 @@ class Transition(Summarised, ABC):
         """The function (params, batch) -> mean log-likelihood + log prior / N."""
         return self.density.log_posterior
 
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that make the same calls: those that share the chains, or the data of `log_posterior`."""
+        return getattr(self.log_posterior, "ranks", None) if self.spread is None else self.spread.ranks
+
     # The protocol
 
     @torch.inference_mode(False)
@@ -210,26 +184,25 @@ class Transition(Summarised, ABC):
                 preconditioner.
         """
         check_generator(generator)
-        spread = self.spread
-        chains = self.chains if spread is None else spread.chains
-        if chains is not None and isinstance(params, list):
-            theta, structure = flatten_starts(params, chains)
+        if isinstance(self.log_posterior, LogPosterior):
+            listed = isinstance(params, list)
+            params = [self.log_posterior.ordered(start) for start in (params if listed else [params])]
+            params = params if listed else params[0]
+        if self.chains is not None and isinstance(params, list):
+            theta, structure = flatten_starts(params, self.chains)
         else:
             theta, structure = flatten(params)
         self.metric.check(structure, theta)
-        random = generator_states(generator, theta.device, chains)
-        ranks = self.density.ranks if spread is None else spread.ranks
-        if ranks is not None:
+        random = generator_states(generator, theta.device, self.chains)
+        if self.ranks is not None:
             starts = {"the params to start from": digest([theta])}
-            ranks.require_equal(starts | {"the chains' seeds, from generator": digest([random])})
-        if spread is not None:
-            random = random[spread.own].clone()
-        if chains is not None:
-            theta = theta.expand(chains, -1)[slice(None) if spread is None else spread.own].clone()
-        state, noise = (
-            State(theta, torch.zeros((), dtype=torch.int64), random, structure),
-            NoiseSource(random, theta.device),
-        )
+            self.ranks.require_equal(starts | {"the chains' seeds, from generator": digest([random])})
+        if self.chains is not None:
+            theta = theta.expand(self.chains, -1).clone()
+        if self.spread is not None:
+            theta, random = theta[self.spread.own].clone(), random[self.spread.own].clone()
+        state = State(theta, torch.zeros((), dtype=torch.int64), random, structure)
+        noise = NoiseSource(random, theta.device)
         further = self._initial_tensors(state, noise)
         noise.keep()
         return self.state_type(**vars(state), **further)
@@ -249,25 +222,17 @@ class Transition(Summarised, ABC):
 
         Raises:
             DivergenceError: the log posterior is not finite; the message suggests a step size. On an accelerator the
-                check happens every 32 steps.
+                check happens every 20 steps.
             TypeError, ValueError: the state belongs to another sampler, or the log posterior is not one number per
                 chain or does not depend on the parameters.
         """
-        check_flag("inplace", inplace)
         self._check_state(state)
         new = state if inplace else state.clone()
         noise = NoiseSource(new.random, new.theta.device)
-        info = self.advance(new, batch, noise)
+        info = self._step(new, batch, noise)
+        new.step.add_(1)
         noise.keep()
         return new, info
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def advance(self, state: Any, batch: GivenBatch, noise: NoiseSource) -> Info:
-        """Take one step in place, as `update` does; the source of noise is that of the state, and stays open."""
-        info = self._step(state, batch, noise)
-        state.step.add_(1)
-        return info
 
     def with_preconditioner(self: AnyTransition, preconditioner: Preconditioning) -> AnyTransition:
         """Return this sampler with another D, such as one of more recent curvature; states stay valid."""
@@ -321,24 +286,26 @@ class Transition(Summarised, ABC):
         return value, gradient
 
     def _not_finite(self, value: Tensor, step: int) -> Exception:
-        found = "NaN or Inf" if value.ndim == 0 else f"NaN or Inf in {_named_chains(~value.isfinite())}"
+        what = "NaN or Inf" if value.ndim == 0 else f"NaN or Inf in {_named_chains(~value.isfinite())}"
         if step == 0:
             return ValueError(
-                f"log_posterior is {found} at the initial params: start where it is finite, and check the batch."
+                f"log_posterior is {what} at the initial params: start where it is finite, and check the batch."
             )
         name, epsilon = self.step_length(step)
         measured = " (co.sampling.run measures the curvature and names the limit.)"
         return DivergenceError(
-            f"log_posterior is {found} at step {step} with {name}={epsilon:g}, which is probably beyond stability; "
+            f"log_posterior is {what} at step {step} with {name}={epsilon:g}, which is probably beyond stability; "
             f"try {name}={epsilon / 4:.2g}.{'' if self.stability_limit(1.0) is None else measured}"
         )
 
     def _check_state(self, state: Any) -> None:
-        check_kind("state", state, self.state_type, f"a {self.state_type.__name__}, from init of this sampler")
-        chains = tuple(state.theta.shape[:-1])
-        wanted = () if self.chains is None else (self.chains,)
-        if chains != wanted:
-            raise ValueError(f"the state has chains {chains}, not {wanted}: make it with init of this sampler.")
+        kind, actual = self.state_type, type(state)
+        if not isinstance(state, kind):
+            raise TypeError(f"state must be a {kind.__name__}, from init of this sampler, got {actual.__name__}.")
+        chains = self.chains if self.spread is None else self.spread.count
+        if state.theta.shape[:-1] != (() if chains is None else (chains,)):
+            got = tuple(state.theta.shape[:-1])
+            raise ValueError(f"the state has chains {got}, not {chains}: make it with init of this sampler.")
 
 
 def _named_chains(bad: Tensor) -> str:
@@ -358,23 +325,23 @@ def common_arguments(
             "log_posterior must be a function (params, batch) -> number, or co.sampling.log_posterior(...), got "
             f"{type(log_posterior).__name__}.{hint}"
         )
-    known = getattr(log_posterior, "data_size", None)
-    if data_size is None and known is None and isinstance(log_posterior, nn.Module):
+    own_size = getattr(log_posterior, "data_size", None)
+    if data_size is None and own_size is None and isinstance(log_posterior, nn.Module):
         raise TypeError(
             f"log_posterior is a module, {type(log_posterior).__name__}: pass co.sampling.log_posterior(model, "
             "likelihood, data_size=N)."
         )
-    if data_size is None and known is None:
+    if data_size is None and own_size is None:
         raise ValueError(
             "data_size is missing: log_posterior is a mean over N points, and temperature 1 is the posterior only "
             "if N is known. Pass data_size=N (1 for a density that is not a mean over data), or build log_posterior "
             "with co.sampling.log_posterior(...), which carries it."
         )
     if data_size is None:
-        data_size = known
+        data_size = own_size
     size = checked_whole("data_size", data_size, kind="a whole number of points")
-    if known is not None and data_size != known:
-        raise ValueError(f"data_size={data_size}, but log_posterior was built for {known} points: leave it out.")
+    if own_size is not None and data_size != own_size:
+        raise ValueError(f"data_size={data_size}, but log_posterior was built for {own_size} points: leave it out.")
     return {
         "density": Evaluation(log_posterior),
         "step_size": as_schedule("step_size", step_size),

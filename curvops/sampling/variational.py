@@ -65,6 +65,7 @@ class VariationalState(OptimizerState):
     """
 
     spread: dict[str, Tensor]
+    family: str = field(repr=False)
     average: dict[str, Tensor] = field(repr=False)
     square: dict[str, Tensor] = field(repr=False)
     centre: dict[str, Tensor] = field(repr=False)
@@ -108,12 +109,13 @@ class Variational(Optimizer):
         if self.chains is not None:
             raise ValueError("variational inference makes one fit, not chains: pass draws= for several draws per step.")
         spread = self.family.start(state.structure, self.initial_scale, state.theta, noise)
-        kept: dict[str, Any] = {"spread": spread, "average": {}, "square": {}, "centre": {}}
-        return super()._initial_tensors(state, noise) | kept
+        tensors: dict[str, Any] = {"spread": spread, "family": repr(self.family)}
+        tensors |= {"average": {}, "square": {}, "centre": {}}
+        return super()._initial_tensors(state, noise) | tensors
 
     def _check_state(self, state: Any) -> None:
         super()._check_state(state)
-        if self.family.shapes(state.structure) != {name: tuple(spread.shape) for name, spread in state.spread.items()}:
+        if state.family != repr(self.family):
             raise ValueError("the state has another family or rank: make it with init of this sampler.")
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> VariationalInfo:
@@ -165,9 +167,9 @@ class Variational(Optimizer):
             return FitEnding.NOISY
         order = torch.arange(len(state.theta), device=state.theta.device)
         spreads = (state.spread, {name: state.centre[name] for name in state.spread})
-        now, mean = (self.family.covariance(each, state.structure, order)[0].diagonal() for each in spreads)
+        now, mean = (self.family.covariance(tensors, state.structure, order)[0].diagonal() for tensors in spreads)
         from_centre = (state.theta - state.centre["theta"]).square() / mean, (now / mean).log().square() / 4
-        near = all(float(each.mean()) <= SETTLED**2 for each in from_centre)
+        near = all(float(tensors.mean()) <= SETTLED**2 for tensors in from_centre)
         return FitEnding.SETTLED if near else FitEnding.SCATTERED
 
     def gradients(
@@ -184,11 +186,11 @@ class Variational(Optimizer):
         numbers = numbers.clone().requires_grad_()
         with torch.enable_grad():
             theta = mean + family.transform(spread, structure, numbers)
-            given = theta.detach()
+            points = theta.detach()
             values, slopes = (
-                self.density.gradient(given, structure, batch)
-                if len(given) > 1
-                else tuple(each.unsqueeze(0) for each in self.density.gradient(given[0], structure, batch))
+                self.density.gradient(points, structure, batch)
+                if len(points) > 1
+                else tuple(tensor.unsqueeze(0) for tensor in self.density.gradient(points[0], structure, batch))
             )
             fixed = {name: tensor.detach() for name, tensor in spread.items()} if self.stick_the_landing else spread
             centre = mean.detach() if self.stick_the_landing else mean

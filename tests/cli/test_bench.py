@@ -1,6 +1,6 @@
 """The benchmark in a tiny setting: every row of its tables runs, counts honestly, and is written and drawn.
 
-Tests `methods.py`, `problems.py`, `report.py`, `runs.py`, `sweep.py`.
+Tests `problems.py`, `runs.py`, `sweep.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from curvops.cli import app
-from curvops.cli.bench import sweep
-from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, BenchEstimator, BenchSolver, Settings
-from curvops.cli.bench.problems import DIGITS, KINDS, NAMES, SPECTRA, CountingOperator, build
-from curvops.cli.bench.runs import estimate, solve
+from curvops.cli import app, sweep
+from curvops.cli.problems import DIGITS, KINDS, NAMES, SPECTRA, CountingOperator, build
+from curvops.cli.runs import METHODS, PRECONDITIONERS, BenchEstimator, BenchSolver, Settings, estimate, solve
 from curvops.linalg import Dense, as_preconditioner
 
 SIZE = 90

@@ -1,6 +1,6 @@
 """The demo with a short training: what it prints, what it writes, how it ends.
 
-Tests `digits.py`, `run.py`, `stories.py`.
+Tests `demo.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from curvops.cli import app
-from curvops.cli.demo import run as demo
-from curvops.cli.demo.stories import Row, Size
+from curvops.cli import app, demo
+from curvops.cli.demo import Row, Size
 from tests import shape_checks
 from tests.ranks.processes import run_programs
 from tests.threads import using_threads
@@ -47,7 +46,7 @@ def test_stories_numbers_and_figures(alone):
     folder, text = alone
     for words in ("1. Error bars", "2. Digits with wrong labels", "3. Digits never seen", "PASS  variances against"):
         assert words in text
-    assert max(map(len, text.splitlines())) <= demo.WIDTH
+    assert max(map(len, text.splitlines())) <= 100
     numbers = json.loads((folder / "results.json").read_text())
     assert all(check["error"] <= check["most"] for check in numbers["checks"]) and len(numbers["checks"]) == 3
     for row in (*numbers["regression"], *numbers["digits"]):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-Row = tuple[Callable[[], object], type[Exception] | tuple[type[Exception], ...], str]
+Call = Callable[[], object]
+Row = tuple[Call, str] | tuple[Call, type[Exception] | tuple[type[Exception], ...], str]
 
 
 class Door(NamedTuple):
-    """A public call and its table of refusals, `"what is wrong": (the call, the error, words of its message)`."""
+    """A public call and its table of refusals, `"what is wrong": (the call, words of its message)`.
+
+    The error stands between them where it is no `ValueError`.
+    """
 
     call: str
     rows: dict[str, Row]

@@ -54,32 +54,24 @@ DOORS = [
     Door(
         "mackay",
         rows={
-            "one draw": (lambda: co.evidence.mackay(post(), 1), ValueError, "two or more"),
+            "one draw": (lambda: co.evidence.mackay(post(), 1), "two or more"),
             "noise without draws": (
                 lambda: co.evidence.mackay(post(), None, noise=post().deviations(2).noise),
-                ValueError,
                 "leave noise",
             ),
-            "few draws of noise": (
-                lambda: co.evidence.mackay(post(), 4, noise=post().deviations(2).noise),
-                ValueError,
-                "2 draws",
-            ),
+            "few draws of noise": (lambda: co.evidence.mackay(post(), 4, noise=post().deviations(2).noise), "2 draws"),
             "an operator": (
                 lambda: co.evidence.mackay(post().with_prior(post().precision.detached_from_weights())),
-                ValueError,
                 "with_prior",
             ),
             "noise of an empirical Fisher": (
                 lambda: co.evidence.mackay(
                     co.laplace(post().lin, co.EmpiricalFisher, 1.0, check_mode=False), tune_noise=True
                 ),
-                ValueError,
                 "empirical Fisher is not proportional",
             ),
             "no curvature": (
                 lambda: co.evidence.mackay(co.laplace(post().lin, 0 * co.GGN(post().lin), 1.0, check_mode=False), None),
-                ValueError,
                 "likelihood of the curvature",
             ),
         },
@@ -87,29 +79,19 @@ DOORS = [
     Door(
         "maximize",
         rows={
-            "twice": (lambda: co.evidence.maximize(network(), ("noise", "noise")), ValueError, "pair"),
+            "twice": (lambda: co.evidence.maximize(network(), ("noise", "noise")), "pair"),
             "a scalar from a vector": (
                 lambda: co.evidence.maximize(network().with_prior(torch.ones(network().lin.num_parameters).double())),
-                ValueError,
                 "with_prior",
             ),
             "noise of a sum": (
                 lambda: co.evidence.maximize(
                     co.laplace(network().lin, co.low_rank(network().curvature), 1.0, check_mode=False), "noise"
                 ),
-                ValueError,
                 "cannot be built at another noise",
             ),
-            "noises for more outputs": (
-                lambda: network().with_noise(torch.ones(7)),
-                ValueError,
-                "a number or a tensor",
-            ),
-            "noise of classes": (
-                lambda: co.evidence.maximize(network("classification"), "noise"),
-                ValueError,
-                "Categorical",
-            ),
+            "noises for more outputs": (lambda: network().with_noise(torch.ones(7)), "a number or a tensor"),
+            "noise of classes": (lambda: co.evidence.maximize(network("classification"), "noise"), "Categorical"),
         },
     ),
     Door(
@@ -117,9 +99,8 @@ DOORS = [
         rows={
             "an infinite loss": (
                 lambda: co.fit_mode(huge(), (DATA[0], DATA[1].float().unsqueeze(1)), co.likelihoods.Poisson(), 1.0),
-                ValueError,
                 "or scale the inputs",
-            ),
+            )
         },
     ),
     Door(
@@ -127,7 +108,6 @@ DOORS = [
         rows={
             "a loader and a size": (
                 lambda: co.evidence.train(classifier(), [DATA], "classification", epochs=1, batch_size=3),
-                ValueError,
                 "data come in batches",
             ),
             "weight decay twice": (
@@ -138,7 +118,6 @@ DOORS = [
                     epochs=1,
                     optimizer=lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1),
                 ),
-                ValueError,
                 "weight decay",
             ),
             "diverging": (
@@ -150,7 +129,6 @@ DOORS = [
                     every=100,
                     optimizer=lambda p: torch.optim.SGD(p, 1e30),
                 ),
-                ValueError,
                 "smaller learning rate",
             ),
         },
@@ -159,14 +137,9 @@ DOORS = [
         "validate",
         rows={
             "no targets": (lambda: co.evidence.validate(linear()[0], linear()[1], None), TypeError, "A batch is"),
-            "layers": (
-                lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], "layers"),
-                ValueError,
-                "scalar",
-            ),
+            "layers": (lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], "layers"), "scalar"),
             "precisions of a noise": (
                 lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], "noise", prior_precisions=[1.0]),
-                ValueError,
                 "leave them out",
             ),
         },

@@ -30,17 +30,12 @@ def spectrum(k: int = 2, **options: Any) -> Any:
 
 
 DOORS = [
-    Door(
-        "evidence_trace",
-        rows={
-            "no tuning": (lambda: plots.evidence_trace({}), ValueError, "got none"),
-        },
-    ),
+    Door("evidence_trace", rows={"no tuning": (lambda: plots.evidence_trace({}), "got none")}),
     Door(
         "trace and autocorrelation",
         rows={
-            "a trace of nothing": (lambda: plots.trace({}), ValueError, "got {}"),
-            "a trace of a matrix": (lambda: plots.trace({"weight": np.zeros((2, 5, 3))}), ValueError, "each an array"),
+            "a trace of nothing": (lambda: plots.trace({}), "got {}"),
+            "a trace of a matrix": (lambda: plots.trace({"weight": np.zeros((2, 5, 3))}), "each an array"),
             "a trace without names": (lambda: plots.trace(np.zeros((2, 5))), TypeError, "got ndarray"),
         },
     ),
@@ -52,15 +47,13 @@ DOORS = [
                 TypeError,
                 "a posterior from co.laplace.*got ndarray",
             ),
-            "words": (lambda: plots.regression(posterior(), ["a"]), ValueError, "at least one number, got list"),
+            "words": (lambda: plots.regression(posterior(), ["a"]), "at least one number, got list"),
             "a network of two features": (
                 lambda: plots.regression(posterior(features=2), GRID),
-                ValueError,
                 r"one input feature, and this network has inputs of shape \(6, 2\)",
             ),
             "two outputs": (
                 lambda: plots.regression(posterior(outputs=2), GRID),
-                ValueError,
                 "one output of 2: pass output=0 to 1, got None",
             ),
         },
@@ -68,18 +61,14 @@ DOORS = [
     Door(
         "reliability by a tired user",
         rows={
-            "nothing": (lambda: plots.reliability({}, LABELS), ValueError, "got none"),
+            "nothing": (lambda: plots.reliability({}, LABELS), "got none"),
             "classes": (
                 lambda: plots.reliability({"network": LABELS}, LABELS),
                 TypeError,
                 r"class probabilities \(N, C\); got torch.int64 of shape \(5,\) for 'network'",
             ),
-            "logits": (
-                lambda: plots.reliability({"network": torch.randn(5, 3)}, LABELS),
-                ValueError,
-                "probabilities",
-            ),
-            "other points": (lambda: plots.reliability(torch.full((4, 2), 0.5), LABELS), ValueError, "labels"),
+            "logits": (lambda: plots.reliability({"network": torch.randn(5, 3)}, LABELS), "probabilities"),
+            "other points": (lambda: plots.reliability(torch.full((4, 2), 0.5), LABELS), "labels"),
             "panels": (
                 lambda: plots.reliability(torch.full((5, 2), 0.5), LABELS, ax=plots.trace({"a": np.ones((1, 5))})),
                 TypeError,
@@ -106,34 +95,23 @@ DOORS = [
         "spectral_density",
         rows={
             "eigenvalues": (lambda: plots.spectral_density(GRID), TypeError, r"spectral_density\(A\), got ndarray"),
-            "another scale": (
-                lambda: plots.spectral_density(spectrum()[0], scale="ln"),
-                ValueError,
-                "symlog",
-            ),
+            "another scale": (lambda: plots.spectral_density(spectrum()[0], scale="ln"), "symlog"),
             "the log scale of a linear density": (
                 lambda: plots.spectral_density(spectrum()[0], scale="log"),
-                ValueError,
                 r"does not fit this density",
             ),
         },
     ),
     Door(
         "training_spectra",
-        rows={
-            "the log scale": (
-                lambda: plots.training_spectra({0: spectrum(scale="log")}),
-                ValueError,
-                "scale='linear'",
-            ),
-        },
+        rows={"the log scale": (lambda: plots.training_spectra({0: spectrum(scale="log")}), "scale='linear'")},
     ),
     Door(
         "influence and pruning",
         rows={
-            "nothing predicted": (lambda: plots.influence(GRID, {}), ValueError, "named vectors"),
+            "nothing predicted": (lambda: plots.influence(GRID, {}), "named vectors"),
             "no names": (lambda: plots.influence(GRID, GRID), TypeError, "got ndarray for the latter"),
-            "not a number": (lambda: plots.influence(GRID, {"GGN": GRID * np.nan}), ValueError, "and GGN has others"),
+            "not a number": (lambda: plots.influence(GRID, {"GGN": GRID * np.nan}), "and GGN has others"),
         },
     ),
     Door(
@@ -145,7 +123,7 @@ DOORS = [
                 ),
                 TypeError,
                 "progress must be None, False, True or a function.*'yes'",
-            ),
+            )
         },
     ),
 ]

@@ -33,16 +33,7 @@ def of_sequences() -> co.posterior.Laplace:
 
 
 DOORS = [
-    Door(
-        "LaplaceModel",
-        {
-            "a network of sequences": (
-                lambda: co.gp.LaplaceModel(of_sequences()),
-                ValueError,
-                "append nn.Flatten",
-            ),
-        },
-    ),
+    Door("LaplaceModel", {"a network of sequences": (lambda: co.gp.LaplaceModel(of_sequences()), "append nn.Flatten")}),
     Door(
         "LaplaceModel.posterior",
         {
@@ -52,18 +43,15 @@ DOORS = [
                     .posterior(torch.rand(5000, 2, dtype=DOUBLE))
                     .distribution.covariance_matrix
                 ),
-                ValueError,
                 "10,000 × 10,000 covariances of 1 points need 800,000,000 bytes",
             ),
             "a number for outputs": (lambda: model().posterior(X, 1), TypeError, "not iterable"),
             "negative noise": (
                 lambda: model().posterior(X, observation_noise=-torch.ones(1)),
-                ValueError,
                 "observation_noise holds variances: none may be negative",
             ),
             "noise of a classifier": (
                 lambda: model("classification").posterior(X, observation_noise=True),
-                ValueError,
                 "observation noise needs a Gaussian likelihood: use observation_noise=False",
             ),
         },
@@ -73,19 +61,16 @@ DOORS = [
         {
             "targets of fewer points": (
                 lambda: model().condition_on_observations(X, Y[:3]),
-                ValueError,
                 r"Y must have shape \(\.\.\., 4, 2\)",
             ),
             "NaN among targets": (
                 lambda: model().condition_on_observations(X, Y * torch.nan),
-                ValueError,
                 "Y holds NaN or infinite values: leave out",
             ),
             "repeated points without noise": (
                 lambda: (
                     model().condition_on_observations(X[[0, 0]], Y[:2], noise=torch.zeros(1, dtype=DOUBLE)).posterior(X)
                 ),
-                ValueError,
                 "covariance is singular",
             ),
         },
@@ -95,9 +80,8 @@ DOORS = [
         {
             "of a conditioned model": (
                 lambda: model().condition_on_observations(X, Y).draw_function(),
-                ValueError,
                 "no draws of the weights",
-            ),
+            )
         },
     ),
 ]

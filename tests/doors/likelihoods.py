@@ -10,13 +10,7 @@ import torch
 from torch import Tensor, distributions, nn
 
 import curvops as co
-from curvops.network.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Poisson,
-)
+from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from tests.doors.door import Door
 from tests.network.definitions import normal
 
@@ -70,13 +64,11 @@ DOORS = [
                 lambda: co.linearize(
                     nn.Conv2d(1, 2, 1), (torch.ones(3, 1, 4, 5), torch.ones(3, 2, 4, 5)), Gaussian("per_output")
                 ),
-                ValueError,
                 r"\(C, 1, 1\)",
             ),
-            "NaN": (lambda: Gaussian(math.nan), ValueError, "variance"),
+            "NaN": (lambda: Gaussian(math.nan), "variance"),
             "a column of variances": (
                 lambda: Gaussian(torch.ones(4, 1)).check_targets(torch.zeros(3, 4), 4),
-                ValueError,
                 r"noise has shape \(4, 1\)",
             ),
             "whole numbers": (
@@ -84,79 +76,52 @@ DOORS = [
                 TypeError,
                 r"y\.float\(\)",
             ),
-            "one dimension": (lambda: Gaussian().check_targets(torch.zeros(3), 4), ValueError, r"y\.unsqueeze\(-1\)"),
+            "one dimension": (lambda: Gaussian().check_targets(torch.zeros(3), 4), r"y\.unsqueeze\(-1\)"),
         },
     ),
     Door(
         "Categorical",
         rows={
-            "weight=-ones(3)": (
-                lambda: Categorical(weight=-torch.ones(3)),
-                ValueError,
-                "label_smoothing|Class weights",
-            ),
+            "weight=-ones(3)": (lambda: Categorical(weight=-torch.ones(3)), "label_smoothing|Class weights"),
             "truths": (
                 lambda: Categorical().check_targets(torch.zeros(3, dtype=torch.bool), 4),
                 TypeError,
                 "class indices, or",
             ),
-            "NaN": (lambda: Categorical().check_targets(torch.full((3, 4), math.nan), 4), ValueError, "sum to 1"),
+            "NaN": (lambda: Categorical().check_targets(torch.full((3, 4), math.nan), 4), "sum to 1"),
             "another number of classes": (
                 lambda: Categorical().check_targets(torch.full((3, 3), 1 / 3), 4),
-                ValueError,
                 "4 outputs",
             ),
-            "a column": (
-                lambda: Categorical().check_targets(torch.zeros(3, 1, dtype=torch.int64), 4),
-                ValueError,
-                r"y\.squeeze",
-            ),
-            "a negative label": (
-                lambda: Categorical().check_targets(torch.tensor([0, -1]), 4),
-                ValueError,
-                "0 .. 3.*from -1 to 0",
-            ),
+            "a column": (lambda: Categorical().check_targets(torch.zeros(3, 1, dtype=torch.int64), 4), r"y\.squeeze"),
+            "a negative label": (lambda: Categorical().check_targets(torch.tensor([0, -1]), 4), "0 .. 3.*from -1 to 0"),
         },
     ),
     Door(
         "Bernoulli",
-        rows={
-            "whole weights": (
-                lambda: Bernoulli(weight=torch.ones(3).long()),
-                ValueError,
-                "must be 0-d, .C,. or .T, C.,",
-            ),
-        },
+        rows={"whole weights": (lambda: Bernoulli(weight=torch.ones(3).long()), "must be 0-d, .C,. or .T, C.,")},
     ),
     Door(
         "targets of the other likelihoods",
         rows={
             "Bernoulli(), full((3, C), 2)": (
                 lambda: Bernoulli().check_targets(torch.full((3, 4), 2), 4),
-                ValueError,
                 r"lie in \[0, 1\]",
             ),
             "Bernoulli(), full((3, C), -1.0)": (
                 lambda: Bernoulli().check_targets(torch.full((3, 4), -1.0), 4),
-                ValueError,
                 r"\(y \+ 1\) / 2",
             ),
             "Bernoulli(), full((3, C), math.nan)": (
                 lambda: Bernoulli().check_targets(torch.full((3, 4), math.nan), 4),
-                ValueError,
                 r"\[0, 1\]",
             ),
             "Bernoulli(WEIGHT[:3]), zeros(3, C)": (
                 lambda: Bernoulli(WEIGHT[:3]).check_targets(torch.zeros(3, 4), 4),
-                ValueError,
                 "weight has 3 entries",
             ),
-            "Poisson(), zeros(3, 5)": (lambda: Poisson().check_targets(torch.zeros(3, 5), 4), ValueError, "4 outputs"),
-            "Poisson(), full((3, C), -1)": (
-                lambda: Poisson().check_targets(torch.full((3, 4), -1), 4),
-                ValueError,
-                "at least 0",
-            ),
+            "Poisson(), zeros(3, 5)": (lambda: Poisson().check_targets(torch.zeros(3, 5), 4), "4 outputs"),
+            "Poisson(), full((3, C), -1)": (lambda: Poisson().check_targets(torch.full((3, 4), -1), 4), "at least 0"),
             "Poisson(), zeros(3, C, bool)": (
                 lambda: Poisson().check_targets(torch.zeros(3, 4, dtype=torch.bool), 4),
                 TypeError,
@@ -169,7 +134,6 @@ DOORS = [
             ),
             "HeteroscedasticGaussian(), zeros(3)": (
                 lambda: HeteroscedasticGaussian().check_targets(torch.zeros(3), 4),
-                ValueError,
                 r"shape \(n, 2\).*given \(3,\)",
             ),
         },
@@ -179,12 +143,10 @@ DOORS = [
         rows={
             "a column too few": (
                 lambda: distributed(lambda f: distributions.Normal(f, 1.0), torch.zeros(5)),
-                ValueError,
                 r"gives targets \(2, 3\)",
             ),
             "one number for all points": (
                 lambda: distributed(lambda f: distributions.Normal(f.sum(), 1.0), torch.zeros(5)),
-                ValueError,
                 r"expected one row per point",
             ),
             "no distribution": (
@@ -194,7 +156,6 @@ DOORS = [
             ),
             "outside the support": (
                 lambda: distributed(lambda f: distributions.Poisson(f[:, 0].exp()), -torch.ones(5)),
-                ValueError,
                 "support",
             ),
         },
@@ -202,44 +163,23 @@ DOORS = [
     Door(
         "a loss of one's own",
         rows={
-            "a mean": (
-                lambda: with_loss(lambda f, y: (f - y).square().mean()),
-                ValueError,
-                "Is it reduced.*reduction='none'",
-            ),
+            "a mean": (lambda: with_loss(lambda f, y: (f - y).square().mean()), "Is it reduced.*reduction='none'"),
             "swapped": (
                 lambda: with_loss(lambda y, f: quartic(f, y)),
                 TypeError,
                 r"outputs first; this one takes \(y, f\)",
             ),
-            "any arguments": (
-                lambda: with_loss(lambda *given: given[0]),
-                TypeError,
-                r"neither \(outputs\) nor",
-            ),
-            "detached": (lambda: with_loss(lambda f, y: quartic(f.detach(), y)), ValueError, "no gradient"),
-            "integers": (
-                lambda: with_loss(nn.HuberLoss(), torch.arange(10).view(5, 2) % 2),
-                ValueError,
-                r"y.float\(\)",
-            ),
-            "NaN": (lambda: with_loss(lambda f, y: (f - 100).log().sum(1)), ValueError, "NaN or infinite"),
+            "any arguments": (lambda: with_loss(lambda *given: given[0]), TypeError, r"neither \(outputs\) nor"),
+            "detached": (lambda: with_loss(lambda f, y: quartic(f.detach(), y)), "no gradient"),
+            "integers": (lambda: with_loss(nn.HuberLoss(), torch.arange(10).view(5, 2) % 2), r"y.float\(\)"),
+            "NaN": (lambda: with_loss(lambda f, y: (f - 100).log().sum(1)), "NaN or infinite"),
             "nothing": (lambda: with_loss(lambda f, y: None), TypeError, "returns NoneType"),
             "broadcast": (
                 lambda: with_loss(lambda f, y: (f[:, 0] - y).square(), REALS[:, :1]),
-                ValueError,
                 "other points of its batch",
             ),
-            "an error of its own": (
-                lambda: with_loss(lambda f, y: f.no_such_method()),
-                ValueError,
-                "cannot score.*no_such_method",
-            ),
-            "lengths": (
-                lambda: with_loss(nn.CTCLoss()),
-                TypeError,
-                r"takes \(log_probs, targets, input_lengths",
-            ),
+            "an error of its own": (lambda: with_loss(lambda f, y: f.no_such_method()), "cannot score.*no_such_method"),
+            "lengths": (lambda: with_loss(nn.CTCLoss()), TypeError, r"takes \(log_probs, targets, input_lengths"),
         },
     ),
     Door(
@@ -247,17 +187,14 @@ DOORS = [
         rows={
             "weights of points": (
                 lambda: shaped(BCE(torch.ones(N, 1)), (C,), events(C)),
-                ValueError,
                 r"(?i)\(5, 1\) does not broadcast",
             ),
             "weights of other positions": (
                 lambda: shaped(co.likelihoods.Bernoulli(torch.ones(2, C)), (T, C), events(T, C)),
-                ValueError,
                 "(?i)needs 2 positions per point; given 3",
             ),
             "weights of positions": (
                 lambda: shaped(co.likelihoods.Bernoulli(torch.ones(2, C)), (C,), events(C)),
-                ValueError,
                 "(?i)needs 2 positions per point; the model returns one",
             ),
         },

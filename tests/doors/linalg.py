@@ -36,7 +36,7 @@ from curvops.linalg import (
 )
 from curvops.linalg.core import vectors
 from curvops.linalg.core.partition import partition
-from curvops.linalg.operators.nearest_kronecker import nearest_kronecker
+from curvops.operators.kfac.kfac_sum import nearest_kronecker
 from tests.doors.door import Door
 from tests.linalg.known import Known, Rooted
 from tests.linalg.matrices import symmetric
@@ -56,28 +56,19 @@ DOORS = [
     Door(
         "a matrix",
         rows={
-            "a stack of matrices": (lambda: vectors.describe(torch.ones(2, 3, 4)), ValueError, "single matrix"),
+            "a stack of matrices": (lambda: vectors.describe(torch.ones(2, 3, 4)), "single matrix"),
             "whole numbers": (lambda: vectors.describe(torch.ones(2, 2, dtype=torch.int64)), TypeError, "floating"),
-            "not square": (lambda: vectors.describe_square(torch.ones(2, 3)), ValueError, "2 x 3"),
+            "not square": (lambda: vectors.describe_square(torch.ones(2, 3)), "2 x 3"),
         },
     ),
     Door(
         "a function as A",
         rows={
-            "no size": (
-                lambda: trace(lambda V: V),
-                TypeError,
-                "the size of a function's matrix is unknown",
-            ),
+            "no size": (lambda: trace(lambda V: V), TypeError, "the size of a function's matrix is unknown"),
             "no transpose": (lambda: lsmr(lambda V: V, B), TypeError, "lsmr for example, needs products with Aᵀ"),
-            "of vectors": (
-                lambda: cg(lambda v: B * v, B[:, None]),
-                ValueError,
-                r"must have shape \(4, 1\), got \(4, 4\)",
-            ),
+            "of vectors": (lambda: cg(lambda v: B * v, B[:, None]), r"must have shape \(4, 1\), got \(4, 4\)"),
             "another dtype": (
                 lambda: cg(lambda V: V.float(), B),
-                ValueError,
                 "is torch.float32 on cpu, but its argument torch.float64",
             ),
             "a SciPy operator without rmatvec": (
@@ -91,11 +82,7 @@ DOORS = [
     Door(
         "cg",
         rows={
-            "eye(3), ones(3, device=meta)": (
-                lambda: cg(torch.eye(3), torch.ones(3, device="meta")),
-                ValueError,
-                "device",
-            ),
+            "eye(3), ones(3, device=meta)": (lambda: cg(torch.eye(3), torch.ones(3, device="meta")), "device"),
             "a sketch as preconditioner": (
                 lambda: cg(torch.eye(3), torch.ones(3), preconditioner=nystrom(torch.eye(3), rank=2)),
                 TypeError,
@@ -111,35 +98,24 @@ DOORS = [
     Door(
         "lsmr",
         rows={
-            "ones(3)": (lambda: lsmr(torch.ones(4, 3), torch.ones(3)), ValueError, r"\(4,\)"),
-            "x0=ones(4)": (lambda: lsmr(torch.ones(4, 3), torch.ones(4), x0=torch.ones(4)), ValueError, "x0"),
+            "ones(3)": (lambda: lsmr(torch.ones(4, 3), torch.ones(3)), r"\(4,\)"),
+            "x0=ones(4)": (lambda: lsmr(torch.ones(4, 3), torch.ones(4), x0=torch.ones(4)), "x0"),
             "ones(4).double()": (lambda: lsmr(torch.ones(4, 3), torch.ones(4).double()), TypeError, "float64"),
             "lsmr(zeros(4, 0).double(), ones(4).double())": (
                 lambda: lsmr(torch.zeros(4, 0).double(), torch.ones(4).double()),
-                ValueError,
                 "at least one row and one column",
             ),
         },
     ),
     Door(
         "dual_descent",
-        rows={
-            "noise": (
-                lambda: dual_descent(POSITIVE, torch.ones(N).double(), noise=-1.0),
-                ValueError,
-                "dual_descent needs",
-            ),
-        },
+        rows={"noise": (lambda: dual_descent(POSITIVE, torch.ones(N).double(), noise=-1.0), "dual_descent needs")},
     ),
     Door(
         "solve",
         rows={
-            "another length": (lambda: solve(POSITIVE, torch.ones(4).double()), ValueError, "cannot be solved"),
-            "no closed form": (
-                lambda: solve(Known(POSITIVE), POSITIVE, method="closed form"),
-                ValueError,
-                "closed form",
-            ),
+            "another length": (lambda: solve(POSITIVE, torch.ones(4).double()), "cannot be solved"),
+            "no closed form": (lambda: solve(Known(POSITIVE), POSITIVE, method="closed form"), "closed form"),
             "int64": (lambda: solve(torch.eye(4).long(), torch.ones(4).long()), TypeError, "torch.int64"),
         },
     ),
@@ -147,29 +123,20 @@ DOORS = [
         "nystrom",
         rows={
             "indefinite": (lambda: nystrom(-torch.eye(5), 3), NotPSDError, "add_diagonal"),
-            "no shift": (lambda: nystrom(torch.ones(4, 4), 2).preconditioner(0.0), ValueError, "positive shift"),
-            "NaN": (lambda: nystrom(torch.full((4, 4), math.nan), 2), ValueError, "NaN"),
+            "no shift": (lambda: nystrom(torch.ones(4, 4), 2).preconditioner(0.0), "positive shift"),
+            "NaN": (lambda: nystrom(torch.full((4, 4), math.nan), 2), "NaN"),
         },
     ),
     Door(
         "cholesky",
         rows={
-            "NaN": (lambda: cholesky(torch.full((4, 4), math.nan), 2), ValueError, "NaN"),
+            "NaN": (lambda: cholesky(torch.full((4, 4), math.nan), 2), "NaN"),
             "NaN below the diagonal": (
                 lambda: cholesky(torch.tensor([[1, 0, 0], [0, 1, 0], [math.nan, 0, 1]]), 2),
-                ValueError,
                 "NaN",
             ),
-            "another diagonal": (
-                lambda: cholesky(POSITIVE, 5, diagonal=2 * POSITIVE.diagonal()),
-                ValueError,
-                "exact diagonal",
-            ),
-            "a short diagonal": (
-                lambda: cholesky(POSITIVE, 5, diagonal=torch.ones(3).double()),
-                ValueError,
-                r"shape \(300,\)",
-            ),
+            "another diagonal": (lambda: cholesky(POSITIVE, 5, diagonal=2 * POSITIVE.diagonal()), "exact diagonal"),
+            "a short diagonal": (lambda: cholesky(POSITIVE, 5, diagonal=torch.ones(3).double()), r"shape \(300,\)"),
         },
     ),
     Door(
@@ -177,13 +144,9 @@ DOORS = [
         rows={
             "a zero block": (lambda: block_jacobi(torch.zeros(4, 4), 2), NotPSDError, "starts at position 0"),
             "a zero diagonal": (lambda: diagonal_preconditioner(torch.zeros(4, 4)), NotPSDError, "not positive"),
-            "blocks of another length": (lambda: block_jacobi(torch.eye(4), [2, 3]), ValueError, "block|position"),
-            "a position twice": (
-                lambda: block_jacobi(torch.eye(4), [torch.tensor([0, 0, 1, 2])]),
-                ValueError,
-                "block|position",
-            ),
-            "memory_budget=10": (lambda: block_jacobi(torch.eye(4), 4, memory_budget=10), ValueError, "memory_budget"),
+            "blocks of another length": (lambda: block_jacobi(torch.eye(4), [2, 3]), "block|position"),
+            "a position twice": (lambda: block_jacobi(torch.eye(4), [torch.tensor([0, 0, 1, 2])]), "block|position"),
+            "memory_budget=10": (lambda: block_jacobi(torch.eye(4), 4, memory_budget=10), "memory_budget"),
         },
     ),
     Door(
@@ -191,63 +154,33 @@ DOORS = [
         rows={
             "rank=3, memory_budget=100": (
                 lambda: low_rank(positive(1, 9)[0], rank=3, memory_budget=100),
-                ValueError,
                 "memory_budget",
-            ),
+            )
         },
     ),
     Door(
         "lanczos",
         rows={
-            "steps=2, start=zeros(4)": (
-                lambda: lanczos(torch.eye(4), steps=2, start=torch.zeros(4)),
-                ValueError,
-                "not zero",
-            ),
-            "steps=2, start=ones(5)": (
-                lambda: lanczos(torch.eye(4), steps=2, start=torch.ones(5)),
-                ValueError,
-                r"\(5,\)",
-            ),
+            "steps=2, start=zeros(4)": (lambda: lanczos(torch.eye(4), steps=2, start=torch.zeros(4)), "not zero"),
+            "steps=2, start=ones(5)": (lambda: lanczos(torch.eye(4), steps=2, start=torch.ones(5)), r"\(5,\)"),
         },
     ),
     Door(
         "eigsh",
         rows={
-            "which=SM": (lambda: eigsh(torch.eye(4), 1, "SM"), ValueError, "pass sigma=0"),
-            "sigma=1.0, which=SA": (lambda: eigsh(torch.eye(4), 1, "SA", sigma=1.0), ValueError, "nearest to it"),
-            "max_matvecs=6": (lambda: eigsh(torch.eye(9), 3, max_matvecs=6), ValueError, "at least 8"),
-            "memory_budget=100": (
-                lambda: eigsh(torch.eye(9), 3, memory_budget=100),
-                ValueError,
-                "at least 324",
-            ),
-            "start=zeros(9, 2)": (
-                lambda: eigsh(torch.eye(9), 3, start=torch.zeros(9, 2)),
-                ValueError,
-                "not zero",
-            ),
-            "start=ones(8, 2)": (
-                lambda: eigsh(torch.eye(9), 3, start=torch.ones(8, 2)),
-                ValueError,
-                r"\(9, b\)",
-            ),
+            "which=SM": (lambda: eigsh(torch.eye(4), 1, "SM"), "pass sigma=0"),
+            "sigma=1.0, which=SA": (lambda: eigsh(torch.eye(4), 1, "SA", sigma=1.0), "nearest to it"),
+            "max_matvecs=6": (lambda: eigsh(torch.eye(9), 3, max_matvecs=6), "at least 8"),
+            "memory_budget=100": (lambda: eigsh(torch.eye(9), 3, memory_budget=100), "at least 324"),
+            "start=zeros(9, 2)": (lambda: eigsh(torch.eye(9), 3, start=torch.zeros(9, 2)), "not zero"),
+            "start=ones(8, 2)": (lambda: eigsh(torch.eye(9), 3, start=torch.ones(8, 2)), r"\(9, b\)"),
         },
     ),
-    Door(
-        "svds",
-        rows={
-            "1, max_matvecs=3": (lambda: svds(torch.ones(3, 5), 1, max_matvecs=3), ValueError, "at least 8"),
-        },
-    ),
+    Door("svds", rows={"1, max_matvecs=3": (lambda: svds(torch.ones(3, 5), 1, max_matvecs=3), "at least 8")}),
     Door(
         "apply_function",
         rows={
-            "a function that sums": (
-                lambda: apply_function(torch.eye(4), lambda x: x.sum(), torch.ones(4)),
-                ValueError,
-                "shape",
-            ),
+            "a function that sums": (lambda: apply_function(torch.eye(4), lambda x: x.sum(), torch.ones(4)), "shape")
         },
     ),
     Door(
@@ -257,56 +190,41 @@ DOORS = [
                 lambda: trace(INDEFINITE, method="xnystrace", max_matvecs=50),
                 NotPositiveSemidefiniteError,
                 "xtrace",
-            ),
+            )
         },
     ),
+    Door("diagonal", rows={"few products": (lambda: diagonal(torch.eye(300), max_matvecs=3), "at least 4")}),
     Door(
-        "diagonal",
-        rows={
-            "few products": (lambda: diagonal(torch.eye(300), max_matvecs=3), ValueError, "at least 4"),
-        },
-    ),
-    Door(
-        "frobenius_norm",
-        rows={
-            "not square": (lambda: frobenius_norm(torch.ones(2, 300), method="xtrace"), ValueError, "square"),
-        },
+        "frobenius_norm", rows={"not square": (lambda: frobenius_norm(torch.ones(2, 300), method="xtrace"), "square")}
     ),
     Door(
         "effective_dimension",
         rows={
-            "0.0": (lambda: effective_dimension(torch.eye(4), 0.0), ValueError, "positive"),
-            "ones(3)": (lambda: effective_dimension(torch.eye(4), torch.ones(3)), ValueError, "vector"),
+            "0.0": (lambda: effective_dimension(torch.eye(4), 0.0), "positive"),
+            "ones(3)": (lambda: effective_dimension(torch.eye(4), torch.ones(3)), "vector"),
         },
     ),
     Door(
         "logdet",
         rows={
-            "another preconditioner": (lambda: logdet(torch.eye(4), preconditioner="kfac"), ValueError, "must be"),
+            "another preconditioner": (lambda: logdet(torch.eye(4), preconditioner="kfac"), "must be"),
             "a matrix as preconditioner": (
                 lambda: logdet(POSITIVE, shift=1.0, preconditioner=POSITIVE),
                 TypeError,
                 "has no log-determinant",
             ),
-            "a matrix of shifts": (lambda: logdet(torch.eye(4), shift=torch.ones(2, 2)), ValueError, r"\(m,\)"),
+            "a matrix of shifts": (lambda: logdet(torch.eye(4), shift=torch.ones(2, 2)), r"\(m,\)"),
             "a grid with a gradient": (
                 lambda: logdet(torch.eye(3), shift=torch.ones(2, requires_grad=True)),
-                ValueError,
                 "add_diagonal",
             ),
             "no room": (
                 lambda: logdet(torch.eye(300), max_matvecs=300, memory_budget=10_000),
-                ValueError,
                 "memory_budget >= 1440000 bytes",
             ),
         },
     ),
-    Door(
-        "spectral_quadrature",
-        rows={
-            "shift=-1": (lambda: spectral_quadrature(torch.eye(4), shift=-1), ValueError, "positive"),
-        },
-    ),
+    Door("spectral_quadrature", rows={"shift=-1": (lambda: spectral_quadrature(torch.eye(4), shift=-1), "positive")}),
     Door(
         "spectral_density",
         rows={
@@ -315,49 +233,35 @@ DOORS = [
                 (ValueError, TypeError),
                 "grid_size >=",
             ),
-            "NaN": (lambda: spectral_density(torch.full((9, 9), math.nan)), ValueError, "NaN"),
+            "NaN": (lambda: spectral_density(torch.full((9, 9), math.nan)), "NaN"),
         },
     ),
     Door(
         "an operator",
         rows={
-            "a product with a short vector": (
-                lambda: A @ torch.ones(3, dtype=torch.float64),
-                ValueError,
-                "cannot multiply",
-            ),
-            "a sum of two sizes": (lambda: A + torch.ones(3, 3, dtype=torch.float64), ValueError, "cannot add"),
-            "a short diagonal": (lambda: A.add_diagonal(torch.ones(3)), ValueError, "entries"),
-            "a diagonal of some rows": (lambda: A[:3].add_diagonal(1.0), ValueError, "square"),
+            "a product with a short vector": (lambda: A @ torch.ones(3, dtype=torch.float64), "cannot multiply"),
+            "a sum of two sizes": (lambda: A + torch.ones(3, 3, dtype=torch.float64), "cannot add"),
+            "a short diagonal": (lambda: A.add_diagonal(torch.ones(3)), "entries"),
+            "a diagonal of some rows": (lambda: A[:3].add_diagonal(1.0), "square"),
             "an index too large": (lambda: A[N], IndexError, OUT_OF_RANGE),
             "three indices": (lambda: A[0, 1, 2], IndexError, OUT_OF_RANGE),
         },
     ),
-    Door(
-        "dense decompositions of what is large",
-        rows={
-            "eigh": (lambda: Dense(LARGE).eigh(), ValueError, r"eigsh\(k\)"),
-        },
-    ),
+    Door("dense decompositions of what is large", rows={"eigh": (lambda: Dense(LARGE).eigh(), r"eigsh\(k\)")}),
     Door(
         "partition",
         rows={
-            "[tensor([[0, 1]])]": (lambda: partition([torch.tensor([[0, 1]])]), ValueError, "LongTensor"),
-            "[range(0)]": (lambda: partition([range(0)]), ValueError, "non-empty"),
-            "[]": (lambda: partition([]), ValueError, "at least one"),
+            "[tensor([[0, 1]])]": (lambda: partition([torch.tensor([[0, 1]])]), "LongTensor"),
+            "[range(0)]": (lambda: partition([range(0)]), "non-empty"),
+            "[]": (lambda: partition([]), "at least one"),
         },
     ),
     Door(
         "DirectSum",
         rows={
-            "a longer set": (
-                lambda: DirectSum(Diagonal(uniform(3)), positions=[range(4)]),
-                ValueError,
-                "block 0 has shape",
-            ),
+            "a longer set": (lambda: DirectSum(Diagonal(uniform(3)), positions=[range(4)]), "block 0 has shape"),
             "another number of sets": (
                 lambda: DirectSum(Diagonal(uniform(3)), positions=[range(3), range(3, 4)]),
-                ValueError,
                 "as many sets",
             ),
             "a tensor": (lambda: DirectSum(uniform(3).diag(), positions=[range(3)]), TypeError, "Operator"),
@@ -366,7 +270,7 @@ DOORS = [
     Door(
         "Kronecker",
         rows={
-            "columns": (lambda: Kronecker(positive(2, 3), random(2, 3, 1)), ValueError, "right must be"),
+            "columns": (lambda: Kronecker(positive(2, 3), random(2, 3, 1)), "right must be"),
             "negative": (
                 lambda: Kronecker(-positive(1, 3), positive(1, 3)).eigen(),
                 NotPositiveSemidefiniteError,
@@ -376,7 +280,6 @@ DOORS = [
                 lambda: nearest_kronecker(
                     [Kronecker(positive(1, 2), positive(1, 3)), Kronecker(positive(1, 3), positive(1, 2))]
                 ),
-                ValueError,
                 "differ in their sizes",
             ),
         },
@@ -385,8 +288,8 @@ DOORS = [
         "arguments of another kind",
         rows={
             "a word for a callback": (lambda: cg(MATRIX, B, callback="x"), TypeError, "callback must be a function"),
-            "an array of refinements": (lambda: cg(MATRIX, B, refine=np.ones(3)), ValueError, "refine must be True"),
-            "a vector to solve with": (lambda: solve(B, B), ValueError, "at least one row and one column"),
+            "an array of refinements": (lambda: cg(MATRIX, B, refine=np.ones(3)), "refine must be True"),
+            "a vector to solve with": (lambda: solve(B, B), "at least one row and one column"),
         },
     ),
 ]

@@ -80,29 +80,22 @@ DOORS = [
         rows={
             "a prior and held-out data": (
                 lambda: co.laplace(small(), prior_precision=1.0, validation=HELD_OUT),
-                ValueError,
                 "leave one of them out",
             ),
-            "no held-out data": (lambda: co.laplace(small(), validation=[]), ValueError, "no points"),
+            "no held-out data": (lambda: co.laplace(small(), validation=[]), "no points"),
             "a Hessian, and no prior": (
                 lambda: co.laplace(numbers(), "hessian"),
-                ValueError,
                 r"left out.*indefinite.*Pass a prior_precision",
             ),
             "a tensor": (lambda: co.laplace(small(), torch.eye(26, dtype=DOUBLE)), TypeError, "co.linalg.Dense"),
-            "a part": (lambda: co.laplace(small(), co.GGN(small())[:3, :3]), ValueError, "shape"),
-            "another dtype": (
-                lambda: co.laplace(small(), co.KFAC(small()).to(torch.float32)),
-                ValueError,
-                "float32.*convert",
-            ),
+            "a part": (lambda: co.laplace(small(), co.GGN(small())[:3, :3]), "shape"),
+            "another dtype": (lambda: co.laplace(small(), co.KFAC(small()).to(torch.float32)), "float32.*convert"),
             "a list": (lambda: co.laplace(small(), prior_precision=[1.0] * 26), TypeError, "prior_precision"),
-            "a matrix": (lambda: co.laplace(small(), prior_precision=torch.eye(26)), ValueError, "prior_precision.*26"),
+            "a matrix": (lambda: co.laplace(small(), prior_precision=torch.eye(26)), "prior_precision.*26"),
             "a curvature that is not symmetric": (
                 lambda: co.laplace(
                     small(), co.linalg.Dense(torch.ones(26, 26, dtype=DOUBLE).triu(1)), 1.0, check_mode=False
                 ),
-                ValueError,
                 "symmetric",
             ),
         },
@@ -112,17 +105,14 @@ DOORS = [
         rows={
             "a leftover": (
                 lambda: co.laplace(lin(), prior_precision={"0.*": 1.0}, check_mode=False),
-                ValueError,
                 "2.weight.*2.bias",
             ),
             "an overlap": (
                 lambda: co.laplace(lin(), prior_precision={"*": 1.0, "2.bias": 1.0}, check_mode=False),
-                ValueError,
                 "2.bias.*name it once",
             ),
             "an unknown glob": (
                 lambda: co.laplace(lin(), prior_precision={"*": 1.0, "fc": 1.0}, check_mode=False),
-                ValueError,
                 "'fc' matches none",
             ),
             "a key": (
@@ -135,61 +125,42 @@ DOORS = [
                 TypeError,
                 "must be a number",
             ),
-            "zero": (lambda: co.laplace(lin(), prior_precision=0.0, check_mode=False), ValueError, "positive"),
+            "zero": (lambda: co.laplace(lin(), prior_precision=0.0, check_mode=False), "positive"),
             "not psd": (
                 lambda: co.laplace(lin(), prior_precision=co.linalg.Dense(torch.eye(51).double()), check_mode=False),
-                ValueError,
                 "psd=True",
             ),
             "a mean's shape": (
                 lambda: co.laplace(lin(), prior_mean={"*": torch.ones(2)}, check_mode=False),
-                ValueError,
                 "2.*0.weight",
             ),
-            "a mean of NaN": (lambda: co.laplace(lin(), prior_mean=float("nan"), check_mode=False), ValueError, "NaN"),
-            "cold": (
-                lambda: co.laplace(lin(), temperature=0.0, check_mode=False),
-                ValueError,
-                "temperature must be positive",
-            ),
+            "a mean of NaN": (lambda: co.laplace(lin(), prior_mean=float("nan"), check_mode=False), "NaN"),
+            "cold": (lambda: co.laplace(lin(), temperature=0.0, check_mode=False), "temperature must be positive"),
             "two means": (
                 lambda: co.laplace(lin(), prior_precision=post(), prior_mean=1.0, check_mode=False),
-                ValueError,
                 "its own mean",
             ),
-            "the same data": (
-                lambda: co.laplace(lin(), prior_precision=post(), check_mode=False),
-                ValueError,
-                "count twice",
-            ),
+            "the same data": (lambda: co.laplace(lin(), prior_precision=post(), check_mode=False), "count twice"),
         },
     ),
     Door(
         "a posterior",
         rows={
-            "gathering without ranks": (lambda: small_post().predict(TWO, gather=True), ValueError, "process_group="),
+            "gathering without ranks": (lambda: small_post().predict(TWO, gather=True), "process_group="),
             "an array": (lambda: small_post().predict(TWO, samples=np.zeros((2, 26))), TypeError, DRAWS),
-            "one draw": (lambda: small_post().predict(TWO, samples=small_post().sample(1)[0]), ValueError, DRAWS),
-            "draws in float32": (
-                lambda: small_post().predict(TWO, samples=torch.zeros(2, 26)),
-                ValueError,
-                "float32.*convert",
-            ),
-            "no grid": (lambda: co.evidence.grid(post(), []), ValueError, "positive finite numbers"),
+            "one draw": (lambda: small_post().predict(TWO, samples=small_post().sample(1)[0]), DRAWS),
+            "draws in float32": (lambda: small_post().predict(TWO, samples=torch.zeros(2, 26)), "float32.*convert"),
+            "no grid": (lambda: co.evidence.grid(post(), []), "positive finite numbers"),
         },
     ),
     Door(
         "predictions",
         rows={
-            "integers": (lambda: post().predict(torch.zeros(2, 4).long()), ValueError, "integer dtype|floating"),
+            "integers": (lambda: post().predict(torch.zeros(2, 4).long()), "integer dtype|floating"),
             "text": (lambda: post().predict(np.array([["a"]])), TypeError, "cannot become a tensor"),
             "targets in a list": (lambda: post().log_likelihood(X, [0] * 5), TypeError, "y must be a tensor"),
-            "one point together": (
-                lambda: post().log_likelihood(X[:1], torch.zeros(1).long(), True),
-                ValueError,
-                "pairs",
-            ),
-            "noise of classes": (lambda: post().predict(X, noise=True), ValueError, "Gaussian likelihood.*Categorical"),
+            "one point together": (lambda: post().log_likelihood(X[:1], torch.zeros(1).long(), True), "pairs"),
+            "noise of classes": (lambda: post().predict(X, noise=True), "Gaussian likelihood.*Categorical"),
         },
     ),
     Door(
@@ -198,43 +169,39 @@ DOORS = [
             "x again": (lambda: post().at(X).predict(X), TypeError, "joint"),
             "pairs by probit": (
                 lambda: post().log_likelihood(X, torch.zeros(5).long(), True, link="probit"),
-                ValueError,
                 "joint=True, need link='mc'",
             ),
             "numbers by probit": (
                 lambda: co.laplace(numbers(), co.GGN, 1.0, check_mode=False).log_likelihood(
                     TWO, TWO[:, :2], link="probit"
                 ),
-                ValueError,
                 "no class probabilities",
             ),
-            "functions without draws": (lambda: post().at(X).functions(), ValueError, "samples=post.sample"),
-            "groups and joint": (lambda: post().at(X).predict(joint=True, groups=5), ValueError, "not both"),
+            "functions without draws": (lambda: post().at(X).functions(), "samples=post.sample"),
+            "groups and joint": (lambda: post().at(X).predict(joint=True, groups=5), "not both"),
         },
     ),
     Door(
         "log_prob",
         rows={
-            "another model": (lambda: post().log_prob(nn.Linear(4, 3)), ValueError, "lacks '0.weight'"),
-            "another dtype": (lambda: post().log_prob(torch.zeros(4, 51)), ValueError, "float32"),
+            "another model": (lambda: post().log_prob(nn.Linear(4, 3)), "lacks '0.weight'"),
+            "another dtype": (lambda: post().log_prob(torch.zeros(4, 51)), "float32"),
         },
     ),
     Door(
         "update and penalty",
         rows={
-            "a rank of KFAC": (lambda: post().update(post().lin, rank=3, form="kronecker"), ValueError, "rank=3"),
-            "a GGN as KFAC": (lambda: post().update(lin(20), form="kronecker"), ValueError, "curvature=co.KFAC"),
+            "a rank of KFAC": (lambda: post().update(post().lin, rank=3, form="kronecker"), "rank=3"),
+            "a GGN as KFAC": (lambda: post().update(lin(20), form="kronecker"), "curvature=co.KFAC"),
             "blocks of other kinds": (
                 lambda: co.laplace(lin(), co.KFAC, 1.0, check_mode=False).update(
                     lin(20), co.KFAC(lin(20), bias="separate"), form="kronecker", check_mode=False
                 ),
-                ValueError,
                 "into different blocks: build both with one bias=",
             ),
-            "rows": (lambda: post().penalty(post().mean.expand(2, 51)), ValueError, r"\(51,\), got shape \(2, 51\)"),
+            "rows": (lambda: post().penalty(post().mean.expand(2, 51)), r"\(51,\), got shape \(2, 51\)"),
             "another selection": (
                 lambda: post().update(lin(20, "last_layer"), check_mode=False),
-                ValueError,
                 "different parameters",
             ),
         },
@@ -244,24 +211,19 @@ DOORS = [
         rows={
             "noise of other data": (
                 lambda: post().deviations(2, small_post().deviations(2).noise),
-                ValueError,
                 "the noise belongs to 12 points",
             ),
             "a word for noise": (lambda: post().deviations(2, "cg"), TypeError, "noise must be"),
             "a number for a method": (lambda: post().deviations(2, None, 3), TypeError, "method must be"),
-            "sgd of KFAC": (lambda: post(co.KFAC).deviations(2, method="sgd"), ValueError, "KFAC does not have"),
+            "sgd of KFAC": (lambda: post(co.KFAC).deviations(2, method="sgd"), "KFAC does not have"),
             "a tensor for the trace": (lambda: post().trace(torch.eye(51)), TypeError, r"\bM\b"),
-            "one draw for the trace": (lambda: post().trace(post().curvature, samples=1), ValueError, "two or more"),
+            "one draw for the trace": (lambda: post().trace(post().curvature, samples=1), "two or more"),
         },
     ),
     Door(
         "GaussianPosterior",
         rows={
-            "not a covariance": (
-                lambda: co.posterior.GaussianPosterior.of(lin()),
-                ValueError,
-                "covariance or its precision",
-            ),
+            "not a covariance": (lambda: co.posterior.GaussianPosterior.of(lin()), "covariance or its precision"),
             "a model": (
                 lambda: co.posterior.GaussianPosterior.of(nn.Linear(4, 3), COVARIANCE),
                 TypeError,
@@ -278,36 +240,31 @@ DOORS = [
         "select and wasserstein",
         rows={
             "no modules": (lambda: co.select(lin(), 2, modules=[]), TypeError, "modules must be a glob"),
-            "no snapshots": (lambda: co.select(lin(), 3, "swag"), ValueError, "snapshots="),
-            "read once": (lambda: [co.select(lin(), 3, "swag", snapshots=g) for g in [iter([])]], ValueError, "once"),
-            "short snapshots": (lambda: co.select(lin(), 3, "swag", snapshots=SNAPSHOTS[:, :3]), ValueError, "51"),
-            "a module": (lambda: co.select(lin(), 3, modules="fc"), ValueError, "'fc' matches none"),
-            "an operator": (lambda: co.select(lin(), 3, prior_precision=co.GGN(lin())), ValueError, "operator"),
-            "twice": (lambda: co.wasserstein(post(), [1, 1]), ValueError, "twice"),
+            "no snapshots": (lambda: co.select(lin(), 3, "swag"), "snapshots="),
+            "read once": (lambda: [co.select(lin(), 3, "swag", snapshots=g) for g in [iter([])]], "once"),
+            "short snapshots": (lambda: co.select(lin(), 3, "swag", snapshots=SNAPSHOTS[:, :3]), "51"),
+            "a module": (lambda: co.select(lin(), 3, modules="fc"), "'fc' matches none"),
+            "an operator": (lambda: co.select(lin(), 3, prior_precision=co.GGN(lin())), "operator"),
+            "twice": (lambda: co.wasserstein(post(), [1, 1]), "twice"),
         },
     ),
     Door(
         "metrics",
         rows={
             **{
-                f"{score.__name__} of {wrong}": (lambda score=score, p=p, y=y: score(p, y), ValueError, words)
+                f"{score.__name__} of {wrong}": (lambda score=score, p=p, y=y: score(p, y), words)
                 for score in SCORES
                 for wrong, (p, y, words) in NO_SCORES.items()
             },
-            "one class": (
-                lambda: metrics.auroc(torch.rand(3), torch.ones(3, dtype=torch.bool)),
-                ValueError,
-                "both classes",
-            ),
+            "one class": (lambda: metrics.auroc(torch.rand(3), torch.ones(3, dtype=torch.bool)), "both classes"),
             "scores of NaN": (
                 lambda: metrics.auroc(torch.tensor([0.0, math.nan]), torch.tensor([True, False])),
-                ValueError,
                 "finite",
             ),
-            "three classes": (lambda: metrics.auroc(torch.rand(3), torch.tensor([0, 2, 1])), ValueError, "0 and 1"),
-            "one draw": (lambda: metrics.mutual_information(GOOD[None]), ValueError, "draws"),
-            "bounds": (lambda: metrics.temperature(GOOD, LABELS, bounds=(1.0, 0.5)), ValueError, "bounds"),
-            "infinite logits": (lambda: metrics.temperature(GOOD / 0, LABELS), ValueError, "finite"),
+            "three classes": (lambda: metrics.auroc(torch.rand(3), torch.tensor([0, 2, 1])), "0 and 1"),
+            "one draw": (lambda: metrics.mutual_information(GOOD[None]), "draws"),
+            "bounds": (lambda: metrics.temperature(GOOD, LABELS, bounds=(1.0, 0.5)), "bounds"),
+            "infinite logits": (lambda: metrics.temperature(GOOD / 0, LABELS), "finite"),
         },
     ),
 ]

@@ -41,16 +41,8 @@ DOORS = [
             "both": reduced(5, points=X, words="pass the number of features, rank=100, or the inputs points=Z"),
             "features of points": reduced(points=X, features="random", words="points=Z are the features themselves"),
             "candidates of inducing points": reduced(5, candidates=9, words='candidates need features="random"'),
-            "no curvature": (
-                lambda: co.gp.reduced_posterior(lin(0.0), 5),
-                ValueError,
-                "has no curvature at these points",
-            ),
-            "no room": (
-                lambda: co.gp.reduced_posterior(lin(n=200_000, memory_budget=2**24), 20),
-                ValueError,
-                "room for 5",
-            ),
+            "no curvature": (lambda: co.gp.reduced_posterior(lin(0.0), 5), "has no curvature at these points"),
+            "no room": (lambda: co.gp.reduced_posterior(lin(n=200_000, memory_budget=2**24), 20), "room for 5"),
         },
     ),
     Door(
@@ -58,7 +50,6 @@ DOORS = [
         rows={
             "a density without the rest": (
                 lambda: without_rest().log_prob(lin().theta),
-                ValueError,
                 "a covariance of rank 5 has no density over 31 weights",
             ),
             "a penalty without the rest": (lambda: without_rest().penalty(lin().theta + 1), RuntimeError, "singular"),
@@ -68,12 +59,10 @@ DOORS = [
                     .with_prior(torch.linspace(1, 2, 31, dtype=DOUBLE))
                     .error
                 ),
-                ValueError,
                 "only for multiples of the prior",
             ),
             "another noise": (
                 lambda: co.gp.reduced_posterior(lin(), 5, check_mode=False).with_noise(2.0),
-                ValueError,
                 "LowRank does not record how it was built: build the posterior again",
             ),
         },

@@ -115,35 +115,23 @@ DOORS = [
     Door(
         "samplers",
         rows={
-            "lambda: S.sgld(F, 0.1)": (lambda: S.sgld(F, 0.1), ValueError, "data_size is missing"),
-            "lambda: S.pcn(F, 0.1, data_size=1)": (
-                lambda: S.pcn(F, 0.1, data_size=1),
-                ValueError,
-                "covariance is missing",
-            ),
+            "lambda: S.sgld(F, 0.1)": (lambda: S.sgld(F, 0.1), "data_size is missing"),
+            "lambda: S.pcn(F, 0.1, data_size=1)": (lambda: S.pcn(F, 0.1, data_size=1), "covariance is missing"),
             "lambda: S.pcn(F, 1.1, covariance=1.0, data_size=1)": (
                 lambda: S.pcn(F, 1.1, covariance=1.0, data_size=1),
-                ValueError,
                 r"\(0, 1\]",
             ),
             "lambda: S.pcn(F, 0.1, covariance=1.0, mean=float(nan), data_size=1)": (
                 lambda: S.pcn(F, 0.1, covariance=1.0, mean=float("nan"), data_size=1),
-                ValueError,
                 "mean",
             ),
-            "lambda: S.RobbinsMonro(0.1, gamma=0.5)": (
-                lambda: S.RobbinsMonro(0.1, gamma=0.5),
-                ValueError,
-                "gamma must lie in",
-            ),
+            "lambda: S.RobbinsMonro(0.1, gamma=0.5)": (lambda: S.RobbinsMonro(0.1, gamma=0.5), "gamma must lie in"),
             "lambda: S.sgld(F, 0.1, data_size=1, preconditioner=-ones(4))": (
                 lambda: S.sgld(F, 0.1, data_size=1, preconditioner=-torch.ones(4)),
-                ValueError,
                 "positive semidefinite",
             ),
             "lambda: S.chains(S.chains(S.sgld(F, 0.1, data_size=1), 2), 2)": (
                 lambda: S.chains(S.chains(S.sgld(F, 0.1, data_size=1), 2), 2),
-                ValueError,
                 "already",
             ),
             "lambda: S.optimizer(optim.SGD([ones(1)], lr=1.0), F)": (
@@ -157,22 +145,16 @@ DOORS = [
         "params of samplers",
         rows={
             "truths": (lambda: started({"x": torch.ones(2, dtype=torch.bool)}), TypeError, "torch.bool"),
-            "nothing": (lambda: started({}), ValueError, "no tensor"),
-            "NaN": (lambda: started({"x": torch.tensor([1.0, float("nan")])}), ValueError, "NaN or Inf"),
-            "two dtypes": (
-                lambda: started({"x": torch.ones(2), "y": torch.ones(2, dtype=torch.float64)}),
-                ValueError,
-                "convert",
-            ),
+            "nothing": (lambda: started({}), "no tensor"),
+            "NaN": (lambda: started({"x": torch.tensor([1.0, float("nan")])}), "NaN or Inf"),
+            "two dtypes": (lambda: started({"x": torch.ones(2), "y": torch.ones(2, dtype=torch.float64)}), "convert"),
             "a module": (lambda: started(torch.nn.Linear(2, 2)), TypeError, r"dict\(model.named_parameters\(\)\)"),
             "a preconditioner of fewer": (
                 lambda: S.sgld(F, 0.1, data_size=1, preconditioner=DENSE).init(ZERO),
-                ValueError,
                 r"preconditioner Dense must have shape \(4, 4\)",
             ),
             "a preconditioner in float32": (
                 lambda: S.sgld(F, 0.1, data_size=1, preconditioner=torch.ones(4)).init(ZERO),
-                ValueError,
                 "preconditioner Diagonal is torch.float32",
             ),
             "a preconditioner of another order": (
@@ -182,62 +164,50 @@ DOORS = [
                     data_size=1,
                     preconditioner=co.KFAC(gaussian(MODEL)).add_diagonal(1.0),
                 ).init({"bias": torch.zeros(2).double(), "weight": torch.zeros(2, 3).double()}),
-                ValueError,
                 "different orders",
             ),
         },
     ),
     Door(
         "states of samplers",
-        rows={
-            "one chain for many": (lambda: S.chains(SGLD, 2).update(SGLD.init(ZERO)), ValueError, "has chains"),
-        },
+        rows={"one chain for many": (lambda: S.chains(SGLD, 2).update(SGLD.init(ZERO)), "has chains")},
     ),
     Door(
         "starts of chains",
         rows={
             "another shape": (
                 lambda: S.chains(SGLD, 3).init([{"x": torch.ones(2)}] * 2 + [{"x": torch.ones(3)}]),
-                ValueError,
                 r"start 2 has params\['x'\] \(3,\)",
             ),
-            "none": (lambda: S.chains(SGLD, 3).init([]), ValueError, "has 0 starts"),
+            "none": (lambda: S.chains(SGLD, 3).init([]), "has 0 starts"),
             "a group that is a number": (
                 lambda: S.chains(SGLD, 3, process_group=3),
                 TypeError,
                 "process_group must be",
             ),
-            "not gathered in one process": (lambda: S.chains(SGLD, 3, gather=False), ValueError, "gather=False is for"),
+            "not gathered in one process": (lambda: S.chains(SGLD, 3, gather=False), "gather=False is for"),
         },
     ),
     Door(
         "log_posterior",
         rows={
-            "no likelihood": (lambda: S.log_posterior(classifier(), data_size=11), ValueError, "likelihood is missing"),
-            "points of a linearisation": (
-                lambda: S.log_posterior(lin(), data_size=11),
-                ValueError,
-                "already has data_size",
-            ),
+            "no likelihood": (lambda: S.log_posterior(classifier(), data_size=11), "likelihood is missing"),
+            "points of a linearisation": (lambda: S.log_posterior(lin(), data_size=11), "already has data_size"),
             "a noise to be estimated": (
                 lambda: S.log_posterior(classifier(), "regression", data_size=11),
-                ValueError,
                 r"noise=variance.*linearisation",
             ),
             "a last layer without a linearisation": (
                 lambda: S.log_posterior(classifier(), parameters="last_layer", **CLASSES),
-                ValueError,
                 "for parameters=.*pass co.linearize",
             ),
-            "fewer targets": (lambda: density()(density().params, (X, Y[:5])), ValueError, "targets"),
+            "fewer targets": (lambda: density()(density().params, (X, Y[:5])), "targets"),
             "a parameter alone": (
                 lambda: density()({"0.weight": density().params["0.weight"]}, (X, Y)),
-                ValueError,
                 "params must have the names",
             ),
             "parameters in float32": (
                 lambda: density()({name: value.float() for name, value in density().params.items()}, (X, Y)),
-                ValueError,
                 r"params\['0.weight'\] is torch.float32",
             ),
         },
@@ -245,22 +215,17 @@ DOORS = [
     Door(
         "minibatches",
         rows={
-            "fewer points": (lambda: S.minibatches(density(), (X[:5], Y[:5]), 4), ValueError, "have 5 points"),
+            "fewer points": (lambda: S.minibatches(density(), (X[:5], Y[:5]), 4), "have 5 points"),
             "batches": (lambda: S.minibatches(density(), [(X, Y)], 4), TypeError, "Dataset with a length"),
-            "more than all points": (
-                lambda: S.minibatches(density(), (X, Y), 12),
-                ValueError,
-                "more than the 11 points",
-            ),
+            "more than all points": (lambda: S.minibatches(density(), (X, Y), 12), "more than the 11 points"),
         },
     ),
     Door(
         "run",
         rows={
-            "batches is empty": (lambda: read([]), ValueError, "empty"),
+            "batches is empty": (lambda: read([]), "empty"),
             "minibatches of a Metropolis sampler": (
                 lambda: S.run(S.lmc(regression()[0], 0.1), regression()[0].params, regression()[1], steps=2),
-                ValueError,
                 "4 of the 10 points",
             ),
             "several batches of a Metropolis sampler": (
@@ -270,25 +235,18 @@ DOORS = [
                     regression()[1],
                     steps=4,
                 ),
-                ValueError,
                 "several batches",
             ),
-            "thin above the steps": (lambda: run(steps=5, thin=6), ValueError, "no draw would be kept"),
-            "an acceptance without Metropolis": (
-                lambda: run(steps=5, warmup=5, target_acceptance=0.5),
-                ValueError,
-                "Metropolis",
-            ),
+            "thin above the steps": (lambda: run(steps=5, thin=6), "no draw would be kept"),
+            "an acceptance without Metropolis": (lambda: run(steps=5, warmup=5, target_acceptance=0.5), "Metropolis"),
             "a number for a folder": (lambda: run(steps=5, checkpoint=3), TypeError, "path"),
-            "an acceptance without warm-up": (lambda: run_metropolis(target_acceptance=0.5), ValueError, "warm-up"),
+            "an acceptance without warm-up": (lambda: run_metropolis(target_acceptance=0.5), "warm-up"),
             "an acceptance with a schedule": (
                 lambda: S.run(S.lmc(F, S.Cosine(0.1, 5), data_size=1), ZERO, steps=5, warmup=5, target_acceptance=0.5),
-                ValueError,
                 "follows a schedule",
             ),
             "a generator beside a state": (
                 lambda: S.run(SGLD, SGLD.init(ZERO), steps=5, generator=seeded(0)),
-                ValueError,
                 "leave generator out",
             ),
             "a shuffling loader without a seed that is to be resumed": (
@@ -299,7 +257,6 @@ DOORS = [
                     steps=2,
                     checkpoint=Path("never written"),
                 ),
-                ValueError,
                 "generator=",
             ),
         },
@@ -307,47 +264,33 @@ DOORS = [
     Door(
         "diagnostics",
         rows={
-            "lambda: diagnostics.rhat(ONE)": (
-                lambda: diagnostics.rhat(ONE),
-                ValueError,
-                r"\(1, 8\); this needs 2 or more chains",
-            ),
+            "lambda: diagnostics.rhat(ONE)": (lambda: diagnostics.rhat(ONE), r"\(1, 8\); this needs 2 or more chains"),
             "lambda: diagnostics.ess(TWO[0, :, 0])": (
                 lambda: diagnostics.ess(TWO[0, :, 0]),
-                ValueError,
                 r"leading dimensions \(chain, draw\)",
             ),
-            "lambda: diagnostics.ess({})": (lambda: diagnostics.ess({}), ValueError, "no parameter"),
+            "lambda: diagnostics.ess({})": (lambda: diagnostics.ess({}), "no parameter"),
             "lambda: diagnostics.rhat({a: TWO, b: TWO[:, 1:]})": (
                 lambda: diagnostics.rhat({"a": TWO, "b": TWO[:, 1:]}),
-                ValueError,
                 "unequal numbers of chains and draws",
             ),
             "lambda: diagnostics.random_projections(zeros(2, 5, 3))": (
                 lambda: diagnostics.random_projections(torch.zeros(2, 5, 3)),
-                ValueError,
                 "2 of the 2 chains do not move",
             ),
             "lambda: diagnostics.stein_discrepancy(ONE, TWO)": (
                 lambda: diagnostics.stein_discrepancy(ONE, TWO),
-                ValueError,
                 "names and the shapes",
             ),
             "lambda: diagnostics.stein_discrepancy(ONE[:, :3], ONE[:, :3])": (
                 lambda: diagnostics.stein_discrepancy(ONE[:, :3], ONE[:, :3]),
-                ValueError,
                 "needs four",
             ),
             "lambda: diagnostics.stein_discrepancy(0 * ONE, ONE, median)": (
                 lambda: diagnostics.stein_discrepancy(0 * ONE, ONE, "median"),
-                ValueError,
                 "the same",
             ),
-            "scores of no batch": (
-                lambda: diagnostics.scores(LOG_POSTERIOR, chain(), []),
-                ValueError,
-                "0 of 24 points",
-            ),
+            "scores of no batch": (lambda: diagnostics.scores(LOG_POSTERIOR, chain(), []), "0 of 24 points"),
             "scores of a pair": (
                 lambda: diagnostics.scores(LOG_POSTERIOR, chain(), BATCHES[0]),
                 TypeError,
@@ -358,19 +301,14 @@ DOORS = [
     Door(
         "empirical",
         rows={
-            "a tensor": (lambda: empirical((drawn()["0.bias"],)), ValueError, r"must have shape \(2, 5, 27\)"),
-            "some parameters": (
-                lambda: empirical(({"0.bias": drawn()["0.bias"]},)),
-                ValueError,
-                "linearise with the parameters",
-            ),
+            "a tensor": (lambda: empirical((drawn()["0.bias"],)), r"must have shape \(2, 5, 27\)"),
+            "some parameters": (lambda: empirical(({"0.bias": drawn()["0.bias"]},)), "linearise with the parameters"),
             "another shape": (
                 lambda: empirical(({**drawn(), "0.bias": drawn()["0.bias"][..., :2]},)),
-                ValueError,
                 r"must have shape \(2, 5, 4\), got \(2, 5, 2\)",
             ),
-            "NaN": (lambda: empirical(({name: t / 0 for name, t in drawn().items()},)), ValueError, "NaN or Inf"),
-            "float32": (lambda: empirical(({name: t.float() for name, t in drawn().items()},)), ValueError, "float32"),
+            "NaN": (lambda: empirical(({name: t / 0 for name, t in drawn().items()},)), "NaN or Inf"),
+            "float32": (lambda: empirical(({name: t.float() for name, t in drawn().items()},)), "float32"),
             "whole numbers": (
                 lambda: empirical(({name: t.long() for name, t in drawn().items()},)),
                 TypeError,
@@ -381,35 +319,27 @@ DOORS = [
     Door(
         "vi",
         rows={
-            "a rank of a diagonal": (lambda: S.vi(LOG_POSTERIOR, rank=3), ValueError, "'diagonal' has no rank"),
-            "no temperature": (lambda: S.vi(LOG_POSTERIOR, temperature=0), ValueError, "co.sampling.optimizer"),
-            "an optimiser with a closure": (
-                lambda: S.vi(LOG_POSTERIOR, optimizer=torch.optim.LBFGS),
-                ValueError,
-                "LBFGS",
-            ),
+            "a rank of a diagonal": (lambda: S.vi(LOG_POSTERIOR, rank=3), "'diagonal' has no rank"),
+            "no temperature": (lambda: S.vi(LOG_POSTERIOR, temperature=0), "co.sampling.optimizer"),
+            "an optimiser with a closure": (lambda: S.vi(LOG_POSTERIOR, optimizer=torch.optim.LBFGS), "LBFGS"),
             "an option that Adam has not": (lambda: S.vi(LOG_POSTERIOR, momentum=0.9), TypeError, "momentum"),
-            "chains": (lambda: S.chains(VI, 2).init(START), ValueError, "one fit"),
+            "chains": (lambda: S.chains(VI, 2).init(START), "one fit"),
             "a temperature that falls to 0": (
                 lambda: S.vi(LOG_POSTERIOR, temperature=lambda step: 0.0, lr=1e-2).update(STATE, BATCH),
-                ValueError,
                 "temperature must be positive",
             ),
             "a posterior at other weights": (
                 lambda: VI.posterior(VI.update(STATE, BATCH)[0], gaussian(MODEL)),
-                ValueError,
                 "has other weights than the mean",
             ),
             "a state of another family": (
                 lambda: S.vi(LOG_POSTERIOR, "kronecker", lr=1e-2).update(STATE, BATCH),
-                ValueError,
                 "another family",
             ),
             "NaN at the start": (
                 lambda: S.vi(lambda params, batch: params["weight"].sum() * torch.nan, data_size=3, lr=1e-2).update(
                     S.vi(lambda params, batch: 0.0, data_size=3, lr=1e-2).init({"weight": torch.zeros(2)})
                 ),
-                ValueError,
                 "NaN or Inf at the initial params",
             ),
         },
@@ -417,18 +347,10 @@ DOORS = [
     Door(
         "ekf",
         rows={
-            "a rank of a diagonal": (lambda: S.ekf(LOG_POSTERIOR, rank=3), ValueError, "'diagonal' has no rank"),
-            "a parameter alone": (
-                lambda: EKF.init({"weight": START["weight"]}),
-                ValueError,
-                "params must have the names",
-            ),
-            "chains": (lambda: S.chains(EKF, 2).init(START), ValueError, "deterministic"),
-            "a state of another form": (
-                lambda: S.ekf(LOG_POSTERIOR, "dense").update(FILTERED, BATCH),
-                ValueError,
-                "another form",
-            ),
+            "a rank of a diagonal": (lambda: S.ekf(LOG_POSTERIOR, rank=3), "'diagonal' has no rank"),
+            "a parameter alone": (lambda: EKF.init({"weight": START["weight"]}), "params must have the names"),
+            "chains": (lambda: S.chains(EKF, 2).init(START), "deterministic"),
+            "a state of another form": (lambda: S.ekf(LOG_POSTERIOR, "dense").update(FILTERED, BATCH), "another form"),
         },
     ),
 ]

@@ -49,8 +49,8 @@ TABLE = {f"{door.call}: {wrong}": row for shelf in SHELVES for door in shelf.DOO
 @pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
 def test_a_wrong_argument_is_refused_by_name(row: Row) -> None:
-    call, error, words = row
-    with pytest.raises(error, match=words):
+    call, *kind, words = row
+    with pytest.raises(*(kind or [ValueError]), match=words):
         call()
 
 

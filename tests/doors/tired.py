@@ -88,18 +88,14 @@ DOORS = [
                 TypeError,
                 r"last sigmoid and use nn.BCEWithLogitsLoss\(\)",
             ),
-            "a class": (
-                lambda: by(co.likelihoods.Categorical),
-                TypeError,
-                r"pass an instance, Categorical\(\)",
-            ),
+            "a class": (lambda: by(co.likelihoods.Categorical), TypeError, r"pass an instance, Categorical\(\)"),
             "a misspelt name": (lambda: by("clasification"), TypeError, 'Did you mean "classification"'),
             "binary": (lambda: by("binary"), TypeError, r"Did you mean co.likelihoods.Bernoulli\(\)"),
             "a module as selection": (lambda: over(net()[2]), TypeError, "by their names: 0.weight"),
             "tensors as selection": (lambda: over(list(net().parameters())), TypeError, "by their names: 0.weight"),
             "positions in a list": (lambda: over([0, 1]), TypeError, "torch.as_tensor"),
             "positions in an array": (lambda: over(np.arange(2)), TypeError, "torch.as_tensor"),
-            "a module's name": (lambda: over("2"), ValueError, r"'2' names no parameter; '2.\*' names those inside"),
+            "a module's name": (lambda: over("2"), r"'2' names no parameter; '2.\*' names those inside"),
             "a budget in words": (
                 lambda: co.linearize(net(), (X, Y), "classification", memory_budget="1GB"),
                 TypeError,
@@ -107,12 +103,10 @@ DOORS = [
             ),
             "drop_last in a loader of one's own": (
                 lambda: co.linearize(net(), Loader(POINTS, 4, drop_last=True), "classification"),
-                ValueError,
                 "this Loader has drop_last=True.*pass drop_last=False",
             ),
             "drop_last in a sampler of batches": (
                 lambda: co.linearize(net(), DataLoader(POINTS, batch_sampler=IN_FOURS), "classification"),
-                ValueError,
                 "has drop_last=True.*pass drop_last=False",
             ),
         },
@@ -125,12 +119,8 @@ DOORS = [
                 TypeError,
                 r"curvature must be a name.*co.laplace\(lin, prior_precision=1.0\)",
             ),
-            "a curvature's name": (lambda: co.laplace(lin(), "KFAC"), ValueError, "one of 'kfac'.*got 'KFAC'"),
-            "draws and inputs swapped": (
-                lambda: post().functions(3, X),
-                TypeError,
-                r"got Tensor of shape \(10, 4\)",
-            ),
+            "a curvature's name": (lambda: co.laplace(lin(), "KFAC"), "one of 'kfac'.*got 'KFAC'"),
+            "draws and inputs swapped": (lambda: post().functions(3, X), TypeError, r"got Tensor of shape \(10, 4\)"),
             "a loader": (
                 lambda: post().predict(DataLoader(POINTS, 4)),
                 TypeError,
@@ -154,18 +144,12 @@ DOORS = [
             ),
             "autocast": (
                 lambda: autocast(lambda: co.linearize(nn.Linear(4, 3), (X.float(), Y), "classification")),
-                ValueError,
                 "make this call outside of it",
             ),
-            "a gradient under autocast": (lambda: autocast(single().gradient), ValueError, "torch.autocast is on"),
-            "a diagonal under autocast": (
-                lambda: autocast(lambda: co.DiagonalGGN(single())),
-                ValueError,
-                "torch.autocast is on",
-            ),
+            "a gradient under autocast": (lambda: autocast(single().gradient), "torch.autocast is on"),
+            "a diagonal under autocast": (lambda: autocast(lambda: co.DiagonalGGN(single())), "torch.autocast is on"),
             "predictions under autocast": (
                 lambda: autocast(lambda: co.laplace(single(), co.KFAC, 1.0, check_mode=False).predict(X).variance),
-                ValueError,
                 "torch.autocast is on",
             ),
             "a class of modules": (
@@ -182,7 +166,6 @@ DOORS = [
             "a flag as noise": (lambda: co.likelihoods.Gaussian(noise=True), TypeError, "a variance.*got True"),
             "a temperature of probabilities": (
                 lambda: metrics.temperature(X[:, :3].softmax(-1), Y),
-                ValueError,
                 r"pass temperature the logits, or probabilities.log\(\)",
             ),
             "lists of scores": (lambda: metrics.auroc([0.1, 0.2], [0, 1]), TypeError, "scores must be a tensor"),
@@ -193,21 +176,18 @@ DOORS = [
         rows={
             "the training data as held out": (
                 lambda: co.evidence.validate(post(), X.flip(0), Y.flip(0)),
-                ValueError,
                 r"these are the training data.*co.laplace\(lin\) chooses without them",
             ),
             "the training data in a loader": (
                 lambda: co.evidence.validate(post(), DataLoader(POINTS, 4)),
-                ValueError,
                 "these are the training data",
             ),
             "too few held-out targets": (
                 lambda: co.evidence.validate(post(), X, Y[:2]),
-                ValueError,
                 f"there are {len(X)} inputs, but 2 targets",
             ),
-            "no held-out points": (lambda: co.evidence.validate(post(), X[:0], Y[:0]), ValueError, "hold no points"),
-            "no draws": (lambda: co.evidence.mackay(post(), samples=0), ValueError, "samples must be at least 1"),
+            "no held-out points": (lambda: co.evidence.validate(post(), X[:0], Y[:0]), "hold no points"),
+            "no draws": (lambda: co.evidence.mackay(post(), samples=0), "samples must be at least 1"),
             "an optimiser": (
                 lambda: co.evidence.train(
                     net(), (X, Y), "classification", epochs=1, optimizer=torch.optim.Adam(net().parameters())
@@ -245,17 +225,14 @@ DOORS = [
         rows={
             "products under autocast": (
                 lambda: autocast(lambda: co.linalg.Dense(torch.eye(3)) @ torch.ones(3)),
-                ValueError,
                 r"torch.autocast is on.*torch.autocast\('cpu', enabled=False\)",
             ),
             "a solve under autocast": (
                 lambda: autocast(lambda: co.linalg.solve(torch.eye(3), torch.ones(3))),
-                ValueError,
                 "torch.autocast is on",
             ),
             "draws under autocast": (
                 lambda: autocast(lambda: co.linalg.draw(co.linalg.Diagonal(torch.ones(3)), 2)),
-                ValueError,
                 "torch.autocast is on",
             ),
             "an array to multiply": (lambda: precision() @ ONES, TypeError, r"got ndarray. Pass torch.as_tensor"),
@@ -269,11 +246,7 @@ DOORS = [
                 TypeError,
                 "right_tensor must be a tensor, got",
             ),
-            "a list to solve for": (
-                lambda: co.linalg.solve(precision(), [1.0] * 27),
-                TypeError,
-                "B must be a tensor",
-            ),
+            "a list to solve for": (lambda: co.linalg.solve(precision(), [1.0] * 27), TypeError, "B must be a tensor"),
             "an array as matrix": (
                 lambda: co.linalg.cg(np.eye(3), torch.ones(3)),
                 TypeError,
@@ -314,12 +287,10 @@ DOORS = [
             ),
             "a small preconditioner": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=torch.eye(3).double()),
-                ValueError,
                 r"must be \(27, 27\) and torch.float64, as A is, got \(3, 3\)",
             ),
             "a preconditioner in float32": (
                 lambda: co.linalg.minres(precision(), torch.ones(27).double(), preconditioner=torch.eye(27)),
-                ValueError,
                 "as A is, got .* and torch.float32",
             ),
             "a preconditioner as an array": (
@@ -329,12 +300,10 @@ DOORS = [
             ),
             "a preconditioner's image of another shape": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=lambda V: V[:3]),
-                ValueError,
                 r"given torch.float64 of shape \(27, 1\), but returned Tensor of shape \(3, 1\)",
             ),
             "a preconditioner's image in float32": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=lambda V: V.float()),
-                ValueError,
                 "but returned torch.float32",
             ),
             "half an eigenpair": (
@@ -342,11 +311,7 @@ DOORS = [
                 TypeError,
                 "k must be a whole number, got 1.5",
             ),
-            "no singular triplet": (
-                lambda: co.linalg.svds(precision(), 0),
-                ValueError,
-                "k must lie between 1 and the 27",
-            ),
+            "no singular triplet": (lambda: co.linalg.svds(precision(), 0), "k must lie between 1 and the 27"),
             "a rank in words": (
                 lambda: co.low_rank(precision(), "2"),
                 TypeError,
@@ -368,8 +333,8 @@ DOORS = [
                 r"got ndarray; pass torch.as_tensor\(A\)",
             ),
             "a step in a list": (lambda: lin().push([1.0] * 27), TypeError, "vector must be a tensor, got .*as_tensor"),
-            "a short step": (lambda: lin().push(torch.ones(3).double()), ValueError, r"expected one vector \(27,\)"),
-            "a step in float32": (lambda: lin().push(torch.ones(27)), ValueError, "the right-hand side torch.float32"),
+            "a short step": (lambda: lin().push(torch.ones(3).double()), r"expected one vector \(27,\)"),
+            "a step in float32": (lambda: lin().push(torch.ones(27)), "the right-hand side torch.float32"),
             "named weights for a vector": (
                 lambda: lin().predict(X, weights=lin().unflatten(lin().theta)),
                 TypeError,
@@ -382,7 +347,6 @@ DOORS = [
             ),
             "a rectangular operator for a block": (
                 lambda: co.Subnetwork(lin().jacobian(), [0, 1]),
-                ValueError,
                 r"source must have shape \(27, 27\), got \(30, 27\)",
             ),
             "a number of blocks": (
@@ -430,7 +394,7 @@ DOORS = [
                 lambda: plots.save("a.png", None),
                 TypeError,
                 "takes axes or a figure, then a path; got str",
-            ),
+            )
         },
     ),
 ]

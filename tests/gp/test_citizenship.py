@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -217,7 +216,7 @@ CHECKS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_predictions_are_citizens_of_gpytorch(structure: str, kind: str, check: str) -> None:
-    for dtype, outputs in itertools.product((torch.float64, torch.float32), (1, 2)):
+    for dtype, outputs in ((torch.float64, 2), (torch.float32, 1)):
         CHECKS[check](predicted(structure, dtype, outputs, kind))
 
 

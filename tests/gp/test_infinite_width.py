@@ -110,8 +110,7 @@ def test_the_expected_slopes_are_the_derivative_in_the_covariance(activation: st
     torch.testing.assert_close(derivative, found.slope.detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("variances", VARIANCES)
-@pytest.mark.parametrize("kind", ["nngp", "ntk"])
+@pytest.mark.parametrize(("kind", "variances"), [("nngp", "no biases"), ("ntk", "by layer")])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_matrices_diagonals_and_batches(activation: str, kind: str, variances: str) -> None:
     torch.manual_seed(0)
@@ -175,8 +174,7 @@ def test_near_points_keep_their_digits(distance: float, bias: float) -> None:
 
 
 @pytest.mark.parametrize("case", ["apart", "one point", "near", "collinear", "opposite", "zero"])
-@pytest.mark.parametrize("variances", VARIANCES)
-@pytest.mark.parametrize("kind", ["nngp", "ntk"])
+@pytest.mark.parametrize(("kind", "variances"), [("nngp", "by layer"), ("ntk", "no biases"), ("ntk", "one")])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_in_inputs(activation: str, kind: str, variances: str, case: str) -> None:
     if case == "zero" and activation == "relu" and variances == "no biases":
@@ -283,7 +281,7 @@ def test_networks_of_one_hidden_layer_have_the_limit_as_their_mean(activation: s
     torch.manual_seed(0)
     weight_std, bias_std, width, x = 1.4, 0.6, 30, torch.randn(3, 2)
     outputs, tangents = [], []
-    for _ in range(150):
+    for _ in range(60):
         model = redraw(network(activation, width, 1, 2), weight_std, bias_std)
         features = model[:-1](x).detach()
         outputs.append(weight_std**2 * features @ features.mT / width + bias_std**2)
@@ -296,7 +294,7 @@ def test_networks_of_one_hidden_layer_have_the_limit_as_their_mean(activation: s
         assert bool((error < 4.5 * found.std(0) / len(found) ** 0.5 + 1e-12).all())
 
 
-@pytest.mark.parametrize("activation", ["relu", "erf", "gelu"])
+@pytest.mark.parametrize("activation", ["relu"])
 def test_empirical_kernels_spread_about_the_limit_like_the_inverse_root_of_the_width(activation: str) -> None:
     """Root mean squares of 60 draws at two widths, 16 times apart: their ratio is 4 within three standard errors."""
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """A linearised network inside gpytorch against dense Jacobians and the linearised Laplace posterior.
 
-Tests `kernel.py`, `operator_kernel.py`, `points.py`.
+Tests `kernel.py`, `operator_kernel.py`.
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ def test_draws_of_the_form_of_few_weights_have_its_covariance(monkeypatch: pytes
     P = co.TangentKernel(lin, 2.0).add_diagonal(0.3)
     directions = torch.linalg.eigh(P.to_dense())[1][:, ::75]
     for operator in (P, P.inverse()):
-        drawn = directions.mT @ co.linalg.draw(operator, 4000, torch.Generator().manual_seed(0))
+        drawn = directions.mT @ co.linalg.draw(operator, 500, torch.Generator().manual_seed(0))
         expected = (directions * (operator @ directions)).sum(0)
-        # Six standard errors of eight variances: a false alarm in 1e8.
-        assert bool(((drawn.square().mean(1) - expected).abs() < 6 * (2 / 4000) ** 0.5 * expected).all())
+        # Six standard errors of eight variances: a false alarm in 1e6.
+        assert bool(((drawn.square().mean(1) - expected).abs() < 6 * (2 / 500) ** 0.5 * expected).all())

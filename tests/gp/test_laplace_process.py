@@ -1,6 +1,6 @@
 """Laplace's approximation in function space against dense algebra in weight space, at the linear model's mode.
 
-Tests `laplace_process.py`, `function_space.py`, `dual_inverse.py`.
+Tests `laplace_process.py`, `function_space.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import curvops as co
 from curvops.errors import ModeNotFoundError
 from curvops.gp import LaplaceProcess, laplace_gp
 from curvops.linalg import Reason
-from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.posterior.core.terms import read_prior
 
 DOUBLE = torch.float64
@@ -203,27 +202,6 @@ def test_draws_have_the_mean_and_the_covariance_in_either_space(name: str) -> No
     # Six standard errors of 9 variances and means each: a false alarm in 1e7.
     assert bool(((drawn.variance - predicted.variance).abs() < 6 * math.sqrt(2 / 4000) * predicted.variance).all())
     assert bool(((functions.mean(0) - predicted.mean).abs() < 6 * predicted.stddev / math.sqrt(4000)).all())
-
-
-def test_where_a_difference_of_gram_matrices_cancels_digits_the_weights_are_solved_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process, x = laplace_gp(linearized("softmax"), 0.7), torch.randn(4, 3, dtype=DOUBLE)
-    expected = process.predict(x).covariance_matrix
-    solved: list[int] = []
-    solve = DualInverse._solve_columns
-    monkeypatch.setattr(DualInverse, "_solve_columns", lambda self, b: (solved.append(b.shape[1]), solve(self, b))[1])
-    torch.testing.assert_close(process.predict(x).covariance_matrix, expected)
-    assert not solved
-    module = "curvops.operators.function_space.point_covariance.LEAST_LEFT"
-    monkeypatch.setattr(module, {DOUBLE: 1.0})
-    torch.testing.assert_close(process.predict(x).covariance_matrix, expected, **EXACT)
-    torch.testing.assert_close(process.predict(x, joint=True).variance, process.predict(x).variance, **EXACT)
-    assert sum(solved) == 36
-    monkeypatch.setattr(module, {DOUBLE: 1e-5})
-    monkeypatch.setattr(process.lin.memory, "room", lambda: 0)
-    torch.testing.assert_close(process.predict(x).covariance_matrix, expected, **EXACT)
-    assert sum(solved) > 36
 
 
 @pytest.mark.parametrize("scale", [0.7, 1e-2])

@@ -67,7 +67,6 @@ CALLS: dict[str, Callable[[Rounded], Any]] = {
     "diagonal": lambda A: diagonal(A, method="xnysdiag", max_matvecs=60, generator=seeded()),
     "nystrom": lambda A: nystrom(A, 64, generator=seeded()),
     "low_rank": lambda A: low_rank(A, 20, generator=seeded()),
-    "low_rank, lanczos": lambda A: low_rank(A, 20, method="lanczos", generator=seeded()),
     "lanczos": lambda A: lanczos(A, 100, generator=seeded()),
     "eigsh": lambda A: eigsh(A, 3, generator=seeded()),
     "inverse_sqrt": lambda A: inverse_sqrt(A.add_diagonal(1.0), b, lower_bound=1.0),

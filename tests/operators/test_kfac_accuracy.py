@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
-import threading
-import time
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -25,10 +21,7 @@ import curvops as co
 from curvops.errors import NotPositiveSemidefiniteError, PrecisionWarning
 from curvops.linalg import Dense, Kronecker
 from curvops.linalg.core.results import Reason
-from curvops.linalg.operators import kronecker, kronecker_factors
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.network.walks import layer_roots as roots
-from curvops.network.walks.budget import Budget
 from curvops.operators.kfac import kfac_factors
 from tests.threads import using_threads
 
@@ -97,24 +90,6 @@ def test_a_wide_factor_of_few_rows_is_decomposed_from_them(monkeypatch: pytest.M
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=0.0)
 
 
-def test_rows_of_a_wide_factor_come_in_batches_and_are_dropped_where_they_are_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kfac_factors, "MOST_EXACT", 2)
-    rows = torch.randn(1, 3, 5, dtype=torch.float64)
-    few, many = kfac_factors.OuterSum(), kfac_factors.OuterSum()
-    for part in rows.split(1, 1):
-        few.add(part.unsqueeze(0))
-    for _ in range(2):
-        many.add(rows.unsqueeze(0))
-    found, details = few.matrix(3, torch.float64)
-    assert details.by_root and found.shape == (1, 3, 5)
-    torch.testing.assert_close(found.mT @ found, rows.mT @ rows / 3, rtol=1e-12, atol=1e-12)
-    found, details = many.matrix(1, torch.float64)
-    assert details.root is None and not details.by_root
-    torch.testing.assert_close(found, 2 * rows.mT @ rows, rtol=1e-12, atol=1e-12)
-
-
 def test_few_rows_are_kept_and_decomposed_in_double_precision() -> None:
     """Twice as many rows as columns, of sizes 1 to 1e-4; beyond, and in double precision, the sum is in float64."""
     rows = torch.randn(8, 1, 1, 4) * torch.tensor([1.0, 1e-1, 1e-2, 1e-4])
@@ -134,37 +109,6 @@ def test_few_rows_are_kept_and_decomposed_in_double_precision() -> None:
         damped = K.heuristic_damping(shift).eigen().values[:, 0].double()
         found = damped / (1 + shift**0.5 / pi) - pi * shift**0.5
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(pi) * shift**0.5)
-
-
-def test_rows_after_points_and_points_after_rows() -> None:
-    """A layer that is called at one position and at many: both ways of adding up meet in one sum."""
-    rows, points = torch.randn(3, 1, 1, 4), torch.randn(3, 1, 4, 9).mT
-    expected = sum(torch.einsum("ngtp,ngtq->gpq", side.double(), side.double()) for side in (rows, points))
-    for order in ((rows, points), (points, rows)):
-        sums = kfac_factors.OuterSum()
-        for side in order:
-            sums.add(side)
-        total, details = sums.matrix(1, torch.float32)
-        assert details.rest is not None
-        torch.testing.assert_close(total.double() + details.rest, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_columns_may_come_one_at_a_time(sharing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a large network's do: each has a backward pass of its own, and inputs count once."""
-    torch.manual_seed(0)
-    body = [nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 3)]
-    lin = co.linearize(
-        nn.Sequential(*body).double(), (torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3), "classification"
-    )
-    expected = [kind(lin, sharing=sharing).to_dense() for kind in (co.KFAC, co.EKFAC)]
-    monkeypatch.setattr("curvops.network.engines.layerwise.COLUMN_BYTES", 1)
-    monkeypatch.setattr("curvops.network.walks.batch_rows.COLUMN_BYTES", 1)
-    with patch("curvops.network.walks.layer_roots.sensitivities", side_effect=roots.sensitivities) as asked:
-        found = co.KFAC(lin, sharing=sharing).to_dense()
-    assert [len(call.args[3]) for call in asked.call_args_list] == [1, 1]  # a softmax of three has two
-    torch.testing.assert_close(found, expected[0], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(co.EKFAC(lin, sharing=sharing).to_dense(), expected[1], rtol=1e-10, atol=1e-12)
 
 
 def test_a_root_of_repeated_and_zero_rows() -> None:
@@ -275,17 +219,6 @@ def test_sampled_targets_do_not_depend_on_the_batches() -> None:
         torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
-def test_channels_that_lie_apart_are_summed_point_by_point() -> None:
-    side = torch.randn(3, 2, 1, 4, 9).mT  # (n, r, g, t, p), t next to each other in memory
-    expected = torch.einsum("nrgtp,nrgtq->gpq", side.double(), side.double())
-    found = kfac_factors.OuterSum()
-    found.add(side)
-    found.add(2 * side)
-    total, details = found.matrix(1, torch.float32)
-    assert details.rest is not None
-    torch.testing.assert_close(total.double() + details.rest, 5 * expected, rtol=1e-12, atol=1e-12)
-
-
 def test_eigendecompositions_run_side_by_side_and_are_shown(monkeypatch):
     """They were made one after the other in silence: two threads that share one had taken eight times as long."""
     torch.manual_seed(0)
@@ -307,59 +240,6 @@ def test_eigendecompositions_run_side_by_side_and_are_shown(monkeypatch):
     wrong = co.linalg.Kronecker(torch.eye(3)[None], -torch.eye(4)[None])
     with pytest.raises(NotPositiveSemidefiniteError, match="right factor"):
         wrong.eigen()
-
-
-def test_as_many_eigendecompositions_run_as_memory_has_room_for(monkeypatch):
-    running, most, held = [], [], []
-    decomposition, lock = kronecker_factors._eigh, threading.Lock()
-
-    def counted(factor, *given):
-        with lock:
-            running.append(factor)
-            most.append(len(running))
-            held.append(memory.for_engines)
-        time.sleep(0.02)
-        found = decomposition(factor, *given)
-        running.pop()
-        return found
-
-    monkeypatch.setattr(kronecker_factors, "_eigh", counted)
-    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 0)
-    work = 8 * kronecker_factors.WORK_COPIES * 30**2
-    monkeypatch.setattr("curvops.network.walks.budget.LEAST_ROOM", 0)
-    for room, workers in ((0, 1), (work, 1), (2 * work, 2), (3 * work - 1, 2), (9 * work, 4)):
-        memory = Budget(room)
-        blocks = [Kronecker(torch.eye(30)[None], torch.eye(30)[None]) for _ in range(6)]
-        with using_threads(4):
-            kronecker.decompose(blocks, memory=memory)
-        assert max(most) <= workers
-        assert set(held) == {room - workers * work} and memory.room() == room
-        most.clear()
-        held.clear()
-
-
-def test_an_interrupt_leaves_eigendecompositions_that_have_not_begun(monkeypatch):
-    """Ctrl-C waited for all of them, minutes for a large network."""
-    begun = []
-
-    def slow(factor, *given):
-        begun.append(factor)
-        time.sleep(0.02)
-        return decomposition(factor, *given)
-
-    def stop(*step):
-        raise KeyboardInterrupt
-
-    decomposition = kronecker_factors._eigh
-    monkeypatch.setattr(kronecker_factors, "_eigh", slow)
-    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 0)
-    threads = torch.get_num_threads()
-    blocks = [Kronecker(torch.eye(2)[None], torch.eye(2)[None]) for _ in range(20)]
-    with pytest.raises(KeyboardInterrupt):
-        kronecker.decompose(blocks, stop)
-    assert len(begun) <= 3 * threads and torch.get_num_threads() == threads
-    kronecker.decompose(blocks)
-    assert all(block.known_eigen is not None for block in blocks)
 
 
 class Tagger(nn.Module):
@@ -406,24 +286,3 @@ def test_positions_that_do_not_count_are_as_if_they_were_not_there(sharing: str,
     found = co.KFAC(co.linearize(net, (x, masked, weights), "classification", weights=True), sharing=sharing)
     expected = co.KFAC(co.linearize(net, (x[:, :3], y[:, :3]), "classification"), sharing=sharing)
     torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)
-
-
-def test_factors_are_freed_before_the_second_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """EKFAC needs of them only the eigenvectors, which take as much memory."""
-    factors: list[weakref.ref[Kronecker]] = []
-    decompose, second_moments = kfac_factors.decompose, kfac_factors._second_moments
-    walked: list[int] = []
-
-    def noted(products: Any, *rest: Any) -> None:
-        factors.extend(map(weakref.ref, products))
-        decompose(products, *rest)
-
-    def counted(*given: Any) -> Tensor:
-        gc.collect()
-        walked.append(sum(ref() is not None for ref in factors))
-        return second_moments(*given)
-
-    monkeypatch.setattr(kfac_factors, "decompose", noted)
-    monkeypatch.setattr(kfac_factors, "_second_moments", counted)
-    co.EKFAC(digits()[0])
-    assert len(factors) > 1 and walked and not any(walked)

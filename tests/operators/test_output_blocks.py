@@ -31,8 +31,7 @@ BY_OUTPUT: dict[str, tuple[Any, Tensor, Tensor | None]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("parameters", ["last_layer", "2.weight"])
+@pytest.mark.parametrize(("parameters", "dtype"), [("last_layer", torch.float64), ("2.weight", torch.float32)])
 @pytest.mark.parametrize("name", BY_OUTPUT)
 def test_a_posterior_over_outputs_that_do_not_interact_is_solved_output_by_output(
     name: str, parameters: str, dtype: torch.dtype

@@ -8,14 +8,9 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.linalg.operators import kronecker_factors
-from curvops.linalg.operators.kronecker_rows import half_solved, work_bytes
 from curvops.network.data.inputs import take
 from curvops.operators.function_space import point_covariance
-from curvops.operators.function_space.point_covariance import point_covariances
-from curvops.operators.kfac import kfac_factors
-from curvops.operators.kfac.kfac_factors import fewer_positions
-from curvops.posterior.predictions.outputs import PointCovariance
+from curvops.operators.function_space.point_covariance import point_covariances, row_covariances
 from tests.zoo import ZOO, batches, call
 
 NETWORKS = [
@@ -92,16 +87,6 @@ def test_each_structure_is_what_solves_for_the_rows_give(name, structure):
             torch.testing.assert_close(found, by_solves(rows, inverse, size), **TIGHT)
 
 
-@pytest.mark.parametrize("points", [2, 3, 4, 12])
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_points_together_that_come_in_several_pieces(structure, points, monkeypatch):
-    lin, inputs = linearized("mlp")
-    monkeypatch.setattr("curvops.network.walks.batch_rows.chunk_bytes_within", lambda *_: 500)
-    inverse, J = STRUCTURES[structure](lin).inverse(), lin.jacobian(torch.cat([inputs, inputs + 1, inputs - 1])[:12])
-    rows = points * lin.num_outputs
-    torch.testing.assert_close(point_covariances(J, inverse, rows), by_solves(J, inverse, rows), **TIGHT)
-
-
 def test_joint_predictions_of_several_pieces():
     lin, inputs = linearized("mlp")
     post = co.laplace(lin, co.KFAC, prior_precision=0.7, check_mode=False)
@@ -110,18 +95,8 @@ def test_joint_predictions_of_several_pieces():
     torch.testing.assert_close(post.predict(inputs, joint=True).covariance_matrix, expected, **TIGHT)
 
 
-@pytest.mark.parametrize("sizes", [(9, 3, 2, 5, 4), (9, 2, 3, 2, 5), (3, 3, 2, 5, 4), (8, 1, 1, 6, 7)], ids=str)
-def test_rows_at_fewer_positions_are_the_same_rows(sizes):
-    """Also where they come from another dtype, as inputs do that are kept in fewer digits."""
-    t, r, g, p, q = sizes
-    left, right = torch.randn(2, r, g, t, p).double(), torch.randn(2, g, t, q)
-    fewer = fewer_positions(left, right)
-    assert fewer[0].shape[3] == fewer[1].shape[2] == min(t, r * p, q)
-    torch.testing.assert_close(*(a.mT @ b.double().unsqueeze(1) for a, b in ((left, right), fewer)), **TIGHT)
-
-
 @pytest.mark.parametrize("curvature", [co.KFAC, co.EKFAC, functools.partial(co.KFAC, bias="separate")])
-def test_layers_at_more_positions_than_they_have_columns(curvature, monkeypatch):
+def test_layers_at_more_positions_than_they_have_columns(curvature):
     """An adapter of low rank beside many tokens, and a convolution of few channels in groups."""
     torch.manual_seed(0)
     adapter = nn.Sequential(nn.Linear(5, 2, bias=False), nn.Linear(2, 7), nn.Tanh(), nn.Linear(7, 2))
@@ -134,64 +109,6 @@ def test_layers_at_more_positions_than_they_have_columns(curvature, monkeypatch)
         inverse, J = A.add_diagonal(0.7).inverse(), lin.jacobian(x)
         for size in (2, 4):
             torch.testing.assert_close(point_covariances(J, inverse, size), by_solves(J, inverse, size), **TIGHT)
-        with monkeypatch.context() as patched:
-            patched.setattr(kfac_factors, "fewer_positions", lambda left, right: (left, right))
-            torch.testing.assert_close(curvature(lin).to_dense(), A.to_dense(), **TIGHT)
-
-
-@pytest.mark.parametrize("bias", ["joint", "separate"])
-def test_few_rows_of_layers_with_one_small_side_need_no_eigenvectors(bias, monkeypatch):
-    """Adapters, of which one is called twice, and a convolution in groups; all rows in one piece and in several."""
-    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 1)
-    torch.manual_seed(0)
-    up, down = nn.Linear(9, 2, bias=False), nn.Linear(2, 27)
-    adapter = nn.Sequential(up, down, nn.Tanh(), nn.Linear(27, 9), up, nn.Linear(2, 2))
-    images = nn.Sequential(nn.Conv2d(6, 4, 2, groups=2), nn.Tanh(), nn.Flatten(2), nn.Linear(25, 2))
-    for model, shape, wide in ((adapter, (4, 3, 9), [(1, 27, 3), (1, 2, 9)]), (images, (4, 6, 6, 6), [(2, 2, 13)])):
-        whole = nn.Sequential(model, Means()).double()
-        x, y = torch.randn(shape).double(), torch.tensor([0, 1, 1, 0])
-        lin, served = co.linearize(whole, (x, y), "classification"), []
-        J = lin.jacobian(x[:2])
-
-        def counted(form, rows, served=served, memory=lin.memory):
-            assert memory._held == work_bytes(form, rows) > 0
-            served.append(form.base.sizes)
-            return half_solved(form, rows)
-
-        monkeypatch.setattr(point_covariance, "half_solved", counted)
-        expected = {size: by_solves(J, co.KFAC(lin, bias=bias).add_diagonal(0.7).inverse(), size) for size in (2, 4)}
-        for size, chunk in ((2, 10**6), (4, 10**6), (2, 1), (4, 1)):
-            monkeypatch.setattr("curvops.network.walks.batch_rows.chunk_bytes_within", lambda *_, chunk=chunk: chunk)
-            inverse = co.KFAC(lin, bias=bias).add_diagonal(0.7).inverse()
-            torch.testing.assert_close(point_covariances(J, inverse, size), expected[size], **TIGHT)
-            variances = point_covariances(J, inverse, size, diagonals=True)
-            torch.testing.assert_close(variances, expected[size].diagonal(dim1=1, dim2=2), **TIGHT)
-            if bias == "joint":
-                assert set(wide) <= set(served) and all(served.count(sizes) == 2 for sizes in wide)
-            served.clear()
-            torch.testing.assert_close(point_covariances(J, inverse, size), expected[size], **TIGHT)
-            assert not served  # by now the factors are decomposed
-
-
-def test_rows_that_wait_have_a_part_of_the_budget(monkeypatch):
-    """Of three layers, whose rows for 8 outputs take 5,760 to 8,448 bytes, one waits; others have eigenbases."""
-    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 1)
-    kept, finish = [], point_covariance.InEigenbases.finish
-    monkeypatch.setattr(
-        point_covariance.InEigenbases, "finish", lambda self: (kept.append(len(self.waiting)), finish(self))
-    )
-    torch.manual_seed(0)
-    down, up = nn.Linear(45, 2, bias=False), nn.Linear(2, 44)
-    model = nn.Sequential(down, nn.Tanh(), up, nn.Tanh(), nn.Linear(44, 2)).double()
-    x, y = torch.randn(30, 45).double(), torch.arange(30) % 2
-    lin = co.linearize(model, (x, y), "classification")
-    J = lin.jacobian(x[:4])
-    expected = by_solves(J, co.KFAC(lin).add_diagonal(0.7).inverse(), 2)
-    for room in (10**6, 9_000, 10):
-        monkeypatch.setattr(lin.memory, "budget", room * point_covariance.WAITING_SHARE)
-        inverse = co.KFAC(lin).add_diagonal(0.7).inverse()
-        torch.testing.assert_close(point_covariances(J, inverse, 2), expected, **TIGHT)
-    assert kept == [3, 1, 0]
 
 
 class Means(nn.Module):
@@ -261,7 +178,7 @@ def test_linear_operations_after_a_position_wise_layer(end, structure):
         torch.testing.assert_close(co.TangentKernel(lin, 1.0, new).to_dense(), products, **TIGHT)
         ends = [by_solves(lin.jacobian(new + step * direction), inverse, C).sum() for step in (1e-5, -1e-5)]
         recorded = lin.jacobian(new.requires_grad_(), differentiable=True)
-        PointCovariance(recorded, inverse, C).blocks().sum().backward()
+        row_covariances(recorded, inverse, C).sum().backward()
         torch.testing.assert_close((new.grad * direction).sum(), (ends[0] - ends[1]) / 2e-5, rtol=1e-6, atol=1e-8)
 
 

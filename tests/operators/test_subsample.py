@@ -64,7 +64,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("m", [1, 3, 5])
+@pytest.mark.parametrize("m", [1, 3])
 def test_the_mean_over_all_subsets_is_the_full_quantity(lin, m):
     """Of empirical Fishers a weight was squared: with N/m for it they were N/m too large."""
     parts = [co.subsample(lin, torch.tensor(subset)) for subset in combinations(range(5), m)]

@@ -1,6 +1,6 @@
 """The noise of a regression: estimated from residuals and left-out points, shown, and compared with a given one.
 
-Tests `gaussian.py`, `leave_one_out.py`.
+Tests `gaussian.py`, and the left-out points of `updating.py`.
 """
 
 import math

@@ -105,7 +105,7 @@ def test_data_in_any_form_and_weights_of_points_give_the_same_mode():
         return co.linearize(model, (x, y), "classification").theta
 
     want = mode((x, y))
-    for given in (dataset, DataLoader(dataset, 7, shuffle=True), [(x[:11], y[:11]), (x[11:], y[11:])]):
+    for given in (DataLoader(dataset, 7, shuffle=True), [(x[:11], y[:11]), (x[11:], y[11:])]):
         torch.testing.assert_close(mode(given), want, rtol=1e-5, atol=1e-5)
     counts = torch.ones(40, dtype=DOUBLE)
     counts[:5] = 2

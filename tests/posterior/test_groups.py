@@ -44,9 +44,9 @@ def blocks_of(joint: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.stack([joint[i : i + rows, i : i + rows] for i in range(0, len(joint), rows)])
 
 
-@pytest.mark.parametrize("noise", [False, True])
-@pytest.mark.parametrize("draws", [False, True])
-@pytest.mark.parametrize("parameters", [None, "last_layer"])
+@pytest.mark.parametrize(
+    ("parameters", "draws", "noise"), [(None, False, False), (None, True, True), ("last_layer", False, True)]
+)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_groups_are_blocks_of_the_joint_prediction(

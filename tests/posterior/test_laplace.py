@@ -86,17 +86,6 @@ def test_the_evidence_equals_the_dense_definition(classification):
     assert (count.value - exact).abs() < 0.1 + 4 * count.stderr
 
 
-def test_a_vector_prior(classification):
-    lin, _, _, _ = classification
-    prior = torch.linspace(0.5, 2, 51, dtype=torch.float64)
-    post = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
-    P = co.GGN(lin).to_dense() + prior.diag()
-    torch.testing.assert_close(post.precision.to_dense(), P, rtol=1e-10, atol=1e-10)
-    estimate = post.log_evidence(rtol=1e-3)
-    expected = lin.log_likelihood() - 0.5 * ((prior * lin.theta.square()).sum() + P.logdet() - prior.log().sum())
-    assert (estimate.value - expected).abs() < 0.1 + 4 * estimate.stderr
-
-
 def test_maximize_finds_the_maximum_of_the_dense_evidence(classification):
     lin, post, _, _ = classification
     tuned = co.evidence.maximize(post, rtol=1e-3, generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from curvops.linalg import Reason
-from curvops.posterior.solves.function_space import MOST_HALVINGS, Point, minimise
+from curvops.posterior.solves.linear_mode import MOST_HALVINGS, Point, minimise
 
 
 class Line(Point):

@@ -62,7 +62,7 @@ def quantities(lin: co.operators.Linearization) -> Iterator[tuple[str, Callable[
                 yield f"{name}: {estimate}", lambda A=A, e=estimate: getattr(co.linalg, e)(A, generator=seeded()).value
             yield f"{name}: logdet", lambda A=A: co.linalg.logdet(A, shift=1.0, generator=seeded()).value
             yield f"{name}: density", lambda A=A: A.spectral_density(probes=3, generator=seeded()).density
-            yield f"{name}: sketch", lambda A=A: co.low_rank(A, 5, method="nystrom", generator=seeded()).to_dense()
+            yield f"{name}: sketch", lambda A=A: co.low_rank(A, 5, generator=seeded()).to_dense()
     post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
     x = torch.randn(6, 4, generator=seeded(), dtype=DOUBLE)
     yield "posterior: draws", lambda: post.sample(3, seeded(), rtol=1e-12)
@@ -118,7 +118,7 @@ def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], 
     assert not wrong, (where, wrong)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 13])
+@pytest.mark.parametrize("batch", [1, 3])
 def test_batches_change_nothing(expected, batch) -> None:
     assert_equal(answers(linearisation(batch=batch)), expected, f"batches of {batch}")
 
@@ -127,7 +127,7 @@ def answers_of_rank(group: Any, size: int) -> dict[str, np.ndarray]:
     return answers(linearisation(size, dist.get_rank(group), group, 2)) | trained(size, dist.get_rank(group), group)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
 def test_ranks_change_nothing(expected, weights, size) -> None:
     for rank, found in run_on_ranks(size, answers_of_rank, size).items():
         assert not isinstance(found, str), f"rank {rank}: {found}"

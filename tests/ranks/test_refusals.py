@@ -25,7 +25,7 @@ RANDOM: dict[str, Callable[..., Any]] = {
     "a sketch": lambda A, random: co.linalg.nystrom(A, 5, generator=random),
     "a spectral density": lambda A, random: co.linalg.spectral_density(A, probes=2, steps=5, generator=random),
     "an eigenvector": lambda A, random: co.linalg.eigsh(A, 1, generator=random),
-    "a low rank": lambda A, random: co.linalg.low_rank(A, 5, method="nystrom", generator=random),
+    "a low rank": lambda A, random: co.linalg.low_rank(A, 5, generator=random),
 }
 """Calls on a matrix that draw vectors for its products."""
 

@@ -146,7 +146,7 @@ def ran(sampler: Any, folder: Path, start: Any = None, **given: Any) -> Tensor:
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_chain_of_another_log_posterior_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     sampler = SAMPLERS[kind]
-    for case, (what, one, other) in TARGETS.items():
+    for case, (what, one, other) in (TARGETS if kind == "sgld" else {"N": TARGETS["N"]}).items():
         found = ran(sampler(one()), tmp_path / case)
         assert torch.equal(found, ran(sampler(one()), tmp_path / case)), case
         with pytest.raises(ValueError, match=f"another problem. What differs: .*{what}"):

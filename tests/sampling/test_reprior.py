@@ -55,14 +55,6 @@ def test_the_energy_is_that_of_the_weights_less_the_log_determinant(form, reg):
     expected = dense_log_density(model, data, theta, prior) + torch.linalg.slogdet(jacobian(rep, phi))[1]
     torch.testing.assert_close(-rep.energy(phi), expected, **close)
     torch.testing.assert_close(rep(phi), expected / 6, **close)
-    torch.testing.assert_close(rep(phi, data), expected / 6, **close)
-
-
-def test_a_batch_stands_for_all_data_in_the_mean():
-    rep, (x, y) = built("data"), regression()
-    phi = one(rep)
-    halves = rep(phi, (x[:3], y[:3])) + rep(phi, (x[3:], y[3:]))
-    torch.testing.assert_close(halves / 2, rep(phi), **close)
 
 
 @pytest.mark.parametrize("n", [3, 9])

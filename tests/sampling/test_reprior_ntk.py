@@ -82,29 +82,16 @@ def test_where_no_inverse_is_found_it_says_so():
         rep.inverse(far)
 
 
-@pytest.mark.parametrize("method", ["slq", "taylor"])
-def test_the_estimate_holds_the_exact_value(method):
+def test_the_estimate_holds_the_exact_value():
     """Seeded; a 95 % interval, widened by the bias bound: a false alarm in 20 other seeds at most."""
     rep = built(width=50, reg=2.0)
     phi = one(rep)
     generator = torch.Generator().manual_seed(0)
-    found = rep.estimated_logdet(phi, method, rtol=1e-3, generator=generator, max_matvecs=None)
+    found = rep.estimated_logdet(phi, rtol=1e-3, generator=generator, max_matvecs=None)
     low, high = found.interval()
     exact = rep.logdet(phi)
     assert found.samples > 1 and float(found.stderr) > 0
     assert bool(low <= exact) and bool(exact <= high) and float(high - low) < 0.05 * abs(float(exact))
-
-
-def test_a_series_that_is_cut_short_bounds_what_it_leaves_out():
-    rep = built(width=50, reg=2.0)
-    phi = one(rep)
-    whole, cut = (
-        rep.estimated_logdet(phi, "taylor", rtol=1e-6, max_matvecs=most, generator=torch.Generator().manual_seed(0))
-        for most in (None, 200)
-    )
-    low, high = cut.interval()
-    assert cut.matvecs < whole.matvecs and cut.bias_bound > whole.bias_bound
-    assert bool(low <= rep.logdet(phi)) and bool(rep.logdet(phi) <= high)
 
 
 def test_of_few_weights_quadrature_is_exact():
@@ -113,12 +100,6 @@ def test_of_few_weights_quadrature_is_exact():
     found = rep.estimated_logdet(phi)
     assert found.samples == 0
     assert float(found) == pytest.approx(float(rep.logdet(phi)), abs=1e-6)  # between lies a solve to 1e-10
-
-
-def test_the_series_is_refused_where_it_diverges():
-    rep = built(width=3, reg=1e-3)
-    with pytest.raises(ValueError, match=r"‖H‖ = .* ≥ 1; use method='slq'"):
-        rep.estimated_logdet(one(rep), "taylor")
 
 
 def test_of_a_linear_model_it_is_the_mean_and_twice_the_shrinkage():

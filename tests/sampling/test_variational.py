@@ -129,7 +129,7 @@ def test_low_rank_plus_a_diagonal_comes_between_the_diagonal_and_the_dense_famil
 
 def test_kronecker_misfits_are_the_means_over_columns_and_rows_of_the_whole_one() -> None:
     """E[uZᵀ] in blocks: of tensors with one, two and three columns, by random numbers in place of their mean."""
-    sampler = co.sampling.vi(linear()[2], "kronecker", lr=1e-2)
+    sampler = co.sampling.vi(lambda params, batch: -params["a"].sum(), "kronecker", lr=1e-2, data_size=1)
     params = {"a": torch.zeros(2, 3), "b": torch.zeros(3, 2), "c": torch.zeros(4)}
     structure = sampler.init(params, torch.Generator().manual_seed(0)).structure
     u, z = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

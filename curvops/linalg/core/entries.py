@@ -49,7 +49,8 @@ def known_diagonal(A: Matrix) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]
     """Return the diagonal of an operator that knows it without products, and the change of its entries by rounding."""
     if isinstance(A, Tensor) or getattr(A, "diagonal_matvecs", None) != 0 or A.ndim > 2:
         return None
-    return A._diagonal(), A._diagonal_error()
+    found: tuple[Tensor, Tensor] = A._diagonal_and_error()
+    return found
 
 
 def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:

@@ -42,11 +42,6 @@ def problem_of(A: Matrix) -> dict[str, Any]:
     }
 
 
-def ranks_of(A: Matrix) -> Any:
-    """Return the processes that share the data of A, or None."""
-    return next((memory.of_ranks for memory in memories_of(A) if memory.of_ranks is not None), None)
-
-
 def form_of(A: LinearOperator) -> str:
     """Return the classes and single numbers that A is made of, without its matrices, which may differ by rounding."""
     return f"{kind_of(A)} {identify([tensor for tensor in A.representation() if tensor.numel() == 1])}"

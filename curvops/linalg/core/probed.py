@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from jaxtyping import Float
 
+from curvops.ambient import current_run
 from curvops.checkpoint import derive_generator
 from curvops.checks import check_generator, check_limits
 from curvops.linalg.core.memory import Multiply, columns_at_a_time, vector_bytes, working
@@ -37,7 +38,7 @@ STREAMED = 6
 
 @dataclass(frozen=True)
 class Limits:
-    """The tolerance of an estimate, its largest number of products, and the bytes of its vectors; None for no limit."""
+    """The tolerance of an estimate, its largest number of products, and the bytes of its vectors, set by `probing`."""
 
     rtol: float | None = None
     matvecs: int | None = None
@@ -45,7 +46,7 @@ class Limits:
 
     def check(self, least: int) -> None:
         """Raise ValueError for a tolerance that is not positive, or for a budget too small for an error bar."""
-        check_limits(self.rtol, None, self.matvecs, self.memory, sampled=True)
+        check_limits(self.rtol, None, self.matvecs, sampled=True)
         if self.matvecs is not None and self.matvecs < least:
             raise ValueError(f"max_matvecs must be at least {least} for an error bar, got {self.matvecs}.")
 
@@ -69,7 +70,8 @@ class Limits:
     def allow_dense(self, n: int) -> bool:
         """Return whether n is small enough, and memory large enough, to form and decompose the matrix."""
         few = n <= (EXACT_SIZE if self.matvecs is None else self.matvecs)
-        return few and (self.memory is None or 16 * n * n <= self.memory)
+        memory = current_run().memory_budget
+        return few and (memory is None or 16 * n * n <= memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,5 +136,5 @@ def probing(
 ) -> Iterator[Probed]:
     """Yield A, or ``multiply`` instead of its product, within the given bytes or those that `working` finds."""
     check_generator(generator)
-    with working(A, limits.memory, least, multiply) as (multiply, room):
+    with working(A, least, multiply) as (multiply, room):
         yield Probed(multiply, describe(A), generator, replace(limits, memory=room), A)

@@ -119,7 +119,7 @@ class Reasoned(Tabular):
     @property
     def accepted(self) -> bool:
         """Whether each column converged, or is as accurate as the dtype allows."""
-        return all(reason in ACCEPTED for reason in self.reasons)
+        return ACCEPTED.issuperset(self.reasons)
 
     def failures(self, kind: str, measure: str, errors: Tensor, remedies: Mapping[Reason, str] | None = None) -> str:
         """Describe how many columns failed, the worst of their errors, and the remedy of each reason.

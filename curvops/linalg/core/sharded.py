@@ -3,7 +3,7 @@
 A DTensor rejects arithmetic with plain tensors, such as one number for each column. So an algorithm works on `Sharded`:
 this rank's rows as a plain tensor, for which the primitives of `vectors` are registered. Sums over rows (inner
 products, Gram matrices) are added up over the ranks and result in a plain tensor, equal on all of them to the bit, so
-that all take the same decisions. `on_shards` is the door of every algorithm: DTensors in, DTensors out.
+that all take the same decisions. `algorithm` is the door of every algorithm: DTensors in, DTensors out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -25,6 +24,7 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import current_run, running
 from curvops.distributed_types import even_share, is_dtensor
 from curvops.fingerprints import fingerprint
 from curvops.linalg.core import vectors
@@ -516,19 +516,20 @@ def wrapped(block: Sharded) -> Any:
     return DTensor.from_local(block.local, layout.mesh, [Shard(0)], run_check=False, shape=block.shape, stride=stride)
 
 
-def _is_block(value: Any) -> bool:
+def is_block(value: Any) -> bool:
+    """Return whether a value is a sharded block."""
     return isinstance(value, Sharded)
 
 
-def _exchanged(value: Any, kind: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
+def exchanged(value: Any, kind: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
     """Change the values of one kind inside tuples and dataclasses."""
     if kind(value):
         return change(value)
     if type(value) is tuple:
-        return tuple(_exchanged(part, kind, change) for part in value)
+        return tuple(exchanged(part, kind, change) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-        changed = {name: _exchanged(part, kind, change) for name, part in parts.items()}
+        changed = {name: exchanged(part, kind, change) for name, part in parts.items()}
         changed = {name: part for name, part in changed.items() if part is not parts[name]}
         return replace(value, **changed) if changed else value
     return value
@@ -549,55 +550,39 @@ def over_ranks(A: Any, layout: RowLayout) -> Any:
     raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}.")
 
 
-def on_shards(algorithm: Callable[P, R]) -> Callable[P, R]:
-    """Make an algorithm on a matrix, its first argument, accept vectors as DTensors and return DTensors."""
+def algorithm(work: Callable[P, R]) -> Callable[P, R]:
+    """Make a public function on a matrix, its first argument, an algorithm: its options are in force until it returns.
 
-    first = next(iter(inspect.signature(algorithm).parameters))
+    These are `progress`, `memory_budget` and `checkpoint` (`curvops.ambient`). Vectors may be DTensors, which become
+    blocks inside; the blocks of its result become DTensors again.
+    """
+    signature = inspect.signature(work)
+    first = next(iter(signature.parameters))
 
-    @functools.wraps(algorithm)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        named_matrix = not args and first in options
-        if _inside.get() or "torch.distributed.tensor" not in sys.modules or not (args or named_matrix):
-            return algorithm(*args, **options)
-        if named_matrix:
-            return cast(Any, call)(options.pop(first), **options)
-        given: list[Sharded] = []
-        token = _inside.set(True)
-        try:
-            (A, *rest), named = _exchanged((args, tuple(options.values())), is_dtensor, partial(_noted, given))
-            if given:
-                A = over_ranks(A, given[0].rows)
-            if options.get("checkpoint") is not None and (given or getattr(A, "layouts", None) is not None):
+    @functools.wraps(work)
+    def call(*args: Any, **options: Any) -> R:
+        if not args and first in options:
+            args = (options.pop(first),)
+        distributed = "torch.distributed.tensor" in sys.modules and bool(args) and not current_run().sharded
+        shards: list[Sharded] = []
+        if distributed:
+            args, values = exchanged((args, tuple(options.values())), is_dtensor, partial(_noted, shards))
+            options = dict(zip(options, values))
+            if shards:
+                args = over_ranks(args[0], shards[0].rows), *args[1:]
+            if options.get("checkpoint") is not None and (shards or getattr(args[0], "layouts", None) is not None):
                 raise ValueError("sharded vectors cannot be saved in a checkpoint: omit checkpoint=.")
-            with torch.no_grad() if given else nullcontext():
-                found = cast(Any, algorithm)(A, *rest, **dict(zip(options, named)))
-        finally:
-            _inside.reset(token)
-        return cast(R, _exchanged(found, _is_block, wrapped))
+        A, progress, memory_budget = args[0] if args else None, options.get("progress"), options.get("memory_budget")
+        with (
+            running(work.__name__, A, progress, memory_budget, call=(signature, args, options), sharded=distributed),
+            torch.no_grad() if shards else nullcontext(),
+        ):
+            result = cast(Any, work)(*args, **options)
+        return cast(R, exchanged(result, is_block, wrapped)) if distributed else result
 
-    return call
+    return cast(Callable[P, R], call)
 
 
 def _noted(given: list[Sharded], tensor: Any) -> Sharded:
     given.append(unwrapped(tensor))
     return given[-1]
-
-
-def blockwise(method: Callable[P, R]) -> Callable[P, R]:
-    """Make a method for one block, of an object that may hold blocks, accept sharded vectors and DTensors."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        if "torch.distributed.tensor" not in sys.modules:
-            return method(*args, **options)
-        owner, block = _exchanged(args, is_dtensor, unwrapped)
-        apply = partial(cast(Any, method), owner)
-        whole = isinstance(block, Sharded) and not any(map(_is_block, vars(owner).values()))
-        found = block.multiplied(apply) if whole else apply(block)
-        return cast(R, wrapped(found) if is_dtensor(args[1]) else found)
-
-    return call
-
-
-_inside: ContextVar[bool] = ContextVar("inside", default=False)
-"""Whether an algorithm is running that was called with DTensors, or whose results become DTensors at the end."""

@@ -7,7 +7,7 @@ any operator, draws and covariances of a posterior, and its evidence. The first 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from curvops.summary import Table, Tabular
@@ -77,7 +77,7 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Posterior:
+class PosteriorFacts:
     """The facts that a posterior adds to those of its precision P = G + A."""
 
     name: str = "the curvature"
@@ -130,7 +130,7 @@ class System:
     """The bytes left for vectors and formed matrices."""
     asked: str | None = None
     """The requested method for draws of a posterior."""
-    posterior: Posterior | None = None
+    posterior: PosteriorFacts | None = None
 
     @property
     def small(self) -> bool:
@@ -157,11 +157,6 @@ class Route:
     why_not: str = ""
 
     @property
-    def method(self) -> str:
-        """The name of the method, without its aid."""
-        return "cg" if self.name == SKETCHED else self.name
-
-    @property
     def possible(self) -> bool:
         """Whether there is no obstacle."""
         return not self.why_not
@@ -186,14 +181,6 @@ def directions_pay(condition: float, rtol: float, columns: int, points_a_weight:
     return iterations > FEW_ITERATIONS or 0.1 * 2 * points_a_weight > 3 * iterations * columns / 2
 
 
-def routes(system: System) -> tuple[Route, ...]:
-    """Return all routes in order of preference; for a posterior with a given method, only those of that method."""
-    if system.posterior is None:
-        return tuple(operator_routes(system))
-    found, asked = _posterior_routes(system, system.posterior), system.asked
-    return tuple(route for route in found if asked is None or route.name in METHODS[asked])
-
-
 def chosen(found: Iterable[Route]) -> Route | None:
     """Return the first possible route, or None."""
     for route in found:
@@ -202,60 +189,55 @@ def chosen(found: Iterable[Route]) -> Route | None:
     return None
 
 
-def operator_routes(s: System) -> Iterator[Route]:
-    """Yield the routes of an operator in order of preference."""
-    least, not_square = PRODUCTS_A_SOLVE * s.columns, (not s.square, "least squares need lsmr")
-    yield _closed_form(s)
-    yield _dense(s)
-    yield from conjugate_gradients(s, not_square, (not s.definite, "not known to be positive semidefinite"))
-    yield _route("minres", least, s.vectors(), not_square, (not s.symmetric, "not symmetric"))
-    yield Route("lsmr", 2 * least, s.vectors())
-
-
-def _posterior_routes(s: System, p: Posterior) -> Iterator[Route]:
+def routes(system: System) -> tuple[Route, ...]:
+    """Return all routes in order of preference; for a posterior with a given method, only those of that method."""
+    s, p, least, block = system, system.posterior, PRODUCTS_A_SOLVE * system.columns, system.vectors()
+    not_square = (not s.square, "least squares need lsmr")
+    indefinite = (not s.definite, "not known to be positive semidefinite")
+    closed_form = _route(
+        CLOSED_FORM,
+        0,
+        0,
+        (not s.closed_form, "no closed form is known"),
+        (s.recorded and s.small and p is None, "its dense matrix carries more gradients"),
+    )
+    dense = _route(
+        "dense",
+        0 if s.at_hand else s.rows,
+        2 * s.itemsize * s.rows**2,
+        not_square,
+        (not s.small, f"more than {DENSE_BLOCK if s.at_hand else DENSE_SIZE:,} rows"),
+    )
+    no_shift = (not s.sketch, "there is no positive diagonal to add")
+    cg = (
+        _route(SKETCHED, least, block, not_square, indefinite, no_shift),
+        _route("cg", least, block, not_square, indefinite),
+    )
+    if p is None:
+        minres = _route("minres", least, block, not_square, (not s.symmetric, "not symmetric"))
+        return closed_form, dense, *cg, minres, Route("lsmr", 2 * least, block)
     narrow = bool(p.root_columns) and FEWER_OUTPUTS * p.root_columns <= s.rows and p.diagonal
-    short = narrow and s.vectors() > s.room and s.columns > 1
-    yield _closed_form(s)
-    yield _formed_matrix(s, p)
-    yield _dense(s)
+    short = narrow and block > s.room and s.columns > 1
     most = MOST_GRADIENTS if s.asked == "dual" or short else GRADIENTS_A_SOLVE * s.columns
-    yield _formed_kernel(s, p, most, (not p.resolved, "the prior precision is below the rounding of J Jᵀ"))
-    obstacles = (
+    unresolved = (not p.resolved, "the prior precision is below the rounding of J Jᵀ")
+    stochastic = (
         (not p.root_columns, f"needs the curvature's square root by points, which {p.name} does not have"),
         (s.recorded, "gives no gradient for the prior precision or the noise"),
     )
-    dual = _route(
-        "dual",
-        PRODUCTS_A_SOLVE * s.columns,
-        s.vectors(p.root_columns),
-        *obstacles,
-        (not p.diagonal, "needs a prior precision that is a number or a vector"),
+    operator_prior = (not p.diagonal, "needs a prior precision that is a number or a vector")
+    dual = _route("dual", least, s.vectors(p.root_columns), *stochastic, operator_prior)
+    every = (
+        closed_form,
+        _formed_matrix(s, p),
+        dense,
+        _formed_kernel(s, p, most, unresolved),
+        *((dual, *cg) if short else (*cg, dual)),
+        _route("sgd", EPOCHS * s.columns, block, *stochastic),
     )
-    cg = conjugate_gradients(s)
-    yield from (dual, *cg) if short else (*cg, dual)
-    yield _route("sgd", EPOCHS * s.columns, s.vectors(), *obstacles)
+    return every if s.asked is None else tuple(route for route in every if route.name in METHODS[s.asked])
 
 
-def conjugate_gradients(s: System, *obstacles: tuple[bool, str]) -> tuple[Route, ...]:
-    """Return block CG with a sketch, which needs a positive shift, and without."""
-    least, no_shift = PRODUCTS_A_SOLVE * s.columns, (not s.sketch, "there is no positive diagonal to add")
-    sketched = _route(SKETCHED, least, s.vectors(), *obstacles, no_shift)
-    plain = _route("cg", least, s.vectors(), *obstacles)
-    return sketched, plain
-
-
-def _closed_form(s: System) -> Route:
-    none, more = (not s.closed_form, "no closed form is known"), "its dense matrix carries more gradients"
-    return _route(CLOSED_FORM, 0, 0, none, (s.recorded and s.small and s.posterior is None, more))
-
-
-def _dense(s: System) -> Route:
-    most = DENSE_BLOCK if s.at_hand else DENSE_SIZE
-    obstacles = (not s.square, "least squares need lsmr"), (not s.small, f"more than {most:,} rows")
-    return _route("dense", 0 if s.at_hand else s.rows, 2 * s.itemsize * s.rows**2, *obstacles)
-
-
-def _formed_matrix(s: System, p: Posterior) -> Route:
+def _formed_matrix(s: System, p: PosteriorFacts) -> Route:
     nbytes, most = FORMED_COPIES * 8 * s.rows**2, MOST_FORMED if s.further else DENSE_BLOCK
     return _route(
         "formed matrix",
@@ -271,7 +253,7 @@ def _formed_matrix(s: System, p: Posterior) -> Route:
     )
 
 
-def _formed_kernel(s: System, p: Posterior, most_gradients: float | int, *obstacles: tuple[bool, str]) -> Route:
+def _formed_kernel(s: System, p: PosteriorFacts, most_gradients: float | int, *obstacles: tuple[bool, str]) -> Route:
     """Return the route by J Jᵀ of all training points, decomposed once for every prior precision that is a number."""
     nbytes = KERNEL_COPIES * 8 * p.outputs**2
     return _route(
@@ -291,11 +273,11 @@ def _formed_kernel(s: System, p: Posterior, most_gradients: float | int, *obstac
 
 def determinants(system: System) -> tuple[Route, ...]:
     """Return the routes to log det P − log det A and tr P⁻¹G under a prior precision A, a number or a vector."""
-    s, p = system, system.posterior or Posterior()
+    s, p = system, system.posterior or PosteriorFacts()
     nbytes = 2 * 8 * s.rows**2
     too_large = (s.rows > WHOLE or nbytes > p.budget) and not (p.decomposed and p.scalar)
     return (
-        _closed_form(s),
+        _route(CLOSED_FORM, 0, 0, (not s.closed_form, "no closed form is known")),
         _route(
             "spectrum",
             0 if p.decomposed else s.rows,
@@ -317,7 +299,7 @@ def products_of_probes(rows: int) -> int:
 
 def decomposes(system: System) -> bool:
     """Return whether the matrix is decomposed if probes do not reach the tolerance."""
-    p = system.posterior or Posterior()
+    p = system.posterior or PosteriorFacts()
     return p.scalar and system.rows <= MOST_MATVECS and 2 * 8 * system.rows**2 <= p.budget
 
 

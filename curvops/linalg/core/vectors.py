@@ -5,16 +5,16 @@ Small results (scalars per column, K × K matrices) are float64 tensors whatever
 
 Other storage, such as blocks sharded over devices, changes no algorithm. Each primitive is a `functools.singledispatch`
 function whose default is for tensors. Register yours for your type of block (``inner.register(Sharded, ...)``), the
-primitives that create blocks (``like``) also for a subclass of `Description`. For your operators register `product`,
-`transposed_product`, and `describe`, which returns that subclass. A block has ``shape, dtype, device, ndim, to(dtype)``
-and ``+ - * /`` with a block, a number, or a tensor of K numbers, one per column. `Vectors` annotates arguments that may
-be blocks of any type. `tests/linalg/split.py` is an example.
+primitives that create blocks (``like``) also for a subclass of `Description`. For your operators register `describe`,
+which returns that subclass. A block has ``shape, dtype, device, ndim, to(dtype), detach()`` and ``+ - * /`` with a
+block, a number, or a tensor of K numbers, one per column. `Vectors` annotates arguments that may be blocks of any type.
+`linalg/core/sharded.py` is an example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
@@ -24,7 +24,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_generator, drawn_seed, in_forward_mode, refuse_modes, refuse_tangents
-from curvops.progress import count_products
+from curvops.progress import as_step
 
 Matrix: TypeAlias = Tensor | LinearOperator
 Given: TypeAlias = Callable[[Any], Any]
@@ -135,35 +135,21 @@ def describe_square(A: Matrix) -> Description:
     return facts
 
 
-@count_products
-@singledispatch
 def product(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """Return the map V -> A V on blocks (n, K), without linear_operator's re-wrapping and without a graph."""
-    if isinstance(A, Tensor):
-        dense = A.detach()
-        return lambda V: dense @ V
-    return _without_graph(A._matmul, A.shape[0])
+    """Return the map V -> A V on blocks (n, K), which counts its columns as products and records no graph."""
+    return partial(_multiplied, A.detach().matmul if isinstance(A, Tensor) else A._matmul, A.shape[0])
 
 
-@count_products
-@singledispatch
 def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
     """Return the map U -> Aᵀ U on blocks (m, K), as ``product`` does for A."""
-    if isinstance(A, Tensor):
-        dense = A.detach().mT
-        return lambda U: dense @ U
-    return _without_graph(A._t_matmul, A.shape[1])
+    return partial(_multiplied, A.detach().mT.matmul if isinstance(A, Tensor) else A._t_matmul, A.shape[1])
 
 
-def _without_graph(multiply: Callable[[Tensor], Tensor], rows: int) -> Callable[[Tensor], Tensor]:
-    def apply(block: Tensor) -> Tensor:
-        if not block.shape[1]:
-            return block.new_empty(rows, 0)
-        with torch.no_grad():
-            result = multiply(block)
-        return result.detach()
-
-    return apply
+def _multiplied(multiply: Callable[[Tensor], Tensor], rows: int, block: Tensor) -> Tensor:
+    if not block.shape[1]:
+        return block.new_empty(rows, 0)
+    with torch.no_grad():
+        return as_step(block.shape[1], multiply, block).detach()
 
 
 def as_columns(B: Vectors) -> Vectors:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from dataclasses import replace
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.vectors import Matrix, check_finite, describe, largest, product
-from curvops.progress import Progress, at_work, remark
+from curvops.progress import remark
 
 EXACT = "exact"
 DEFAULT_MATVECS = 128
 FIRST_MATVECS = 16
 LEAST_VECTORS = 12
-"""Vectors kept by the smallest number of products with an error bar, for the estimator that keeps most."""
+"""Vectors that the fewest products with an error bar take, of the estimator that keeps most."""
 
 
 @runtime_checkable
@@ -43,6 +43,9 @@ class Estimator(Protocol):
         """Return the estimate from the products spent, without a reason yet."""
 
 
+Family = TypeVar("Family", bound=Estimator)
+
+
 def require_finite(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Wrap a product so that it raises ValueError if a result is not finite, at one small transfer per block."""
 
@@ -54,99 +57,78 @@ def require_finite(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
     return apply
 
 
-Family = TypeVar("Family", bound=Estimator)
+def estimate(
+    A: Matrix,
+    method: str,
+    families: Mapping[str, Callable[[Probed], Family]],
+    exact: Callable[[Probed], Estimate],
+    limits: Limits,
+    generator: torch.Generator | None,
+) -> tuple[Estimate, Family | None]:
+    """Return an estimate and its estimator, or None in its place if the exact value was computed.
 
-
-@dataclass(frozen=True, eq=False)
-class Quantity(Generic[Family]):
-    """A number that estimators compute for a matrix: its name, its methods, and its exact computation."""
-
-    name: str
-    families: Mapping[str, Callable[[Probed], Family]]
-    exact: Callable[[Probed], Estimate]
-
-    def estimate(
-        self, A: Matrix, method: str, limits: Limits, generator: torch.Generator | None, progress: Progress
-    ) -> tuple[Estimate, Family | None]:
-        """Return the estimate and its estimator, or None in its place if the exact value was computed."""
-        check_choice("method", method, (*self.families, EXACT))
-        check_limits(limits.rtol, None, limits.matvecs, limits.memory, sampled=True)
-        with (
-            torch.no_grad(),
-            at_work(self.name, _most(method, describe(A).columns, limits), progress, A),
-            probing(A, generator, limits, LEAST_VECTORS, require_finite(product(A))) as probed,
-        ):
-            if method == EXACT:
-                return self.exact(probed), None
-            estimator = self.families[method](probed)
-            found = spend_budget(estimator, self.exact, probed)
-        return found, estimator if found.samples else None
-
-
-def _most(method: str, whole: int, limits: Limits) -> int | None:
-    """Return the largest number of products of an estimate; None if only its tolerance ends it."""
-    if method == EXACT:
-        return whole
+    Raises:
+        ValueError: the method is unknown, rtol is not positive, or the budget or the memory is too small for an error
+            bar.
+    """
+    check_choice("method", method, (*families, EXACT))
+    check_limits(limits.rtol, None, limits.matvecs, sampled=True)
+    whole, most = describe(A).columns, limits.matvecs
     if limits.rtol is None:
-        return min(DEFAULT_MATVECS if limits.matvecs is None else limits.matvecs, whole)
-    return limits.matvecs
+        most = DEFAULT_MATVECS if most is None else most
+        limits = replace(limits, matvecs=most)
+    total = whole if method == EXACT else most if limits.rtol is not None or most is None else min(most, whole)
+    current_run().expect(total)
+    with (
+        torch.no_grad(),
+        probing(A, generator, limits, LEAST_VECTORS, require_finite(product(A))) as probed,
+    ):
+        if method == EXACT:
+            return exact(probed), None
+        estimator = families[method](probed)
+        result = _spend(estimator, exact, probed)
+    return result, estimator if result.samples else None
 
 
-def spend_budget(estimator: Estimator, exact: Callable[[Probed], Estimate], probed: Probed) -> Estimate:
-    """Spend the budget (128 products by default) or, with ``rtol``, grow until the error bar meets it.
+def _spend(estimator: Estimator, exact: Callable[[Probed], Estimate], probed: Probed) -> Estimate:
+    """Spend the budget or, with ``rtol``, grow until the error bar meets it.
 
     The exact value is computed if it costs no more: with a budget of as many products as A has columns, or when growth
     reaches that number. With rtol and no budget there is no other limit.
-
-    Raises:
-        ValueError: rtol is not positive, or the budget or the memory is too small for an error bar.
     """
-    whole, limits = probed.facts.columns, probed.limits
-    if limits.rtol is None and limits.matvecs is None:
-        limits = replace(limits, matvecs=DEFAULT_MATVECS)
-    rtol, max_matvecs = limits.rtol, limits.matvecs
-    limits.check(min(estimator.least, whole))
-    if max_matvecs is not None and max_matvecs >= whole and (rtol is None or whole <= FIRST_MATVECS):
-        return exact(probed)
-    if max_matvecs is None and whole <= FIRST_MATVECS:
+    whole, (rtol, max_matvecs) = probed.facts.columns, (probed.limits.rtol, probed.limits.matvecs)
+    probed.limits.check(min(estimator.least, whole))
+    if (max_matvecs is None or max_matvecs >= whole) and (rtol is None or whole <= FIRST_MATVECS):
         return exact(probed)
     room = probed.capacity(estimator.held)
     if room is not None and room < estimator.least:
         raise ValueError(f"memory_budget has room for the vectors of {room} products; {estimator.least} are needed.")
-    if rtol is None:
-        assert max_matvecs is not None
-        budget = max_matvecs if room is None else min(max_matvecs, room)
-        estimator.spend(budget)
-        return replace(estimator.estimate(), reason=_stop_reason(budget, room, max_matvecs, Reason.BUDGET_SPENT))
-    most = min((m for m in (max_matvecs, room) if m is not None), default=None)
-    target = estimator.first
+    most = min((limit for limit in (max_matvecs, room) if limit is not None), default=math.inf)
+    target = most if rtol is None else min(estimator.first, most)
     while True:
-        target = target if most is None else min(target, most)
-        estimator.spend(target)
-        found = estimator.estimate()
-        remark(partial(_error_bar, found))
-        if found.within(rtol):
-            return replace(found, reason=Reason.CONVERGED)
-        following = _next(target, found, rtol)
-        if following >= whole and (max_matvecs is None or target + whole <= max_matvecs):
-            return replace(known := exact(probed), matvecs=known.matvecs + found.matvecs)
-        if most is not None and target >= most:
-            return replace(found, reason=_stop_reason(target, room, max_matvecs, Reason.MATVEC_LIMIT))
-        target = following
+        estimator.spend(int(target))
+        result = estimator.estimate()
+        size, spread = _size(result.value), result.inflation * _size(result.stderr)
+        remark(lambda: f"standard error {spread:.1e} of {size:.1e}")  # noqa: B023
+        if rtol is not None:
+            if result.within(rtol):
+                return replace(result, reason=Reason.CONVERGED)
+            following = more_products(int(target), spread / (rtol * size) if size else math.inf)
+            if following >= whole and (max_matvecs is None or target + whole <= max_matvecs):
+                return replace(known := exact(probed), matvecs=known.matvecs + result.matvecs)
+        if target >= most:
+            ended = Reason.BUDGET_SPENT if rtol is None else Reason.MATVEC_LIMIT
+            return replace(result, reason=ended if most == max_matvecs else Reason.RANK_CAPPED)
+        target = min(following, most)
 
 
-def _stop_reason(spent: int, room: int | None, max_matvecs: int | None, otherwise: Reason) -> Reason:
-    capped = room is not None and spent >= room and (max_matvecs is None or room < max_matvecs)
-    return Reason.RANK_CAPPED if capped else otherwise
+def _size(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value))
 
 
-def _next(target: int, found: Estimate, rtol: float) -> int:
-    """Return the next number of products, at most twice this one, from the rate of one over the square root."""
-    goal = rtol * float(torch.linalg.vector_norm(found.value))
-    ratio = found.inflation * float(torch.linalg.vector_norm(found.stderr)) / goal if goal else math.inf
-    return min(2 * target, max(target + 8, math.ceil(min(1.1 * target * ratio**2, 1e12))))
+def more_products(spent: int, error: float) -> int:
+    """Return the next number of products, at most twice this one, from the rate of one over the square root.
 
-
-def _error_bar(found: Estimate) -> str:
-    spread, size = torch.stack([torch.linalg.vector_norm(part) for part in (found.stderr, found.value)]).tolist()
-    return f"standard error {spread:.1e} of {size:.1e}"
+    ``error`` is the present error bar in units of the tolerance.
+    """
+    return min(2 * spent, max(spent + 8, math.ceil(min(1.1 * spent * error**2, 1e12))))

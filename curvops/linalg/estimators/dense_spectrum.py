@@ -12,7 +12,29 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Estimate, Reason, indefinite
 from curvops.linalg.core.symmetry import require_symmetric, rounding_of
 from curvops.linalg.core.vectors import Description, ScalarFunction, check_finite
-from curvops.linalg.estimators.brackets import ROUNDING_UNITS, SpectralQuadrature, share, stack
+
+ROUNDING_UNITS = 2.0
+"""Eigenvalues are known up to this many units of rounding of the largest, the error of the products."""
+
+
+def log_ratio(mu: float) -> ScalarFunction:
+    """Return the function x ↦ log(1 + x/μ)."""
+    return lambda x: torch.log1p(x / mu)
+
+
+def share(mu: float) -> ScalarFunction:
+    """Return the function x ↦ x/(x + μ)."""
+    return lambda x: x / (x + mu)
+
+
+def stack(estimates: list[Estimate]) -> Estimate:
+    """Join estimates from the same probes into one of shape (m,); the reason is the first that is not CONVERGED."""
+    first = estimates[0]
+    failed = [e.reason for e in estimates if e.reason is not Reason.CONVERGED]
+    value, stderr = torch.stack([e.value for e in estimates]), torch.stack([e.stderr for e in estimates])
+    bias = torch.stack([torch.as_tensor(e.bias_bound).to(value) for e in estimates])
+    reason = failed[0] if failed else Reason.CONVERGED
+    return Estimate(value, stderr, first.samples, first.matvecs, bias, reason, widening=first.widening)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,16 +46,8 @@ class DenseSpectrum:
     bound: float
     eps: float
 
-    def logdet(self, shifts: list[float], rtol: float) -> Estimate:
-        """Compute log det(A + μ − bound) for each μ, of shape (m,); the bias bound is the effect of rounding.
-
-        Raises:
-            NotPositiveSemidefiniteError: an eigenvalue is not positive to working precision.
-        """
-        return stack([self._logdet(mu, rtol) for mu in shifts])
-
     def _definite(self, mu: float) -> tuple[Float[Tensor, " n"], float, float]:
-        """Return the eigenvalues, the effect of rounding on each, and their size; an error as of `logdet`.
+        """Return the eigenvalues, the effect of rounding on each, and their size; raise as `logdet` does.
 
         With a shift, an eigenvalue within rounding of zero counts as zero; without one it cannot be distinguished from
         zero.
@@ -47,7 +61,12 @@ class DenseSpectrum:
             raise indefinite(f"A is not positive definite: an eigenvalue is {lowest + self.bound:.3e}.")
         return values, delta, size
 
-    def _logdet(self, mu: float, rtol: float) -> Estimate:
+    def logdet(self, mu: float, rtol: float) -> Estimate:
+        """Compute log det(A + μ − bound); the bias bound is the effect of rounding.
+
+        Raises:
+            NotPositiveSemidefiniteError: an eigenvalue is not positive to working precision.
+        """
         (values, delta, _), n = self._definite(mu), len(self.values)
         total = values + mu
         least = (total - delta).clamp_min(min(mu, float(total.amin())) if mu > 0 else 0.0)
@@ -110,33 +129,6 @@ def dense_spectrum(multiply: Multiply, facts: Description, bound: float) -> Dens
     require_symmetric(dense, torch.finfo(dtype).eps, rounding=lambda: rounding_of(multiply, start))
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
     return DenseSpectrum(values - bound, vectors, bound, torch.finfo(dtype).eps)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class KnownSpectrum(SpectralQuadrature):
-    """All eigenvalues of a positive semidefinite matrix as a quadrature whose sums are exact to rounding."""
-
-    def trace(self, f: ScalarFunction) -> Estimate:
-        """Compute tr f(G); the bias bound is the possible effect of rounding of the products."""
-        value, bias = f(self.gauss_nodes).sum(), self._rounding_effect(f)
-        return Estimate.rounded(value, bias, self.rtol or 0.0, self.matvecs)
-
-
-def known_spectrum(multiply: Multiply, facts: Description, rtol: float) -> KnownSpectrum:
-    """Compute the eigenvalues of positive semidefinite G by n products; those within rounding of zero become 0.
-
-    Raises:
-        NotPositiveSemidefiniteError: an eigenvalue is clearly below zero.
-        ValueError: G is not finite or not symmetric.
-    """
-    dense, n = dense_spectrum(multiply, facts, 0.0), facts.rows
-    lowest, size = float(dense.values[0]), float(dense.values.abs().amax())
-    if lowest < -n * dense.eps * size:
-        raise indefinite(f"G is not positive semidefinite: an eigenvalue is {lowest:.3e}.")
-    nodes = dense.values.clamp_min(0)[None]
-    nothing, none = nodes.new_zeros(0), nodes.new_zeros(1, 0)
-    rounding, weights = max(ROUNDING_UNITS * dense.eps * size, -lowest), torch.ones_like(nodes)
-    return KnownSpectrum(nodes, weights, nodes, weights, nothing, none, n, Reason.CONVERGED, rounding, float(rtol))
 
 
 def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:

@@ -23,6 +23,7 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.rounding import ROUNDINGS
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -35,16 +36,16 @@ from curvops.linalg.core.vectors import (
     product,
     unit_blocks,
 )
-from curvops.linalg.estimators.adaptive import Estimator, Quantity, require_finite
+from curvops.linalg.estimators.adaptive import Estimator, estimate, require_finite
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, NystromSketch, RangeSketch
 from curvops.progress import Progress
 
 METHODS = ("xdiag", "xnysdiag", "bekas", "exact")
 # By the coverage of single entries in docs/estimators.md.
-XDIAG_INFLATION = 1.5
-XNYSDIAG_INFLATION = 1.5
+INFLATION = 1.5
 
 
+@algorithm
 def diagonal(
     A: Matrix | Given,
     *,
@@ -92,13 +93,13 @@ def diagonal(
         "xnysdiag": XNysDiag,
         "bekas": Bekas,
     }
-    limits = Limits(rtol, max_matvecs, memory_budget)
+    limits = Limits(rtol, max_matvecs)
     check_generator(generator)
     if method is None and (known := known_diagonal(A)) is not None:
         limits.check(0)
         return Estimate.rounded(*known, limits.tolerated)
     method = "xdiag" if method is None else method
-    return Quantity("diagonal", families, _exact).estimate(A, method, limits, generator, progress)[0]
+    return estimate(A, method, families, _exact, limits, generator)[0]
 
 
 def _exact(probed: Probed) -> Estimate:
@@ -181,9 +182,9 @@ class XDiag(LeaveOneOut):
         entries = partial(self._entries, S=out.S, left=left, eps=eps)
         value, stderr, jackknife = by_rows(sketch.Omega, sketch.Q, sketch.Z, function=entries).mT
         stderr = torch.maximum(stderr, 1e-3 * jackknife)  # samples may agree by chance
-        widening = torch.where(stderr > 0, caution(K) * jackknife / (XDIAG_INFLATION * stderr), 1.0)
+        widening = torch.where(stderr > 0, caution(K) * jackknife / (INFLATION * stderr), 1.0)
         bias = torch.full_like(stderr, eps * float(norm(sketch.Z).amax()))
-        return Estimate(value, stderr, K, sketch.matvecs, bias, Reason.BUDGET_SPENT, XDIAG_INFLATION, widening=widening)
+        return Estimate(value, stderr, K, sketch.matvecs, bias, Reason.BUDGET_SPENT, INFLATION, widening=widening)
 
     @staticmethod
     def _entries(Omega: Tensor, Q: Tensor, Z: Tensor, S: Tensor, left: Tensor, eps: float) -> Float[Tensor, "n 3"]:
@@ -226,4 +227,4 @@ class XNysDiag(LeaveOneOut):
 
         value, stderr = by_rows(Y, sketch.Omega, function=entries).mT
         K, bias = sketch.matvecs, torch.full_like(stderr, nu)
-        return Estimate(value, stderr, K, K, bias, Reason.BUDGET_SPENT, XNYSDIAG_INFLATION)
+        return Estimate(value, stderr, K, K, bias, Reason.BUDGET_SPENT, INFLATION)

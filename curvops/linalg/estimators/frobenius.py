@@ -23,6 +23,7 @@ from curvops.linalg.core.memory import working
 from curvops.linalg.core.probed import Limits, Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import rounding_level
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -37,9 +38,9 @@ from curvops.linalg.core.vectors import (
     spawn_generator,
     unit_blocks,
 )
-from curvops.linalg.estimators.adaptive import Estimator, Quantity
+from curvops.linalg.estimators.adaptive import Estimator, estimate
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, RangeSketch, TwoLeftOut, leave_one_out, mean_over_pairs
-from curvops.linalg.estimators.hutchinson import Hutchinson
+from curvops.linalg.estimators.trace import Hutchinson
 from curvops.progress import Progress
 
 METHODS = ("xtrace", "hutchinson", "exact")
@@ -47,6 +48,7 @@ PROBES = 16
 """Products with each matrix; for an error in one eigenvalue, the standard error is √½/√16 = 18 %."""
 
 
+@algorithm
 def frobenius_norm(
     A: Matrix | Given,
     *,
@@ -91,11 +93,11 @@ def frobenius_norm(
     facts = describe(A)
     square = facts.rows == facts.columns
     method = ("xtrace" if square else "hutchinson") if method is None else method
-    limits = Limits(rtol, max_matvecs, memory_budget)
+    limits = Limits(rtol, max_matvecs)
     if method == "xtrace" and not square:
         raise ValueError(f'method "xtrace" needs a square A, got {facts.rows} x {facts.columns}; use "hutchinson".')
     families: dict[str, Callable[[Probed], Estimator]] = {"xtrace": XNorm, "hutchinson": Norms}
-    return Quantity("frobenius_norm", families, _exact).estimate(A, method, limits, generator, progress)[0]
+    return estimate(A, method, families, _exact, limits, generator)[0]
 
 
 def _exact(probed: Probed) -> Estimate:
@@ -166,7 +168,7 @@ def relative_distance(A: Matrix, B: Matrix, generator: torch.Generator | None = 
     """
     facts = describe(A)
     n, exact = facts.columns, facts.columns <= PROBES
-    with torch.no_grad(), working(A, None, 3 * PROBES) as (multiply, _):
+    with torch.no_grad(), working(A, 3 * PROBES) as (multiply, _):
         if exact:
             probes = next(unit_blocks(facts, n))
         else:

@@ -16,37 +16,37 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Shaped
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, indefinite
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
-from curvops.linalg.estimators.brackets import single
+from curvops.linalg.estimators.adaptive import LEAST_VECTORS
 from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs
-from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
-from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, LEAST_VECTORS, Sampler, run
+from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum, log_ratio, stack
+from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, Sampler, run
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
-from curvops.linalg.preconditioners.nystrom import Nystrom, grow
+from curvops.linalg.preconditioners.nystrom import grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 
 MOST_RANK = 400
-# An estimated lower bound: the deepest basis, and the share of the smallest Ritz value that is enough.
-MOST_STEPS = 400
-CLOSE = 0.9
+"""The largest rank of a preconditioner, and the deepest basis for an estimated lower bound."""
 PILOT_RANK = 8
 LEFT = 0.1
 """A preconditioner grows until the eigenvalues that it leaves are below this share of μ."""
-SIZING = 4
 
 
+@algorithm
 def logdet(
     A: Matrix | Given,
     *,
@@ -79,8 +79,8 @@ def logdet(
         max_matvecs: a limit on products; by default as many as are needed to meet rtol. n or more gives the exact
             value by a dense eigendecomposition, and so does n ≤ 256 without a limit.
         generator: source of the probes.
-        preconditioner: "auto" uses a Nyström preconditioner if the spectrum decays and its work is below that of the
-            probes that it saves, both counted in multiply-adds, with at most half of the budget and rank 400:
+        preconditioner: "auto" uses a Nyström preconditioner if the spectrum decays and probes without one have not
+            met rtol by the work that it takes, with at most half of the budget and rank 400:
             log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None uses none. An object
             (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used
             as it is. The bracket remains a bound; only low-rank ones give Â ≤ A, and with others it is wider.
@@ -104,68 +104,86 @@ def logdet(
         5.0
     """
     A = as_matrix(A)
-    describe_square(A)
-    limits = Limits(rtol, max_matvecs, memory_budget)
+    facts, limits = describe_square(A), Limits(rtol, max_matvecs)
+    _check_preconditioner(preconditioner)
     if shift is None and hasattr(A, "_known_logdet"):
         limits.check(0)
-        _check_preconditioner(preconditioner)
         known: Estimate | None = A._known_logdet(limits.tolerance)
         if known is not None:
             return known
-    with at_work("logdet", max_matvecs, progress, A):
-        keep = needs_gradient(A)
-        estimate, pairs = paired_logdet(A, shift, lower_bound, limits, generator, preconditioner, keep)
+    limits.check(min(LEAST, facts.rows))
+    bound, levels = _bound_and_levels(shift, lower_bound)
+    grid, estimated, solves = isinstance(shift, Tensor) and shift.ndim > 0, lower_bound == "estimate", needs_gradient(A)
+    parts = A.shifted_form() if shift is None and lower_bound is None and isinstance(A, Split) else None
+    pairs: VectorPairs | None = None
+    current_run().expect(max_matvecs)
+    with torch.no_grad():
+        if limits.allow_dense(facts.rows):
+            spectrum = dense_spectrum(product(A), facts, bound)
+            estimates = [spectrum.logdet(mu, limits.tolerance) for mu in levels]
+            if grid:
+                return stack(estimates)
+            estimate, pairs = estimates[0], partial(_dense_pairs, spectrum, levels[0])
+        elif parts is not None:
+            estimate, pairs = _of_sum(A, parts, limits, generator, preconditioner, solves)
+        else:
+            if min(levels) == 0 and not estimated:
+                raise ValueError(
+                    "a stochastic log-determinant needs shift or lower_bound, a positive bound of the spectrum. Give "
+                    f'one, lower_bound="estimate", or for the dense value max_matvecs >= {facts.rows} (any '
+                    f"memory_budget >= {16 * facts.rows**2} bytes)."
+                )
+            with probing(A, generator, limits, LEAST_VECTORS) as probed:
+                spent = 0
+                if estimated:
+                    bound, spent = _estimate_bound(probed, min(levels) > 0)
+                    levels = [bound + level for level in levels]
+                probed = probed.after(spent)
+                if grid:
+                    mus = torch.tensor(levels, dtype=torch.float64, device=facts.device)
+                    excess = replace(probed, multiply=_less(probed.multiply, bound))
+                    estimate = run(excess, levels).logdet(mus) + facts.rows * mus.log()
+                else:
+                    estimate, pairs = _by_probes(probed, bound, levels[0], preconditioner, solves)
+            estimate = replace(estimate, matvecs=estimate.matvecs + spent)
+            if estimated and estimate.reason is Reason.CONVERGED:
+                estimate = replace(estimate, reason=Reason.UNVERIFIED)
     return estimate if pairs is None else attach_gradient(estimate, A, pairs)
 
 
-def paired_logdet(
-    A: Matrix,
-    shift: float | int | Tensor | None,
-    lower_bound: float | int | Literal["estimate"] | None,
-    limits: Limits,
-    generator: torch.Generator | None,
-    preconditioner: FactoredPreconditioner | str | None,
-    keep: bool,
-) -> tuple[Estimate, VectorPairs | None]:
-    """Return `logdet` and, with ``keep``, pairs l, r with E Σ l rᵀ = (A + shift I)⁻¹; none for a grid."""
-    n = describe_square(A).rows
-    limits.check(min(LEAST, n))
-    grid = isinstance(shift, Tensor) and shift.ndim > 0
-    estimated = lower_bound == "estimate"
-    if isinstance(lower_bound, str) and not estimated:
-        raise ValueError(f'lower_bound must be a number, "estimate" or None, got {lower_bound!r}.')
-    bound, levels = _levels(shift, None if isinstance(lower_bound, str) else lower_bound)
-    _check_preconditioner(preconditioner)
-    with torch.no_grad():
-        if limits.allow_dense(n):
-            spectrum = dense_spectrum(product(A), describe_square(A), bound)
-            found = spectrum.logdet(levels, limits.tolerance)
-            return (found, None) if grid else (single(found), partial(_dense_pairs, spectrum, levels[0]))
-        split = A.shifted_form() if shift is None and lower_bound is None and isinstance(A, Split) else None
-        if split is not None:
-            return _split_logdet(A, split, limits, generator, preconditioner, keep)
-        spent = 0
-        if estimated:
-            with probing(A, generator, limits, LEAST_VECTORS) as probed:
-                bound, spent = _estimate_bound(probed, min(levels) > 0)
-            levels = [bound + level for level in levels]
-        if min(levels) == 0:
-            raise ValueError(
-                "a stochastic log-determinant needs shift or lower_bound, a positive bound of the spectrum. Give one, "
-                f'lower_bound="estimate", or for the dense value max_matvecs >= {n} (any memory_budget >= {16 * n * n} '
-                "bytes)."
-            )
-        pairs = None
-        with probing(A, generator, limits, LEAST_VECTORS) as probed:
-            excess = replace(probed.after(spent), multiply=_excess(probed.multiply, bound))
-            if grid:
-                found = _grid_logdet(excess, levels)
-            else:
-                found, pairs = _stochastic(excess, bound, levels[0], preconditioner, keep)
-        if estimated:
-            reason = Reason.UNVERIFIED if found.reason is Reason.CONVERGED else found.reason
-            found = replace(found, matvecs=found.matvecs + spent, reason=reason)
-        return found, pairs
+def _check_preconditioner(preconditioner: object) -> None:
+    if isinstance(preconditioner, str) and preconditioner != "auto":
+        raise ValueError(f'preconditioner must be "auto", None or an object, got {preconditioner!r}.')
+    if not (preconditioner is None or isinstance(preconditioner, (str, FactoredPreconditioner))):
+        raise TypeError(
+            f"{type(preconditioner).__name__} has no log-determinant: see curvops.linalg.as_preconditioner(P)."
+        )
+
+
+def _bound_and_levels(
+    shift: float | int | Tensor | None, lower_bound: float | int | str | None
+) -> tuple[float, list[float]]:
+    """Return the lower bound (0 if it is to be estimated), and for each shift the lower bound plus the shift."""
+    if isinstance(lower_bound, str):
+        if lower_bound != "estimate":
+            raise ValueError(f'lower_bound must be a number, "estimate" or None, got {lower_bound!r}.')
+        lower_bound = None
+    if isinstance(shift, Tensor):
+        if shift.requires_grad and torch.is_grad_enabled():
+            raise ValueError("shift has no gradient here; use logdet(A.add_diagonal(shift)) or detach it.")
+        if shift.ndim > 1 or not shift.numel():
+            raise ValueError(f"shift must be a number or a tensor (m,), got shape {tuple(shift.shape)}.")
+    shifts = shift.reshape(-1).tolist() if isinstance(shift, Tensor) else [shift]
+    for name, value in (*(("shift", s) for s in shifts), ("lower_bound", lower_bound)):
+        if value is not None:
+            checked_number(name, value, "[0, inf)")
+    bound = float(lower_bound or 0.0)
+    return bound, [bound + float(s or 0.0) for s in shifts]
+
+
+def _dense_pairs(spectrum: DenseSpectrum, mu: float, A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
+    n, _, dtype, device = describe_square(A)
+    yield spectrum.inverse(mu, dtype), torch.eye(n, dtype=dtype, device=device)
 
 
 class ShiftedParts(NamedTuple):
@@ -188,28 +206,29 @@ class Split(Protocol):
         """Return a preconditioner from a closed form under a nearby diagonal; None if none is near enough."""
 
 
-def _split_logdet(
-    P: Matrix,
-    split: ShiftedParts,
+def _of_sum(
+    P: Any,
+    parts: ShiftedParts,
     limits: Limits,
     generator: torch.Generator | None,
     preconditioner: FactoredPreconditioner | str | None,
-    keep: bool,
+    solves: bool,
 ) -> tuple[Estimate, VectorPairs | None]:
-    base, level, offset, scale = split
-    if scale is not None and preconditioner == "auto" and isinstance(P, Split):
+    """Estimate log det P of a curvature plus a prior, whose lower bound is the prior."""
+    base, level, offset, scale = parts
+    if scale is not None and preconditioner == "auto":
         preconditioner = P.nearby_preconditioner() or "auto"
     if scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it belongs to P, not to B
         least = float(scale.max()) ** -2
         beside = len(scale) * math.log(least) - float(offset.detach())
         with probing(P, generator, limits, LEAST_VECTORS) as probed:
-            excess = replace(probed, multiply=_excess(probed.multiply, least))
-            return _stochastic(excess, least, least, preconditioner, keep, beside)
-    found, pairs = paired_logdet(base, level, None, limits, generator, preconditioner, keep)
-    if pairs is None or scale is None:
-        return found + offset, None if pairs is None else lambda _: pairs(base)
-    by_row = scale.unsqueeze(-1)
-    return found + offset, lambda _: ((by_row * l, by_row * r) for l, r in pairs(base))
+            return _by_probes(probed, least, least, preconditioner, solves, beside)
+    with probing(base, generator, limits, LEAST_VECTORS) as probed:
+        estimate, pairs = _by_probes(probed, 0.0, level, preconditioner, solves)
+    if pairs is None:
+        return estimate + offset, None
+    rows = 1.0 if scale is None else scale.unsqueeze(-1)
+    return estimate + offset, lambda _: ((rows * left, rows * right) for left, right in pairs(base))
 
 
 def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
@@ -220,7 +239,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
         ValueError: it is not clearly positive and no shift was given (with a shift, the bound is then 0).
     """
     facts, limits = probed.facts, probed.limits
-    most = min(facts.rows, max(1, limits.products // 4), MOST_STEPS)
+    most = min(facts.rows, max(1, limits.products // 4), MOST_RANK)
     most = depth_within(most, facts.rows, facts.vector_bytes, 1, limits.memory)
     run = LockStep(probed.multiply, probed.probes(1), min(most, LEAST))
     while True:
@@ -231,7 +250,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
         if lowest < -noise:
             raise indefinite(f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}.")
         bound = lowest - float(run.betas[0, -1] * V[-1, 0].abs())
-        if bound >= CLOSE * lowest or bool(run.done[0]) or run.capacity >= most:
+        if bound >= 0.9 * lowest or bool(run.done[0]) or run.capacity >= most:
             break
         run.reserve(min(most, run.capacity + max(LEAST, run.capacity // 4)))
     if bound > noise:
@@ -245,86 +264,77 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
     )
 
 
-def _dense_pairs(spectrum: DenseSpectrum, mu: float, A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
-    n, _, dtype, device = describe_square(A)
-    yield spectrum.inverse(mu, dtype), torch.eye(n, dtype=dtype, device=device)
-
-
-def _check_preconditioner(preconditioner: object) -> None:
-    if isinstance(preconditioner, str) and preconditioner != "auto":
-        raise ValueError(f'preconditioner must be "auto", None or an object, got {preconditioner!r}.')
-    if not (preconditioner is None or isinstance(preconditioner, (str, FactoredPreconditioner))):
-        raise TypeError(
-            f"{type(preconditioner).__name__} has no log-determinant: see curvops.linalg.as_preconditioner(P)."
-        )
-
-
-def _levels(shift: float | int | Tensor | None, lower_bound: float | int | None) -> tuple[float, list[float]]:
-    """Return the lower bound, and for each shift the lower bound plus the shift."""
-    if isinstance(shift, Tensor):
-        if shift.requires_grad and torch.is_grad_enabled():
-            raise ValueError("shift has no gradient here; use logdet(A.add_diagonal(shift)) or detach it.")
-        if shift.ndim > 1 or not shift.numel():
-            raise ValueError(f"shift must be a number or a tensor (m,), got shape {tuple(shift.shape)}.")
-    shifts = shift.reshape(-1).tolist() if isinstance(shift, Tensor) else [shift]
-    for name, value in (*(("shift", s) for s in shifts), ("lower_bound", lower_bound)):
-        if value is not None:
-            checked_number(name, value, "[0, inf)")
-    bound = float(lower_bound or 0.0)
-    return bound, [bound + float(s or 0.0) for s in shifts]
-
-
-def _grid_logdet(excess: Probed, levels: list[float]) -> Estimate:
-    mus = torch.tensor(levels, dtype=torch.float64, device=excess.facts.device)
-    return run(excess, levels).logdet(mus) + excess.facts.rows * mus.log()
-
-
-def _excess(multiply: Multiply, bound: float) -> Multiply:
-    return (lambda V: multiply(V) - bound * V) if bound else multiply
-
-
-def _stochastic(
-    excess: Probed,
+def _by_probes(
+    probed: Probed,
     bound: float,
     mu: float,
     preconditioner: FactoredPreconditioner | str | None,
-    keep: bool,
+    solves: bool,
     beside: float = 0.0,
 ) -> tuple[Estimate, VectorPairs | None]:
-    """Estimate log det(A + shift), with a tolerance relative to log det((A + shift)/μ) plus ``beside``."""
-    n, budget, memory = excess.facts.rows, excess.limits.products, excess.limits.memory
+    """Estimate log det(A + (μ − bound) I), with a tolerance relative to the part above n log μ, plus ``beside``.
+
+    With ``solves``, also return pairs l, r with E Σ l rᵀ = (A + (μ − bound) I)⁻¹.
+    """
+    excess = replace(probed, multiply=_less(probed.multiply, bound))
+    n, budget, memory = probed.facts.rows, probed.limits.products, probed.limits.memory
     most = min(budget // 2, MOST_RANK, n)
     if memory is not None:
-        most = min(most, memory // (6 * excess.facts.vector_bytes))
-    # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for our own P.
+        most = min(most, memory // (6 * probed.facts.vector_bytes))
+    sampler: Sampler | None = None
     P, floor, scale, spent = None, mu, bound, 0
-    plain = None
     if isinstance(preconditioner, FactoredPreconditioner):
-        P, floor = preconditioner, preconditioner.floor(mu)
-        size, spent = _size(excess, min(SIZING, budget // 4))
-        smallest = P.bounds()[0]
-        scale = (bound + size) / smallest if smallest > 0 else 0.0
-    elif preconditioner is not None and most:
+        P, floor, smallest = preconditioner, preconditioner.floor(mu), preconditioner.bounds()[0]
+        lanczos = LockStep(excess.multiply, excess.probes(1), max(1, min(4, budget // 4)))
+        lanczos.extend(lanczos.capacity)
+        scale, spent = (bound + lanczos.scale) / smallest if smallest > 0 else 0.0, lanczos.matvecs
+    elif preconditioner == "auto" and most:
         pilot = grow(excess.apart(), None, min(most, PILOT_RANK))
         size, spent = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0, pilot.matvecs
         scale = bound + size
-        if pilot.tail <= 0.5 * size and size >= mu:  # otherwise the spectrum is flat, or small
-            plain = Sampler(excess.after(spent).with_half_memory(), mu, known=beside, scale=scale, keep=keep)
-            P, more = _preconditioner(excess, pilot, plain, most)
-            spent += more
+        decays = pilot.tail <= 0.5 * size and size >= mu  # otherwise the spectrum is flat, or small
+        if decays and (pilot.tail == 0 or most <= PILOT_RANK):
+            P = pilot.preconditioner(mu)
+        elif decays:
+            if budget // 2 >= min(MOST_RANK, n):  # otherwise products are kept for the preconditioner
+                sampler = Sampler(
+                    excess.after(spent).with_half_memory(), [log_ratio(mu)], beside, scale, mu if solves else None
+                )
+                sampler.first(FIRST_PROBES)
+            if sampler is None or sampler.capped or not sampler.add(worth=_worth(sampler, most, mu)):
+                spent += 0 if sampler is None else sampler.matvecs
+                sampler = None  # frees its probes
+                full = grow(excess.apart(), None, most, LEFT * mu, 1e12)
+                P, spent = full.preconditioner(mu), spent + full.matvecs
+    # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for our own P.
     known = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)
-    if P is None and plain is not None:
-        sampler = plain
-    else:
+    if sampler is None:
         whitened = excess.multiply if P is None else _whiten(excess.multiply, P, mu, floor)
         left = replace(excess.after(spent).with_half_memory(), multiply=whitened)
-        sampler = Sampler(left, floor, known=known + beside, scale=scale, keep=keep)
-        sampler.first(min(FIRST_PROBES, budget - spent))
-    sampler.add(None, None)
-    estimate = sampler.quadrature(None).logdet(floor)
-    total = estimate + (known + n * math.log(mu))
-    found = replace(total, matvecs=estimate.matvecs + spent)
-    return found, solve_pairs(sampler.solves, P, mu - bound) if keep else None
+        sampler = Sampler(left, [log_ratio(floor)], known + beside, scale, floor if solves else None)
+        sampler.first(FIRST_PROBES)
+    sampler.add()
+    estimate = sampler.quadrature().logdet(floor)
+    estimate = replace(estimate + (known + n * math.log(mu)), matvecs=estimate.matvecs + spent)
+    return estimate, solve_pairs(sampler.solves, P, mu - bound) if solves else None
+
+
+def _worth(sampler: Sampler, most: int, mu: float) -> float:
+    """Return the products of further probes that take the work of a preconditioner, at most ``most`` columns.
+
+    It has a column for each eigenvalue above ``LEFT`` μ. Work is counted in multiply-adds: those of products, and of
+    vectors of length n: 10 n r for a column beside r others (two QR factorisations and five products of r columns), and
+    2 n m for a Lanczos vector beside m others. Probes that do not meet the tolerance within this work are replaced by
+    the preconditioner, so that all work is at most about twice that of the better choice.
+    """
+    nodes, counts = sampler.eigenvalues()
+    rank = min(float(most), max(1.0, float(counts[nodes > LEFT * mu].sum())))
+    n, product = sampler.facts.rows, sampler.probed.multiply_adds
+    return rank * (product + 10 * n * rank) / (product + 2 * n * sampler.depth)
+
+
+def _less(multiply: Multiply, bound: float) -> Multiply:
+    return (lambda V: multiply(V) - bound * V) if bound else multiply
 
 
 def _whiten(excess: Multiply, P: FactoredPreconditioner, mu: float, floor: float) -> Multiply:
@@ -335,25 +345,3 @@ def _whiten(excess: Multiply, P: FactoredPreconditioner, mu: float, floor: float
         return P.sqrt_inverse(excess(inner) + mu * inner) - floor * V
 
     return multiply
-
-
-def _size(excess: Probed, steps: int) -> tuple[float, int]:
-    """Estimate the largest eigenvalue by a few steps of Lanczos; return it and the products spent."""
-    run = LockStep(excess.multiply, excess.probes(1), max(1, steps))
-    run.extend(max(1, steps))
-    return run.scale, run.matvecs
-
-
-def _preconditioner(
-    excess: Probed, pilot: Nystrom, plain: Sampler, most: int
-) -> tuple[FactoredPreconditioner | None, int]:
-    """Return a preconditioner and the products that it took, or None after the first probes of `plain` without one."""
-    mu, budget = plain.mu, excess.limits.products
-    if pilot.tail == 0 or most <= PILOT_RANK:
-        return pilot.preconditioner(mu), 0
-    if budget // 2 >= min(MOST_RANK, excess.facts.rows):  # otherwise products are kept for the preconditioner
-        plain.first(min(FIRST_PROBES, budget - pilot.matvecs))
-        if not plain.preconditioner_pays(most, LEFT * mu):
-            return None, 0
-    full = grow(excess.apart(), None, most, LEFT * mu, 1e12)
-    return full.preconditioner(mu), plain.matvecs + full.matvecs

@@ -17,15 +17,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_choice, check_limits, checked_number, checked_whole
+from curvops.ambient import current_run
+from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.rounding import NEAR_ZERO
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import is_psd, narrow_root
 from curvops.linalg.core.vectors import Given, Matrix, as_matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 from curvops.summary import Summarised
 
 Scale: TypeAlias = Literal["linear", "log"]
@@ -76,6 +78,7 @@ class SpectralDensity(Summarised):
         return float(torch.trapezoid(self.density, x))
 
 
+@algorithm
 def spectral_density(
     A: Matrix | Given,
     *,
@@ -127,61 +130,55 @@ def spectral_density(
         True
     """
     A = as_matrix(A)
-    _check(scale, probes, steps, grid_size, bandwidth, level)
-    check_limits(memory_budget=memory_budget)
-    if threshold is not None:
-        checked_number("threshold", threshold, "(-inf, inf)")
-    n, S = describe_square(A).rows, narrow_root(A)
-    with (
-        torch.no_grad(),
-        at_work("spectral_density", probes * min(steps, n if S is None else S.shape[1]), progress, A),
-        probing(A if S is None else S.mT @ S, generator, Limits(memory=memory_budget), LEAST_VECTORS) as probed,
-    ):
-        runs = _Probes(probed, n, probes, steps)
-        size = max(runs.size, torch.finfo(torch.float64).tiny)
-        rounding = NEAR_ZERO * runs.eps * size
-        zero = rounding if threshold is None else threshold
-        view = _View(scale, float(zero), grid_size, bandwidth, folded=scale == "linear" and is_psd(A))
-        runs.go(view, level)
-    nodes, weights = runs.rules(runs.depth)
-    if float(nodes.min()) < -rounding:  # the tag is wrong, and a fold would hide it
-        view = replace(view, folded=False)
-    # The density at full depth, and again at less depth, on one grid.
-    x, width = view.grid(nodes, weights)
-    each = view.density(nodes, weights, x, width)
-    change = (each.mean(0) - view.density(*runs.rules(_less(runs.depth)), x, width).mean(0)).abs()
-    if runs.complete:
-        change = torch.zeros_like(change)
-    half, value, place = _half_width(each, level), each.mean(0), describe_square(A).device
-    # Squared components of eigenvectors are skewed to the right, so the upper end uses the logarithm of the mean.
-    upper = torch.where(value > 0, value * torch.exp(half / value), half) + change
-    lower = (value - half - change).clamp_min(0)
-    zero_mass = float((weights * (nodes <= view.threshold)).sum(1).mean()) if scale == "log" else 0.0
-    grid = x.exp() if scale == "log" else x
-    return SpectralDensity(
-        grid=grid.to(place),
-        density=value.to(place),
-        lower=lower.to(place),
-        upper=upper.to(place),
-        nodes=nodes.to(place),
-        weights=weights.to(place),
-        scale=scale,
-        bandwidth=width,
-        level=level,
-        threshold=view.threshold,
-        zero_mass=zero_mass,
-        matvecs=runs.matvecs,
-        reason=runs.reason,
-    )
-
-
-def _check(scale: str, probes: int, steps: int, grid_size: int, bandwidth: float | None, level: float) -> None:
     check_choice("scale", scale, ("linear", "log"))
     for name, count, least in (("probes", probes, 1), ("steps", steps, 1), ("grid_size", grid_size, 32)):
         checked_whole(name, count, least)
     if bandwidth is not None:
         checked_number("bandwidth", bandwidth)
     checked_number("level", level, "(0, 1)")
+    if threshold is not None:
+        checked_number("threshold", threshold, "(-inf, inf)")
+    n, S = describe_square(A).rows, narrow_root(A)
+    current_run().expect(probes * min(steps, n if S is None else S.shape[1]))
+    with (
+        torch.no_grad(),
+        probing(A if S is None else S.mT @ S, generator, Limits(), LEAST_VECTORS) as probed,
+    ):
+        runs = _Probes(probed, n, probes, steps)
+        rounding = NEAR_ZERO * runs.run.eps * max(runs.run.scale, torch.finfo(torch.float64).tiny)
+        zero = rounding if threshold is None else float(threshold)
+        view = _View(scale, zero, grid_size, bandwidth, folded=scale == "linear" and is_psd(A))
+        runs.go(view, level)
+    nodes, weights = runs.rules(runs.run.depth)
+    if float(nodes.min()) < -rounding:  # the tag is wrong, and a fold would hide it
+        view = replace(view, folded=False)
+    # The density at full depth, and again at less depth, on one grid.
+    x, width = view.grid(nodes, weights)
+    each = view.density(nodes, weights, x, width)
+    change = (each.mean(0) - view.density(*runs.rules(_less(runs.run.depth)), x, width).mean(0)).abs()
+    if runs.complete:
+        change = torch.zeros_like(change)
+    half, value = _half_width(each, level), each.mean(0)
+    # Squared components of eigenvectors are skewed to the right, so the upper end uses the logarithm of the mean.
+    upper = torch.where(value > 0, value * torch.exp(half / value), half) + change
+    lower = (value - half - change).clamp_min(0)
+    zero_mass = float((weights * (nodes <= zero)).sum(1).mean()) if scale == "log" else 0.0
+    device = describe_square(A).device
+    return SpectralDensity(
+        (x.exp() if scale == "log" else x).to(device),
+        value.to(device),
+        lower.to(device),
+        upper.to(device),
+        nodes.to(device),
+        weights.to(device),
+        scale=scale,
+        bandwidth=width,
+        level=level,
+        threshold=zero,
+        zero_mass=zero_mass,
+        matvecs=runs.matvecs,
+        reason=runs.reason,
+    )
 
 
 def _less(depth: int) -> int:
@@ -256,7 +253,6 @@ class _Probes:
         self.probed, self.probes = probed, probes
         rows, vector, memory = probed.facts.rows, probed.facts.vector_bytes, probed.limits.memory
         self.share = rows / n
-        self.eps = torch.finfo(probed.facts.dtype).eps
         self.wanted = min(steps, rows)
         self.together = columns_at_a_time(probes, vector * (self.wanted + 2), memory)
         self.tridiagonals: list[Tensor] = []
@@ -265,19 +261,11 @@ class _Probes:
         self.run = LockStep.within(probed.multiply, probed.probes(self.together), FIRST_DEPTH, self.wanted, memory)
         self.run.extend(FIRST_DEPTH)
 
-    @property
-    def depth(self) -> int:
-        return self.run.alphas.shape[1]
-
-    @property
-    def size(self) -> float:
-        return self.run.scale
-
     def go(self, view: _View, level: float) -> None:
         """Deepen the first probes until depth matters little, then run the others to the same depth."""
         if not self.run.deepen(lambda depth: max(2, depth // 8), lambda: self._is_settled(view, level)):
             self.reason = Reason.ITERATION_LIMIT if self.run.most == self.wanted else Reason.RANK_CAPPED
-        depth = self.depth
+        depth = self.run.depth
         self._collect(self.run)
         while len(self.tridiagonals) < self.probes:
             count = min(self.together, self.probes - len(self.tridiagonals))
@@ -295,7 +283,7 @@ class _Probes:
         run = self.run
         if bool(run.done.all()) or not run.finite:
             return True
-        tridiagonals, less = [run.tridiagonal(k) for k in range(run.K)], _less(self.depth)
+        tridiagonals, less = [run.tridiagonal(k) for k in range(run.K)], _less(run.depth)
         now, before = self._rules(tridiagonals), self._rules([T[:less, :less] for T in tridiagonals])
         try:
             x, width = view.grid(*now)

@@ -1,10 +1,13 @@
-"""Products f(A) B for a symmetric matrix A known by its products, by Lanczos.
+"""Products f(A) B for a symmetric matrix A known by its products, by Lanczos: any f, the root, its inverse.
 
 >>> import torch
->>> from curvops.linalg import apply_function
->>> result = apply_function(torch.diag(torch.tensor([1.0, 4.0, 9.0])), torch.sqrt, torch.ones(3))
+>>> from curvops.linalg import apply_function, inverse_sqrt, sqrt
+>>> A = torch.diag(torch.tensor([1.0, 4.0, 16.0]))
+>>> result = apply_function(A, torch.sqrt, torch.ones(3))
 >>> result.value.round(decimals=4), result.reasons[0].name
-(tensor([1., 2., 3.]), 'CONVERGED')
+(tensor([1., 2., 4.]), 'CONVERGED')
+>>> sqrt(A, torch.ones(3)).value.round(decimals=4), inverse_sqrt(A, torch.ones(3)).value.round(decimals=4)
+(tensor([1., 2., 4.]), tensor([1.0000, 0.5000, 0.2500]))
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from curvops.checks import check_callable, checked_number
+from curvops.ambient import current_run
+from curvops.checks import check_limits, checked_number
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
-from curvops.linalg.core.sharded import on_shards
-from curvops.linalg.core.usable_columns import UsableColumns
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -36,10 +39,9 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.functions.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
-from curvops.linalg.solvers.systems import check
-from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.solvers.systems import Callback, UsableColumns, check
 from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, LEAST_VECTORS, LockStep
-from curvops.progress import Progress, at_work, remark
+from curvops.progress import Progress, remark
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
@@ -47,7 +49,7 @@ FIRST_CAPACITY = 32
 SEEN_DEPTH = 10
 
 
-@on_shards
+@algorithm
 def apply_function(
     A: Matrix | Given,
     f: ScalarFunction,
@@ -104,21 +106,121 @@ def apply_function(
         >>> co.linalg.apply_function(A, torch.exp, torch.ones(2).double()).value.round(decimals=4)
         tensor([2.7183, 7.3891], dtype=torch.float64)
     """
-    A = as_matrix(A, B)
-    check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
-    check_callable("callback", callback)
     if lower_bound is not None:
         checked_number("lower_bound", lower_bound, "(-inf, inf)")
-    with torch.no_grad():
-        with (
-            at_work("apply_function", max_matvecs, progress, A),
-            working(A, memory_budget, LEAST_VECTORS) as (multiply, room),
-        ):
-            job = FunctionRun(
-                multiply, f, as_columns(B), None if lower_bound is None else float(lower_bound), room, maxiter
-            )
-            job.solve(float(rtol), max_matvecs, callback)
-            value = shaped_as(job.value(float(rtol)), B)
+    return _apply(A, f, B, lower_bound, rtol, maxiter, max_matvecs, callback)
+
+
+@algorithm
+def inverse_sqrt(
+    A: Matrix | Given,
+    B: Shaped[Vectors, "n *K"],
+    *,
+    lower_bound: float | int | None = None,
+    rtol: float | int = 1e-6,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    memory_budget: int | None = None,
+    callback: Callback | None = None,
+    progress: Progress = None,
+) -> FunctionProduct:
+    """Compute A^-½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive definite A.
+
+    Args:
+        A: (n, n), symmetric positive definite.
+        B: a vector (n,) or a block (n, K).
+        lower_bound: a known positive lower bound of the spectrum, such as the prior precision. It is not verified.
+            Without one, eigenvalues are assumed to exceed eps ‖A‖, and more products are spent on checking that.
+        rtol: the relative error to reach.
+        maxiter: the largest depth, as in `apply_function`.
+        max_matvecs: a limit on products; None is none.
+        memory_budget: bytes for the bases; where that is too little, Lanczos runs twice, as in `apply_function`.
+        callback: called after each iteration, as in `apply_function`.
+        progress: as in `cg`.
+
+    Returns:
+        A FunctionProduct as from `apply_function`, with a reason for each column. SINGULAR means that an eigenvalue is
+        zero to working precision, and that b has a component along its eigenvector.
+
+    Raises:
+        NotPositiveSemidefiniteError: a clearly negative direction was found (it is also a ValueError).
+
+    Source: Ilić, Turner & Simpson 2010.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 25.0]).double())
+        >>> co.linalg.inverse_sqrt(A, torch.ones(2).double()).value.round(decimals=6)
+        tensor([0.5000, 0.2000], dtype=torch.float64)
+    """
+    # A bound of 0 tells nothing of the inverse root, which is not finite there.
+    return _apply(A, torch.rsqrt, B, _bound(lower_bound) or None, rtol, maxiter, max_matvecs, callback)
+
+
+@algorithm
+def sqrt(
+    A: Matrix | Given,
+    B: Shaped[Vectors, "n *K"],
+    *,
+    lower_bound: float | int | None = None,
+    rtol: float | int = 1e-6,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    memory_budget: int | None = None,
+    callback: Callback | None = None,
+    progress: Progress = None,
+) -> FunctionProduct:
+    """Compute A^½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive semidefinite A.
+
+    Args:
+        A: (n, n), symmetric positive semidefinite; it may be singular.
+        B: a vector (n,) or a block (n, K).
+        lower_bound: as in `inverse_sqrt`.
+        rtol: the relative error to reach.
+        maxiter: as in `inverse_sqrt`.
+        max_matvecs: a limit on products; None is none.
+        memory_budget: as in `inverse_sqrt`.
+        callback: as in `apply_function`.
+        progress: as in `cg`.
+
+    Returns:
+        A FunctionProduct as from `apply_function`, with a reason for each column.
+
+    Raises:
+        NotPositiveSemidefiniteError: a clearly negative direction was found (it is also a ValueError).
+
+    Source: as `inverse_sqrt`.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 25.0]).double())
+        >>> co.linalg.sqrt(A, torch.ones(2).double()).value.round(decimals=6)
+        tensor([2., 5.], dtype=torch.float64)
+    """
+    return _apply(A, torch.sqrt, B, _bound(lower_bound), rtol, maxiter, max_matvecs, callback)
+
+
+def _bound(lower_bound: float | int | None) -> float | int:
+    return 0.0 if lower_bound is None else checked_number("lower_bound", lower_bound, "[0, inf)")
+
+
+def _apply(
+    A: Matrix | Given,
+    f: ScalarFunction,
+    B: Vectors,
+    lower_bound: float | int | None,
+    rtol: float | int,
+    maxiter: int | None,
+    max_matvecs: int | None,
+    callback: Callback | None,
+) -> FunctionProduct:
+    A = as_matrix(A, B)
+    check(describe_square(A), B, rtol, maxiter, callback=callback)
+    check_limits(max_matvecs=max_matvecs)
+    current_run().expect(max_matvecs)
+    bound = None if lower_bound is None else float(lower_bound)
+    with torch.no_grad(), working(A, LEAST_VECTORS) as (multiply, room):
+        job = FunctionRun(multiply, f, as_columns(B), bound, room, maxiter)
+        job.solve(float(rtol), max_matvecs, callback)
+        value = shaped_as(job.value(float(rtol)), B)
         return FunctionProduct(value, job.errors, tuple(job.reasons), job.depth, job.matvecs)
 
 
@@ -155,7 +257,7 @@ class FunctionRun:
 
     @property
     def depth(self) -> int:
-        return self.run.alphas.shape[1]
+        return self.run.depth
 
     @property
     def matvecs(self) -> int:
@@ -167,7 +269,9 @@ class FunctionRun:
             while budget is not None and target > self.depth and self._cost(target) > budget:
                 target -= 1
             if target == self.depth:
-                self._stop_all(Reason.ITERATION_LIMIT if self.depth == self.wanted else Reason.RANK_CAPPED)
+                ended = Reason.ITERATION_LIMIT if self.depth == self.wanted else Reason.RANK_CAPPED
+                for k in self.active:
+                    self.reasons[int(self.live[k])] = Reason.UNVERIFIED if k in self.unverified else ended
                 return
             if target > self.run.capacity:
                 self.run.reserve(min(self.run.most, 2 * target))
@@ -185,10 +289,6 @@ class FunctionRun:
         if target > self.run.most:
             steps += int((depths - self.run.most + LEAST_CAPACITY).clamp_min(0).sum())
         return self.matvecs + steps
-
-    def _stop_all(self, reason: Reason) -> None:
-        for k in self.active:
-            self.reasons[int(self.live[k])] = Reason.UNVERIFIED if k in self.unverified else reason
 
     def _assess(self, rtol: float, budget: int | None) -> None:
         """Estimate the errors of the active columns, and stop those that are done, with reasons."""
@@ -224,19 +324,13 @@ class FunctionRun:
                     continue
                 self.best[k] = found.coefficients[i]
                 self.errors[int(self.live[k])] = errors[i]
-                reason = self._reason(float(errors[i]), float(found.rounding[i]), bool(found.settled[i]), rtol)
+                met, verified = float(errors[i]) <= rtol, bool(found.verified[i])
                 self.unverified.discard(k)
-                if reason is not None and bool(found.verified[i]):
-                    self._stop(k, Reason.UNVERIFIED if bool(doubtful[i]) else reason)
-                elif reason is Reason.CONVERGED:
+                if met and not verified:
                     self.unverified.add(k)
-
-    def _reason(self, error: float, rounding: float, settled: bool, rtol: float) -> Reason | None:
-        if error <= rtol:
-            return Reason.CONVERGED
-        if not settled:
-            return None
-        return Reason.PRECISION_LIMIT if math.isfinite(rounding) else Reason.SINGULAR
+                elif verified and (met or bool(found.settled[i])):
+                    limit = Reason.PRECISION_LIMIT if math.isfinite(float(found.rounding[i])) else Reason.SINGULAR
+                    self._stop(k, Reason.UNVERIFIED if bool(doubtful[i]) else Reason.CONVERGED if met else limit)
 
     def _leaves_doubt(self, found: Approximants, beta: Tensor, rtol: float) -> Tensor:
         """Return the columns that are about to end with too few Ritz values to bound f over the spectrum."""
@@ -285,7 +379,13 @@ class FunctionRun:
         X, lost = self.usable.place(X)
         for j in lost:
             self.reasons[j], self.errors[j] = Reason.NON_FINITE, math.inf
-        self._note_underflow(X)
+        # Entries below the smallest normal number may have any value.
+        least = torch.finfo(X.dtype).tiny * math.sqrt(X.shape[0])
+        for y, j, length in zip(found, self.live.tolist(), norm(X)[self.live.to(X.device)].tolist()):
+            if y.any() and math.isfinite(float(self.errors[j])):
+                self.errors[j] += least / length if length else math.inf
+                if least > 0.1 * length:
+                    self.reasons[j] = Reason.NON_FINITE
         return X
 
     def _note_noise(self, k: int, remade: Tensor, rtol: float) -> None:
@@ -298,15 +398,3 @@ class FunctionRun:
         self.errors[j] += (change.norm() / y.norm()).nan_to_num(math.inf, math.inf)
         if self.reasons[j] is Reason.CONVERGED and float(self.errors[j]) > rtol:
             self.reasons[j] = Reason.PRECISION_LIMIT
-
-    def _note_underflow(self, X: Vectors) -> None:
-        """Add the error of entries below the smallest normal number, which may have any value."""
-        lengths = norm(X).cpu()
-        for k, j in enumerate(self.live.tolist()):
-            found = self.best[k]
-            if found is None or not bool(found.any()) or not math.isfinite(float(self.errors[j])):
-                continue
-            lost = torch.finfo(X.dtype).tiny * math.sqrt(X.shape[0])
-            self.errors[j] += lost / float(lengths[j]) if lengths[j] else math.inf
-            if lost > 0.1 * float(lengths[j]):
-                self.reasons[j] = Reason.NON_FINITE

@@ -36,7 +36,6 @@ POINTS_BELOW = 24
 # How many points between Ritz values f is evaluated at before an error counts as small; the least number per gap.
 MOST_POINTS = 1024
 LEAST_BETWEEN = 15
-AT_ONCE = 1024
 # The share of a gap's points at which an eigenvalue may be missing; the others may be near a pole of f.
 ALL_BUT_A_POLE = 0.9
 # Fewer steps show too little of the spectrum for any estimate.
@@ -179,7 +178,7 @@ def _truncation(
 
 def _differences(x: Tensor, nodes: Tensor, values: Tensor, f: SpectralFunction) -> Iterator[tuple[Tensor, ...]]:
     """Yield F(x), x − θ and f(x) − f(θ), some points x at a time; NaN where f is not finite."""
-    for part in x.split(AT_ONCE):
+    for part in x.split(MOST_POINTS):
         y, gaps = f.unchecked(part), part[:, None] - nodes
         y = torch.where(torch.isfinite(y), y, math.nan)
         # Points closer to a Ritz value than its own rounding show nothing of f between the two.

@@ -10,6 +10,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.autograd import Function
 
+from curvops.ambient import running
 from curvops.errors import PrecisionWarning, warn
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.memory import working
@@ -17,7 +18,6 @@ from curvops.linalg.core.results import FunctionProduct, Reason, indefinite
 from curvops.linalg.core.vectors import join
 from curvops.linalg.functions.apply_function import FunctionRun
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS
-from curvops.progress import at_work
 
 # A gradient needs the vectors of each Krylov space to more digits than their product.
 GRADIENT_FACTOR = 1e-3
@@ -63,7 +63,7 @@ def _root_of_columns(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return A^-½ times each column, and with the gradients in the first half of the columns L and R of `_pairs`."""
     rtol = min(1e-6, torch.finfo(block.dtype).eps ** 0.7)
-    with at_work("inverse_sqrt", None, None, operator), working(operator, None, LEAST_VECTORS) as (multiply, room):
+    with running("inverse_sqrt", operator), working(operator, LEAST_VECTORS) as (multiply, room):
         run = FunctionRun(multiply, torch.rsqrt, block, lower_bound, room, None)
         run.solve(GRADIENT_FACTOR * rtol if with_pairs else rtol, None, None)
         value = run.value(rtol)

@@ -265,17 +265,20 @@ class Sum(Operator):
     def _diagonal(self) -> Tensor:
         return reduce(torch.add, [term._diagonal() for term in self.terms])
 
-    def _diagonal_error(self) -> Tensor:
-        """Return the sum of the terms' errors, since a term may be larger than the sum."""
-        return reduce(torch.add, map(_diagonal_error, self.terms))
+    def _diagonal_and_error(self) -> tuple[Tensor, Tensor]:
+        """Return the diagonal, and the sum of the terms' errors, since a term may be larger than the sum."""
+        diagonals, errors = zip(*map(_diagonal_and_error, self.terms))
+        return reduce(torch.add, diagonals), reduce(torch.add, errors)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         """Add independent draws of each term."""
         return torch.stack([draw_together(term, k, generator) for term in self.terms]).sum(0)
 
 
-def _diagonal_error(operator: LinearOperator) -> Tensor:
-    return operator._diagonal_error() if isinstance(operator, Operator) else Operator._diagonal_error(operator)
+def _diagonal_and_error(operator: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(operator, Operator):
+        return operator._diagonal_and_error()
+    return Operator._diagonal_and_error(operator)  # its own diagonal is all that this needs
 
 
 class ScaledForm(ClosedForm):
@@ -381,8 +384,9 @@ class Scaled(UnaryOperator):
     def _diagonal(self) -> Tensor:
         return self.base._diagonal() * self._row_factor
 
-    def _diagonal_error(self) -> Tensor:
-        return _diagonal_error(self.base) * self._row_factor.abs()
+    def _diagonal_and_error(self) -> tuple[Tensor, Tensor]:
+        diagonal, error = _diagonal_and_error(self.base)
+        return diagonal * self._row_factor, error * self._row_factor.abs()
 
     @property
     def _row_factor(self) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from linear_operator.operators import (
     ConstantDiagLinearOperator,
     DiagLinearOperator,
@@ -24,7 +25,7 @@ from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_mo
 from curvops.distributed_types import is_dtensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
-from curvops.linalg.core.memory import Memories, memories_of
+from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sharded import (
@@ -49,22 +50,19 @@ from curvops.linalg.core.vectors import (
     has_rows,
     multiply_adds_of,
     product,
-    require_precision,
     shaped_as,
 )
 from curvops.linalg.estimators.spectral_density import spectral_density
 from curvops.linalg.estimators.trace import trace
-from curvops.linalg.operators import indexing
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
-from curvops.linalg.operators.contract import LinearOperatorContract
+from curvops.linalg.operators.contract import LinearOperatorContract, positions, takes_all
 from curvops.linalg.operators.draws import draw_by_products, draw_dense
-from curvops.linalg.operators.matrix_entries import EntriesByProducts
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.solve import Promises, solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
-from curvops.progress import Progress, progress_of
+from curvops.progress import Progress
 from curvops.summary import name_of, summary
 
 PARTS = 4
@@ -90,7 +88,7 @@ def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
     return block.reshape(-1, *batch, columns).movedim(0, -2)
 
 
-class Operator(LinearOperatorContract, EntriesByProducts):
+class Operator(LinearOperatorContract):
     """A matrix known by its products: (m, n), usually far too large to be formed.
 
     A subclass stores tensors positionally (the first gives dtype and device) and everything else by keyword. It does no
@@ -178,7 +176,10 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     @property
     def memories(self) -> Memories:
         """The memory budgets of the networks in A, within which algorithms on A allocate their vectors."""
-        return frozenset().union(*(memories_of(part) for part in self._args))
+        memories: Memories = frozenset()
+        for part in self._args:
+            memories |= getattr(part, "memories", frozenset())
+        return memories
 
     @property
     def multiply_adds(self) -> float | int:
@@ -188,7 +189,11 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     @property
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
-        return next((asked for part in self._args if (asked := progress_of(part)) is not None), None)
+        for part in self._args:
+            progress: Progress = getattr(part, "progress", None)
+            if progress is not None:
+                return progress
+        return None
 
     # Products
 
@@ -392,9 +397,9 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     # Entries, slices, batches
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        if batch_indices and any(not indexing.takes_all(index) for index in batch_indices):
+        if batch_indices and any(not takes_all(index) for index in batch_indices):
             raise ValueError(f"{type(self).__name__} has no batch dimension to index with {batch_indices}.")
-        rows, columns = map(partial(indexing.positions, device=self.device), (row_index, col_index), self.matrix_shape)
+        rows, columns = map(partial(positions, device=self.device), (row_index, col_index), self.matrix_shape)
         return self if rows is None and columns is None else algebra.Sliced(self, rows=rows, columns=columns)
 
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
@@ -416,9 +421,10 @@ class Operator(LinearOperatorContract, EntriesByProducts):
     spectral_density = spectral_density
     """Estimate the density of eigenvalues with its band, see `co.linalg.spectral_density`."""
 
-    def _diagonal_error(self) -> Tensor:
-        """Return the largest change of the diagonal's entries by rounding."""
-        return ROUNDINGS * torch.finfo(self.dtype).eps * self._diagonal().detach().abs()
+    def _diagonal_and_error(self) -> tuple[Tensor, Tensor]:
+        """Return the diagonal, and the largest change of its entries by rounding."""
+        diagonal = self._diagonal()
+        return diagonal, ROUNDINGS * torch.finfo(self.dtype).eps * diagonal.detach().abs()
 
     # Facts about A: a subclass with a closed form, a root or a preconditioner overrides these
 
@@ -495,10 +501,6 @@ class Operator(LinearOperatorContract, EntriesByProducts):
         """Return M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None if none is known to pay off."""
         return None
 
-    def _iterated(self, system: routes.System) -> routes.System:
-        """Return the system with the facts about its solution by conjugate gradients."""
-        return replace(system, sketch=self._takes_sketch)
-
     # Solutions and determinants
 
     def plan(self, columns: int = 1) -> routes.SolvePlan:
@@ -518,7 +520,7 @@ class Operator(LinearOperatorContract, EntriesByProducts):
             TypeError, ValueError: columns is not a whole number, at least 1.
         """
         system = system_of(self, checked_whole("columns", columns, 1), whole=True)
-        return routes.SolvePlan({"solve": routes.routes(self._iterated(system))})
+        return routes.SolvePlan({"solve": routes.routes(replace(system, sketch=self._takes_sketch))})
 
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         """Return A⁻¹ B (or L A⁻¹ B) for (n,), (n, K) or (..., n, K), differentiable in B, L and the tensors inside A.
@@ -544,12 +546,11 @@ class Operator(LinearOperatorContract, EntriesByProducts):
             raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
         if left_tensor is not None:
             check_tensor("left_tensor", left_tensor)
-        solution = self.solve_to(right_tensor)
+        solution = solve(self, right_tensor)
         return solution if left_tensor is None else left_tensor @ solution
 
     def solve_to(self, rhs: Tensor, rtol: float | None = None) -> Tensor:
         """Solve to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8); see `co.linalg.solve`."""
-        require_precision(self.dtype, self.device)
         return solve(self, rhs, rtol=rtol)
 
     def _known_logdet(self, rtol: float) -> Estimate | None:
@@ -591,7 +592,10 @@ def number_of(value: Tensor, name: str) -> str:
 
 @describe.register
 def _(A: Operator) -> Description:
-    facts, layouts, ranks = describe.dispatch(object)(A), A.layouts, ranks_together(A)
+    facts = describe.dispatch(object)(A)
+    if not (dist.is_available() and dist.is_initialized()):
+        return facts
+    layouts, ranks = A.layouts, ranks_together(A)
     if layouts is not None:
         return LaidOut.of(facts, *layouts)
     return facts if ranks is None else OverSharedData.of(facts, ranks)

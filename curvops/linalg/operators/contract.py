@@ -8,10 +8,12 @@ gradient. Larger matrices are only multiplied, and an iteration that does not co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from linear_operator import settings
 from linear_operator.operators import (
     CholLinearOperator,
     LinearOperator,
@@ -22,17 +24,27 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from curvops.checks import carries_graph
+from curvops.errors import ManyProductsWarning, warn
+from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.memory import holding, memories_of, solve_width
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.results import indefinite
+from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import clearly_indefinite
-from curvops.linalg.core.vectors import require_precision
+from curvops.linalg.core.vectors import require_precision, unit_columns
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.operators import indexing, roots
+from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
 from curvops.linalg.operators.draws import draw
 from curvops.linalg.solvers.solve import default_rtol, solve
 from curvops.linalg.spectra.eigsh import eigsh
+from curvops.linalg.spectra.lanczos import lanczos
+
+COLUMN_BLOCK = 64
+"""The number of unit vectors multiplied at once to read single entries or the diagonal."""
+MANY_PRODUCTS = 1000
+"""A call whose name does not show that it takes more products than this says so before it starts."""
 
 
 class LinearOperatorContract(LinearOperator):
@@ -61,13 +73,92 @@ class LinearOperatorContract(LinearOperator):
 
     def __getitem__(self, index: Any) -> Any:
         """Return A[index] as for a tensor, negative indices included; raise IndexError out of range."""
-        return super().__getitem__(indexing.full_index(index, self.shape))
+        return super().__getitem__(full_index(index, self.shape))
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
         rows, columns, *_ = torch.broadcast_tensors(row_index, col_index, *batch_indices)
         wanted, position = columns.unique(return_inverse=True)
         blocks = [found[rows.flatten()] for _, found in self._by_columns(wanted)]
         return torch.cat(blocks, 1).gather(1, position.reshape(-1, 1)).reshape(rows.shape)
+
+    def _columns(self, index: Tensor) -> Tensor:
+        """Return the columns A[:, index], (m, len(index)), by one product each."""
+        return self.matmul(unit_columns(index.to(self.device), self.shape[-1], self.dtype))
+
+    def _by_columns(self, index: Tensor, most: int = COLUMN_BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (positions, A[:, positions]), at most ``most`` columns at a time, fewer if memory is short."""
+        width, beside = solve_width(self, min(most, len(index)))
+        for part in index.split(width):
+            with holding(self, beside):
+                found = self._columns(part)
+            yield part, found
+
+    def diagonal(self, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
+        """Return the exact diagonal, (n,): without a product if it is known, otherwise by n products.
+
+        `co.linalg.diagonal(A)` estimates it from 128 products, with an error bar. Above 1,000 products the call warns
+        before it starts (`ManyProductsWarning`).
+
+        Args:
+            offset: 0; linear_operator's signature.
+            dim1: −2, as above.
+            dim2: −1, as above.
+
+        Returns:
+            The diagonal, (n,).
+
+        Raises:
+            RuntimeError: A is not square.
+        """
+        found: Tensor = super().diagonal(offset, dim1, dim2)
+        return found
+
+    def _warn_of_products(self, count: int, what: str, instead: str) -> None:
+        if count > MANY_PRODUCTS:
+            warn(
+                f"{what} of this {type(self).__name__} takes {count:,} products: {instead}.",
+                ManyProductsWarning,
+            )
+
+    def _diagonal(self) -> Tensor:
+        positions = torch.arange(min(self.matrix_shape), device=self.device)
+        instead = "co.linalg.diagonal(A) estimates it from 128, with an error bar"
+        self._warn_of_products(len(positions), "the exact diagonal", instead)
+        return torch.cat([found[part].diagonal() for part, found in self._by_columns(positions)])
+
+    def to_dense(self) -> Tensor:
+        """Form the matrix, (..., m, n), by one product per column, as many at a time as the memory budget allows.
+
+        A small matrix is kept for further calls as long as the operator's tensors are unchanged; each call returns a
+        copy. Above 1,000 products with a curvature of a network the call warns before it starts.
+        """
+        if max(self.matrix_shape) > routes.DENSE_SIZE:
+            products = min(self.matrix_shape) if memories_of(self) and all(spaces_of(self)) else 0
+            instead = "the solvers, eigenpairs and estimates of co.linalg take fewer"
+            self._warn_of_products(products, "the dense matrix", instead)
+            return self._form_dense()
+        tensors = self.representation()
+        watched = [tensor for tensor in tensors if tensor.numel() <= routes.DENSE_SIZE**2]
+        cache: Cache = self.__dict__.setdefault("_dense_cache", Cache())
+        return cache.get_or_compute("dense", tensors, self._form_dense, watched).clone()
+
+    def _form_dense(self) -> Tensor:
+        m, n = self.matrix_shape
+        if self.batch_shape or solve_width(self, n)[0] >= n:
+            operator, size = (self.mT, m) if m < n else (self, n)
+            unit = torch.eye(size, dtype=self.dtype, device=self.device).expand(*self.batch_shape, size, size)
+            found = operator.matmul(unit)
+            return (found.mT if m < n else found).contiguous()
+        positions = torch.arange(n, device=self.device)
+        return torch.cat([found for _, found in self._by_columns(positions, n)], 1)
+
+    @property
+    def diagonal_matvecs(self) -> int:
+        """The number of products that the diagonal takes: n for classes without a cheaper way, and for foreign ones."""
+        if type(self)._diagonal is LinearOperatorContract._diagonal:
+            return min(self.matrix_shape)
+        parts = (part for part in self._args if isinstance(part, LinearOperator))
+        return sum(getattr(part, "diagonal_matvecs", self.shape[-1]) for part in parts)
 
     def _unsqueeze_batch(self, dim: int) -> LinearOperator:
         return self._expand_batch((*self.batch_shape[:dim], 1, *self.batch_shape[dim:]))
@@ -123,7 +214,7 @@ class LinearOperatorContract(LinearOperator):
         return [self[index] for index in itertools.product(*map(range, self.batch_shape))]
 
     def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
-        L = roots.cholesky_factor(self, strict=self._is_regularised)
+        L = cholesky_factor(self, strict=self._is_regularised)
         return TriangularLinearOperator(L.mT if upper else L, upper=bool(upper))
 
     def root_decomposition(self, method: str | None = None) -> RootLinearOperator:
@@ -132,10 +223,16 @@ class LinearOperatorContract(LinearOperator):
         if self._is_formed:
             self._require_psd()
             if self._is_regularised and method in (None, "cholesky", "lanczos") and self.shape[-1] > 1:
-                return CholLinearOperator(TriangularLinearOperator(roots.cholesky_factor(self)))
+                return CholLinearOperator(TriangularLinearOperator(cholesky_factor(self)))
             return super().root_decomposition(method="cholesky" if method in (None, "lanczos") else method)
-        values, vectors = roots.ritz_pairs(self)
+        values, vectors = self._ritz_pairs()
         return RootLinearOperator(vectors * values.clamp_min(0).sqrt())
+
+    def _ritz_pairs(self) -> tuple[Tensor, Tensor]:
+        """Return all Ritz values and vectors of Lanczos with as many steps as linear_operator allows for a root."""
+        result = lanczos(self, min(self.shape[-1], self._root_decomposition_size()))
+        values, rotation = torch.linalg.eigh(result.T)
+        return values.to(result.Q.dtype), result.Q @ rotation.to(result.Q.dtype)
 
     def root_inv_decomposition(
         self, initial_vectors: Tensor | None = None, test_vectors: Tensor | None = None, method: str | None = None
@@ -146,7 +243,7 @@ class LinearOperatorContract(LinearOperator):
             self._require_psd()
             method = "cholesky" if method in (None, "lanczos") else method
             return super().root_inv_decomposition(initial_vectors, test_vectors, method=method)
-        values, vectors = roots.ritz_pairs(self)
+        values, vectors = self._ritz_pairs()
         return RootLinearOperator(vectors * values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt())
 
     def _require_psd(self) -> None:
@@ -172,9 +269,25 @@ class LinearOperatorContract(LinearOperator):
             NotPositiveSemidefiniteError: A is indefinite.
         """
         require_precision(self.dtype, self.device)
+        columns = rhs.unsqueeze(-1) if rhs.ndim == 1 else rhs
         if self.batch_shape and not self._is_small:
-            return roots.multiply_inverse_roots(self._members(), self.batch_shape, rhs, lhs)
-        return roots.multiply_inverse_root(self, rhs, lhs)
+            batch = self.batch_shape
+            blocks = [B.expand(*batch, *B.shape[-2:]).flatten(0, -3) for B in (columns, lhs) if B is not None]
+            members = [one.sqrt_inv_matmul(*each) for one, *each in zip(self._members(), *blocks)]
+            if lhs is not None:
+                return tuple(torch.stack(part).unflatten(0, batch) for part in zip(*members))
+            product = torch.stack(members).unflatten(0, batch)
+            return product.squeeze(-1) if rhs.ndim == 1 else product
+        if self._is_small:
+            root: Callable[[Tensor], Tensor] = inverse_root(self._dense()).matmul
+        elif (form := self._closed_form()) is not None:
+            root = form.inverse_root
+        else:
+            root = partial(inverse_root_product, self, lower_bound=self._lower_bound())
+        if lhs is None:
+            return root(columns).squeeze(-1) if rhs.ndim == 1 else root(columns)
+        rows = root(lhs.mT).mT
+        return rows @ rhs, rows.square().sum(-1)
 
     def diagonalization(self, method: str | None = None) -> tuple[Tensor, LinearOperator]:
         """Return eigenvalues (m,) and vectors (n, m), all of them if A is small or `method` is "symeig".
@@ -266,3 +379,64 @@ def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) 
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
     return value
+
+
+def cholesky_factor(operator: LinearOperator, strict: bool = False) -> Tensor:
+    """Return the Cholesky factor L; a matrix singular to rounding gets the smallest jitter that makes it definite.
+
+    With `strict` no jitter is added, as for densities, which the jitter would determine; a matrix that needs one is an
+    error.
+
+    The jitter is relative to the largest entry of the diagonal (linear_operator's is absolute, and could be the whole
+    variance of small targets), from n eps up to a hundred times linear_operator's. Raises NotPositiveSemidefiniteError
+    if that is not enough.
+    """
+    dense: Tensor = operator._dense()
+    if not dense.numel():
+        return dense
+    largest = dense.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+    unit = dense / torch.where(largest > 0, largest, 1.0)
+    eye, of_unit = torch.eye(dense.shape[-1], dtype=dense.dtype, device=dense.device), unit.detach().diagonal(0, -2, -1)
+    added, most = 0.0, 0.0 if strict else 100 * settings.cholesky_jitter.value(dense.dtype)
+    while added <= most:
+        L, info = torch.linalg.cholesky_ex(unit + added * eye if added else unit)
+        lost = L.detach().diagonal(dim1=-2, dim2=-1).square() <= 2 * len(eye) * torch.finfo(dense.dtype).eps * of_unit
+        if not bool(info.any() | (lost.any() & strict)):
+            return L * largest.sqrt()
+        added = max(10 * added, len(eye) * torch.finfo(dense.dtype).eps)
+    beyond = "to working precision, and no jitter is added" if strict else "beyond what rounding explains"
+    raise indefinite(f"this {type(operator).__name__} has no Cholesky factor: it is not positive definite, {beyond}.")
+
+
+def full_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
+    """Return an index without an ellipsis, its integers counted from the first entry; IndexError out of range."""
+    given = index if isinstance(index, tuple) else (index,)
+    at = next((i for i, part in enumerate(given) if part is Ellipsis), None)
+    if at is not None:
+        given = (*given[:at], *(slice(None),) * (len(shape) + 1 - len(given)), *given[at + 1 :])
+    if len(given) > len(shape):
+        raise IndexError(f"{len(given)} indices for an operator of shape {tuple(shape)}.")
+    return tuple(map(_from_start, given, shape))
+
+
+def _from_start(index: Any, size: int) -> Any:
+    """Return an integer or integer tensor as counted from the first entry, which linear_operator requires."""
+    if isinstance(index, int) and not isinstance(index, bool):
+        if not -size <= index < size:
+            raise IndexError(f"index {index} is out of range for a dimension of size {size}.")
+        return index % size
+    if isinstance(index, list):
+        index = torch.tensor(index)
+    if isinstance(index, Tensor) and not index.is_floating_point() and index.dtype != torch.bool:
+        return torch.where(index < 0, index + size, index)
+    return index
+
+
+def takes_all(index: Any) -> bool:
+    """Return whether an index is the slice of everything."""
+    return isinstance(index, slice) and index == slice(None)
+
+
+def positions(index: Any, size: int, device: torch.device) -> Tensor | None:
+    """Return a row or column index as a tensor of positions, None for all; raise IndexError out of range."""
+    return None if takes_all(index) else torch.arange(size, device=device)[index].reshape(-1)

@@ -12,10 +12,11 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import Place, current
+from curvops.ambient import current_run
+from curvops.checkpoint import Place
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import keep, room_for, vector_bytes
+from curvops.linalg.core.memory import keep, room_in, vector_bytes
 from curvops.linalg.core.sharded import RowLayout, over_ranks
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
@@ -26,7 +27,7 @@ from curvops.linalg.estimators.logdet import ShiftedParts
 from curvops.linalg.operators.algebra import Product, Sum, UnaryOperator
 from curvops.linalg.operators.base import Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, closed_form
-from curvops.linalg.operators.diagonal_matrix import Diagonal
+from curvops.linalg.operators.dense import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
@@ -199,7 +200,7 @@ class Damped(UnaryOperator):
         """
         cache, key = self._cache, ("preconditioner", self.representation())
         with cache.lock:
-            of_run = checkpoint is not None or current()
+            of_run = checkpoint is not None or current_run().checkpoint is not None
             served, found = (not of_run and cache.get(*key, (self.shift,))) or (0, None)
             if columns > SKETCH_SERVES * served:
                 found = None
@@ -223,7 +224,7 @@ class Damped(UnaryOperator):
         shift = self.shift.detach()
         generator = torch.Generator(self.device).manual_seed(0) if generator is None else generator
         base, level, scale = self._whiten(shift)
-        if memory_budget is None and (room := room_for(self, None, 0)) is not None:
+        if memory_budget is None and (room := room_in(self.memories, 0)) is not None:
             memory_budget = max(0, room - SOLVE_VECTORS * vector_bytes(describe(self)))  # room for one column
         near = self._nearby_form()
         most = None if near is None else math.ceil(expected_products(near.condition, columns))
@@ -292,8 +293,7 @@ class Damped(UnaryOperator):
         return self._cache.get_or_compute("form", tensors, lambda: form if form.holds else None, (self.shift,))
 
     def promises(self) -> Promises:
-        known = super().promises()
-        return known._replace(definite=known.symmetric)  # P is a precision, so an indefinite one is an error
+        return Promises(self.symmetric, definite=self.symmetric)  # P is a precision: an indefinite one is an error
 
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
         form = self._closed_form()
@@ -395,9 +395,9 @@ class Inverse(UnaryOperator):
         form = self._form_of_base
         return super()._diagonal() if form is None else form.inverse_diagonal()
 
-    def _diagonal_error(self) -> Tensor:
-        form, error = self._form_of_base, super()._diagonal_error()
-        return error if form is None else error + form.inverse_diagonal_error()
+    def _diagonal_and_error(self) -> tuple[Tensor, Tensor]:
+        form, (diagonal, error) = self._form_of_base, super()._diagonal_and_error()
+        return diagonal, error if form is None else error + form.inverse_diagonal_error()
 
     @property
     def diagonal_matvecs(self) -> int:

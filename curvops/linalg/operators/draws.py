@@ -10,16 +10,16 @@ from curvops.checks import refuse_modes
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import Memories, hold, memories_of, solve_width
-from curvops.linalg.core.sharded import SEED, on_shards, ranks_together
+from curvops.linalg.core.sharded import SEED, algorithm, ranks_together
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
-from curvops.linalg.functions.square_roots import sqrt
+from curvops.linalg.functions.apply_function import sqrt
 
 # Draws of an operator without a root: the number of columns that run at once, and their relative error.
 DRAW_BLOCK = 32
 DRAW_RTOL = 1e-5
 
 
-@on_shards
+@algorithm
 def draw(
     operator: LinearOperator,
     k: int,

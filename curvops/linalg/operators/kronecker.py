@@ -493,10 +493,11 @@ class EigenKronecker(_GroupedBlocks):
 
     def filter(self, weights: Float[Tensor, "g p q"], block: Tensor) -> Tensor:
         """Return U diag(weights) Uᵀ B, for columns or a table B."""
-        rotated = self.rotate_back(block)
         if block.ndim == 3:
-            return self.rotate(rotated.mul_(weights.flatten(0, 1).unsqueeze(1)))
-        return self.rotate(weights.reshape(-1, 1) * rotated)
+            return self.rotate(self.rotate_back(block).mul_(weights.flatten(0, 1).unsqueeze(1)))
+        left, right, _ = self._args
+        rotated = _both(_transpose(left), _transpose(right), _to_groups(block, self.sizes))
+        return _from_groups(_both(left, right, weights.unsqueeze(1) * rotated), block)
 
     def diagonal_of(self, spectrum: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Return the diagonal of U diag(spectrum) Uᵀ."""

@@ -1,9 +1,9 @@
-"""A low-rank matrix U diag(s) Uᵀ, and that matrix plus a diagonal by Woodbury's identity."""
+"""A low-rank matrix U diag(s) Uᵀ, such a matrix near to one known by its products, and either plus a diagonal."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -12,25 +12,57 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import carries_graph, check_shape, check_tensor
+from curvops.checkpoint import Place, begin, derive_generator
+from curvops.checks import (
+    carries_graph,
+    check_shape,
+    check_tensor,
+    checked_number,
+    checked_whole,
+    require_no_graph,
+)
+from curvops.errors import RankWarning, warn
+from curvops.linalg.core.matrix_identity import problem_of
+from curvops.linalg.core.memory import vector_bytes, working
+from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.rounding import ROUNDINGS
-from curvops.linalg.core.sharded import Sharded, block_of
-from curvops.linalg.core.sources import Sources, scale_sources
-from curvops.linalg.core.spaces import Space
-from curvops.linalg.core.vectors import as_columns, by_rows, combine, gram, inner, shaped_as
+from curvops.linalg.core.rounding import ROUNDINGS, rounding_level
+from curvops.linalg.core.sharded import Sharded, algorithm, block_of, stored
+from curvops.linalg.core.sources import Sources, scale_sources, sources_of
+from curvops.linalg.core.spaces import Space, spaces_of
+from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.vectors import (
+    CHUNK,
+    Description,
+    Given,
+    Matrix,
+    as_columns,
+    as_matrix,
+    by_rows,
+    combine,
+    describe_square,
+    gram,
+    norm,
+    part,
+    shaped_as,
+    spawn_generator,
+    unit_blocks,
+)
+from curvops.linalg.estimators.adaptive import LEAST_VECTORS
+from curvops.linalg.estimators.frobenius import PROBES
 from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
+from curvops.linalg.preconditioners.nystrom import KEPT, MOST_RANK, grow
 from curvops.linalg.solvers.solve import default_rtol
+from curvops.progress import Progress
+
+FEWEST_PROBES = 4
 
 
 class LowRankForm(ClosedForm):
     """Woodbury's form: (D + U S Uᵀ)⁻¹ = D⁻¹ − D⁻¹U S (I + UᵀD⁻¹U S)⁻¹ UᵀD⁻¹ for S ≥ 0 and D = diag(d) > 0."""
-
-    def __new__(cls, base: LowRank, shift: Tensor) -> LowRankForm:
-        return super().__new__(cls if base.layouts is None else ShardedForm)
 
     @property
     def holds(self) -> bool:
@@ -41,27 +73,25 @@ class LowRankForm(ClosedForm):
         """The inverse D⁻¹ as a column, (n, 1) or 0-d."""
         return self.shift.reciprocal() if self.shift.ndim == 0 else self.shift.reciprocal().unsqueeze(-1)
 
-    @property
-    def U(self) -> Tensor:
-        """The matrix U, (n, r)."""
-        return self.base.vectors
+    @cached_property
+    def U(self) -> Any:
+        """The matrix U, (n, r), of which each rank holds its rows if the vectors are sharded."""
+        return self.base.vectors if self.base.layouts is None else block_of(self.base.vectors)
 
     @cached_property
-    def scaled(self) -> Tensor:
+    def scaled(self) -> Any:
         """The matrix D⁻¹U, (n, r)."""
         return self.inverse_shift * self.U
 
     def _against(self, block: Tensor) -> Tensor:
         """Return UᵀB, (r, K)."""
-        return self.U.mT @ block
-
-    def _spread(self, small: Tensor) -> Tensor:
-        """Return U C, (n, K)."""
-        return (small.mT @ self.U.mT).mT
+        return _times_transposed(self.U, block)
 
     def _pull(self, block: Tensor) -> Tensor:
         """Return UᵀD⁻¹B, (r, K), without a second matrix of U's size if d is a single number."""
-        return self.inverse_shift * self._against(block) if self.shift.ndim == 0 else self.scaled.mT @ block
+        if self.shift.ndim == 0:
+            return self.inverse_shift * self._against(block)
+        return _times_transposed(self.scaled, block)
 
     @cached_property
     def capacitance(self) -> Tensor:
@@ -104,20 +134,20 @@ class LowRankForm(ClosedForm):
         For a b in the span of U the second part is rounding, much of it in the span: two passes are not enough.
         """
         inside = self._against(block)
-        outside = block - self._spread(inside)
+        outside = block - combine(self.U, inside)
         again = self._against(outside)
-        outside = outside - self._spread(again)
+        outside = outside - combine(self.U, again)
         left = (inside + again) / (self.base.values + self.shift).unsqueeze(-1) - self._against(outside) / self.shift
-        return outside / self.shift + self._spread(left)
+        return outside / self.shift + combine(self.U, left)
 
     def solve(self, block: Tensor) -> Tensor:
         if self._needs_splitting:
             return self._split_solve(block)
-        U = self.base.vectors
-        weights = self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self._pull(block))
+        U, weights = self.U, self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self._pull(block))
+        tensors = (self.base.vectors, self.base.values, self.shift, block)
+        if self.shift.ndim or isinstance(U, Sharded) or carries_graph(tensors):
+            return self.inverse_shift * (block - combine(U, weights))
         # As (K, n), the layout of a block, with the fewest passes over it.
-        if self.shift.ndim or carries_graph((U, self.base.values, self.shift, block)):
-            return torch.addmm(block.mT, weights.mT, U.mT, alpha=-1).mT.mul_(self.inverse_shift)
         return torch.addmm(block.mT, (weights * self.inverse_shift).mT, U.mT, beta=self._scale, alpha=-1).mT
 
     @cached_property
@@ -144,36 +174,60 @@ class LowRankForm(ClosedForm):
         shift = self.shift.expand(self.base.shape[-1])
         return shift.log().sum() + torch.linalg.slogdet(self.capacitance)[1].clamp_min(0)  # less is rounding, even −∞
 
+    @property
+    def _unit(self) -> float:
+        """The largest relative error of a sum of products in the dtype, relative to the size of its terms."""
+        return ROUNDINGS * torch.finfo(self.base.dtype).eps
+
     @cached_property
-    def rounding(self) -> CapacitanceRounding:
-        """Bounds on the effect of rounding on the capacitance and on its inverse."""
-        base, shift, U = self.base.detach(), self.shift.detach(), self.U.detach()
-        sizes = inner(U if shift.ndim == 0 else self.scaled.detach(), U)
-        sizes = sizes * self.inverse_shift.detach() if shift.ndim == 0 else sizes
-        lu, pivots, _ = torch.linalg.lu_factor_ex(self.capacitance.detach())  # computed even if it is exactly singular
-        return CapacitanceRounding(self.capacitance.detach(), lu, pivots, sizes, base.values.double())
+    def _rounding(self) -> tuple[Tensor, float, float]:
+        """The diagonal c of H = I + √S UᵀD⁻¹U √S, the least eigenvalue λ of K = H_ij/√(c_i c_j), and the error of K⁻¹.
+
+        det H is that of the capacitance. Rounding, in its products (by Cauchy and Schwarz) and in the elimination
+        (Higham 2002, theorem 9.3), changes an entry of K by a few units, and so ‖K⁻¹‖ λ by the error, which is infinite
+        if λ may be zero.
+        """
+        C, values = self.capacitance.detach().double(), self.base.values.detach().double()
+        sizes, r = C.diagonal(), int((values > 0).sum())
+        if not r:
+            return sizes, 1.0, 0.0
+        scale = (values / sizes).sqrt()[values > 0]
+        K = C[values > 0][:, values > 0] * scale.unsqueeze(-1) / (scale * sizes[values > 0])
+        change = r * (self._unit + min(ROUNDINGS, r) * torch.finfo(self.base.dtype).eps)
+        least = float(torch.linalg.eigvalsh((K + K.mT) / 2)[0]) - change if bool(torch.isfinite(K).all()) else 0.0
+        return sizes, least, change / (least - change) if least > change else math.inf
 
     def logdet_error(self) -> float:
+        sizes, _, error = self._rounding
         logs = self.shift.detach().double().log().expand(self.base.shape[-1])
-        return self.rounding.logdet_error() + self.rounding.unit * float(logs.abs().sum())
+        most = float(sizes.log().sum())  # 0 ≤ log det C ≤ Σ log c_j
+        return min(len(sizes) * math.log1p(error), 2 * most) + self._unit * (float(logs.abs().sum()) + most)
 
     def inverse_diagonal_error(self) -> Tensor:
-        U, unit, inverse_shift = self.base.vectors.detach(), self.rounding.unit, self.shift.detach().reciprocal()
+        unit, inverse_shift, U = self._unit, self.shift.detach().reciprocal(), self.U.detach()
         if self._needs_splitting:
-            gap = gram(U, U) - self._eye  # P⁻¹ has (S⁻¹d + UᵀU)⁻¹ where the formula has (S⁻¹d + I)⁻¹
-            return (3 * _quadratic_forms(U.abs(), gap.abs())[:, 0] + unit * (1 + U.square().sum(1))) * inverse_shift
-        weights = self.rounding.inverse_error()
-        if weights is None:  # 0 < P⁻¹ ≤ D⁻¹
+            gap = (gram(U, U) - self._eye).abs()  # P⁻¹ has (S⁻¹d + UᵀU)⁻¹ where the formula has (S⁻¹d + I)⁻¹
+            forms, size = (by_rows(U, function=partial(_sizes_of_rows, matrix=m)) for m in (gap, self._eye))
+            return (3 * forms[:, 0] + unit * (1 + size[:, 0])) * inverse_shift
+        sizes, least, error = self._rounding
+        if math.isinf(error):  # 0 < P⁻¹ ≤ D⁻¹
             return inverse_shift + self.inverse_diagonal().detach().abs()
-        return _quadratic_forms(self.scaled.detach().abs(), weights)[:, 0] + unit * inverse_shift
+        weights = self.base.values.detach().double() / sizes * ((error + len(sizes) * unit) / least)
+        return (
+            by_rows(self.scaled.detach(), function=partial(_sizes_of_rows, matrix=weights.diag()))[:, 0]
+            + unit * inverse_shift
+        )
 
     def inverse_diagonal(self) -> Tensor:
-        if self._needs_splitting:
-            inside = self.base.vectors.square()
-            outside = (1 - inside.sum(1)).clamp_min(0)
-            return inside @ (self.base.values + self.shift).reciprocal() + outside / self.shift
-        middle = self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self.scaled.mT)
-        return self.shift.reciprocal() - (self.scaled * middle.mT).sum(-1)
+        values = self.base.values
+        if not self._needs_splitting:
+            middle = values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self._eye)
+            return (
+                self.shift.reciprocal() - by_rows(self.scaled, function=partial(_quadratic_forms, matrix=middle))[:, 0]
+            )
+        weights = torch.stack([(values + self.shift).reciprocal(), torch.ones_like(values)], 1)
+        inside, size = by_rows(self.U, function=lambda rows: rows.square() @ weights).mT
+        return inside + (1 - size).clamp_min(0) / self.shift
 
     @cached_property
     def whitened(self) -> tuple[Tensor, Tensor]:
@@ -210,111 +264,8 @@ def _sizes_of_rows(rows: Tensor, matrix: Tensor) -> Float[Tensor, "n 1"]:
     return _quadratic_forms(rows.abs(), matrix)
 
 
-@dataclass(frozen=True, eq=False)
-class CapacitanceRounding:
-    """The changes by rounding of the capacitance C = I + UᵀD⁻¹U S, of its log-determinant and of its inverse.
-
-    The computed C differs from the exact one by at most E, entry by entry: for the product UᵀD⁻¹U by Cauchy and Schwarz
-    from its diagonal `sizes`, for the elimination by |L| |U| (Higham 2002, theorem 9.3). Everything else follows from
-    |C⁻¹ΔC| ≤ B = |C⁻¹| E, whose powers are bounded by its Perron root.
-    """
-
-    capacitance: Float[Tensor, "r r"]
-    lu: Float[Tensor, "r r"]
-    pivots: Tensor
-    sizes: Float[Tensor, " r"]
-    values: Float[Tensor, " r"]
-
-    @property
-    def unit(self) -> float:
-        """The largest relative error of a sum of products in the dtype, relative to the size of its terms."""
-        return ROUNDINGS * torch.finfo(self.lu.dtype).eps
-
-    @cached_property
-    def inverse(self) -> Float[Tensor, "r r"]:
-        """The magnitudes |C⁻¹| of the inverse."""
-        return torch.linalg.inv_ex(self.capacitance.double()).inverse.abs()
-
-    @cached_property
-    def relative(self) -> Float[Tensor, "r r"]:
-        """The bound B of |C⁻¹ΔC|."""
-        P, L, U = torch.lu_unpack(self.lu.double(), self.pivots)
-        roots, steps = self.sizes.sqrt(), min(ROUNDINGS, len(self.values))
-        products = torch.outer(roots, roots) * self.values
-        terms = ROUNDINGS * products + self.capacitance.double().abs() + steps * (P @ (L.abs() @ U.abs()))
-        return self.inverse @ (torch.finfo(self.lu.dtype).eps * terms)
-
-    @cached_property
-    def scale(self) -> Float[Tensor, " r"]:
-        """A vector near the Perron vector of B."""
-        return self.relative @ self.relative.sum(1)
-
-    @cached_property
-    def root(self) -> float:
-        """An upper bound of the Perron root of B (Collatz 1942); rounding is decisive unless it is below 1."""
-        growth = (self.relative @ self.scale) / self.scale
-        return float(growth.nan_to_num(math.inf).max()) if len(growth) else 0.0
-
-    def logdet_error(self) -> float:
-        """Return the largest change of log det C: |log det(I + X)| ≤ Σ tr Bᵏ / k for |X| ≤ B."""
-        if self.root < 1:
-            rest = -math.log1p(-self.root) - self.root
-            return float(self.relative.diagonal().sum()) + len(self.values) * rest
-        most = (self.values * self.sizes).log1p().sum()  # 0 ≤ log det C ≤ Σ log C_jj
-        return float(most + torch.linalg.slogdet(self.capacitance.double())[1].clamp_min(0))
-
-    def inverse_error(self) -> Float[Tensor, "r r"] | None:
-        """Return the largest change of S C⁻¹ and of products with it; None if no bound is known."""
-        if not self.root < 1:
-            return None
-        balance = self.scale / self.scale.unsqueeze(1)
-        eye = torch.eye(len(self.values), dtype=torch.float64, device=self.values.device)
-        scaled = self.relative * balance
-        series = torch.linalg.solve(eye - scaled, scaled).clamp_min(0) / balance  # Σ Bᵏ for k ≥ 1
-        return self.values.unsqueeze(1) * (series @ self.inverse + self.unit * self.inverse)
-
-
-class ShardedForm(LowRankForm):
-    """Woodbury's form for a U that is sharded over ranks, on sharded blocks; diagonals are whole vectors."""
-
-    @cached_property
-    def U(self) -> Any:
-        return block_of(self.base.vectors)
-
-    def _against(self, block: Tensor) -> Tensor:
-        return gram(self.U, block).to(block.dtype)
-
-    def _spread(self, small: Tensor) -> Tensor:
-        return combine(self.U, small)
-
-    def _pull(self, block: Tensor) -> Tensor:
-        return self.inverse_shift * self._against(block) if self.shift.ndim == 0 else gram(self.scaled, block).to(block)
-
-    def solve(self, block: Tensor) -> Tensor:
-        if self._needs_splitting:
-            return self._split_solve(block)
-        weights = self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self._pull(block))
-        return self.inverse_shift * (block - self._spread(weights))
-
-    def inverse_diagonal(self) -> Tensor:
-        values, middle = self.base.values, torch.linalg.solve(self.capacitance, self._eye)
-        if not self._needs_splitting:
-            forms = partial(_quadratic_forms, matrix=values.unsqueeze(-1) * middle)
-            return self.shift.reciprocal() - by_rows(self.scaled, function=forms)[:, 0]
-        weights = torch.stack([(values + self.shift).reciprocal(), torch.ones_like(values)], 1)
-        inside, size = by_rows(self.U, function=lambda rows: rows.square() @ weights).mT
-        return inside + (1 - size).clamp_min(0) / self.shift
-
-    def inverse_diagonal_error(self) -> Tensor:
-        unit, inverse_shift, U = self.rounding.unit, self.shift.reciprocal(), self.U
-        if self._needs_splitting:
-            gap = (gram(U, U) - self._eye).abs()
-            forms, size = (by_rows(U, function=partial(_sizes_of_rows, matrix=m)) for m in (gap, self._eye))
-            return (3 * forms[:, 0] + unit * (1 + size[:, 0])) * inverse_shift
-        weights = self.rounding.inverse_error()
-        if weights is None:
-            return inverse_shift + self.inverse_diagonal().abs()
-        return by_rows(self.scaled, function=partial(_sizes_of_rows, matrix=weights))[:, 0] + unit * inverse_shift
+def _times_transposed(X: Any, block: Any) -> Tensor:
+    return gram(X, block).to(block.dtype) if isinstance(X, Sharded) else X.mT @ block
 
 
 class LowRank(Operator):
@@ -430,8 +381,8 @@ class LowRank(Operator):
         """Add diag(e), e ≥ 0, so that the sum has the given diagonal, that of the approximated matrix.
 
         Products, draws and `add_diagonal` are exact, and solves use Woodbury if the diagonal added to e is positive. An
-        entry that is smaller than that of the low-rank part is an error. This never happens for
-        `co.low_rank(method="nystrom")` and the exact diagonal, whereas the Lanczos approximation can exceed its matrix.
+        entry that is smaller than that of the low-rank part is an error. This never happens for `co.low_rank`, a
+        Nyström approximation, and the exact diagonal.
 
         Args:
             diagonal: the diagonal of the sum, (n,).
@@ -453,7 +404,7 @@ class LowRank(Operator):
             worst = int((rest.detach() + slack).argmin())
             raise ValueError(
                 f"entry {worst} of the diagonal is {float(diagonal[worst]):.6g}, less than {float(own[worst]):.6g} of "
-                'the low-rank part: pass the exact diagonal, and make the low-rank part with method="nystrom".'
+                "the low-rank part: pass the exact diagonal, and make the low-rank part by co.low_rank."
             )
         return self.add_diagonal(rest.clamp_min(0))
 
@@ -462,3 +413,150 @@ class LowRank(Operator):
         if self.layouts is not None:
             raise ValueError("a LowRank whose vectors are sharded over ranks cannot be drawn from.")
         return self.root @ normal(len(self.values), k, self.dtype, self.device, generator)
+
+
+@algorithm
+def low_rank(
+    op: Matrix | Given,
+    rank: int | None = None,
+    rtol: float | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    progress: Progress = None,
+    checkpoint: Place | None = None,
+) -> LowRank:
+    """Approximate positive semi-definite A (n, n) by Â = U diag(s) Uᵀ, U (n, r) orthonormal, s (r,) descending.
+
+    `Â.error` estimates ‖A − Â‖_F / ‖A‖_F from 16 random vectors independent of the approximation (exactly, from all n
+    unit vectors, if n ≤ 16). Its standard error is that of the ratio; its matvecs are all products spent.
+
+    Args:
+        op: a tensor or an operator, symmetric positive semi-definite.
+        rank: r; the result has fewer if A has no more eigenvalues above rounding. With rtol, the largest r.
+        rtol: double the rank until error + 2 standard errors ≤ rtol (0.01 if neither is given). The same random vectors
+            measure the error after each doubling.
+        generator: the source of the random vectors.
+        memory_budget: bytes for the stored vectors, which limit the rank. None is the rest of the budget of the
+            linearisation behind A; then fewer vectors, at least four, may measure the error. The rank is at most 1024
+            if neither rank nor memory_budget is given.
+        progress: as in `cg`.
+        checkpoint: a folder for intermediate results, written at most every half minute: a killed run continues from
+            there and gives bitwise the same result. It also keeps the result, which a later run returns at once.
+
+    Warns with `RankWarning` if the budget or the limit ended the growth first.
+
+    Returns:
+        A LowRank operator with its `error`.
+
+    Raises:
+        ValueError: rank is not in 1..n, rtol is not in (0, 1), the budget is below one vector, a tensor in A requires a
+            gradient (Â has none), or the checkpoint belongs to another problem.
+        OSError: the checkpoint cannot be written.
+        NotPositiveSemidefiniteError: an eigenvalue clearly below zero was found.
+
+    Source: the randomised Nyström approximation of Frangella, Tropp & Udell 2023, by blocks of products.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([100.0, 50.0, 0.0, 0.0]).double())
+        >>> approximation = co.linalg.low_rank(A, rank=2, generator=torch.Generator().manual_seed(0))
+        >>> approximation.values.round(), approximation.vectors.shape
+        (tensor([100.,  50.], dtype=torch.float64), torch.Size([4, 2]))
+    """
+    op = as_matrix(op)
+    facts = describe_square(op)
+    require_no_graph((op,) if isinstance(op, Tensor) else op.representation(), "low_rank")
+    if rank is not None:
+        checked_whole("rank", rank, 1, facts.rows)
+    if rtol is not None:
+        checked_number("rtol", rtol, "(0, 1)")
+    aim = (0.01 if rank is None else None) if rtol is None else rtol
+    wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
+    if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
+        raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
+    kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
+    generator = spawn_generator(generator)
+    beside = kept.source("generator of the error's probes", derive_generator(generator), facts.device)
+    generator = kept.source("generator", generator, facts.device)
+
+    if kept.done:
+        made = kept.result(_Made)
+    else:
+        with working(op, LEAST_VECTORS) as (multiply, room):
+            probes = PROBES
+            if memory_budget is None and room is not None:  # a given budget covers the stored vectors only
+                probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
+                room -= 2 * probes * vector_bytes(facts)
+            limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
+            probed = Probed(multiply, facts, generator)
+            probed_once: list[Tensor] = list(kept.attach("error", lambda: probed_once) or [])
+
+            def error_of(U: Tensor, values: Tensor, matvecs: int) -> Estimate:
+                if not probed_once:
+                    exact = facts.rows <= probes
+                    Z = next(unit_blocks(facts, probes)) if exact else replace(probed, generator=beside).probes(probes)
+                    probed_once.extend((Z, multiply(Z)))
+                Z, images = probed_once
+                return _relative_error(facts, Z, images, U, values, matvecs)
+
+            def is_accurate(U: Tensor, values: Tensor) -> bool:
+                return aim is not None and _bound(error_of(U, values, 0)) <= aim
+
+            fixed = limit if aim is None else None
+            sketch = grow(probed, fixed, limit, satisfied=is_accurate, known_psd=is_psd(op), kept=kept)
+            values = sketch.eigenvalues.to(sketch.U)
+            made = kept.finish(_Made(sketch.U, values, error_of(sketch.U, values, sketch.matvecs), limit))
+    values, error, limit, r = made.values, made.error, made.limit, len(made.values)
+    small = float(error.value) <= math.sqrt(torch.finfo(values.dtype).eps)
+    if _bound(error) > aim if aim is not None else limit < (rank or 0) or not (r == limit or small):
+        warn(
+            f"low_rank ended at rank {r} with a relative error of {float(error.value):.2g} ± {float(error.stderr):.1g}"
+            f"{'' if aim is None else f' (rtol={aim:g})'}: the rank was limited to {limit}; raise rank or "
+            "memory_budget, or accept the error.",
+            RankWarning,
+        )
+    return LowRank(stored(made.vectors), values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """An approximation with its error, and the largest rank that it could have had."""
+
+    vectors: Tensor
+    values: Tensor
+    error: Estimate
+    limit: int
+
+
+def _bound(error: Estimate) -> float:
+    return float(error.value + 2 * error.stderr)
+
+
+def _relative_error(
+    facts: Description, probes: Tensor, images: Tensor, U: Tensor, values: Tensor, matvecs: int
+) -> Estimate:
+    """Estimate ‖A − Â‖_F / ‖A‖_F from probes and their products with A, exactly if the probes are unit vectors."""
+    count, width = probes.shape[1], max(1, CHUNK // facts.rows)
+    errors, seen = [], []
+    for start in range(0, count, width):
+        image = combine(U, values[:, None] * gram(U, part(probes, start, start + width)))
+        seen.append(norm(image).square())
+        image -= part(images, start, start + width)
+        errors.append(norm(image).square())
+    error, size_seen = torch.cat(errors), torch.cat(seen)
+    # The products with A, and with Â, which is no larger, have errors of this size relative to their own.
+    rounding = 2 * rounding_level(facts.dtype, facts.rows)
+    if count == facts.rows:
+        size = norm(images).square().sum()
+        value = (error.sum() / size).sqrt() if bool(size > 0) else error.new_zeros(())
+        return Estimate.rounded(value, rounding, matvecs=matvecs + count, size=1.0)
+    # ‖Â‖_F is known, so the probes estimate only ‖A‖² − ‖Â‖²; this is not negative for a projection of A.
+    known = values.double().square().sum()
+    sizes = known + norm(images).square() - size_seen
+    size = torch.maximum(sizes.mean(), known)
+    if not bool(size > 0):
+        return Estimate(size, torch.zeros_like(size), count, matvecs + count)
+    ratio = error.mean() / size
+    spread = (error - ratio * sizes).std() / (size * math.sqrt(count))
+    value = ratio.sqrt()
+    stderr = spread / (2 * value) if bool(value > 0) else spread * 0
+    return Estimate(value, stderr, count, matvecs + count, rounding)

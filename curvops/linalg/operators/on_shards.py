@@ -1,73 +1,37 @@
-"""An operator on vectors that are sharded over the ranks of a device mesh."""
+"""Operators on vectors that are sharded over a device mesh: any operator, or a formed matrix whose rows are shared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.distributed_types import is_dtensor
+from curvops.linalg.core.entries import columns_of, rows
 from curvops.linalg.core.memory import Memories, Memory, memories_of
-from curvops.linalg.core.sharded import Layouts, RowLayout, Sharded, layouts_of, over_ranks
-from curvops.linalg.core.vectors import product, transposed_product
+from curvops.linalg.core.sharded import Layouts, RowLayout, Sharded, layouts_of, over_ranks, unwrapped, wrapped
+from curvops.linalg.core.vectors import entries, gram, product, transposed_product
 from curvops.linalg.operators.algebra import UnaryOperator
-from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.base import Operator, by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, closed_form
 from curvops.linalg.operators.dense import Dense
 from curvops.process_group import Ranks
 
 
-class OnShardsForm(ClosedForm):
-    """The closed form of A + diag(d) for whole vectors, applied to sharded ones some columns at a time."""
-
-    @cached_property
-    def inner(self) -> ClosedForm | None:
-        """The form of A, or None."""
-        return closed_form(self.base.base, self.shift)
-
-    @property
-    def holds(self) -> bool:
-        return self.inner is not None and self.inner.holds
-
-    @property
-    def _form(self) -> ClosedForm:
-        assert self.inner is not None
-        return self.inner
-
-    def nearby_shift(self) -> Tensor:
-        return self.shift if self.inner is None else self.inner.nearby_shift()
-
-    def require_definite(self) -> None:
-        self._form.require_definite()
-
-    def solve(self, block: Tensor) -> Tensor:
-        return _applied(self._form.solve, block)
-
-    def logdet(self) -> Tensor:
-        return self._form.logdet()
-
-    def logdet_error(self) -> float:
-        return self._form.logdet_error()
-
-    def inverse_diagonal(self) -> Tensor:
-        return self._form.inverse_diagonal()
-
-    def inverse_diagonal_error(self) -> Tensor:
-        return self._form.inverse_diagonal_error()
-
-    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self._form.draw(k, generator)
-
-    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self._form.draw_inverse(k, generator)
-
-    def inverse_root(self, block: Tensor) -> Tensor:
-        return _applied(self._form.inverse_root, block)
+def form_on_shards(A: OnShards, shift: Tensor) -> ClosedForm | None:
+    """Return the closed form of A + diag(d) for whole vectors, applied to sharded ones some columns at a time."""
+    form = closed_form(A.base, shift)
+    if form is not None:
+        for name in ("solve", "inverse_root"):
+            setattr(form, name, partial(_applied, getattr(form, name)))
+    return form
 
 
 def _applied(function: Callable[[Tensor], Tensor], block: Tensor) -> Tensor:
@@ -80,7 +44,7 @@ class OnShards(UnaryOperator):
     `op.sharded(mesh)` makes it. Operators built from it (sums, multiples, with a prior) take sharded vectors, too.
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OnShardsForm
+    _damped_form: ClassVar[Any] = staticmethod(form_on_shards)
 
     def __init__(self, base: LinearOperator, row_layout: RowLayout, column_layout: RowLayout) -> None:
         super().__init__(base, row_layout=row_layout, column_layout=column_layout)
@@ -176,3 +140,149 @@ def _(A: LinearOperator, layout: RowLayout) -> LinearOperator:
 @over_ranks.register
 def _(A: Tensor, layout: RowLayout) -> LinearOperator:
     return over_ranks(Dense(A.detach()), layout)
+
+
+class BlockRows(Operator):
+    """A matrix (m, n) of which each rank holds its rows; a product gathers only the sharded vectors.
+
+    `co.TangentKernel(lin).formed(mesh)` and `BlockRows.of(tensor)` make one; a DTensor with `Shard(0)`, given as the
+    matrix of a solver, becomes one.
+
+    Args:
+        own: the rows of this rank, (m_rank, n).
+        layout: the rows of all ranks.
+        psd: a promise that the matrix is symmetric positive semi-definite.
+
+    Raises:
+        ValueError: `own` is not a matrix with as many rows as the layout gives this rank.
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.eye(4), psd=True)
+        >>> A.shape, A @ torch.ones(4)  # on the ranks of a mesh, A.sharded(mesh) has its DTensors in blocks of rows
+        (torch.Size([4, 4]), tensor([1., 1., 1., 1.]))
+    """
+
+    def __init__(self, own: Float[Tensor, "own n"], *, layout: RowLayout, psd: bool = False) -> None:
+        super().__init__(own, layout=layout, psd=psd)
+
+    @classmethod
+    def of(cls, matrix: Any, psd: bool = False) -> BlockRows:
+        """Make it from a DTensor (m, n) with `Shard(0)` over a one-dimensional device mesh.
+
+        Args:
+            matrix: the DTensor.
+            psd: a promise that the matrix is symmetric positive semi-definite.
+
+        Returns:
+            The matrix.
+
+        Raises:
+            TypeError: the argument is not a DTensor.
+            ValueError: the DTensor has another placement, or is not a matrix.
+        """
+        if not is_dtensor(matrix) or matrix.ndim != 2:
+            raise TypeError(f"BlockRows.of takes a DTensor (m, n) with Shard(0), got {type(matrix).__name__}.")
+        block = unwrapped(matrix)
+        return cls(block.local, layout=block.rows, psd=psd)
+
+    @property
+    def own(self) -> Float[Tensor, "own n"]:
+        """The rows of this rank."""
+        return self._args[0]
+
+    @property
+    def matrix(self) -> Any:
+        """The matrix as a DTensor (m, n) with `Shard(0)`."""
+        return wrapped(self._shared)
+
+    @property
+    def _shared(self) -> Sharded:
+        return Sharded(self.own, self._kwargs["layout"])
+
+    @property
+    def psd(self) -> bool:
+        return self._kwargs["psd"]
+
+    @property
+    def symmetric(self) -> bool:
+        return self.psd
+
+    @property
+    def layouts(self) -> Layouts:
+        layout = self._kwargs["layout"]
+        return layout, layout.beside(self.own.shape[-1])
+
+    def _size(self) -> torch.Size:
+        return torch.Size((self._kwargs["layout"].length, self.own.shape[-1]))
+
+    def _made_of(self) -> str:
+        return f"shared by {len(self._kwargs['layout'].counts)} ranks"
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self if self.psd else super()._transpose_nonbatch()
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        if isinstance(rhs, Sharded):
+            return Sharded(self.own @ rhs.whole(), self._kwargs["layout"])
+        return by_columns(lambda block: Sharded(self.own @ block, self._kwargs["layout"]).whole(), rhs)
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        if self.psd:
+            return self._matmul(rhs)
+        if isinstance(rhs, Sharded):
+            found = self.layouts[1]  # type: ignore[index]
+            if rhs.ndim == 1:
+                return self._t_matmul(rhs.unsqueeze(1)).squeeze(1)
+            return Sharded(found.ranks.scatter_rows(self.own.mT @ rhs.local, found.counts), found)
+        own = self._kwargs["layout"].own
+        return by_columns(lambda block: self._kwargs["layout"].ranks.add_up(self.own.mT @ block[own]), rhs)
+
+    def _times(self, factor: Tensor) -> LinearOperator:
+        return BlockRows(self.own * factor, layout=self._kwargs["layout"], psd=self.psd and bool(factor >= 0))
+
+    def _diagonal(self) -> Float[Tensor, " n"]:
+        layout = self._kwargs["layout"]
+        return Sharded(self.own.diagonal(layout.own.start), layout).whole()
+
+    def to_dense(self) -> Float[Tensor, "m n"]:
+        """Return all rows, gathered on each rank."""
+        return self._shared.whole()
+
+
+class SharedRows:
+    """Rows of a symmetric matrix, stored as its columns with entries spread over the ranks, for dual descent."""
+
+    def __init__(self, columns: Sharded) -> None:
+        self._columns = columns
+
+    def __matmul__(self, block: Sharded) -> Float[Tensor, "b K"]:
+        return gram(self._columns, block).to(block.dtype)
+
+    def diagonal(self) -> Float[Tensor, " b"]:
+        """Return entry i of row i."""
+        first = torch.arange(self._columns.shape[1], device=self._columns.device)
+        return entries(self._columns, first).diagonal()
+
+
+@rows.register
+def _(A: OnShards) -> Callable[[Tensor], SharedRows]:
+    base, layout = A.base, A._kwargs["row_layout"]
+
+    @torch.no_grad()
+    def take(index: Tensor) -> SharedRows:
+        if hasattr(base, "columns_over_ranks"):
+            return SharedRows(base.columns_over_ranks(index, layout))
+        return SharedRows(Sharded(columns_of(base, index)[layout.own], layout))
+
+    return take
+
+
+@rows.register
+def _(A: BlockRows) -> Callable[[Tensor], SharedRows]:
+    layout = A._kwargs["layout"]
+    return lambda index: SharedRows(Sharded(A.own[:, index], layout))
+
+
+@over_ranks.register
+def _(A: Sharded, layout: RowLayout) -> LinearOperator:
+    return BlockRows(A.local, layout=A.rows)

@@ -19,12 +19,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import check_choice, check_limits, check_shape, check_tensor, checked_number, checked_whole
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.entries import columns_of, diagonal_of
-from curvops.linalg.core.memory import room_for
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import Reason, indefinite
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import require_symmetric, skew_tolerance
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -42,7 +43,7 @@ from curvops.linalg.core.vectors import (
     square_sums,
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 from curvops.summary import Summarised
 
 MOST_RANK = 1024
@@ -111,6 +112,7 @@ class PivotedCholesky(Summarised):
         return shaped_as(combine(self.F, gram(self.F, as_columns(V))), V)
 
 
+@algorithm
 def cholesky(
     A: Matrix,
     rank: int | None = None,
@@ -163,12 +165,12 @@ def cholesky(
     checked_number("shift", shift, "[0, inf)")
     if diagonal is not None:
         check_tensor("diagonal", diagonal)
-    check_limits(rtol, memory_budget=memory_budget)
+    check_limits(rtol)
     size = torch.finfo(dtype).bits // 8
-    budget = room_for(A, memory_budget, LEAST_VECTORS * n * size)
+    budget = current_run().room(LEAST_VECTORS * n * size)
     room = n if budget is None else budget // max(1, 2 * n * size)
     wanted = min(n, MOST_RANK if rank is None else rank)
-    with torch.no_grad(), at_work("cholesky", None, progress, A):
+    with torch.no_grad():
         left, spent = diagonal_of(A) if diagonal is None else (diagonal.detach().to(dtype), 0)
         check_shape("the diagonal", left, (n,))
         scale = _scale(left)

@@ -14,17 +14,40 @@ matrix into one.
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from functools import partial, wraps
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.sharded import blockwise
+from curvops.distributed_types import is_dtensor
+from curvops.linalg.core.sharded import Sharded, exchanged, is_block, unwrapped, wrapped
 from curvops.linalg.core.vectors import ScalarFunction, Vectors, as_columns, combine, gram, shaped_as
 from curvops.summary import Summarised
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def blockwise(method: Callable[P, R]) -> Callable[P, R]:
+    """Make a method for one block, of an object that may hold blocks, accept sharded vectors and DTensors."""
+
+    @wraps(method)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        if "torch.distributed.tensor" not in sys.modules:
+            return method(*args, **options)
+        owner, block = exchanged(args, is_dtensor, unwrapped)
+        apply = partial(cast(Any, method), owner)
+        whole = isinstance(block, Sharded) and not any(map(is_block, vars(owner).values()))
+        found = block.multiplied(apply) if whole else apply(block)
+        return cast(R, wrapped(found) if is_dtensor(args[1]) else found)
+
+    return call
 
 
 @runtime_checkable

@@ -20,15 +20,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.checks import check_limits, checked_number
+from curvops.ambient import current_run
+from curvops.checks import checked_number
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.results import indefinite
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import require_symmetric
 from curvops.linalg.core.vectors import Matrix, ScalarFunction, check_finite, describe_square, entries, put_entries
 from curvops.linalg.preconditioners.factored import FilteredPreconditioner
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 from curvops.summary import Summarised
 
 BlockChoice: TypeAlias = int | Sequence[int] | Sequence[range | Tensor] | Partition
@@ -139,6 +141,7 @@ class BlockPreconditioner(FilteredPreconditioner):
         return result
 
 
+@algorithm
 def block_jacobi(
     A: Matrix,
     blocks: BlockChoice,
@@ -177,7 +180,6 @@ def block_jacobi(
     """
     n, _, dtype, device = describe_square(A)
     checked_number("shift", shift, "[0, inf)")
-    check_limits(memory_budget=memory_budget)
     parts = _positions(blocks, n, device)
     size = sum(len(part) ** 2 for part in parts) * torch.finfo(dtype).bits // 8
     if memory_budget is not None and size > memory_budget:
@@ -185,7 +187,8 @@ def block_jacobi(
     alike: dict[int, list[Tensor]] = {}
     for part in parts:
         alike.setdefault(len(part), []).append(part)
-    with torch.no_grad(), at_work("block_jacobi", n, progress, A):
+    current_run().expect(n)
+    with torch.no_grad():
         groups = tuple(_group(A, torch.stack(positions), float(shift)) for positions in alike.values())
     return BlockPreconditioner(groups, 0 if isinstance(A, Tensor) else n)
 

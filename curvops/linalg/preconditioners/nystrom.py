@@ -10,14 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, resumable
-from curvops.checks import check_limits, checked_number, checked_whole
-from curvops.linalg.core.matrix_identity import problem_of, ranks_of
+from curvops.ambient import current_run
+from curvops.checkpoint import NOTHING, Checkpoint, Place, begin
+from curvops.checks import checked_number, checked_whole
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
-from curvops.linalg.core.sharded import blockwise, on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import is_psd, require_symmetric, rounding_of
 from curvops.linalg.core.vectors import (
     Given,
@@ -39,8 +40,8 @@ from curvops.linalg.core.vectors import (
     shaped_as,
     spawn_generator,
 )
-from curvops.linalg.preconditioners.factored import LowRankPreconditioner
-from curvops.progress import Progress, at_work
+from curvops.linalg.preconditioners.factored import LowRankPreconditioner, blockwise
+from curvops.progress import Progress
 from curvops.summary import Summarised
 
 FIRST_RANK = 8
@@ -102,8 +103,7 @@ class Nystrom(Summarised):
         return shaped_as(combine(self.U, self.eigenvalues[:, None] * gram(self.U, as_columns(V))), V)
 
 
-@on_shards
-@resumable
+@algorithm
 def nystrom(
     A: Matrix | Given,
     rank: int | None = None,
@@ -160,16 +160,13 @@ def nystrom(
             checked_whole(name, value, 0)
     checked_number("shift", shift, "[0, inf)")
     checked_number("rhs", rhs, "[0, inf]")
-    check_limits(memory_budget=memory_budget)
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
-    kept = begin("nystrom", checkpoint, lambda: problem_of(A), facts.device, ranks=ranks_of(A))
+    kept = begin("nystrom", checkpoint, lambda: problem_of(A), facts.device)
     source = kept.source("generator", spawn_generator(generator), facts.device)
     if kept.done:
         return kept.result(Nystrom)
-    with (
-        at_work("nystrom", None if rank is None else limit, progress, A),
-        probing(A, source, Limits(memory=memory_budget)) as probed,
-    ):
+    current_run().expect(None if rank is None else limit)
+    with probing(A, source, Limits()) as probed:
         return kept.finish(grow(probed, rank, limit, float(shift), rhs, known_psd=is_psd(A), kept=kept))
 
 

@@ -18,21 +18,20 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
+from curvops.ambient import current_run, hold
+from curvops.checkpoint import NOTHING, Place, begin
 from curvops.checks import check_flag, checked_whole
-from curvops.linalg.core.matrix_identity import problem_of, ranks_of
-from curvops.linalg.core.memory import Multiply, holding, memories_of, room_for
+from curvops.linalg.core.matrix_identity import problem_of
+from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.solve_routes import KEPT_SHARE, LEAST_KEPT, MOST_KEPT
 from curvops.linalg.core.vectors import (
-    Description,
     Given,
     Matrix,
     Vectors,
     as_block,
-    as_columns,
     as_matrix,
     axpy,
     columns,
@@ -49,14 +48,18 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.solvers.refinement import Refinement
 from curvops.linalg.solvers.systems import (
+    ANSWERED,
+    CHECK_EVERY,
+    UNDECIDED,
+    Callback,
+    Goal,
     Preconditioner,
-    UnitSystems,
+    Records,
+    Resumption,
     as_function,
     check,
-    goal_of,
     solve_in_groups,
 )
-from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, Callback, Goal
 from curvops.progress import Progress
 from curvops.records import restore, state_of
 
@@ -80,8 +83,7 @@ NULL_PATIENCE = 3 * CHECK_EVERY
 """The iterations without a gain after which a column stops if A has shown a null vector."""
 
 
-@on_shards
-@resumable
+@algorithm
 def cg(
     A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
@@ -148,59 +150,49 @@ def cg(
     """
     A = as_matrix(A, B)
     facts = describe_square(A)
-    check(facts, B, rtol, maxiter, x0, memory_budget)
+    goal = check(facts, B, rtol, maxiter, x0, callback)
     if not isinstance(refine, bool) and refine is not torch.float32 and refine is not torch.float64:
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     check_flag("block", block)
     if checkpoint is not None and refine is not False:
         raise ValueError(f"cg saves no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
-    if keep_directions is not None:
-        checked_whole("keep_directions", keep_directions, 0)
-    goal = goal_of(facts.rows, rtol, maxiter, callback)
-    kept = begin("cg", checkpoint, lambda: problem_of(A), facts.device, refine is False, ranks_of(A))
-    if kept.done:
-        return kept.result(Solution)
-    B, x0 = kept.attach("right-hand sides", lambda: [B, x0]) or (B, x0)
-    most = keep_directions or 0
-    if keep_directions is None and block:
-        most = most_directions(A, facts, as_columns(B).shape[1], memory_budget)
-    most = kept.attach("directions", lambda: most) or most
-    apply = as_function(preconditioner, facts)
+    run, vector, K = current_run(), facts.vector_bytes, 1 if B.ndim == 1 else B.shape[1]
+    most = 0 if keep_directions is None else checked_whole("keep_directions", keep_directions, 0)
+    if keep_directions is None and block and run.memories and (room := run.room()) is not None:
+        fitting = (room - VECTORS * vector * K) // (KEPT_SHARE * 2 * vector)
+        # What is left of a small space is rounding.
+        most = min(MOST_KEPT, fitting, facts.rows // 2) if fitting >= LEAST_KEPT else 0
+    apply, saved = as_function(preconditioner, facts), begin("cg", checkpoint, lambda: problem_of(A), facts.device)
+    if saved is not NOTHING:
+        if saved.done:
+            return saved.result(Solution)
+        B, x0, most = saved.attach("right-hand sides, guess and directions", lambda: [B, x0, most]) or (B, x0, most)
 
-    def solve(B: Vectors, X0: Vectors | None, first: int) -> Solution:
-        if refine is False:
-            step = named_part(f"columns-{first}-{B.shape[1]}", B.device)
-            return _solve(A, apply, block, most, B, X0, goal, step)
-        low = facts.dtype if refine is True else refine
+    def solve(
+        B: Vectors,
+        X0: Vectors | None,
+        resumption: Resumption | None,
+        A: Matrix = A,
+        precondition: Multiply = apply,
+        goal: Goal = goal,
+    ) -> Solution:
+        records = Records(B, X0, B, goal)
+        ConjugateGradients(product(A), precondition, block, most, records, resumption).solve()
+        return records.solution()
+
+    def refined(B: Vectors, X0: Vectors | None, _: Resumption | None) -> Solution:
+        low = facts.dtype if isinstance(refine, bool) else refine
         rounded = A.to(low)
 
         def correct(R: Vectors, start: Vectors | None, inner_goal: Goal) -> Solution:
-            return _solve(rounded, lambda V: apply(V.to(facts.dtype)).to(V.dtype), block, most, R, start, inner_goal)
+            return solve(R, start, None, rounded, lambda V: apply(V.to(facts.dtype)).to(V.dtype), inner_goal)
 
         return Refinement(A.to(torch.float64), low, B, X0).solve(correct, goal)
 
-    vectors = VECTORS + (0 if refine is False else REFINED)
-    with holding(A, 2 * most * facts.vector_bytes):
-        return kept.finish(solve_in_groups("cg", solve, A, B, x0, vectors, memory_budget, progress, kept))
-
-
-def _solve(
-    A: Matrix,
-    precondition: Multiply,
-    block: bool,
-    most: int,
-    B: Vectors,
-    X0: Vectors | None,
-    goal: Goal,
-    kept: Checkpoint = NOTHING,
-) -> Solution:
-    """Iterate on columns of unit norm, and keep at most so many directions."""
-    if kept.done:
-        return kept.result(Solution)
-    system = UnitSystems.of(B, X0, B)
-    run = ConjugateGradients(product(A), precondition, block, most, system, goal, kept)
-    run.solve()
-    return kept.finish(system.solution(run.records))
+    with hold(run.memories, 2 * most * vector):
+        if refine is not False:
+            return saved.finish(solve_in_groups(refined, facts, B, x0, VECTORS + REFINED, saved))
+        return saved.finish(solve_in_groups(solve, facts, B, x0, VECTORS, saved))
 
 
 class ConjugateGradients:
@@ -217,20 +209,20 @@ class ConjugateGradients:
         precondition: Multiply,
         block: bool,
         most: int,
-        system: UnitSystems,
-        goal: Goal,
-        kept: Checkpoint = NOTHING,
+        records: Records,
+        resumption: Resumption | None = None,
     ) -> None:
-        self.kept = kept
+        self.resumption = resumption
         self.multiply, self.precondition, self.block, self.most = multiply, precondition, block, most
         self.products = gram if block else inner
-        self.B, K = system.unit, system.unit.shape[1]
+        self.records, self.B, K = records, records.B, records.B.shape[1]
         self.active = list(range(K))
-        self.x, self.r = as_block(system.X), as_block(self.B)
-        if system.warm and K and kept.state is None:
-            self.r -= multiply(system.X)
-        self.records = system.records(norm(self.r), goal)
-        self.records.matvecs = K if system.warm else 0
+        self.x, self.r = as_block(records.X), as_block(self.B)
+        state = None if resumption is None else resumption.state
+        if records.warm and K and state is None:
+            self.r -= multiply(records.X)
+        records.start(norm(self.r).tolist())
+        records.matvecs = K if records.warm else 0
         self.eps = torch.finfo(self.B.dtype).eps
         self.norm_A = 0.0
         self.last: list[Vectors] = []
@@ -250,11 +242,14 @@ class ConjugateGradients:
         self.renewed = list(self.active)
         """Columns whose directions are their residuals, and so are conjugate to nothing."""
         self.renewals = [0] * K
+        if state is not None:
+            restore(self, STATE, state)
+            self.records.recall(state["records"])
+            for W, AW in state["panels"]:
+                self.append(W, AW)
 
     def solve(self) -> None:
         """Iterate until every column has a reason."""
-        if self.kept.state is not None:
-            self.recall(self.kept.state)
         records = self.records
         while self.active:
             P, residuals, overlap = self.propose()
@@ -276,19 +271,13 @@ class ConjugateGradients:
             else:
                 del P
                 self.step(Q)
-                self.kept.save(self.state)
+                if self.resumption is not None:
+                    self.resumption.save(self.state)
 
     def state(self) -> dict[str, Any]:
         """Return the state from which a run continues."""
         panels = [panel.pair for panel in self.panels]
         return state_of(self, STATE) | {"records": self.records.state(), "panels": panels}
-
-    def recall(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        restore(self, STATE, state)
-        self.records.recall(state["records"])
-        for W, AW in state["panels"]:
-            self.append(W, AW)
 
     def propose(self) -> tuple[Vectors, list[float], Tensor]:
         """Return preconditioned residuals, conjugate to the last directions, with ‖r‖ and their products on the CPU."""
@@ -533,13 +522,3 @@ def classify_directions(
     sound = finite & ((curvature > floor) | ((curvature > 0.1 * image) & (curvature > 0)))
     indefinite = finite & ~sound & ((curvature < -floor) | (image.square() > 100 * noise * norm_A**2))
     return sound, indefinite
-
-
-def most_directions(A: Matrix, facts: Description, columns: int, memory_budget: int | None) -> int:
-    """Return how many directions an operator of a network keeps beside the working vectors: within a share of them."""
-    room = room_for(A, memory_budget, 0) if memories_of(A) else None
-    if room is None:
-        return 0
-    fitting = (room - VECTORS * facts.vector_bytes * columns) // (KEPT_SHARE * 2 * facts.vector_bytes)
-    # What is left of a small space is rounding.
-    return min(MOST_KEPT, fitting, facts.rows // 2) if fitting >= LEAST_KEPT else 0

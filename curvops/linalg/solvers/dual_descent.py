@@ -11,16 +11,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Shaped
 
-from curvops.checks import check_callable, check_generator
+from curvops.checks import check_generator
 from curvops.linalg.core.entries import rows
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -34,8 +33,7 @@ from curvops.linalg.core.vectors import (
     random_block,
     zero_block,
 )
-from curvops.linalg.solvers.systems import UnitSystems, check, solve_in_groups
-from curvops.linalg.solvers.verdicts import Callback, Goal, raise_norm
+from curvops.linalg.solvers.systems import Callback, Goal, Records, check, raise_norm, solve_in_groups
 from curvops.progress import Progress, as_step
 
 EPOCHS = 200
@@ -48,7 +46,7 @@ PATIENCE = 20, 400
 """The epochs, and the steps, after which the descent ends unless the residual fell by a hundredth."""
 
 
-@on_shards
+@algorithm
 def dual_descent(
     K: Matrix,
     B: Shaped[Vectors, "n *K"],
@@ -107,23 +105,21 @@ def dual_descent(
     """
     facts = describe_square(K)
     n = facts.rows
-    check(facts, B, rtol, maxiter, x0, memory_budget)
+    check(facts, B, rtol, maxiter, x0, callback)
     if not 0 <= momentum < 1 or batch_size < 1 or not noise >= 0 or (step_size is not None and not step_size > 0):
         raise ValueError(
             "dual_descent needs 0 <= momentum < 1, batch_size >= 1, noise >= 0 and step_size > 0, got "
             f"{momentum}, {batch_size}, {noise} and {step_size}."
         )
-    check_callable("callback", callback)
     options = DescentOptions(float(noise), min(batch_size, n), step_size, momentum, generator)
     goal = Goal(float(rtol), EPOCHS if maxiter is None else maxiter, callback)
 
-    def solve(part: Vectors, start: Vectors | None, _: int) -> Solution:
-        system = UnitSystems.of(part, start, facts)
-        descent = DualDescent(K, system, options, goal)
-        descent.solve()
-        return system.solution(descent.records)
+    def solve(part: Vectors, start: Vectors | None, _: object) -> Solution:
+        records = Records(part, start, facts, goal)
+        DualDescent(K, records, options).solve()
+        return records.solution()
 
-    return solve_in_groups("dual_descent", solve, K, B, x0, VECTORS, memory_budget, progress)
+    return solve_in_groups(solve, facts, B, x0, VECTORS)
 
 
 @dataclass(frozen=True)
@@ -140,12 +136,11 @@ class DescentOptions:
 class DualDescent:
     """The descent on K systems with right-hand sides of unit norm that share their batches; see ``records``."""
 
-    def __init__(self, K: Matrix, system: UnitSystems, options: DescentOptions, goal: Goal) -> None:
-        self.B, self.options = system.unit, options
+    def __init__(self, K: Matrix, records: Records, options: DescentOptions) -> None:
+        self.B, self.options, self.records = records.B, options, records
         self.n, k = self.B.shape
         self.rows, self.plain = rows(K), product(K)
-        self.alpha, self.average, self.velocity = as_block(system.X), as_block(system.X), zero_block(system.X, k)
-        self.records = system.records(torch.full((k,), math.inf), goal)
+        self.alpha, self.average, self.velocity = as_block(records.X), as_block(records.X), zero_block(records.X, k)
         self.norm_A = 0.0
 
     def multiply(self, V: Vectors) -> Vectors:

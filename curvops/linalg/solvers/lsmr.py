@@ -22,7 +22,7 @@ from torch import Tensor
 from curvops.checks import check_flag, checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -52,15 +52,14 @@ from curvops.linalg.solvers.short_recurrence import (
     to_device,
     to_host,
 )
-from curvops.linalg.solvers.systems import UnitSystems, check, goal_of, solve_in_groups
-from curvops.linalg.solvers.verdicts import UNDECIDED, Callback, Goal, raise_norm
+from curvops.linalg.solvers.systems import UNDECIDED, Callback, Records, check, raise_norm, solve_in_groups
 from curvops.progress import Progress
 
 VECTORS = 14
 """Working vectors per right-hand side, temporaries included."""
 
 
-@on_shards
+@algorithm
 def lsmr(
     A: Matrix | Given,
     B: Shaped[Vectors, "m *K"],
@@ -109,19 +108,17 @@ def lsmr(
     """
     A = as_matrix(A, B)
     facts = describe(A)
-    check(facts, B, rtol, maxiter, x0, memory_budget)
+    goal = check(facts, B, rtol, maxiter, x0, callback)
     checked_number("damp", damp, "[0, inf)")
     check_flag("consistent", consistent)
-    goal = goal_of(min(facts.rows, facts.columns), rtol, maxiter, callback)
     operator = AugmentedMatrix(product(A), transposed_product(A), float(damp))
 
-    def solve(part: Vectors, start: Vectors | None, _: int) -> Solution:
-        system = UnitSystems.of(part, start, facts)
-        run = Bidiagonalisation(operator, system, consistent, goal)
-        run.solve()
-        return system.solution(run.records, least_squares=True)
+    def solve(part: Vectors, start: Vectors | None, _: object) -> Solution:
+        records = Records(part, start, facts, goal)
+        Bidiagonalisation(operator, records, consistent).solve()
+        return records.solution(least_squares=True)
 
-    return solve_in_groups("lsmr", solve, A, B, x0, VECTORS, memory_budget, progress)
+    return solve_in_groups(solve, facts, B, x0, VECTORS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,14 +181,14 @@ class Bidiagonalisation(ShortRecurrence):
     Damping is a second block of rows below A, so that every problem has one form and may restart from any x.
     """
 
-    def __init__(self, operator: AugmentedMatrix, system: UnitSystems, consistent: bool, goal: Goal) -> None:
-        self.operator, self.consistent, self.x = operator, consistent, as_block(system.X)
-        K = system.unit.shape[1]
-        moved = system.warm and K > 0
-        r = operator.residual(system.unit, self.x) if moved else StackedVectors(as_block(system.unit), None)
+    def __init__(self, operator: AugmentedMatrix, records: Records, consistent: bool) -> None:
+        self.operator, self.consistent, self.x = operator, consistent, as_block(records.X)
+        K = records.B.shape[1]
+        moved = records.warm and K > 0
+        r = operator.residual(records.B, self.x) if moved else StackedVectors(as_block(records.B), None)
         if operator.damp and r.below is None:
             r = StackedVectors(r.top, zero_block(self.x, K))
-        super().__init__(system, norm(r.top), goal)
+        super().__init__(records, norm(r.top))
         if moved:  # otherwise ‖A‖ is unknown before the first step
             images, sizes = torch.stack([norm(self.B - r.top), norm(self.x)]).cpu().tolist()
             self.norm_A = raise_norm(0.0, images, sizes)

@@ -22,7 +22,7 @@ from torch import Tensor
 from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of
 from curvops.linalg.core.vectors import (
     Given,
@@ -56,14 +56,16 @@ from curvops.linalg.solvers.short_recurrence import (
     to_host,
 )
 from curvops.linalg.solvers.systems import (
+    CHECK_EVERY,
+    UNDECIDED,
+    Callback,
     Preconditioner,
-    UnitSystems,
+    Records,
     as_function,
     check,
-    goal_of,
+    raise_norm,
     solve_in_groups,
 )
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Callback, Goal, raise_norm
 from curvops.progress import Progress
 
 VECTORS = 16
@@ -74,7 +76,7 @@ WATCHED = 6
 """The number of steps in which symmetry is checked: Aᵀ ≠ A shows in the first of them."""
 
 
-@on_shards
+@algorithm
 def minres(
     A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
@@ -125,21 +127,19 @@ def minres(
     """
     A = as_matrix(A, B)
     facts = describe_square(A)
-    check(facts, B, rtol, maxiter, x0, memory_budget)
+    goal = check(facts, B, rtol, maxiter, x0, callback)
     sigma = checked_number("shift", shift, "(-inf, inf)")
-    goal = goal_of(facts.rows, rtol, maxiter, callback)
     plain, precondition = product(A), None if preconditioner is None else as_function(preconditioner, facts)
 
     def multiply(V: Vectors) -> Vectors:
         return plain(V) + sigma * V if sigma else plain(V)
 
-    def solve(part: Vectors, start: Vectors | None, _: int) -> Solution:
-        system = UnitSystems.of(part, start, facts)
-        run = MinimalResiduals(multiply, precondition, system, goal)
-        run.solve()
-        return system.solution(run.records, least_squares=True)
+    def solve(part: Vectors, start: Vectors | None, _: object) -> Solution:
+        records = Records(part, start, facts, goal)
+        MinimalResiduals(multiply, precondition, records).solve()
+        return records.solution(least_squares=True)
 
-    return solve_in_groups("minres", solve, A, B, x0, VECTORS, memory_budget, progress)
+    return solve_in_groups(solve, facts, B, x0, VECTORS)
 
 
 @dataclass(eq=False)
@@ -180,12 +180,12 @@ class LanczosVectors:
 class MinimalResiduals(ShortRecurrence):
     """The iteration of MINRES-QLP."""
 
-    def __init__(self, multiply: Multiply, precondition: Multiply | None, system: UnitSystems, goal: Goal) -> None:
+    def __init__(self, multiply: Multiply, precondition: Multiply | None, records: Records) -> None:
         self.multiply, self.precondition = multiply, precondition
-        K = system.unit.shape[1]
-        r = as_block(system.unit - multiply(system.X) if system.warm and K else system.unit)
-        super().__init__(system, norm(r), goal)
-        self.origin = as_block(system.X) if system.warm else None
+        K = records.B.shape[1]
+        r = as_block(records.B - multiply(records.X) if records.warm and K else records.B)
+        super().__init__(records, norm(r))
+        self.origin = as_block(records.X) if records.warm else None
         self.norm_T = self.asymmetry = self.gap = 0.0
         self.near: set[int] = set()
         """Positions whose recurrence is near a null vector."""
@@ -193,7 +193,7 @@ class MinimalResiduals(ShortRecurrence):
         """‖A z‖/(‖A‖‖z‖) of columns from which so much was removed along z that z is no longer a null vector."""
         z, beta = self.in_metric(r)
         before, v, wl, w = (zero_block(r, K) for _ in range(4))
-        self.vectors = LanczosVectors(before, r, as_block(z), v, wl, w, as_block(system.X))
+        self.vectors = LanczosVectors(before, r, as_block(z), v, wl, w, as_block(records.X))
         self.scalars = QLP.start(beta)
         self.size = np.ones(K)
         self.parts = torch.zeros(2, K, dtype=self.B.dtype, device=self.B.device)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from curvops.linalg.core.results import Reason, Solution, converged
 from curvops.linalg.core.rounding import rounding_level
-from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -24,7 +23,7 @@ from curvops.linalg.core.vectors import (
     put_columns,
     zero_block,
 )
-from curvops.linalg.solvers.verdicts import Goal, precision_limited
+from curvops.linalg.solvers.systems import Goal, UsableColumns, precision_limited
 from curvops.progress import as_step
 
 # Relative residuals that float32 reaches: for well-conditioned systems, and for nearly all systems.

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from curvops.linalg.core.results import Reason
-from curvops.linalg.solvers.systems import UnitSystems
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, Goal, Verdict
+from curvops.linalg.solvers.systems import CHECK_EVERY, Records, Verdict
 
 Numbers: TypeAlias = NDArray[np.float64]
 """One number per column; for so few numbers, NumPy takes a quarter of the time that torch takes."""
@@ -101,10 +100,10 @@ class ColumnCheck(NamedTuple):
 class ShortRecurrence(ABC):
     """An iteration on K systems of unit norm in lock-step; columns in ``active`` have no reason yet."""
 
-    def __init__(self, system: UnitSystems, residuals: Float[Tensor, " K"], goal: Goal) -> None:
-        self.B, K = system.unit, system.unit.shape[1]
-        self.records = system.records(residuals, goal)
-        self.records.matvecs = K if system.warm else 0
+    def __init__(self, records: Records, residuals: Float[Tensor, " K"]) -> None:
+        self.records, self.B, K = records, records.B, records.B.shape[1]
+        records.start(residuals.tolist())
+        records.matvecs = K if records.warm else 0
         self.eps = torch.finfo(self.B.dtype).eps
         self.active = list(range(K))
         self.norm_A = 0.0

@@ -32,13 +32,14 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 from torch.autograd import Function
 
+from curvops.ambient import current_run, running
 from curvops.checks import carries_graph, check_choice, check_limits, check_tensor, in_forward_mode, refuse_tangents
 from curvops.linalg.core.cache import require_first_derivative
-from curvops.linalg.core.memory import longest, memories_of
+from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept, converged
 from curvops.linalg.core.rounding import rounding_level
-from curvops.linalg.core.sharded import Sharded, on_shards
-from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, operator_routes
+from curvops.linalg.core.sharded import Sharded, algorithm
+from curvops.linalg.core.solve_routes import MOST_COLUMNS, SKETCHED, System, chosen, routes
 from curvops.linalg.core.symmetry import clearly_indefinite, is_psd
 from curvops.linalg.core.vectors import (
     Given,
@@ -61,9 +62,8 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
-from curvops.linalg.solvers.systems import Preconditioner
-from curvops.linalg.solvers.verdicts import precision_limited
-from curvops.progress import Progress, at_work, check_progress
+from curvops.linalg.solvers.systems import Preconditioner, precision_limited
+from curvops.progress import Progress
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
 
@@ -128,9 +128,9 @@ def method_for(A: Matrix) -> Method:
 
 
 def _method_for(system: System) -> Method:
-    first = chosen(operator_routes(system))
+    first = chosen(routes(system))
     assert first is not None  # lsmr works for any matrix
-    return cast(Method, first.method)
+    return cast(Method, "cg" if first.name == SKETCHED else first.name)
 
 
 def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
@@ -144,7 +144,7 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
         rows=max(A.shape[-2:]),
         columns=columns,
         square=square,
-        longest=longest(A),
+        longest=longest(A) if whole else 0,
         itemsize=A.dtype.itemsize,
         closed_form=form,
         at_hand=isinstance(A, Tensor) or known.at_hand,
@@ -167,73 +167,7 @@ def seems_symmetric(A: Matrix) -> bool:
     return bool((gap[0] - gap[1]).abs() <= scale)
 
 
-@dataclass(frozen=True)
-class Request:
-    """The options of a solve; `solve` records a graph for gradients, and calling the request does not."""
-
-    method: Method
-    rtol: float | None = None
-    maxiter: int | None = None
-    preconditioner: Preconditioner | None = None
-    memory_budget: int | None = None
-    progress: Progress = None
-
-    def solve(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
-        """Return A⁻¹ B for B (n,), (n, K) or (..., n, K); A⁺ B for a single rectangular A and B (m,) or (m, K)."""
-        square = operator.shape[-1] == operator.shape[-2]
-        if not square and (operator.ndim != 2 or rhs.ndim > 2):
-            raise ValueError(f"least squares need one matrix and one block, got {operator.shape}, {tuple(rhs.shape)}.")
-        if operator.ndim > 2:
-            if rhs.ndim == 1:
-                return self.solve(operator, rhs.unsqueeze(-1)).squeeze(-1)
-            batch = torch.broadcast_shapes(operator.batch_shape, rhs.shape[:-2])
-            operator = operator if batch == operator.batch_shape else operator.expand(*batch, *operator.shape[-2:])
-            rhs = rhs.expand(*batch, *rhs.shape[-2:])
-        tensors = operator.representation()
-        if not carries_graph((rhs, *tensors)):
-            return self(operator, rhs)
-        function = _Solve if square else _LeastSquares
-        return function.apply(operator.representation_tree(), self, rhs, *tensors)  # type: ignore[no-untyped-call]
-
-    def __call__(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
-        """Solve without a graph, a batch of operators one by one; raise ConvergenceError if a column failed."""
-        if operator.ndim > 2:
-            return torch.stack([self(operator[i], rhs[i]) for i in range(operator.shape[0])])
-        block = rhs.movedim(-2, 0).flatten(1) if rhs.ndim > 2 else as_columns(rhs)
-        with at_work("solve", None, self.progress, operator):
-            found = self._columns(operator, block)
-        if rhs.ndim < 3:
-            return shaped_as(found, rhs)
-        return found.reshape(len(found), *rhs.shape[:-2], rhs.shape[-1]).movedim(0, -2)
-
-    def _columns(self, operator: LinearOperator, B: Tensor) -> Tensor:
-        rtol = default_rtol(operator.dtype) if self.rtol is None else self.rtol
-        common: dict[str, Any] = {"rtol": rtol, "maxiter": self.maxiter, "memory_budget": self.memory_budget}
-        if self.method == "closed form":
-            exact = operator.exact_solver() if is_tagged(operator) else None
-            if exact is None:
-                raise ValueError(f"no closed form of {type(operator).__name__} is known; use method='auto'.")
-            return exact(B)
-        if self.method == "lsmr":
-            square = operator.shape[-1] == operator.shape[-2]
-            return accept(lsmr(operator, B, consistent=square, **common), rtol)
-        if self.method == "minres":
-            return accept(minres(operator, B, preconditioner=self.preconditioner, **common), rtol)
-        preconditioner, K = self.preconditioner, B.shape[1]
-        if preconditioner is None and is_tagged(operator):
-            for memory in memories_of(operator):
-                memory.expect_many()  # one engine is used from the first product on, so that x depends on A and B alone
-            preconditioner = operator.preconditioner(K, memory_budget=self.memory_budget)
-        if K <= MOST_COLUMNS:
-            return accept(cg(operator, B, preconditioner=preconditioner, **common), rtol)
-        X = empty_block(B, K)
-        for start in range(0, K, MOST_COLUMNS):
-            block = part(B, start, start + MOST_COLUMNS)
-            put(X, start, accept(cg(operator, block, preconditioner=preconditioner, **common), rtol))
-        return X
-
-
-@on_shards
+@algorithm
 def solve(
     A: Matrix | Given,
     B: Shaped[Tensor, "*batch"],
@@ -287,31 +221,89 @@ def solve(
     require_precision(A.dtype, A.device)
     if A.ndim < 2 or not A.shape.numel():
         raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
-    check_limits(rtol, maxiter, memory_budget=memory_budget)
-    check_progress(progress)
+    check_limits(rtol, maxiter)
     if not has_rows(B, A.shape[-2]):
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
-    taken = method_for(A) if method == "auto" else cast(Method, method)
-    if taken == "closed form" and is_tagged(A) and _wants_dense(operator, B):
-        A.require_definite()
+    taken = _method_for(system_of(A)) if method == "auto" else cast(Method, method)
+    tolerance, tensors = default_rtol(operator.dtype) if rtol is None else float(rtol), operator.representation()
+    recorded = carries_graph((B, *tensors))
+    if taken == "closed form" and is_tagged(A) and recorded and System(rows=operator.shape[-1]).small:
+        A.require_definite()  # the dense matrix has more gradients, for example those of eigenvectors
         taken = "dense"
-    rtol_used = default_rtol(operator.dtype) if rtol is None else float(rtol)
     if taken == "dense":
         known = A.promises() if is_tagged(A) else Promises(symmetric=False, definite=False)
         # A curvature is positive semidefinite by its formula, a matrix only by its user's word.
         promised = method == "auto" and known.definite and (known.at_hand or not is_psd(A))
-        dense = partial(solve_dense, operator, rtol=rtol_used, symmetric=known.symmetric, definite=promised)
+        dense = partial(solve_dense, operator, rtol=tolerance, symmetric=known.symmetric, definite=promised)
         return shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(as_columns(B)), B)
     if in_forward_mode():
-        refuse_tangents((B, *operator.representation()))
-    request = Request(taken, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)
-    return request.solve(operator, B)
+        refuse_tangents((B, *tensors))
+    request = Request(taken, tolerance, maxiter, preconditioner, memory_budget, progress)
+    square = operator.is_square
+    if not square and (operator.ndim != 2 or B.ndim > 2):
+        raise ValueError(f"least squares need one matrix and one block, got {operator.shape}, {tuple(B.shape)}.")
+    rhs = B.unsqueeze(-1) if operator.ndim > 2 and B.ndim == 1 else B
+    if operator.ndim > 2:
+        batch = torch.broadcast_shapes(operator.batch_shape, rhs.shape[:-2])
+        operator = operator if batch == operator.batch_shape else operator.expand(*batch, *operator.shape[-2:])
+        rhs, tensors = rhs.expand(*batch, *rhs.shape[-2:]), operator.representation()
+    if recorded:
+        function = _Solve if square else _LeastSquares
+        X = function.apply(operator.representation_tree(), request, rhs, *tensors)  # type: ignore[no-untyped-call]
+    else:
+        X = request(operator, rhs)
+    return X if rhs is B or B.ndim > 1 else X.squeeze(-1)
 
 
-def _wants_dense(operator: LinearOperator, B: Tensor) -> bool:
-    """Return whether the dense matrix is to be used for its gradients, for example those of eigenvectors."""
-    return carries_graph((*operator.representation(), B)) and System(rows=operator.shape[-1]).small
+@dataclass(frozen=True)
+class Request:
+    """The options of a solve; calling it solves without a graph."""
+
+    method: Method
+    rtol: float
+    maxiter: int | None = None
+    preconditioner: Preconditioner | None = None
+    memory_budget: int | None = None
+    progress: Progress = None
+
+    def __call__(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
+        """Solve a batch of operators one by one; raise ConvergenceError if a column failed."""
+        if operator.ndim > 2:
+            return torch.stack([self(operator[i], rhs[i]) for i in range(operator.shape[0])])
+        if rhs.ndim > 2:
+            found = self._columns(operator, rhs.movedim(-2, 0).flatten(1))
+            return found.reshape(len(found), *rhs.shape[:-2], rhs.shape[-1]).movedim(0, -2)
+        return shaped_as(self._columns(operator, as_columns(rhs)), rhs)
+
+    def in_backward(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
+        """Solve in a backward pass, outside of the call that made the request."""
+        with running("solve", operator, self.progress, self.memory_budget):
+            return self(operator, rhs)
+
+    def _columns(self, operator: LinearOperator, B: Tensor) -> Tensor:
+        common: dict[str, Any] = {"rtol": self.rtol, "maxiter": self.maxiter}
+        if self.method == "closed form":
+            exact = operator.exact_solver() if is_tagged(operator) else None
+            if exact is None:
+                raise ValueError(f"no closed form of {type(operator).__name__} is known; use method='auto'.")
+            return exact(B)
+        if self.method == "lsmr":
+            return accept(lsmr(operator, B, consistent=operator.is_square, **common), self.rtol)
+        if self.method == "minres":
+            return accept(minres(operator, B, preconditioner=self.preconditioner, **common), self.rtol)
+        M, K = self.preconditioner, B.shape[1]
+        if M is None and is_tagged(operator):
+            for memory in current_run().memories:
+                memory.expect_many()  # one engine is used from the first product on, so that x depends on A and B alone
+            M = operator.preconditioner(K, memory_budget=self.memory_budget)
+        if K <= MOST_COLUMNS:
+            return accept(cg(operator, B, preconditioner=M, **common), self.rtol)
+        X = empty_block(B, K)
+        for start in range(0, K, MOST_COLUMNS):
+            block = part(B, start, start + MOST_COLUMNS)
+            put(X, start, accept(cg(operator, block, preconditioner=M, **common), self.rtol))
+        return X
 
 
 def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: bool, definite: bool) -> Tensor:
@@ -393,7 +385,7 @@ class _Solve(Function):
         require_first_derivative()
         solution, *tensors = ctx.saved_tensors
         operator = ctx.tree(*tensors)
-        adjoint = ctx.request(operator.mT, gradient)
+        adjoint = ctx.request.in_backward(operator.mT, gradient)
         inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
         if any(ctx.needs_input_grad[3:]):
             columns = [t.unsqueeze(-1) if t.ndim == 1 else t for t in (-adjoint, solution)]
@@ -417,11 +409,11 @@ class _LeastSquares(Function):
         # dA⁺ = −A⁺ dA A⁺ + A⁺A⁺ᵀ dAᵀ (I − AA⁺) + (I − A⁺A) dAᵀ A⁺ᵀA⁺ (Golub & Pereyra 1973)
         rhs, solution, *tensors = ctx.saved_tensors
         operator = ctx.tree(*tensors)
-        adjoint = ctx.request(operator.mT, gradient)
+        adjoint = ctx.request.in_backward(operator.mT, gradient)
         inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
         if any(ctx.needs_input_grad[3:]):
             B, X, G, Y = (t.unsqueeze(-1) if t.ndim == 1 else t for t in (rhs, solution, gradient, adjoint))
-            left = [-Y, B - operator._matmul(X), ctx.request(operator.mT, X)]
-            right = [X, ctx.request(operator, Y), G - operator._t_matmul(Y)]
+            left = [-Y, B - operator._matmul(X), ctx.request.in_backward(operator.mT, X)]
+            right = [X, ctx.request.in_backward(operator, Y), G - operator._t_matmul(Y)]
             inside = operator._bilinear_derivative(torch.cat(left, 1), torch.cat(right, 1))
         return (None, None, adjoint, *inside)

@@ -1,32 +1,31 @@
-"""Systems A X = B in the form of the solvers: checked arguments, columns of unit norm, groups that fit in memory."""
+"""Systems A X = B in the form of the solvers: checked arguments, columns of unit norm, groups that fit in memory.
+
+Also the reasons to end an iteration: the thresholds of every solver, and the records of each column.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from operator import matmul
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import Groups, columns_at_a_time, current_run, hold
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_callable, check_limits, check_tensor, checked_number, refuse_tangents, shown
-from curvops.linalg.core.memory import (
-    Halving,
-    Multiply,
-    columns_at_a_time,
-    holding,
-    room_for,
-)
+from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution, converged, join_histories
 from curvops.linalg.core.rounding import rounding_level
-from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
     Description,
     Matrix,
@@ -34,19 +33,30 @@ from curvops.linalg.core.vectors import (
     as_block,
     as_columns,
     columns,
-    describe,
     empty_block,
+    largest,
     norm,
     part,
     product,
     put,
+    put_columns,
     shaped_as,
     zero_block,
 )
-from curvops.linalg.solvers.verdicts import Callback, Goal, Records
-from curvops.progress import Progress, aside, at_work
+from curvops.progress import as_step, aside, remark, time_left
+from curvops.records import from_record, restore, state_of
 
 MOST_ITERATIONS = 10_000
+Callback: TypeAlias = Callable[[int, Tensor], object]
+CHECK_EVERY = 50
+"""The number of iterations between two checks of the true residual."""
+STEADY = 10
+"""The smallest number of iterations over which a rate is measured."""
+ANSWERED = 0.1
+"""If the residual is above this share of b, x is not a solution, however small the backward error is."""
+STATE = ("X", "best", "backward", "current", "reference", "normal", "mark", "gained", "iteration", "matvecs")
+UNDECIDED = frozenset({Reason.STAGNATION, Reason.ITERATION_LIMIT})
+"""Reasons that tell how the iteration ended, but nothing about the operator."""
 
 
 @runtime_checkable
@@ -60,16 +70,24 @@ class Multiplies(Protocol):
 Preconditioner: TypeAlias = Multiplies | Multiply | Tensor | LinearOperator
 
 
+@dataclass(frozen=True)
+class Goal:
+    """The tolerance of a solve, its maximum number of iterations, and the function called in each."""
+
+    rtol: float
+    maxiter: int
+    callback: Callback | None = None
+
+
 def check(
     facts: Description,
     B: Vectors,
     rtol: float | int | None,
     maxiter: int | None,
     x0: Vectors | None = None,
-    memory_budget: int | None = None,
-    max_matvecs: int | None = None,
-) -> None:
-    """Check that right-hand sides, initial guess and options fit the matrix.
+    callback: Callback | None = None,
+) -> Goal:
+    """Check that right-hand sides, initial guess and options fit the matrix; return the goal of the solve.
 
     Raises:
         TypeError: A is in half precision, or B or x0 does not have A's dtype.
@@ -87,14 +105,10 @@ def check(
         raise ValueError(f"B must have shape ({m},) or ({m}, K) for A of {m} x {n}, got {tuple(B.shape)}.")
     if x0 is not None and x0.shape != (n, *B.shape[1:]):
         raise ValueError(f"x0 must have shape {(n, *B.shape[1:])}, got {tuple(x0.shape)}.")
-    checked_number("rtol", rtol, "[0, inf)")
-    check_limits(None, maxiter, max_matvecs, memory_budget)
-
-
-def goal_of(n: int, rtol: float | int, maxiter: int | None, callback: Callback | None) -> Goal:
-    """Return the goal of solving systems in n unknowns."""
+    tolerance = checked_number("rtol", rtol, "[0, inf)")
+    check_limits(maxiter=maxiter)
     check_callable("callback", callback)
-    return Goal(float(rtol), iterations_allowed(n, maxiter), callback)
+    return Goal(tolerance, iterations_allowed(min(m, n), maxiter), callback)
 
 
 def iterations_allowed(n: int, maxiter: int | None) -> int:
@@ -153,112 +167,269 @@ def _applied(function: Multiply, V: Vectors) -> Vectors:
     return found
 
 
+def precision_limited(residual: float, backward: float, level: float) -> bool:
+    """Return whether a solution is as good as the dtype allows: exact up to rounding, and not merely zero."""
+    return backward <= level and residual <= ANSWERED
+
+
+def raise_norm(norm_A: float, images: Sequence[float], sizes: Sequence[float]) -> float:
+    """Raise the estimate of ‖A‖ to the largest finite ratio of a product's norm to that of its vector."""
+    return max([norm_A, *(a / s for a, s in zip(images, sizes) if s > 0 and a < math.inf)])
+
+
+class Verdict(Enum):
+    """The next action for a column after a check of its true residual."""
+
+    CONTINUE = auto()
+    RESTART = auto()
+    STOP = auto()
+
+
 @dataclass(frozen=True, eq=False)
-class UnitSystems:
-    """The right-hand sides that need a solve, scaled to unit norm, and their places in B.
+class UsableColumns:
+    """The columns of a block that an algorithm can use, and the reasons for the others, on the CPU."""
 
-    A column of B is ``unit * length * height``: two factors, since the norm itself may overflow.
-    """
-
-    unit: Float[Vectors, "m k"]
-    X: Float[Vectors, "n k"]
-    length: Float[Tensor, " k"]
-    height: Float[Tensor, " k"]
-    usable: UsableColumns
-    warm: bool
-    """Whether there is an initial guess."""
+    heights: Float[Tensor, " K"]
+    """Largest absolute entry of each column."""
+    live: Int[Tensor, " k"]
+    reasons: dict[int, Reason]
 
     @classmethod
-    def of(cls, B: Float[Vectors, "m K"], X0: Vectors | None, like: Vectors | Description) -> UnitSystems:
+    def of(cls, B: Float[Vectors, "n K"]) -> UsableColumns:
+        """Find the usable columns by their largest entries, with one small transfer."""
+        heights = largest(B).cpu()
+        reasons = dict.fromkeys((heights == 0).nonzero().squeeze(1).tolist(), Reason.ZERO_RIGHT_HAND_SIDE)
+        reasons |= dict.fromkeys((~torch.isfinite(heights)).nonzero().squeeze(1).tolist(), Reason.NON_FINITE)
+        live = ((heights != 0) & torch.isfinite(heights)).nonzero().squeeze(1)
+        return cls(heights, live, reasons)
+
+    def scale(self, B: Float[Vectors, "n K"]) -> Float[Vectors, "n k"]:
+        """Return the usable columns with a largest entry of 1."""
+        return columns(B, self.live) / self.heights[self.live].to(B.device, B.dtype)
+
+    def spread(self, values: Tensor | Sequence[float]) -> Float[Tensor, " K"]:
+        """Put a number for each usable column in its place, and 0 for the others."""
+        every = torch.zeros(len(self.heights), dtype=torch.float64)
+        return every.index_copy(0, self.live, torch.as_tensor(values, dtype=torch.float64))
+
+    def place(self, X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n K"], list[int]]:
+        """Put solutions in their places among zero (or NaN) columns, and list the columns that are not finite."""
+        every = zero_block(X, len(self.heights))
+        put_columns(every, self.live, X)
+        for j, reason in self.reasons.items():
+            if reason is Reason.NON_FINITE:
+                put(every, j, part(every, j, j + 1) * math.nan)
+        return every, (~torch.isfinite(largest(every))).nonzero().squeeze(1).tolist()
+
+
+class Records:
+    """The right-hand sides that need a solve, scaled to unit norm, and the best solution of each so far.
+
+    A column of the given B is a column of ``B`` times ``length * height``: two factors, since the norm itself may
+    overflow. ``X`` holds the best solutions by true residuals, which are ``best``, at first the initial guesses
+    (``warm`` says whether there are any); ``current`` are the recurrence's residuals, the next row of ``history``; at
+    ``trigger`` the true residual is checked. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN if unknown. A column stops after
+    ``patience`` iterations without a gain of a hundredth. A recurrence that has ended restarts from the true residual
+    as long as that gains a factor of two, which is iterative refinement in the vectors' own precision. Numbers per
+    column are on the CPU.
+    """
+
+    def __init__(self, B: Float[Vectors, "m K"], X0: Vectors | None, like: Vectors | Description, goal: Goal) -> None:
         """Leave out zero and non-finite columns; solutions are ``like`` these vectors."""
-        usable = UsableColumns.of(B)
+        self.usable = usable = UsableColumns.of(B)
         unit = usable.scale(B)
-        length = norm(unit).to(B.dtype)
-        height = usable.heights[usable.live].to(B.device, B.dtype)
+        self.length = norm(unit).to(B.dtype)
+        self.height = usable.heights[usable.live].to(B.device, B.dtype)
+        self.B, self.warm = unit / self.length, X0 is not None
         if X0 is None:
-            X = zero_block(like, len(usable.live))
+            self.X = zero_block(like, len(usable.live))
         else:
-            X = as_block(columns(X0, usable.live) / height / length)
-        return cls(unit / length, X, length, height, usable, X0 is not None)
+            self.X = as_block(columns(X0, usable.live) / self.height / self.length)
+        self.rtol, self.maxiter, self.callback = goal.rtol, goal.maxiter, goal.callback
+        self.level = rounding_level(B.dtype, max(self.B.shape[0], self.X.shape[0]))
+        self.patience = max(500, goal.maxiter // 2)
+        self.trigger = max(0.95 * goal.rtol, torch.finfo(B.dtype).eps / 4)
+        self.reasons: dict[int, Reason] = {}
+        self.history: list[list[float]] = []
+        self.iteration = self.matvecs = 0
+        self.started = 0, time.monotonic()
+        self.start([math.inf] * self.X.shape[1])
 
-    def records(self, residuals: Tensor, goal: Goal) -> Records:
-        """Return the initial records, for the residuals of the initial guesses."""
-        level, callback = rounding_level(self.unit.dtype, max(self.unit.shape[0], self.X.shape[0])), goal.callback
-        if callback is not None:
-            goal = replace(goal, callback=lambda iteration, values: callback(iteration, self.usable.spread(values)))
-        return Records(self.X, residuals.tolist(), level, goal)
+    def start(self, residuals: list[float]) -> None:
+        """Set the residuals of the initial guesses."""
+        K = len(residuals)
+        self.best, self.backward = list(residuals), list(residuals)
+        self.current, self.reference = list(residuals), list(residuals)
+        self.normal, self.mark, self.gained = [math.nan] * K, [math.inf] * K, [0] * K
 
-    def solution(self, records: Records, least_squares: bool = False) -> Solution:
-        """Return the solution reached, in the order and scale of B."""
+    def state(self) -> dict[str, Any]:
+        """Return the state from which a run continues."""
+        reasons = {str(column): reason.name for column, reason in self.reasons.items()}
+        history = torch.tensor(self.history, dtype=torch.float64)
+        return state_of(self, STATE) | {"reasons": reasons, "history": history}
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        restore(self, STATE, state)
+        self.reasons = {int(column): Reason[name] for column, name in state["reasons"].items()}
+        self.history = state["history"].tolist()
+        self.started = self.iteration, time.monotonic()
+
+    @property
+    def vanishing(self) -> float:
+        """The ‖Aᵀr‖/(‖A‖‖r‖) below which r counts as a null vector, since rounding hides the difference."""
+        return 8 * math.sqrt(torch.finfo(self.X.dtype).eps)
+
+    def idle(self, column: int) -> int:
+        """Return the iterations since the residual last fell by a hundredth."""
+        return self.iteration - self.gained[column]
+
+    def measure(self, column: int, size: float) -> None:
+        """Record a gain of a hundredth since the last record, so that slow progress adds up."""
+        if size < 0.99 * self.mark[column]:
+            self.mark[column], self.gained[column] = size, self.iteration
+
+    def keep(self, column: int, x: Vectors, residual: float, backward: float) -> None:
+        """Store this solution as the best."""
+        self.best[column], self.backward[column] = residual, backward
+        put(self.X, column, x)
+
+    def judge(self, column: int, size: float, ended: bool, null: bool) -> Verdict:
+        """Decide the next action by ``size``, which should fall, and by whether the recurrence can continue."""
+        # ended: the recurrence cannot improve size further; null: r is a null vector.
+        if ended and size < 0.5 * self.reference[column]:
+            self.reference[column] = size
+            return Verdict.RESTART
+        most = 3 * CHECK_EVERY if null else self.patience
+        if ended or not math.isfinite(size) or self.idle(column) > most:
+            return Verdict.STOP
+        return Verdict.CONTINUE
+
+    def limited(self, column: int) -> bool:
+        """Return whether the best solution is as good as the dtype allows."""
+        return precision_limited(self.best[column], self.backward[column], self.level)
+
+    def stop(self, column: int, reason: Reason) -> None:
+        """Set a column's reason from its best solution and that solution's backward error."""
+        if self.best[column] <= self.rtol:
+            reason = Reason.CONVERGED
+        elif reason in UNDECIDED and self.limited(column):
+            reason = Reason.PRECISION_LIMIT
+        elif reason is Reason.STAGNATION and (
+            self.backward[column] <= self.level or self.normal[column] <= self.vanishing
+        ):
+            reason = Reason.SINGULAR
+        self.give(column, reason)
+
+    def give(self, column: int, reason: Reason) -> None:
+        """Set a reason, and make the true residual the last of the history."""
+        self.reasons[column] = reason
+        self.current[column] = self.best[column]
+
+    def outlook(self) -> str:
+        """Describe the largest residual and the time to the tolerance at the rate of the last half of iterations."""
+        worst, note = max(self.current), f"residual {max(self.current):.1e}"
+        first, since = self.started
+        steps = len(self.history) // 2
+        if steps < STEADY or not self.rtol < worst < max(self.history[-1 - steps]) or self.iteration <= first:
+            return note
+        rate = math.log(max(self.history[-1 - steps]) / worst) / steps
+        left = min(math.log(worst / self.rtol) / rate, self.maxiter - self.iteration) if self.rtol else math.inf
+        return note if left == math.inf else f"{note}, {time_left(left / (self.iteration - first), since)}"
+
+    def record(self, active: Sequence[int], estimates: Sequence[float]) -> None:
+        """Add a row to the history and pass it to the callback."""
+        for column, value in zip(active, estimates):
+            self.current[column] = value
+        self.history.append(list(self.current))
+        remark(self.outlook)
+        if self.callback is not None:
+            as_step(0, self.callback, self.iteration, self.usable.spread(self.current))
+
+    def solution(self, least_squares: bool = False) -> Solution:
+        """Return the solution reached, in the order and scale of the given B."""
         usable, K = self.usable, len(self.usable.heights)
-        known = usable.reasons | {j: records.reasons[i] for i, j in enumerate(usable.live.tolist())}
-        residuals, backward = usable.spread(records.best), usable.spread(records.backward)
-        history = torch.zeros(len(records.history), K, dtype=torch.float64)
-        history[:, usable.live] = torch.tensor(records.history, dtype=torch.float64).reshape(
-            len(history), len(usable.live)
-        )
-        x, lost = usable.place(records.X * self.length * self.height)
+        residuals, backward = usable.spread(self.best), usable.spread(self.backward)
+        history = torch.zeros(len(self.history), K, dtype=torch.float64)
+        rows = torch.tensor(self.history, dtype=torch.float64)
+        history[:, usable.live] = rows.reshape(len(history), len(usable.live))
+        found: list[Any] = list(map(usable.reasons.get, range(K)))
+        for i, j in enumerate(usable.live.tolist()):
+            found[j] = self.reasons[i]
+        x, lost = usable.place(self.X * self.length * self.height)
         for j in lost:
-            known[j] = Reason.NON_FINITE
+            found[j] = Reason.NON_FINITE
             residuals[j] = backward[j] = math.inf
-        reasons = tuple(known[j] for j in range(K))
+        reasons = tuple(found)
         return Solution(
             x,
             reasons,
             converged(reasons),
             residuals,
             backward,
-            records.iteration,
-            records.matvecs,
+            self.iteration,
+            self.matvecs,
             history,
-            normal_residuals=usable.spread(records.normal) if least_squares else None,
+            normal_residuals=usable.spread(self.normal) if least_squares else None,
         )
 
 
+class Resumption(NamedTuple):
+    """The way in which a group of columns saves the state of its iteration and continues from it."""
+
+    state: Mapping[str, Any] | None
+    """The state of an earlier run."""
+    save: Callable[[Callable[[], Any]], None]
+    """The function that saves the state that it is given, if a save is due."""
+
+
 def solve_in_groups(
-    what: str,
-    solve: Callable[[Vectors, Vectors | None, int], Solution],
-    A: Matrix,
+    solve: Callable[[Vectors, Vectors | None, Resumption | None], Solution],
+    facts: Description,
     B: Vectors,
     x0: Vectors | None,
     vectors: int,
-    memory_budget: int | None,
-    progress: Progress,
-    kept: Checkpoint = NOTHING,
+    saved: Checkpoint = NOTHING,
 ) -> Solution:
-    """Run ``solve(B, x0, number of the first column)`` for as many columns at a time as fit into memory, at least one.
+    """Run ``solve(B, x0, resumption)`` for as many columns at a time as fit into memory, at least one.
 
     A column needs ``vectors`` working vectors. x has the shape of B. If memory still runs out, fewer columns run at
     once.
     """
-    with torch.no_grad(), at_work(what, None, progress, A):
-        block, X0, solved = as_columns(B), None if x0 is None else as_columns(x0), list[Solution]()
-        column, K = vectors * describe(A).vector_bytes, max(block.shape[1], 1)
-        width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
-        widths: list[int] = kept.state or [width]  # the groups so far, which a continued run repeats
-        kept.save(lambda: widths, now=True)
-        X, start, halving = block, 0, Halving("solved for")
+    run, block, X0 = current_run(), as_columns(B), None if x0 is None else as_columns(x0)
+    K, column = block.shape[1], vectors * facts.vector_bytes
+    groups = Groups("solved for", columns_at_a_time(K, column, run.room(column)))
+    solutions: list[Solution] = []
+    X: Vectors | None = None
+    state: Mapping[str, Any] | None = None
+    first = 0
+    if saved is not NOTHING and saved.state is not None:
+        groups.width, X, state = (saved.state[name] for name in ("width", "X", "group"))
+        solutions = [from_record(Solution, record) for record in saved.state["solutions"]]
+        first = sum(len(solution.reasons) for solution in solutions)
 
-        def work(start: int, stop: int) -> Solution:
-            with holding(A, width * column):
-                return solve(part(block, start, stop), None if X0 is None else part(X0, start, stop), start)
+    def save(state: Callable[[], Any], now: bool = False) -> None:
+        saved.save(lambda: {"width": groups.width, "X": X, "solutions": solutions, "group": state()}, now)
 
-        while start < K:
-            width = widths[min(len(solved), len(widths) - 1)]
-            stop = min(K, start + width)
-            one = halving.attempt(work, start, stop)
-            if one is None:
-                widths = [*(len(other.reasons) for other in solved), (stop - start) // 2]
-                kept.save(partial(list, widths), now=True)
-            elif stop - start == K:
-                return replace(one, x=shaped_as(one.x, B))
-            else:
-                X = empty_block(one.x, K) if start == 0 else X
-                put(X, start, one.x)
-                solved.append(replace(one, x=X))
-                start = stop
-                del one  # the solution's own buffer
-    return join_solutions(solved, shaped_as(X, B))
+    def solve_group(start: int, stop: int) -> None:
+        nonlocal X, state
+        resumption, state = None if saved is NOTHING else Resumption(state, save), None
+        if resumption is not None:
+            save(lambda: resumption.state, now=True)
+        with hold(run.memories, groups.width * column):
+            guess = None if X0 is None else part(X0, start, stop)
+            solution = solve(part(block, start, stop), guess, resumption)
+        if stop - start < K:
+            X = empty_block(solution.x, K) if X is None else X
+            put(X, start, solution.x)
+            solution = replace(solution, x=zero_block(solution.x, 0))
+        solutions.append(solution)
+
+    with torch.no_grad():
+        groups.each(K, solve_group, first)
+    if X is None:
+        return replace(solutions[0], x=shaped_as(solutions[0].x, B))
+    return join_solutions(solutions, shaped_as(X, B))
 
 
 def join_solutions(parts: Sequence[Solution], X: Vectors) -> Solution:

@@ -18,14 +18,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import Place, begin, resumable
+from curvops.ambient import current_run
+from curvops.checkpoint import Place, begin
 from curvops.checks import check_callable, check_choice, check_limits, check_tensor, checked_number, checked_whole
-from curvops.linalg.core.matrix_identity import problem_of, ranks_of
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
 from curvops.linalg.core.rounding import NEAR_ZERO
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, narrow_root, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
     CACHED_CHUNK,
@@ -51,29 +52,29 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.minres import minres
-from curvops.linalg.solvers.systems import iterations_allowed, shifted
-from curvops.linalg.solvers.verdicts import Callback
-from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
-from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, RTOL, Search, Which, basis_columns, verdicts
-from curvops.progress import Progress, at_work
+from curvops.linalg.solvers.systems import Callback, iterations_allowed, shifted
+from curvops.linalg.spectra.thick_restart import (
+    BLOCK_VECTORS,
+    DROPPED,
+    RTOL,
+    Basis,
+    CountedProduct,
+    Projection,
+    Search,
+    Which,
+    basis_columns,
+    verdicts,
+    within_zeros,
+)
+from curvops.progress import Progress
 
 Solver: TypeAlias = Callable[..., Solution]
 
 # Solves for interior pairs are more accurate than the requested pairs by this factor.
 INNER = 0.1
-OTHER_NAMES = {
-    "largest": 'which="LA"',
-    "smallest": 'which="SA"',
-    "both": 'which="BE"',
-    "magnitude": 'which="LM"',
-    "interior": "sigma= alone",
-    "SM": "sigma=0",
-}
-"""Names of earlier versions and of SciPy, with what replaces them."""
 
 
-@on_shards
-@resumable
+@algorithm
 def eigsh(
     A: Matrix | Given,
     k: int,
@@ -149,13 +150,18 @@ def eigsh(
     facts = describe_square(A)
     n = facts.rows
     aimed = RTOL if rtol is None else checked_number("rtol", rtol, "[0, inf)")
-    check_limits(None, maxiter, max_matvecs, memory_budget)
+    check_limits(None, maxiter, max_matvecs)
     check_callable("callback", callback)
-    _check(n, k, which, sigma)
+    checked_whole("k", k, 1, n)
+    if which == "SM":
+        raise ValueError("eigsh finds the eigenvalues nearest to 0 in magnitude by a shift: pass sigma=0.")
+    check_choice("which", which, get_args(Which))
+    if sigma is not None and which != "LM":
+        raise ValueError(f'sigma finds the pairs nearest to it, which="LM"; got which={which!r} and sigma={sigma}.')
     checked_whole("block_size", block_size)
     if start is not None:
         check_tensor("start", start)
-    kept = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device, ranks=ranks_of(A))
+    kept = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device)
     generator = kept.source("generator", generator, facts.device)
     if kept.done:
         return kept.result(Eigenpairs)
@@ -166,8 +172,9 @@ def eigsh(
     n = facts.rows
     wide = min(n, block_size) if start is None else start.shape[-1]
     narrow = wide if start is not None else 1
-    with torch.no_grad(), at_work("eigsh", max_matvecs, progress, A):
-        with working(searched, memory_budget, k + (2 + BLOCK_VECTORS) * narrow) as (multiply, room):
+    current_run().expect(max_matvecs)
+    with torch.no_grad():
+        with working(searched, k + (2 + BLOCK_VECTORS) * narrow) as (multiply, room):
             sizes = kept.attach("basis", lambda: sizes) or list(
                 basis_columns(n, facts.vector_bytes, k, wide, narrow, room)
             )
@@ -176,7 +183,7 @@ def eigsh(
             most = math.inf if max_matvecs is None else max_matvecs - last
             if most < k + b:
                 raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {last + k + b}.")
-            inverse = None if sigma is None else invert_shifted(A, float(sigma), aimed, most, solver)
+            inverse = None if sigma is None else ShiftInverse(A, float(sigma), aimed, most, solver)
             process = BlockLanczos(inverse or CountedProduct(multiply), block, capacity, generator)
             search = Search(
                 process,
@@ -201,22 +208,13 @@ def eigsh(
             elif S is None:
                 values, residuals = rayleigh(vectors, multiply, b)
         if S is not None:
-            with working(A, memory_budget) as (multiply, _):
+            with working(A) as (multiply, _):
                 vectors = lift(S, vectors, generator)
                 values, residuals = rayleigh(vectors, multiply, b)
         reason = Reason.NOT_SYMMETRIC if reason in (Reason.CONVERGED, Reason.UNVERIFIED) and process.skewed else reason
         spent = process.matvecs + (last if inverse is None else 0)
         verdict = which, sigma, rtol, size, reason
         return kept.finish(_certify(vectors, values, residuals, *verdict, spent, search.history, own=S is not None))
-
-
-def _check(n: int, k: int, which: str, sigma: float | None) -> None:
-    checked_whole("k", k, 1, n)
-    if str(which) in OTHER_NAMES:
-        raise ValueError(f"eigsh has no which={which!r}: pass {OTHER_NAMES[which]}.")
-    check_choice("which", which, get_args(Which))
-    if sigma is not None and which != "LM":
-        raise ValueError(f'sigma finds the pairs nearest to it, which="LM"; got which={which!r} and sigma={sigma}.')
 
 
 def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
@@ -350,18 +348,16 @@ class BlockLanczos(Projection):
         self.basis.rotate(old, self.Y[:, found])
 
 
-def invert_shifted(A: Matrix, sigma: float, rtol: float, most: float | int, solver: Solver | None) -> ShiftInverse:
-    """Return the inverse of A − σ, by solves to a tenth of ``rtol`` and within ``most`` products with A in total."""
-    inner = max(INNER * rtol, 4 * torch.finfo(A.dtype).eps)
-    return ShiftInverse(A, shifted(A.detach(), -sigma), inner, most, minres if solver is None else solver)
-
-
 class ShiftInverse(CountedProduct):
-    """The map V → (A − σ)⁻¹ V, counting products with A; ``failure`` is the last reason of a failed solve."""
+    """The map V → (A − σ)⁻¹ V by solves to a tenth of ``rtol``, within ``most`` products with A in total.
 
-    def __init__(self, A: Matrix, shifted: Matrix, rtol: float, most: float | int, solver: Solver) -> None:
+    It counts products with A; ``failure`` is the last reason of a failed solve.
+    """
+
+    def __init__(self, A: Matrix, sigma: float, rtol: float, most: float | int, solver: Solver | None) -> None:
         super().__init__(product(A))
-        self.shifted, self.rtol, self.most, self.solver = shifted, rtol, most, solver
+        self.shifted, self.solver, self.most = shifted(A.detach(), -sigma), minres if solver is None else solver, most
+        self.rtol = max(INNER * rtol, 4 * torch.finfo(A.dtype).eps)
 
     def __call__(self, V: Tensor) -> Tensor:
         """Solve for a block."""

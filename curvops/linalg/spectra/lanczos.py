@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_limits, check_tensor, checked_whole
+from curvops.ambient import current_run
+from curvops.checks import check_tensor, checked_whole
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
     Given,
@@ -36,7 +37,7 @@ from curvops.linalg.core.vectors import (
     put_columns,
     random_block,
 )
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 from curvops.summary import Summarised
 
 
@@ -87,7 +88,7 @@ def depth_within(steps: int, n: int, vector: int, probes: int, memory_budget: in
     return max(1, min(steps, memory_budget // (vector * probes) - 2))
 
 
-@on_shards
+@algorithm
 def lanczos(
     A: Matrix | Given,
     steps: int,
@@ -129,7 +130,6 @@ def lanczos(
     facts = describe_square(A)
     n, _, dtype, device = facts
     checked_whole("steps", steps)
-    check_limits(memory_budget=memory_budget)
     if start is not None:
         check_tensor("start", start)
     if start is None:
@@ -142,18 +142,10 @@ def lanczos(
     size = float(largest(block))
     if not 0 < size < torch.inf:
         raise ValueError("start must be finite and not zero.")
-    with at_work("lanczos", min(steps, n), progress, A):
-        return lanczos_from(block / size, A, steps, memory_budget)
-
-
-def lanczos_from(
-    block: Float[Vectors, "n 1"], A: Matrix, steps: int, memory_budget: int | None = None
-) -> LanczosResult:
-    """Run `lanczos` from a valid start, a block of one column."""
-    n = block.shape[0]
-    with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+    current_run().expect(min(steps, n))
+    with working(A, LEAST_VECTORS) as (multiply, room):
         depth = depth_within(steps, n, column_bytes(block), 1, room)
-        run = LockStep(multiply, block, depth)
+        run = LockStep(multiply, block / size, depth)
         run.extend(depth)
     m = int(run.depths[0])
     if not run.finite:
@@ -218,6 +210,11 @@ class LockStep:
         tight = memory_budget is not None and 3 * whole > 2 * memory_budget
         at_once = tight or (starts.device.type == "cpu" and whole <= RESERVED_BYTES)
         return cls(multiply, starts, most if at_once else min(first, most), most)
+
+    @property
+    def depth(self) -> int:
+        """The number of steps made, of the vectors that are not done."""
+        return self.alphas.shape[1]
 
     @property
     def finite(self) -> bool:

@@ -18,10 +18,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import current_run
 from curvops.checks import check_callable, check_choice, check_limits, checked_number, checked_whole
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Reason, SingularTriplets
-from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     CHUNK,
     Description,
@@ -40,14 +41,24 @@ from curvops.linalg.core.vectors import (
     random_block,
     zero_block,
 )
-from curvops.linalg.solvers.systems import iterations_allowed
-from curvops.linalg.solvers.verdicts import Callback
-from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
-from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, RTOL, Search, Which, basis_columns, verdicts
-from curvops.progress import Progress, at_work
+from curvops.linalg.solvers.systems import Callback, iterations_allowed
+from curvops.linalg.spectra.thick_restart import (
+    BLOCK_VECTORS,
+    DROPPED,
+    RTOL,
+    Basis,
+    CountedProduct,
+    Projection,
+    Search,
+    Which,
+    basis_columns,
+    verdicts,
+    within_zeros,
+)
+from curvops.progress import Progress
 
 
-@on_shards
+@algorithm
 def svds(
     A: Matrix | Given,
     k: int,
@@ -101,16 +112,13 @@ def svds(
     checked_whole("k", k, 1, n)
     check_choice("which", which, ("LM", "SM"))
     aimed = RTOL if rtol is None else checked_number("rtol", rtol, "[0, inf)")
-    check_limits(None, maxiter, max_matvecs, memory_budget)
+    check_limits(None, maxiter, max_matvecs)
     check_callable("callback", callback)
     checked_whole("block_size", block_size)
     least = math.ceil((k + 2 + BLOCK_VECTORS) * facts.pair_bytes / facts.vector_bytes)
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
-    with (
-        torch.no_grad(),
-        at_work("svds", max_matvecs, progress, A),
-        working(A, memory_budget, least, product(tall)) as (forward, room),
-    ):
+    current_run().expect(max_matvecs)
+    with torch.no_grad(), working(A, least, product(tall)) as (forward, room):
         capacity, b, capped = basis_columns(n, facts.pair_bytes, k, min(n, block_size), 1, room)
         most = math.inf if max_matvecs is None else max_matvecs - 2 * k
         if most < 2 * (k + b):

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# (the module that owns the parameters, the projection as a linear layer, input, output)
-Note = Callable[[nn.Module, nn.Linear, Tensor, Tensor], None]
+# (the projection as a linear layer, its arguments and keywords, output, the module that owns the parameters)
+Note = Callable[[nn.Module, Any, Any, Tensor, nn.Module], None]
 SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -59,7 +59,7 @@ class Projections(TorchFunctionMode):
         """Return the projection of (positions, points, width)."""
         first = a.transpose(0, 1)
         output = F.linear(first, weight, bias)
-        self.note(owner, layer, first, output)
+        self.note(layer, (first,), {}, output, owner)
         return output.transpose(0, 1)
 
 

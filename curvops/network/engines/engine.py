@@ -62,6 +62,8 @@ class Engines:
     for a caller that needs its rows (`pop_first`).
     """
 
+    plan: Plan
+
     def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
         self._choice, self.memory_budget = choice, memory_budget
         self._owned = owners_of(model)
@@ -96,7 +98,7 @@ class Engines:
         # One point in addition to two, so that a dimension of length two is not mistaken for the points.
         alone = record(model, take(self._few, slice(0, 1)), self._owned)[2] if self._owned else set()
         self._rejected = dict.fromkeys(misfits | alone | never_ran(calls, self._owned), NO_LAYER)
-        self.plan = self._make_plan(calls)
+        self._make_plan(calls)
 
     def pop_first(self) -> tuple[Tensor, list[Call]] | None:
         """Return the outputs and calls of the pass over all first points, once; None without right rules for all."""
@@ -117,7 +119,7 @@ class Engines:
             if not self.plan.layers:
                 with torch.no_grad():
                     return self.model(self.model.values, inputs), [], set()
-            outputs, calls, misfits = record(self.model, inputs, self._owners(self.plan.others), graph)
+            outputs, calls, misfits = record(self.model, inputs, self._served, graph)
             return outputs, calls, misfits | self._differing(inputs, (outputs, calls, misfits))
 
     def _differing(self, inputs: Any, recording: Recording) -> Set[str]:
@@ -185,7 +187,7 @@ class Engines:
         If layers that were proven run differently in this batch, autodiff computes products from now on, but not rows:
         these are computed for fewer points at a time, so that Kronecker factors do not depend on earlier calls.
         """
-        self.prove(inputs, whole=root is IDENTITY)
+        self.checked_others(inputs, whole=root is IDENTITY)
         if self.plan.is_last_layer and root is IDENTITY and (found := self._build_last_layer(inputs)):
             return found
         if self.plan.layers:
@@ -193,13 +195,28 @@ class Engines:
             if not recording[2]:
                 return self._build_layerwise(inputs, room, root, recording)
             self._unlike = frozenset(recording[2])
-            self.plan = self._make_plan()
+            self._make_plan()
         return self.build("streamed", inputs, room, root)
 
-    def checked_others(self, inputs: Any) -> tuple[str, ...]:
-        """Return the parameters without a layer rule, with those whose rows prove to be wrong on some points."""
+    def checked_others(self, inputs: Any, whole: bool = False) -> tuple[str, ...]:
+        """Return the parameters that are left to autodiff, after checking the others' layers on some points, once.
+
+        Products with J (`whole`) or rows are checked; layers that are wrong are left to autodiff, at least one a time.
+        A layer that is right at single points stays: with several points their order or the layer's calls may change,
+        and `record` finds the batches in which this happens. A pass at points without a gradient proves nothing: there
+        the graph tells which layers are left out by a path.
+        """
         with self.model.lock:
-            self.prove(inputs, whole=False)
+            count = min(CHECKED_POINTS, num_points(inputs))
+            while self.plan.layers and not self._checked & {True, whole}:
+                alone = [take(inputs, slice(i, i + 1)) for i in range(count)]
+                wrong = self._wrong_at([take(inputs, slice(0, count))], whole) and self._wrong_at(alone, whole)
+                if wrong is None:
+                    self._checked.add(whole)
+                else:
+                    names, why = wrong
+                    # Without a wrong layer, the part by autodiff is wrong beside the layers: it computes everything.
+                    self._reject(names & {*self._in_layers} or self._in_layers, why)
             return tuple(self.plan.others)
 
     def agree(self, inputs: Any, gather: Callable[[tuple[str, ...]], list[tuple[str, ...]]]) -> None:
@@ -208,32 +225,14 @@ class Engines:
         `gather` returns the result of each process. Otherwise sums by layers would be over different layers on each.
         """
         with self.model.lock:
-            self.prove(inputs, whole=True)
-            while len(set(found := gather(tuple(self.plan.others)))) > 1:
-                self._reject({name for others in found for name in others} - self.plan.others.keys(), WRONG)
-
-    def prove(self, inputs: Any, whole: bool) -> None:
-        """Check layers on some points, and leave to autodiff those that are wrong, at least one a time.
-
-        A layer that is right at single points stays: with several points their order or the layer's calls may change,
-        and `record` finds the batches in which this happens. A pass at points without a gradient proves nothing: there
-        the graph tells which layers are left out by a path.
-        """
-        count = min(CHECKED_POINTS, num_points(inputs))
-        while self.plan.layers and not self._checked & {True, whole}:
-            alone = [take(inputs, slice(i, i + 1)) for i in range(count)]
-            wrong = self._wrong_at([take(inputs, slice(0, count))], whole) and self._wrong_at(alone, whole)
-            if wrong is None:
-                self._checked.add(whole)
-            else:
-                names, why = wrong
-                # Without a wrong layer, the part by autodiff is wrong beside the layers: then it computes everything.
-                self._reject(names & {*self._in_layers} or self._in_layers, why)
+            self.checked_others(inputs, whole=True)
+            while len(set(of_ranks := gather(tuple(self.plan.others)))) > 1:
+                self._reject({name for others in of_ranks for name in others} - self.plan.others.keys(), WRONG)
 
     def _wrong_at(self, parts: Sequence[Any], whole: bool) -> tuple[Set[str], str] | None:
         """Return the parameters whose layers are wrong at some points, and why; note the paths that are right."""
         for few in parts:
-            recording = record(self.model, few, self._owners(self.plan.others))
+            recording = record(self.model, few, self._served)
             if recording[2]:
                 return recording[2], NO_LAYER
             wrong, shown = self._check(few, recording, whole)
@@ -248,7 +247,7 @@ class Engines:
     def _reject(self, names: Iterable[str], why: str) -> None:
         """Leave these parameters to autodiff from now on."""
         self._rejected = self._rejected | dict.fromkeys(names, why)
-        self.plan = self._make_plan()
+        self._make_plan()
 
     @property
     def forward_points(self) -> int:
@@ -256,12 +255,11 @@ class Engines:
 
         On a CPU, where the results of all operations then fit into memory that is used again.
         """
-        made = self._routes_of(self.model.selection.names).made_bytes
+        made = self.plan.routes.made_bytes
         return 0 if self.model.theta.is_cuda else max(FORWARD_POINTS, MAPPED_BYTES // max(1, made))
 
     def _build_streamed(self, inputs: Any) -> Streamed:
-        names = self.model.selection.names
-        return Streamed(self.model, inputs, names, self._routes_of(names).pushes, self.forward_points)
+        return Streamed(self.model, inputs, self.model.selection.names, self.plan.routes.pushes, self.forward_points)
 
     def _build_recorded(self, inputs: Any, names: tuple[str, ...]) -> Recorded | Streamed:
         """Return the engine that keeps a recorded pass, once a batch has proved it right; otherwise a streamed one."""
@@ -276,7 +274,7 @@ class Engines:
             anew = try_recording(find_routes(self.model, inputs, names), self.model, inputs, names)
             again = anew.recordable and anew.replayed is routes.replayed
             self._routes[names] = dataclasses.replace(anew, recordable=False) if again else anew
-            self.plan = self._make_plan()
+            self._make_plan()
         return Streamed(self.model, inputs, names, routes.pushes)
 
     def _build_last_layer(self, inputs: Any) -> Layerwise | None:
@@ -315,8 +313,8 @@ class Engines:
         kept = {m: {k: n for k, n in names.items() if n not in left_out} for m, names in self._owned.items()}
         return {module: names for module, names in kept.items() if names}
 
-    def _make_plan(self, calls: Sequence[Call] | None = None) -> Plan:
-        """Return the plan for layers that made these calls at the first points; without calls, make them."""
+    def _make_plan(self, calls: Sequence[Call] | None = None) -> None:
+        """Make the plan for layers that made these calls at the first points; without calls, make them."""
         # Rows and factors come from the rules with every engine, so that no result depends on the engine.
         rejected, names = self._rejected, self.model.selection.names
         if calls is None:
@@ -325,7 +323,8 @@ class Engines:
         served = {name for call in calls for name in call.layer.names.values()}
         others = {name: rejected.get(name, "no layer rule") for name in names if name not in served}
         layerwise = self._choice in ("auto", "layerwise")
-        return Plan(
+        self._served = self._owners(others)
+        self.plan = Plan(
             engine=self._choice,
             layers=tuple(call.layer for call in calls),
             others=others,

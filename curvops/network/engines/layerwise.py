@@ -19,7 +19,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -129,39 +129,17 @@ Recording = tuple[Tensor, list[Call], set[str]]
 
 @dataclass(frozen=True, eq=False)
 class Part(ABC):
-    """One call of a layer as an engine keeps it: the rows of J for its parameters, which multiply blocks of vectors.
-
-    `spread` says how many numbers, beside those of the layer's output, a product makes for each vector: a block that
-    takes more than `MAPPED_BYTES` in all is multiplied some vectors at a time.
-    """
+    """One call of a layer as an engine keeps it: the rows of J for its parameters, which multiply blocks of vectors."""
 
     layer: Layer
-    spread: ClassVar[int] = 1
 
+    @abstractmethod
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         """Return the rows times K tangents by parameter name."""
-        own = {local: tangents[name] for local, name in self.layer.names.items()}
-        some = self._columns(next(iter(own.values())))
-        if len(some) == 1:
-            return self._push(own)
-        return torch.cat([self._push({local: tangent[k] for local, tangent in own.items()}) for k in some])
 
+    @abstractmethod
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         """Return the adjoint's images by the layer's own names."""
-        some = self._columns(cotangents)
-        if len(some) == 1:
-            return self._pull(cotangents)
-        pieces = [self._pull(cotangents[k]) for k in some]
-        return {local: torch.cat([piece[local] for piece in pieces]) for local in self.layer.names}
-
-    def _columns(self, block: Tensor) -> list[slice]:
-        return in_parts(len(block), self.spread * self.layer.output.numel() * block.element_size(), block.is_cuda)
-
-    @abstractmethod
-    def _push(self, tangents: Local) -> Float[Tensor, "k n R"]: ...
-
-    @abstractmethod
-    def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local: ...
 
     @abstractmethod
     def at(self, points: slice) -> Part:
@@ -172,20 +150,49 @@ class Part(ABC):
     def nbytes(self) -> int:
         """The bytes that are kept."""
 
+    @property
+    def work(self) -> int:
+        """The numbers that a product makes for each vector."""
+        return self.layer.output.numel()
+
+    def some_of(self, block: Tensor) -> list[slice]:
+        """Return ranges of a block's vectors that take at most `MAPPED_BYTES` each on a CPU."""
+        return in_parts(len(block), self.work * block.element_size(), block.is_cuda)
+
+
+def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
+    """Return ranges of a block's vectors, each as wide as fits into this many bytes of memory that is used again."""
+    if is_cuda or columns * column_bytes <= MAPPED_BYTES:
+        return [slice(0, columns)]
+    width = math.ceil(columns / math.ceil(columns * column_bytes / MAPPED_BYTES))
+    return [slice(start, start + width) for start in range(0, columns, width)]
+
 
 @dataclass(frozen=True, eq=False)
 class Factors(Part):
-    """One call of a layer, kept as its input a and sensitivity δ (n, R, *out): the rows of J are sums of products."""
+    """One call of a layer, kept as its input a and sensitivity δ (n, R, *out): the rows of J are sums of products.
+
+    With a `weight` W (C, out), that of the last layer, `delta` is the slopes m (n, out) between the two: δ = W ∘ m.
+    """
 
     kept: Tensor
     delta: Tensor
+    weight: Float[Tensor, "C out"] | None = None
 
-    def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
-        z = self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2)
-        return torch.bmm(self.delta.flatten(2), z.mT).permute(2, 0, 1)
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
+        own = {local: tangents[name] for local, name in self.layer.names.items()}
+        z = self.layer.rule.push(self.layer.module, self.kept, own)
+        if self.weight is None:
+            return torch.bmm(self.delta.flatten(2), z.flatten(2).mT).permute(2, 0, 1)
+        through = (z * self.delta.unsqueeze(1)).flatten(0, 1)
+        return (through @ self.weight.mT).unflatten(0, z.shape[:2]).transpose(0, 1)
 
-    def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
-        s = torch.bmm(cotangents.transpose(0, 1), self.delta.flatten(2)).unflatten(2, self.delta.shape[2:])
+    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
+        u = cotangents.transpose(0, 1)
+        if self.weight is None:
+            s = torch.bmm(u, self.delta.flatten(2)).unflatten(2, self.delta.shape[2:])
+        else:
+            s = (u.flatten(0, 1) @ self.weight).unflatten(0, u.shape[:2]).mul_(self.delta.unsqueeze(1))
         return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
 
     def left(self) -> Tensor | None:
@@ -209,41 +216,10 @@ class Factors(Part):
     def nbytes(self) -> int:
         return self.delta.nbytes + self.kept.nbytes
 
-
-@dataclass(frozen=True, eq=False)
-class Slopes(Part):
-    """A layer that feeds the last one, kept as its input a and the slopes m (n, out) in between: δ = W ∘ m."""
-
-    spread: ClassVar[int] = 8  # nothing is read again for some of the vectors, which stay in a cache
-
-    kept: Tensor
-    slopes: Float[Tensor, "n out"]
-    weight: Float[Tensor, "C out"]
-
-    def _push(self, tangents: Local) -> Float[Tensor, "k n C"]:
-        z = self.layer.rule.push(self.layer.module, self.kept, tangents)
-        through = (z * self.slopes.unsqueeze(1)).flatten(0, 1)
-        return (through @ self.weight.mT).unflatten(0, z.shape[:2]).transpose(0, 1)
-
-    def _pull(self, cotangents: Float[Tensor, "k n C"]) -> Local:
-        u = cotangents.transpose(0, 1)
-        s = (u.flatten(0, 1) @ self.weight).unflatten(0, u.shape[:2]).mul_(self.slopes.unsqueeze(1))
-        return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
-
-    def at(self, points: slice) -> Slopes:
-        return replace(self, kept=self.kept[points], slopes=self.slopes[points])
-
     @property
-    def nbytes(self) -> int:
-        return self.slopes.nbytes + self.kept.nbytes
-
-
-def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
-    """Yield ranges of a block's vectors, each as wide as fits into this many bytes of memory that is used again."""
-    if is_cuda or columns * column_bytes <= MAPPED_BYTES:
-        return [slice(0, columns)]
-    width = math.ceil(columns / math.ceil(columns * column_bytes / MAPPED_BYTES))
-    return [slice(start, start + width) for start in range(0, columns, width)]
+    def work(self) -> int:
+        # Through a weight nothing is read again for some of the vectors, so that fewer of them stay in a cache.
+        return self.layer.output.numel() * (1 if self.weight is None else 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,13 +227,12 @@ class Rows(Part):
     """A layer kept as its own rows, (n, R, p), with its p parameters side by side."""
 
     jacobian: Tensor
-    spread: ClassVar[int] = 0
 
-    def _push(self, tangents: Local) -> Float[Tensor, "K n R"]:
-        v = torch.cat([tangent.flatten(1) for tangent in tangents.values()], 1)
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
+        v = torch.cat([tangents[name].flatten(1) for name in self.layer.names.values()], 1)
         return (v @ self.jacobian.flatten(0, 1).mT).unflatten(1, self.jacobian.shape[:2])
 
-    def _pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
+    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         return self._layout.named(cotangents.flatten(1) @ self.jacobian.flatten(0, 1))
 
     def named_rows(self) -> Blocks:
@@ -274,6 +249,10 @@ class Rows(Part):
     @property
     def nbytes(self) -> int:
         return self.jacobian.nbytes
+
+    @property
+    def work(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,10 +278,11 @@ class Features(Part):
         """The number C of outputs per position."""
         return self.layer.output[-1]
 
-    def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
-        return self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2).transpose(0, 1)
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
+        own = {local: tangents[name] for local, name in self.layer.names.items()}
+        return self.layer.rule.push(self.layer.module, self.kept, own).flatten(2).transpose(0, 1)
 
-    def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
+    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         s = cotangents.transpose(0, 1).unflatten(2, self.layer.output[1:])
         return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
 
@@ -372,7 +352,12 @@ class Layerwise:
         with torch.no_grad():
             total = None if self.rest is None else self.rest.push(tangents)
             for part in self.parts:
-                pushed = part.push(tangents)
+                names = part.layer.names.values()
+                some = part.some_of(tangents[next(iter(names))])
+                if len(some) == 1:
+                    pushed = part.push(tangents)
+                else:
+                    pushed = torch.cat([part.push({name: tangents[name][k] for name in names}) for k in some])
                 total = pushed if total is None else total + pushed
         if total is None:
             columns = next(iter(tangents.values())).shape[0]
@@ -387,7 +372,13 @@ class Layerwise:
             if block is not None:
                 total = {name: block[name].copy_(gradient) for name, gradient in total.items()}
             for part in self.parts:
-                for local, gradient in part.pull(cotangents).items():
+                some = part.some_of(cotangents)
+                if len(some) == 1:
+                    pulled = part.pull(cotangents)
+                else:
+                    pieces = [part.pull(cotangents[k]) for k in some]
+                    pulled = {local: torch.cat([piece[local] for piece in pieces]) for local in part.layer.names}
+                for local, gradient in pulled.items():
                     name = part.layer.names[local]
                     if name in total:
                         total[name] = total[name] + gradient if block is None else total[name].add_(gradient)
@@ -429,36 +420,33 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
     dtype, n, paths = model.theta.dtype, num_points(inputs), model.paths
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
 
-    def note(owner: nn.Module, module: nn.Module, path: str, names: dict[str, str], given: Any, output: Tensor) -> None:
-        rule = rule_of(type(module))
-        assert rule is not None  # only such layers have hooks
-        node, points = output.grad_fn, output.ndim > 1 and output.shape[0] == n
-        if not (points and len(given) == 1 and node is not None and _are_of(dtype, (output, *given))):
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Tensor, owner: nn.Module | None = None) -> None:
+        """Note the call of a layer, or of a projection that the attention module `owner` computes."""
+        owner = module if owner is None else owner
+        if owner not in owners:
+            return
+        path, names = paths[owner], owners[owner]
+        if module not in paths:  # the common projection of query, key and value
+            path, names = f"{path}.in_proj".lstrip("."), {k.removeprefix("in_proj_"): name for k, name in names.items()}
+        rule, node, points = rule_of(type(module)), output.grad_fn, output.ndim > 1 and output.shape[0] == n
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        a = given[0] if len(given) == 1 and points else None
+        if a is None or node is None or [t for t in (a, output) if t.dtype != dtype and t.is_floating_point()]:
             misfits.update(names.values())
             return
-        (a,) = given
+        assert rule is not None  # only such layers have hooks
         kept = rule.keep(module, a if graph else a.detach())
         size = kept.nbytes // (kept.shape[0] * output.element_size())
         layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
         # Keep the edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
         calls.append(Call(owner, layer, a, a._version, kept, GradientEdge(node, output.output_nr)))
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        given = [value for value in (*args, *kwargs.values()) if value is not None]
-        note(module, module, paths[module], owners[module], given, output)
-
-    def note_projection(owner: nn.Module, module: nn.Linear, a: Tensor, output: Tensor) -> None:
-        if owner in owners:
-            path = paths[owner] if owner is module else f"{paths[owner]}.in_proj".lstrip(".")
-            names = {local.removeprefix("in_proj_"): name for local, name in owners[owner].items()}
-            note(owner, module, path, names, (a,), output)
-
     handles: list[Any] = []
     try:
         for module in owners:
             if rule_of(type(module)) is not None:
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        with model.differentiating(), Projections(attentions, note_projection) if attentions else NOTHING:
+                handles.append(module.register_forward_hook(note, with_kwargs=True))
+        with model.differentiating(), Projections(attentions, note) if attentions else NOTHING:
             outputs = model(model.leaves(), inputs)
     finally:
         for handle in handles:
@@ -471,8 +459,10 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
                 before = _follow(call.a.grad_fn, ELEMENTWISE)
         if call.a._version != call.version:
             misfits.update(call.layer.names.values())
-    feeding = (replace(call, layer=replace(call.layer, feeds_last=call.edge.node in before)) for call in calls)
-    return outputs, list(feeding), misfits
+    for i, call in enumerate(calls):
+        if call.edge.node in before:
+            calls[i] = replace(call, layer=replace(call.layer, feeds_last=True))
+    return outputs, calls, misfits
 
 
 def _follow(node: Node | None, kinds: Collection[str]) -> list[Node]:
@@ -483,11 +473,6 @@ def _follow(node: Node | None, kinds: Collection[str]) -> list[Node]:
         parents = [parent for parent, _ in node.next_functions if parent is not None]
         node = parents[0] if len(parents) == 1 and node.name().partition("Backward")[0] in kinds else None
     return path
-
-
-def _are_of(dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
-    """Return whether the tensors have that dtype, or are indices."""
-    return not [tensor for tensor in tensors if tensor.dtype != dtype and tensor.is_floating_point()]
 
 
 def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
@@ -508,12 +493,12 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, r
     reached = [False] * len(calls)
     if not outputs.is_cuda:
         chunk_bytes = min(chunk_bytes, COLUMN_BYTES)  # batched passes copy, and gain nothing beyond a cache
-    step, leaves = chunk_size(calls, outputs.element_size(), chunk_bytes), model.leaves()
+    step = max(1, chunk_bytes // max(1, bytes_of_one(calls, outputs.element_size())))
     for start in range(0, columns if calls else 0, step):
         some = slice(start, min(start + step, columns))
         with torch.no_grad():
             cotangents = root.columns(outputs.detach(), some.start, some.stop)
-        deltas = model.holding(leaves, partial(sensitivities, model, outputs, calls, cotangents))
+        deltas = sensitivities(model, outputs, calls, cotangents)
         with torch.no_grad():
             for i, delta in enumerate(deltas):
                 reached[i] |= delta is not None  # a custom function may return nothing for zeros
@@ -529,19 +514,14 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, r
     return [*found, *feeding, *(Features(call.layer, call.kept) for call in last)]
 
 
-def _slopes(model: Model, call: Call, last: Call) -> Slopes:
+def _slopes(model: Model, call: Call, last: Call) -> Factors:
     """Return the part of a call that feeds the last layer, by one backward pass between the two."""
     h, layer = last.a, last.layer
     run = partial(torch.autograd.grad, h, call.edge, torch.ones_like(h), retain_graph=True)
     (slopes,) = model.holding(model.leaves(), run)
     weight = model.values[layer.names["weight"]]
     weight = weight.mT if layer.rule.matrix_is_transposed else weight
-    return Slopes(call.layer, call.kept, slopes.detach(), weight)
-
-
-def chunk_size(calls: Sequence[Call], itemsize: int, chunk_bytes: int) -> int:
-    """Return how many cotangents of the outputs fit into `chunk_bytes` of δ for one backward pass; at least one."""
-    return max(1, chunk_bytes // max(1, bytes_of_one(calls, itemsize)))
+    return Factors(call.layer, call.kept, slopes.detach(), weight)
 
 
 def bytes_of_one(calls: Sequence[Call], itemsize: int) -> int:
@@ -560,16 +540,20 @@ def sensitivities(
         return [None] * len(calls)
     edges = [call.edge for call in calls]
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
-    with model.differentiating():
+
+    def run() -> list[Tensor | None]:
         small = outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES
         if small and len(cotangents) > 1:
             with suppress(RuntimeError):  # an operation without a batching rule
-                found = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
-                return [None if g is None else g.transpose(0, 1) for g in found]
+                deltas = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
+                return [None if delta is None else delta.transpose(0, 1) for delta in deltas]
         passes = [torch.autograd.grad(outputs, edges, u, **options) for u in cotangents]
         by_call = [list(gradients) for gradients in zip(*passes)]
         del passes
         return [_side_by_side(by_call.pop(0)) for _ in calls]  # those of a call are freed once they are copied
+
+    with model.differentiating():
+        return model.holding(model.leaves(), run)
 
 
 def _side_by_side(gradients: list[Tensor | None]) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -110,23 +110,6 @@ def _differing(ours: Blocks, u: Tensor, reference: Transpose, generator: torch.G
     return bad, expected
 
 
-def _operations(outputs: Tensor, numbers: dict[Any, int]) -> Iterator[tuple[Any, list[tuple[int | None, int]]]]:
-    """Yield each operation behind the outputs, with the numbers of its parents and the places of their results.
-
-    `numbers` is filled with the operations in the order in which they are yielded.
-    """
-    order = [] if outputs.grad_fn is None else [outputs.grad_fn]
-    numbers.update((node, i) for i, node in enumerate(order))
-    for node in order:  # the list grows
-        edges = []
-        for parent, place in node.next_functions:
-            if parent is not None and parent not in numbers:
-                numbers[parent] = len(order)
-                order.append(parent)
-            edges.append((None if parent is None else numbers[parent], place))
-        yield node, edges
-
-
 def path_of(model: Model, recording: Recording) -> int | None:
     """Return a number that is equal for passes with the same operations and calls of layers, at any number of points.
 
@@ -135,19 +118,26 @@ def path_of(model: Model, recording: Recording) -> int | None:
     """
     outputs, calls, _ = recording
     n = len(outputs)
-    found: list[Hashable] = [n == 1]
-    numbers: dict[Any, int] = {}
-    for node, edges in _operations(outputs, numbers):
-        if not edges:
+    order = [] if outputs.grad_fn is None else [outputs.grad_fn]
+    numbers: dict[Any, int] = dict.fromkeys(order, 0)
+    path: list[Hashable] = [n == 1]
+    for node in order:  # the list grows
+        if not node.next_functions:
             variable = getattr(node, "variable", None)
-            found.append(None if variable is None else model.place_of(variable))
+            path.append(None if variable is None else model.place_of(variable))
             continue
         name = node.name()
         if name.partition("Backward")[0] in MOVING and _moves_points(node, n):
             return None
-        found += [name, *edges]
-    found += [(call.layer.path, numbers.get(call.edge.node), call.edge.output_nr) for call in calls]
-    return hash(tuple(found))
+        path.append(name)
+        for parent, place in node.next_functions:
+            if parent is not None and parent not in numbers:
+                numbers[parent] = len(order)
+                order.append(parent)
+            path.append((None if parent is None else numbers[parent], place))
+    for call in calls:
+        path.append((call.layer.path, numbers.get(call.edge.node), call.edge.output_nr))
+    return hash(tuple(path))
 
 
 def _moves_points(node: Any, n: int) -> bool:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-Contexts = list[Callable[[], Any]]
+Contexts = Sequence[Callable[[], Any]]
 
 
 def _has_tf32() -> bool:
@@ -54,7 +54,7 @@ def contexts_for(parts: Iterable[nn.Module]) -> tuple[Contexts, Contexts]:
 
 
 @contextlib.contextmanager
-def unfused(settings: Sequence[Callable[[], Any]] = ()) -> Iterator[None]:
+def unfused(settings: Contexts = ()) -> Iterator[None]:
     """Keep attention on its kernel with forward mode and convolutions in full precision; enter further settings.
 
     This does what `torch.nn.attention.sdpa_kernel(MATH)` does, which itself takes as long as a small layer.
@@ -102,7 +102,7 @@ def _no_fast_path() -> Iterator[None]:
 
 def _unoptimised() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which TorchScript fuses no kernels, which have no forward mode."""
-    return torch.jit.optimized_execution(False)  # type: ignore[attr-defined, no-any-return]
+    return torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy as copy_object
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -29,8 +28,8 @@ from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
 from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
-from curvops.network.walks.batch_map import BatchMap, linear
 from curvops.network.walks.budget import Budget, default_budget
+from curvops.network.walks.engine_cache import BatchMap, linear
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.passes import Passes, accumulate
@@ -329,12 +328,13 @@ class TrainedNetwork(NetworkOnData):
 
     def hessian_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         """Return the Hessian of the negative log-likelihood times a block of vectors; see `hessian_product`."""
-
-        def multiply(block: Tensor) -> Tensor:
-            product = partial(hessian_product, self.model, self.likelihood, block)
-            return self.passes.add_up((product(inputs, batch) for inputs, batch in self.passes.batches()))
-
-        return linear(block, multiply, multiply)
+        if torch.is_grad_enabled() and block.requires_grad:
+            return linear(block, self.hessian_product, self.hessian_product)
+        total: Tensor | None = None
+        for inputs, batch in self.passes.batches():
+            total = accumulate(total, hessian_product(self.model, self.likelihood, block.detach(), inputs, batch))
+        assert total is not None  # linearize rejects empty data
+        return self.passes.add_up(total)
 
     def require_symmetric_hessian(self) -> None:
         """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points."""
@@ -404,7 +404,7 @@ class TrainedNetwork(NetworkOnData):
 
         yield from self.passes.root_pieces(fisher, chunk, apart, first, score)
         if total is not None and count == sum(self.data.sizes):
-            known["log likelihood"] = self.passes.add_up([total])
+            known["log likelihood"] = self.passes.add_up(total)
 
     def flatten(self, tensors: Mapping[str, Tensor] | nn.Module) -> Float[Tensor, " D"]:
         """Return named tensors, or the parameters of a module, as one vector, in the order of the selection."""

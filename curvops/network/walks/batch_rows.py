@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import LEAST_CHUNK
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording
 from curvops.network.likelihoods.output_fisher import OutputFisher, Unit
-from curvops.network.walks.batch_map import BatchMap
-from curvops.network.walks.engine_cache import EngineCache
+from curvops.network.walks.engine_cache import BatchMap, EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.progress import Progress, Steps, progress_bar
 
@@ -56,44 +54,36 @@ class BatchRows(EngineCache, JacobianRows):
         return chunk_bytes_within(self.memory.budget, self.model.theta)
 
     def root_pieces(
-        self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0, score: Score | None = None
+        self,
+        fisher: OutputFisher,
+        chunk: int,
+        apart: bool = False,
+        first: int = 0,
+        score: Score | None = None,
+        names: Container[str] | None = None,
     ) -> Iterator[tuple[int, Iterator[Group]]]:
         """Yield rows of a square root of the curvature by layer: one forward pass, and one backward pass per column.
 
-        They come some points at a time, as (number of points in and before the piece, rows), with all columns, so that
-        anything that depends only on a point is computed once. `apart` is for sums over columns: these may come in
-        several groups, for more points at a time, and a last layer may come with H itself (`Group.hessian`). Pieces
-        take about `chunk` bytes (their use takes several times that); those that end at or before point `first` are
-        left out. `score` is called with the outputs of each piece and its batch.
+        They come some points at a time, as (number of points in and before the piece, rows). Pieces take about `chunk`
+        bytes (their use takes several times that); those that end at or before point `first` are left out. `apart` is
+        for sums over columns: these may come in several groups, for more points at a time, and a last layer may come
+        with H itself (`Group.hessian`). With `names`, all columns of a point come together, and parameters without
+        layer rules only if they are among the names. `score` is called with the outputs of each piece and its batch.
         """
         total, columns = 0, fisher.num_columns(self.engines.plan.num_outputs)
         with self._steps("rows of the curvature's root", columns) as steps:
             for inputs, batch in self._source:
-                others = self.engines.checked_others(inputs)
-                held, most = columns, chunk
+                others = [n for n in self.engines.checked_others(inputs) if names is None or n in names]
+                width, most = columns, chunk if names is None else sys.maxsize
                 if apart and not others and not self.model.theta.is_cuda:
-                    held, most = 1, min(chunk, COLUMN_BYTES)
-                for points, part in self._pieces(inputs, held, chunk):
+                    width, most = 1, min(chunk, COLUMN_BYTES)
+                for points, part in self._pieces(inputs, width, chunk):
                     total += points.stop - points.start
                     if total > first:
-                        label = batch.labels(points)
-                        groups = each_group(
-                            self.engines, label, part, fisher, others, most, score, advance=steps.advance, sums=apart
-                        )
-                        yield total, groups
+                        asked = self.engines, batch.labels(points), part, fisher, others, most, score
+                        yield total, each_group(*asked, advance=steps.advance, sums=apart)
                     else:
                         steps.advance((points.stop - points.start) * columns)
-
-    def root_blocks(self, fisher: OutputFisher, names: Container[str]) -> Iterator[list[Group]]:
-        """Yield the rows of `root_pieces`, some points with all columns; without layer rules, only for `names`."""
-        columns = fisher.num_columns(self.engines.plan.num_outputs)
-        with self._steps("rows of the curvature's root", columns) as steps:
-            for inputs, batch in self._source:
-                wanted = [n for n in self.engines.checked_others(inputs) if n in names]
-                for points, part in self._pieces(inputs, columns, self.chunk_bytes):
-                    label = batch.labels(points)
-                    each = each_group(self.engines, label, part, fisher, wanted, sys.maxsize, advance=steps.advance)
-                    yield list(each)
 
     def jacobian_rows(
         self, least: int = 0, names: Container[str] | None = None
@@ -103,41 +93,46 @@ class BatchRows(EngineCache, JacobianRows):
         Pieces whose first row is below `least`, and layers that have none of the `names`, are left out. A walk over all
         rows keeps the outputs, if they are small, for `recorded_outputs`.
         """
-        total, last, seen = 0, self.features(), list[Tensor]()
+        C, last = self.engines.plan.num_outputs, self.features()
+        total, seen = 0, list[Tensor]()
+
+        def see(outputs: Tensor, _: Batch) -> None:
+            if sum(tensor.nbytes for tensor in (*seen, outputs)) <= MOST_RECORDED:
+                seen.append(outputs)
+
+        def groups_at(points: slice, part: Any) -> list[Group]:
+            if last is not None:
+                return groups_of(part, C if self.model.layout is None else self.model.layout.num_outputs)
+            with self.model.lock:
+                recorded, self._recorded = self._recorded, None
+            if recorded is not None and len(recorded[0]) != points.stop - points.start:
+                recorded = None
+            asked = self.engines, NO_LABELS, part, Unit(), others, sys.maxsize, see, recorded
+            return list(each_group(*asked, names=names))
+
         with self._steps("rows of the Jacobian") as steps:
             for index, (inputs, _) in enumerate(self._source):
-                columns, points = self.engines.plan.num_outputs, num_points(inputs)
-                pieces = self._groups(inputs, names, seen) if last is None else self._of_last(last[index])
-                for start, count, groups in pieces:
-                    if total + start * columns >= least:
-                        yield total + start * columns, count * columns, list(groups())
+                if last is None:
+                    others = [n for n in self.engines.checked_others(inputs) if names is None or n in names]
+                    pieces = self._pieces(inputs, C, self.chunk_bytes, of_others=True)
+                else:
+                    pieces = self._pieces_of_last(last[index])
+                for points, part in pieces:
+                    first, count = total + points.start * C, points.stop - points.start
+                    if first >= least:
+                        yield first, count * C, groups_at(points, part)
                     steps.advance(count)
-                total += points * columns
-        whole = self.shard is None and sum(map(len, seen)) * self.engines.plan.num_outputs == total
-        if seen and whole:
+                total += num_points(inputs) * C
+        if seen and self.shard is None and sum(map(len, seen)) * C == total:
             with self.model.lock:
                 self._outputs = torch.cat(seen)
 
-    def _groups(
-        self, inputs: Any, names: Container[str] | None, seen: list[Tensor]
-    ) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
-        """Yield (first point, how many, a function that computes their rows and appends their outputs to `seen`)."""
-        others = [name for name in self.engines.checked_others(inputs) if names is None or name in names]
-        for points, part in self._pieces(inputs, self.engines.plan.num_outputs, self.chunk_bytes, of_others=True):
-            count = points.stop - points.start
-            recorded = self._take_recorded(count)
-            asked = self.engines, NO_LABELS, part, Unit(), others, sys.maxsize
-            rows = partial(each_group, *asked, partial(_see, seen), recorded, names=names)
-            yield points.start, count, rows
-
-    def _of_last(self, features: Features) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
-        """Yield (first point, how many, a function that computes their rows) for a last layer."""
+    def _pieces_of_last(self, features: Features) -> Iterator[tuple[slice, Features]]:
+        """Yield (some points, their inputs of the last layer), as many at a time as fit into a chunk."""
         step = max(1, self.chunk_bytes // max(1, self.engines.plan.sensitivity_bytes * features.outputs))
-        layout = self.model.layout
-        outputs = features.outputs_each if layout is None else layout.num_outputs
         for start in range(0, len(features.kept), step):
-            part = features.at(slice(start, start + step))
-            yield start, len(part.kept), partial(groups_of, part, outputs)
+            points = slice(start, min(start + step, len(features.kept)))
+            yield points, features.at(points)
 
     def recorded_outputs(self) -> Tensor | None:
         """Return the outputs if a pass for the rows of J has them, or makes them, or None.
@@ -159,12 +154,6 @@ class BatchRows(EngineCache, JacobianRows):
             recorded = self.engines.record(inputs)
             self._recorded = None if recorded[2] else recorded
             return recorded[0].detach()
-
-    def _take_recorded(self, count: int) -> Recording | None:
-        """Return the pass that `recorded_outputs` made, once, if it has this number of points."""
-        with self.model.lock:
-            found, self._recorded = self._recorded, None
-        return found if found is not None and len(found[0]) == count else None
 
     def features(self) -> list[Features] | None:
         """Return the last layer's inputs by batch, if only that layer is selected and the budget has room for them.
@@ -204,9 +193,3 @@ class BatchRows(EngineCache, JacobianRows):
 def chunk_bytes_within(memory_budget: int, like: Tensor) -> int:
     """Return the bytes that rows may take at a time, on the device of `like`."""
     return max(LEAST_CHUNK, min(memory_budget if like.is_cuda else MOST_CHUNK, memory_budget // 16))
-
-
-def _see(seen: list[Tensor], outputs: Tensor, _: Batch) -> None:
-    """Keep outputs if all that are kept are small together."""
-    if sum(each.nbytes for each in (*seen, outputs)) <= MOST_RECORDED:
-        seen.append(outputs)

@@ -52,7 +52,8 @@ class Budget:
         self.budget, self.device, self.of_ranks = budget, device, of_ranks
         self._lock = threading.RLock()
         self._held = self._kept = 0
-        self._caches: list[weakref.ref[Any]] = []
+        self._caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """The caches that still exist, in the order in which they came."""
 
     def __reduce__(self) -> tuple[type[Budget], tuple[Any, ...]]:
         return Budget, (self.budget, self.device, self.of_ranks)
@@ -64,23 +65,24 @@ class Budget:
     def register(self, cache: Caching) -> None:
         """Count the bytes that this cache keeps."""
         with self._lock:
-            self._caches = [ref for ref in self._caches if ref() not in (None, cache)] + [weakref.ref(cache)]
-
-    def _present(self) -> list[Any]:
-        """Return the caches that still exist."""
-        return [cache for ref in self._caches if (cache := ref()) is not None]
+            self._caches[id(cache)] = cache
 
     @property
     def for_engines(self) -> int:
         """The bytes that further engines may take now; negative if vectors have taken bytes from engines."""
-        return self.budget - self._held - self._kept - sum([cache.kept_bytes for cache in self._present()])
+        left = self.budget - self._held - self._kept
+        for cache in self._caches.values():
+            left -= cache.kept_bytes
+        return left
 
     def room(self) -> int:
         """Return the bytes that an algorithm starting now may take for its vectors; 0 or less if all are in use."""
         most, half = max(self.budget, LEAST_ROOM) - self._held, self.budget // 2
         if self.of_ranks is not None:
             return most - half
-        wanted = sum([max(cache.kept_bytes, cache.wanted_bytes) for cache in self._present()])
+        wanted = 0
+        for cache in self._caches.values():
+            wanted += max(cache.kept_bytes, cache.wanted_bytes)
         return most - self._kept - min(half, wanted)
 
     @contextmanager
@@ -99,14 +101,14 @@ class Budget:
 
     def expect_many(self) -> None:
         """Announce more products than have been made so far."""
-        for cache in self._present():
+        for cache in self._caches.values():
             cache.expect_many()
 
     def _take(self, held: int = 0, kept: int = 0) -> None:
         with self._lock:
             self._held, self._kept = self._held + held, self._kept + kept
         if held + kept > 0 and self.for_engines < 0:
-            for cache in self._present():
+            for cache in self._caches.values():
                 if (lacking := -self.for_engines) > 0:
                     cache.shrink(max(0, cache.kept_bytes - lacking))
 

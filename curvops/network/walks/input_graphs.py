@@ -117,9 +117,7 @@ class GraphRows(JacobianRows):
         groups: list[Group] = []
         if self._engines.plan.layers:
             outputs, calls = self._record()
-            cotangents = units.unsqueeze(1).expand(-1, n, -1)
-            run = partial(sensitivities, model, outputs, calls, cotangents, graph=True)
-            deltas = model.holding(model.leaves(), run)
+            deltas = sensitivities(model, outputs, calls, units.unsqueeze(1).expand(-1, n, -1), graph=True)
             groups += groups_of_calls(calls, deltas)
         groups += [self._of_others(others, slice(i, i + 1), units) for i in range(n)] if others else []
         yield 0, n * columns, groups

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from curvops.network.engines.layerwise import (
     Features,
     Layer,
     Recording,
-    chunk_size,
+    bytes_of_one,
     in_parts,
     sensitivities,
 )
@@ -49,7 +49,7 @@ def _push(part: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r
         pieces = in_parts(len(delta), count * size, delta.is_cuda)
         return torch.cat([_push_rows(part.rows(points), tangents) for points in pieces], 1)
     # A layer's part of a vector is scattered over it and has to be copied: some vectors at a time, in reused memory.
-    some = in_parts(columns, size, delta.is_cuda)
+    some = in_parts(columns, max(size, part.work * delta.element_size()), delta.is_cuda)
     pushed = [part.push({name: tangents[name][k] for name in layer.names.values()}) for k in some]
     return pushed[0] if len(pushed) == 1 else torch.cat(pushed)
 
@@ -143,8 +143,12 @@ class Group:
         """Return the left side of each call with gradient Σ_t left ⊗ right (see `Rule.left`), views of δ, or None."""
         if self.layer is None:
             return None
-        found = [part.left() for part in self.parts]
-        return [left for left in found if left is not None] if all(left is not None for left in found) else None
+        lefts = []
+        for part in self.parts:
+            if (left := part.left()) is None:
+                return None
+            lefts.append(left)
+        return lefts
 
     def matrices(self) -> list[tuple[Tensor, Tensor]] | None:
         """Return (left, right) of each call; None if there is no left side."""
@@ -253,13 +257,13 @@ def each_group(
     columns, last = fisher.num_columns(f.shape[1]), _last_alone(calls) if sums else None
     H = None if last is None else _hessian_of(last.layer, fisher, f, batch)
     calls = calls if H is None else [call for call in calls if call is not last]
-    step = chunk_size(calls, f.element_size(), chunk) if calls or others else columns
+    step = max(1, chunk // max(1, bytes_of_one(calls, f.element_size()))) if calls or others else columns
     for start in range(0, columns, step):
         stop = min(columns, start + step)
         if calls or others:
             with torch.no_grad():
                 cotangents = fisher.columns(f, batch, start, stop)
-            deltas = _sensitivities(model, outputs, calls, cotangents)
+            deltas = sensitivities(model, outputs, calls, cotangents)
             yield from groups_of_calls(calls, deltas, start == 0, positions, batch.weights)
             if others:
                 yield from _others(model, inputs, cotangents, others, start == 0, chunk)
@@ -296,20 +300,6 @@ def unlike(names: Iterable[str]) -> str:
     )
 
 
-def groups_at(
-    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
-) -> Iterator[Group]:
-    """Return the rows J_nᵀ s of a recorded pass for some columns s of all its points."""
-    return groups_of_calls(calls, _sensitivities(model, outputs, calls, cotangents))
-
-
-def _sensitivities(
-    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
-) -> list[Tensor | None]:
-    with model.lock:
-        return model.holding(model.leaves(), partial(sensitivities, model, outputs, calls, cotangents))
-
-
 def groups_of_calls(
     calls: Sequence[Call],
     deltas: Sequence[Tensor | None],
@@ -319,25 +309,21 @@ def groups_of_calls(
 ) -> Iterator[Group]:
     """Yield the rows of calls by the parameters that they share, without calls whose branch misses the outputs."""
     for names, members in group_calls(calls).items():
-        reaching = [(calls[i], delta) for i in members if (delta := deltas[i]) is not None]
-        if reaching:
-            parts = tuple([Factors(call.layer, call.kept, delta) for call, delta in reaching])
-            yield Group(names, parts, first, positions=positions, weights=weights)
+        parts = [Factors(calls[i].layer, calls[i].kept, d) for i in members if (d := deltas[i]) is not None]
+        if parts:
+            yield Group(names, tuple(parts), first, positions=positions, weights=weights)
 
 
 def group_calls(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
     """Return the indices of calls grouped by the parameters that they share, directly or through one another."""
-    groups: list[tuple[set[str], list[int]]] = []
+    groups: dict[tuple[str, ...], list[int]] = {}
     for i, call in enumerate(calls):
         names, members = set(call.layer.names.values()), [i]
-        apart = []
-        for other in groups:
-            if other[0] & names:
-                names, members = names | other[0], other[1] + members
-            else:
-                apart.append(other)
-        groups = [*apart, (names, members)]
-    return {tuple(sorted(names)): members for names, members in groups}
+        for other in tuple(groups):
+            if names.intersection(other):
+                names, members = names.union(other), groups.pop(other) + members
+        groups[tuple(sorted(names))] = members
+    return groups
 
 
 def _others(

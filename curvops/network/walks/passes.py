@@ -19,9 +19,9 @@ from curvops.network.engines.layerwise import Layerwise
 from curvops.network.engines.plan import EngineChoice
 from curvops.network.likelihoods.output_fisher import OutputFisher, Root, RootJacobian
 from curvops.network.model.model import Model
-from curvops.network.walks.batch_map import BatchMap
 from curvops.network.walks.batch_rows import BatchRows
 from curvops.network.walks.budget import Budget
+from curvops.network.walks.engine_cache import BatchMap
 from curvops.network.walks.input_graphs import InputGraph
 from curvops.progress import Progress
 
@@ -141,7 +141,11 @@ class Passes(BatchRows):
 
         With `own` the result is this rank's part.
         """
-        return self.add_up((term(label, J) for label, J in self.each(columns, root)), own)
+        total: Tensor | None = None
+        for label, J in self.each(columns, root):
+            total = accumulate(total, term(label, J))
+        assert total is not None  # linearize rejects empty data
+        return total if self.shard is None else self.add_up(total, own)
 
     def rows(
         self,
@@ -153,16 +157,8 @@ class Passes(BatchRows):
         parts = [term(label, J).flatten(1) for label, J in self.each(columns, root)]
         return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1).mT
 
-    def add_up(self, parts: Iterable[Tensor], own: bool = False) -> Tensor:
-        """Add up the parts of all batches, and of all ranks (unless it is their `own` part); every data sum ends here.
-
-        It adds in place if no gradient is recorded: the first part becomes the sum.
-        """
-        total: Tensor | None = None
-        for part in parts:
-            total = accumulate(total, part)
-            del part  # before the next one is made
-        assert total is not None  # linearize rejects empty data
+    def add_up(self, total: Tensor, own: bool = False) -> Tensor:
+        """Return the sum of a tensor over all ranks (or this rank's `own` part); every sum over the data ends here."""
         if self.shard is None:
             return total
         return self.shard.own_part(total) if own else self.shard.add_up(total)
@@ -175,18 +171,6 @@ class Passes(BatchRows):
     def replicated(self, tensor: Tensor) -> Tensor:
         """Return a tensor that all ranks have; its gradient is the sum of the gradients from each rank."""
         return tensor if self.shard is None else self.shard.ranks.replicate(tensor)
-
-    def curvature_product(
-        self, block: Float[Tensor, "D K"], fisher: OutputFisher, own: bool = False
-    ) -> Float[Tensor, "D K"]:
-        """Return Σ over batches of Jᵀ H J V; `own` as in `total`."""
-        block = self.replicated(block)
-
-        def term(batch: Any, J: BatchMap) -> Tensor:
-            u = J.push(block)  # before the outputs, which a push gives, too
-            return J.pull(fisher.product(J.outputs, u, batch))
-
-        return self.total(term, block.shape[1], own=own)
 
     def pull(
         self,

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from curvops.network.data.batches import Batch
 from curvops.network.engines.engine import Engines
-from curvops.network.engines.layerwise import Layer
+from curvops.network.engines.layerwise import Layer, sensitivities
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.batch_rows import chunk_bytes_within
-from curvops.network.walks.layer_roots import Group, groups_at
+from curvops.network.walks.layer_roots import Group, groups_of_calls
 from curvops.network.walks.passes import Passes
 
 # On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
@@ -48,7 +48,7 @@ def score_and_diagonal(
     wanted = residual if same else torch.cat([residual, fisher.columns(f, batch, 0, columns)])
     gradient: Blocks = {}
     total: Blocks = {}
-    for group in groups_at(model, *found, wanted):
+    for group in groups_of_calls(found[1], sensitivities(model, *found, wanted)):
         slopes, squares = _of_first_and_others(group, same, chunk_bytes)
         _add(gradient, slopes)
         _add(total, squares)
@@ -67,7 +67,7 @@ def sum_squares(passes: Passes, groups: Iterable[Group], chunk_bytes: int) -> Fl
     total: Blocks = {}
     for group in groups:
         _add(total, squares_of(group, chunk_bytes))
-    return passes.add_up([_flat(passes.model, total)])
+    return passes.add_up(_flat(passes.model, total))
 
 
 def _add(total: Blocks, blocks: Blocks) -> None:

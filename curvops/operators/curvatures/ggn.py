@@ -1,26 +1,247 @@
-"""The generalised Gauss–Newton matrix, its Monte-Carlo estimate, its diagonal, and the empirical Fisher."""
+"""The GGN and the Fishers, Jᵀ H J with H on the outputs of each point: products, square root, diagonal, closed form.
+
+A last layer whose outputs do not interact has a GGN with a block for each output, which Cholesky solves: with H
+diagonal, G = Σ_n H_n ⊗ a_n a_nᵀ is block-diagonal, with blocks G_c = Σ_n h_nc a_n a_nᵀ of the weights of output c and
+its bias.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_flag
-from curvops.linalg import Diagonal
+from curvops.checks import carries_graph, check_flag
+from curvops.linalg import Dense, Diagonal
 from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.column_noise import ColumnNoise
+from curvops.linalg.core.memory import keep
+from curvops.linalg.core.sharded import Sharded
+from curvops.linalg.core.solve_routes import DENSE_BLOCK, DENSE_SIZE, FEWER_OUTPUTS, FORMED_COPIES
+from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.network import Empirical, Exact, OutputFisher, Passes, Sampled
-from curvops.operators.curvatures.curvature import Curvature
-from curvops.operators.curvatures.output_blocks import OutputBlocksForm
+from curvops.linalg.operators.dense import round_with_rest
+from curvops.linalg.operators.direct_sum import DirectSum, DirectSumForm
+from curvops.network import Empirical, Exact, OutputFisher, Passes, Plan, Sampled
 from curvops.operators.curvatures.sharded_curvature import ShardedCurvature, diagonal_of
 from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.sharded_linearization import ShardedLinearization
 from curvops.operators.linearized.user_operator import UserOperator, require_no_gradient
+
+
+class Curvature(UserOperator, NetworkOperator):
+    """A curvature Σ_n J_nᵀ H_n J_n (D, D), symmetric positive semi-definite; a subclass defines H in `output`.
+
+    If H = L Lᵀ has few columns, products use the rows of Lᵀ J, which `rows` walks over. Products carry gradients
+    through the vectors and the likelihood's hyperparameters.
+    """
+
+    _shown = ()
+    psd = True
+    STORED = "lin"
+    CARRIED = True
+
+    @property
+    def output(self) -> OutputFisher:
+        """H, the curvature of each point's outputs."""
+        raise TypeError(f"{type(self).__name__} does not define H: override `output`.")
+
+    @property
+    def rows(self) -> Passes | None:
+        """Return the walk over Lᵀ J that products may use, or None if they use J itself."""
+        return None
+
+    @property
+    def plan(self) -> Plan:  # type: ignore[override]
+        """The plan of engines for the products, as `lin.plan`; for linear systems see `(G + prior).plan()`."""
+        return (self.rows or self.lin).plan
+
+    @property
+    def narrow_root(self) -> CurvatureRoot | None:
+        lin = self.lin
+        columns = lin.num_data * self.output.num_columns(lin.num_outputs)
+        kind = type(self)
+        own = kind._product is Curvature._product and kind._matmul is Curvature._matmul
+        if FEWER_OUTPUTS * columns > len(self.theta) or not own:
+            return None
+        return CurvatureRoot.of(self)
+
+    def _product(self, block: Float[Tensor, "D K"], own: bool = False) -> Float[Tensor, "D K"]:
+        """Return the product as a sum over all points, or over this rank's own."""
+        rows, output = self.rows, self.output
+        walk = rows or self.lin.passes
+        V = walk.replicated(block)
+
+        def term(batch: Any, J: Any) -> Tensor:
+            u = J.push(V)  # before the outputs, which a push gives, too
+            return J.pull(u if rows is not None else output.product(J.outputs, u, batch))
+
+        return walk.total(term, V.shape[1], own=own)
+
+    def _times_sharded(self, rhs: Sharded) -> Sharded:
+        if self.passes.shard is None or type(self)._product is not Curvature._product:
+            return super()._times_sharded(rhs)
+        return rhs.multiplied(partial(self._product, own=True), partial=True)
+
+    def _diagonal(self) -> Float[Tensor, " D"]:
+        """Compute the diagonal from the rows of Lᵀ J, or by products if a hyperparameter's gradient is recorded."""
+        if carries_graph(self._args[1:]):
+            return super()._diagonal()
+        return self.lin.curvature_diagonal(self.output)
+
+    @property
+    def diagonal_matvecs(self) -> int:
+        return self.shape[-1] if carries_graph(self._args[1:]) else 0
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
+        """Draw k exact samples of N(0, A) as Jᵀ L z with H = L Lᵀ, at the cost of one pull of J per draw.
+
+        Equal seeds give equal draws, however the data are batched.
+        """
+        per_point = self.output.num_columns(self.lin.num_outputs)
+        noise = ColumnNoise.of(generator, k, self.device)
+        if (rows := self.rows) is not None:
+            return rows.draw(noise.columns, per_point, noise.key)
+        return self.lin.passes.draw(noise.columns, per_point, noise.key, self.output)
+
+
+class CurvatureRoot(NetworkOperator):
+    """The square root S = Jᵀ L (D, N·R) of a GGN or Fisher S Sᵀ, with R columns per point in the order of the points.
+
+    S Z and Sᵀ V each cost half a product of the curvature.
+    """
+
+    _shown = ()
+
+    # The stored form has θ, `lin`, the `walk`, its number of `points`, the `output`, and whether the walk is `reduced`
+    # to Lᵀ J.
+
+    @classmethod
+    def of(cls, curvature: Curvature) -> CurvatureRoot:
+        """Return the root of a curvature, over all of its data."""
+        lin, rows = curvature.lin, curvature.rows
+        walk, reduced = rows or lin.passes, rows is not None
+        return cls(lin.theta, lin=lin, walk=walk, output=curvature.output, points=lin.num_data, reduced=reduced)
+
+    @property
+    def output(self) -> OutputFisher:
+        """H = L Lᵀ of each point."""
+        return self._kwargs["output"]
+
+    @property
+    def columns_a_point(self) -> int:
+        """R, the number of columns of L per point."""
+        return self.output.num_columns(self.lin.num_outputs)
+
+    @property
+    def spaces(self) -> Spaces:
+        return self.lin.tangent_space, None
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self._args[0]), self._kwargs["points"] * self.columns_a_point))
+
+    def _product(self, block: Float[Tensor, "NR K"]) -> Float[Tensor, "D K"]:
+        walk: Passes = self._kwargs["walk"]
+        return walk.pull(block, self.columns_a_point, root=self._root)
+
+    def _transposed_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NR K"]:
+        walk: Passes = self._kwargs["walk"]
+        return walk.rows(lambda _, S: S.push(block), block.shape[1], self._root)
+
+    @property
+    def _root(self) -> OutputFisher | None:
+        return None if self._kwargs["reduced"] else self.output
+
+    def minibatches(
+        self, size: int, generator: torch.Generator | None = None
+    ) -> Iterator[tuple[Int[Tensor, " n"], CurvatureRoot]]:
+        """Yield (positions of some points, their columns of S) in random order until every point has come once.
+
+        Points are shuffled within each batch, and the batches come in their own order. Data given as tensors are one
+        batch, shuffled as a whole.
+        """
+        if isinstance(self.output, Sampled):
+            raise ValueError("minibatches need the exact root: use co.GGN(lin) or method='cg'.")
+        if self.lin.passes.shard is not None:
+            raise ValueError("minibatches are not available for data of a process group: use method='cg' or 'dual'.")
+        for chosen, walk in self.lin.passes.minibatches(size, generator):
+            kept = {"walk": walk, "points": len(chosen), "reduced": False}
+            yield chosen, CurvatureRoot(self.theta, **self._kwargs | kept)
+
+
+def root_of(operator: Any) -> CurvatureRoot | None:
+    """Return the root of a GGN or Fisher, computed from its data; None for any other operator."""
+    return CurvatureRoot.of(operator) if isinstance(operator, Curvature) else None
+
+
+class OutputBlocksForm(DirectSumForm):
+    """The closed form of such a GGN plus a diagonal, if it has more rows than each solve forms anyway."""
+
+    def __init__(self, curvature: Any, shift: Tensor) -> None:
+        self.curvature, self.shift = curvature, shift
+
+    @cached_property
+    def base(self) -> DirectSum:
+        """The blocks, which priors share."""
+        G = self.curvature
+        found: DirectSum = G.cache.get_or_compute("by output", G.representation(), self._blocks, G.representation()[1:])
+        return found
+
+    def nearby_shift(self) -> Tensor:
+        return self.shift  # whether this form holds does not depend on it
+
+    def _blocks(self) -> DirectSum:
+        found = output_blocks(self.curvature.lin, self.curvature.output)
+        keep(self.curvature, found, self._nbytes)
+        return found
+
+    @property
+    def _nbytes(self) -> int:
+        """The bytes of all blocks, of these plus a prior, of their factors, and of work."""
+        layer = self.curvature.lin.passes.engines.plan.layers[0]
+        return FORMED_COPIES * 8 * int(layer.height * layer.width**2)
+
+    @property
+    def holds(self) -> bool:
+        G, lin = self.curvature, self.curvature.lin
+        plan, model = lin.passes.engines.plan, lin.model
+        exact = type(G)._product is Curvature._product and isinstance(G.output, Exact)
+        if not (
+            exact
+            and G.output.is_diagonal
+            and plan.is_last_layer
+            and model.selection.index is None
+            and self.shift.ndim < 2
+        ):
+            return False
+        if carries_graph(G.representation()) or "weight" not in plan.layers[0].names:
+            return False
+        large = len(lin.theta) > DENSE_SIZE and plan.layers[0].width <= DENSE_BLOCK
+        return large and self._nbytes <= lin.memory_budget
+
+
+@torch.no_grad()
+def output_blocks(lin: Linearization, output: OutputFisher) -> DirectSum:
+    """Return the GGN of a last layer with a diagonal H as the direct sum of its blocks. One forward pass."""
+    layer = lin.passes.engines.plan.layers[0]
+    total = lin.theta.new_zeros(layer.height, layer.width, layer.width, dtype=torch.float64)
+    for _, groups in lin.root_pieces(output, lin.passes.chunk_bytes, apart=True):
+        for group in groups:
+            assert group.hessian is not None  # its layer is the last one, alone, and H is diagonal
+            right = group.parts[0].right().flatten(0, 2).double()
+            for own, weights in zip(total, group.hessian.diagonal.unbind(1)):
+                own.addmm_((weights.unsqueeze(1) * right).mT, right)
+    total = lin.passes.add_up(total)
+    positions = layer.to_matrix(lin.model.selection.positions())[0].to(lin.theta.device)
+    parts = (round_with_rest(block, lin.theta.dtype) for block in total)
+    dense = (Dense(block, psd=True, rest=rest) for block, rest in parts)
+    return DirectSum(*dense, positions=list(positions), **lin.origin)
 
 
 class GGN(Curvature):

@@ -19,7 +19,7 @@ from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.algebra import Scaled, Sum
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.network import Exact, Group, OutputFisher
-from curvops.operators.curvatures.curvature import Curvature
+from curvops.operators.curvatures.ggn import Curvature
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 
@@ -172,9 +172,11 @@ def fisher_blocks(
     few = COLUMNS_A_ROW * root.num_columns(lin.num_outputs)
     by_rows = [k for k, index in enumerate(parts) if few <= len(index) and not places[k].keys() & others]
     if by_rows:
-        for groups in lin.passes.root_blocks(root, {name for k in by_rows for name in places[k]}):
+        names = {name for k in by_rows for name in places[k]}
+        for _, groups in lin.passes.root_pieces(root, lin.passes.chunk_bytes, names=names):
+            together = list(groups)
             for k in by_rows:
-                for rows in _rows_in(groups, lin, places[k]):
+                for rows in _rows_in(together, lin, places[k]):
                     _add_above(totals[k], rows, rows)
     for k in sorted({*range(len(parts))} - {*by_rows}):
         for batch, J in lin.passes.each(len(parts[k])):
@@ -184,7 +186,7 @@ def fisher_blocks(
             rows = torch.cat(columns).double().flatten(1).mT
             _add_above(totals[k], rows, rows)
     while totals:
-        yield mirror(lin.passes.add_up([totals.pop(0)]).unsqueeze(0))[0]
+        yield mirror(lin.passes.add_up(totals.pop(0)).unsqueeze(0))[0]
 
 
 def _add_above(total: Float[Tensor, "S S"], left: Float[Tensor, "m S"], right: Float[Tensor, "m S"]) -> None:

@@ -1,10 +1,12 @@
-"""The blocks J P⁻¹ Jᵀ of single points from each layer's a and δ, for a structured P, without solves for rows of J.
+"""The blocks J P⁻¹ Jᵀ of single points: from each layer's a and δ if P has structure, otherwise by solves.
 
 Under KFAC and EKFAC, a and δ are rotated into the eigenbases; under a diagonal P they are weighted. For low rank plus
 a diagonal, the result is that of the diagonal less the term of Woodbury's identity, which needs J U. Each of several
 dense blocks uses the rows of its layer, and a single dense P uses all rows of the selected weights. A last layer,
 whose δ is the identity, needs only its inputs. A group of points with a joint covariance counts as one point with more
 outputs.
+
+Any other P is solved with, for the rows of some points at a time.
 
 Results are the blocks (m, C, C) of m points, or their diagonals (m, C): with thousands of outputs the blocks would
 be far larger than everything else.
@@ -27,7 +29,8 @@ from torch import Tensor
 
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Inverse, Operator
-from curvops.linalg.core.memory import Memories, hold
+from curvops.linalg.core.memory import Memories, hold, holding, solve_width
+from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.algebra import ScaledForm
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.dense import DenseForm
@@ -35,8 +38,8 @@ from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
 from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows, work_bytes
 from curvops.network import Group, JacobianRows, Layer, OuterRows
-from curvops.operators.curvatures.output_blocks import OutputBlocksForm
-from curvops.operators.function_space.dual_inverse import DualInverse
+from curvops.operators.curvatures.ggn import OutputBlocksForm
+from curvops.operators.function_space.function_space import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
 from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
 from curvops.operators.linearized.jacobian import Jacobian
@@ -46,6 +49,10 @@ LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""
 WAITING_SHARE = 4
 """The part of the memory budget that rows may take which wait for the last ones: 1 / WAITING_SHARE."""
+BLOCK = 128
+"""The number of rows of J that are solved for at a time, if memory has room for them."""
+BLOCK_NUMBERS = 2**18
+"""The most numbers in a block of rows of few weights: each solve has its own fixed cost."""
 
 Target = Tensor
 """The blocks (m, C, C) of m points, or their diagonals (m, C)."""
@@ -68,17 +75,83 @@ class Metric(ABC):
 
     def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
         """Add the part of a last layer from its inputs alone; return False if P has no structure on its matrix."""
-        terms = self.last_layer_terms(layer, inputs)
-        for term in terms or ():
-            _add_last(target, *term)
-        return terms is not None
-
-    def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
-        """Return the last layer's blocks and their share of its inputs; None if P has another structure."""
-        return None
+        return False
 
     def finish(self) -> None:  # noqa: B027 - most have nothing left
         """Add the parts of all groups that wait for the last one."""
+
+
+def row_covariances(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool = False) -> Target:
+    """Return the diagonal blocks of J W Jᵀ, W = P⁻¹, of `outputs` rows each, or the diagonals of these blocks.
+
+    If P has structure they come from the layers (`point_covariances`), otherwise from solves for the rows of J. They
+    have a gradient in the inputs if J is recorded; otherwise in P, if a gradient in it is required.
+    """
+    if J.is_recorded:
+
+        def compute(rows: JacobianRows) -> Target:
+            found = point_covariances(J, W, outputs, diagonals, rows)
+            return (
+                _solved_with_graph(J, W, torch.cat([*rows.selected_rows()]), outputs, diagonals)
+                if found is None
+                else found
+            )
+
+        found: Target | None = J.graph.by_rows(compute, J.passes.chunk_bytes)
+    elif carries_graph((*J.representation(), *W.representation())):
+        found = None
+    elif J.shape[-2] > outputs or outputs == J.passes.engines.plan.num_outputs:
+        found = point_covariances(J, W, outputs, diagonals)
+    else:  # the rows of all points are needed together
+        width, beside = solve_width(J, outputs)
+        with holding(J, beside):
+            found = point_covariances(J, W, outputs, diagonals) if width == outputs else None
+    found = _by_solves(J.gathered(), W, outputs, diagonals) if found is None else found
+    return found if diagonals else (found + found.mT) / 2
+
+
+def _by_solves(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool) -> Target:
+    """Return the blocks by solves for the rows of J, of as many points at a time as make one block of rows."""
+    each, rows = J.passes.engines.plan.num_outputs, J.shape[-2]
+    together = max(1, outputs // each)
+    width, _ = solve_width(J, max(BLOCK, BLOCK_NUMBERS // J.shape[-1], together * each))
+    points = max(1, width // each // together) * together
+    parts = [_solved(piece, W, outputs) for piece in ([J] if points * each >= rows else J.by_points(points, together))]
+    return torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
+
+
+def _solved(J: Jacobian, W: LinearOperator, outputs: int) -> Float[Tensor, "m C C"]:
+    """Return the blocks of some points: W times their rows of J, which the layers give, times the same rows.
+
+    If memory has no room for the rows of one point, a parameter has no layer rule or a gradient in P is recorded, the
+    rows come from products with unit vectors, and what they become is pushed through J again.
+    """
+    rows, recorded = J.shape[-2], carries_graph((*J.representation(), *W.representation()))
+    width, beside = solve_width(J, rows)
+    if width == rows and not recorded and not J.passes.engines.plan.others:
+        with holding(J, beside), torch.no_grad():
+            formed = J.formed()
+            points, solved = (block.mT.unflatten(0, (-1, outputs)) for block in (formed, W._matmul(formed)))
+        return points @ solved.mT
+    found = []
+    for start in range(0, rows, width):
+        units = unit_block(rows, start, min(width, rows - start), dtype=J.dtype, device=J.device)
+        with holding(J, beside), torch.set_grad_enabled(recorded):
+            found.append(J._matmul(W._matmul(J._t_matmul(units))))
+    blocks = torch.cat(found, 1).unflatten(0, (-1, outputs)).unflatten(2, (-1, outputs))
+    return torch.diagonal(blocks, dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def _solved_with_graph(
+    J: Jacobian, W: LinearOperator, rows: Float[Tensor, "r D"], outputs: int, diagonals: bool
+) -> Target:
+    """Return J W Jᵀ with its derivative dJ W Jᵀ + J W dJᵀ, which needs no second solve."""
+    width, beside = solve_width(J, min(BLOCK, len(rows)))
+    with holding(J, beside), torch.no_grad():
+        solved = torch.cat([W._matmul(part.mT).mT for part in rows.detach().split(width)])
+    rows, solved = (each.unflatten(0, (-1, outputs)) for each in (rows, solved))
+    found = (rows * solved).sum(-1) if diagonals else rows @ solved.mT
+    return found + (found if diagonals else found.mT) - found.detach()
 
 
 def point_covariances(
@@ -106,19 +179,23 @@ def point_covariances(
     shape = (jacobian.shape[0] // outputs, outputs, outputs)[: 2 if diagonals else 3]
     with torch.no_grad() if rows is None else nullcontext():
         walk = jacobian.passes if rows is None else rows
-        form, factor = _closed_form(inverse)
+        inverted = inverse.base if isinstance(inverse, Inverse) else None
+        form: Any = inverted._closed_form() if isinstance(inverted, Damped) else None
+        factor = None
+        while isinstance(form, ScaledForm):
+            form, factor = form.inner, form.factor if factor is None else form.factor * factor
         if isinstance(form, DenseForm):
             found: Target | None = _sum_by_cholesky(walk, form, shape)
         elif jacobian.passes.engines.plan.others:
             return None
         elif isinstance(inverse, DualInverse):
             found = None if rows is not None else _sum_by_kernel(jacobian, inverse, shape)
-        elif isinstance(form, LayerBlocksForm):
-            found = _sum_over_layers(walk, InEigenbases(walk, form, jacobian.shape[0] if rows is None else None), shape)
         elif isinstance(form, OutputBlocksForm):
             found = _sum_over_layers(walk, InOutputBlocks(form), shape)
         elif isinstance(form, DirectSumForm):
-            found = _sum_over_layers(walk, InDenseBlocks(walk, form), shape)
+            found = _sum_over_layers(
+                walk, InLayerBlocks(walk, form, jacobian.shape[0] if rows is None else None), shape
+            )
         else:
             parts = inverse.diagonal_plus_root() if form is None else form.inverse_parts()
             if parts is not None and rows is None and parts.vectors is not None and not bool(parts.weights.any()):
@@ -126,15 +203,6 @@ def point_covariances(
             else:
                 found = None if parts is None else _sum_by_parts(walk, parts, shape)
         return found if found is None or factor is None else found / factor
-
-
-def _closed_form(inverse: Operator) -> tuple[ClosedForm | None, Tensor | None]:
-    """Return the closed form of the inverted operator, if it has one, and the number that its result is divided by."""
-    form = inverse.base._closed_form() if isinstance(inverse, Inverse) and isinstance(inverse.base, Damped) else None
-    factor = None
-    while isinstance(form, ScaledForm):
-        form, factor = form.inner, form.factor if factor is None else form.factor * factor
-    return form, factor
 
 
 def _sum_over_layers(
@@ -264,62 +332,32 @@ class Elementwise(Metric):
             _add_products(part, rows * weights, rows)
         return True
 
-    def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
-        return [(LayerMetric(layer.to_matrix(self.weights)), inputs)]
-
-
-class InDenseBlocks(Metric):
-    """The inverse of dense blocks of whole layers plus a prior."""
-
-    def __init__(self, walk: JacobianRows, form: DirectSumForm) -> None:
-        self.form, self._selection = form, walk.model.selection
-
-    @cached_property
-    def positions(self) -> dict[str, Tensor]:
-        """The position in the flat vector of each entry of the selected tensors."""
-        return self._selection.positions()
-
-    @cached_property
-    def blocks(self) -> dict[int, tuple[Tensor | range, ClosedForm]]:
-        """The positions and the closed form of each block, by its first position."""
-        parts = self.form.base.partition.parts
-        firsts = (int(part[0] if isinstance(part, range) else part.min()) for part in parts)
-        return dict(zip(firsts, zip(parts, self.form.forms)))
-
-    def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """Add the group's part; return False if its weights are not those of one block."""
-        entries = torch.cat([self.positions[name].flatten() for name in group.names])
-        if not bool((entries >= 0).any()):
-            return True
-        positions, form = self.blocks.get(int(entries[entries >= 0].min()), (range(0), None))
-        order = _order(entries, positions)
-        if order is None:
-            return False
-        for part, rows in _rows(target, group, most_bytes):
-            _add_solved(part, rows[..., order.to(rows.device)], form)
+    def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
+        _add_last(target, LayerMetric(layer.to_matrix(self.weights)), inputs)
         return True
 
 
-class InEigenbases(InDenseBlocks):
-    """The inverse of KFAC or EKFAC plus a prior: Kronecker products in their eigenbases, and other blocks as stored.
+class InLayerBlocks(Metric):
+    """The inverse of blocks of whole layers plus a prior: Kronecker products in their eigenbases, others as stored.
 
     If `count`, the number of rows in all, is small, some products need no eigenbasis: their rows wait for the last one.
     """
 
-    def __init__(self, walk: JacobianRows, form: LayerBlocksForm, count: int | None) -> None:
-        super().__init__(walk, form)
-        forms = zip(form.base.names, form.forms)
-        self.forms = {names: own for names, own in forms if isinstance(own, EigenKroneckerForm)}
+    def __init__(self, walk: JacobianRows, form: DirectSumForm, count: int | None) -> None:
+        self.form, self._selection = form, walk.model.selection
+        self.forms: dict[tuple[str, ...], EigenKroneckerForm] = {}
         self.few: dict[tuple[str, ...], KroneckerForm] = {}
         self.waiting: dict[tuple[str, ...], list[tuple[Target, Tensor]]] = {}
-        products = {names: own for names, own in self.forms.items() if isinstance(own, KroneckerForm)}
-        if missing := {names: own for names, own in products.items() if own.base.known_eigen is None}:
-            if count is not None and walk.features() is None:
-                self._take_few(missing, count, walk.model.theta.element_size())
-            form.decompose(own for names, own in missing.items() if names not in self.few)
+        if isinstance(form, LayerBlocksForm):
+            self.forms = form.kronecker_forms
+            products = {names: block for names, block in self.forms.items() if isinstance(block, KroneckerForm)}
+            if missing := {names: block for names, block in products.items() if block.base.known_eigen is None}:
+                if count is not None and walk.features() is None:
+                    self._take_few(missing, count, walk.model.theta.element_size())
+                form.decompose(block for names, block in missing.items() if names not in self.few)
         self.layers = {
-            names: LayerMetric(own.weights, own.eigen.left_vectors, own.eigen.right_vectors)
-            for names, own in self.forms.items()
+            names: LayerMetric(block.weights, block.eigen.left_vectors, block.eigen.right_vectors)
+            for names, block in self.forms.items()
             if names not in self.few
         }
 
@@ -327,54 +365,79 @@ class InEigenbases(InDenseBlocks):
         """Choose the products without an eigenbasis whose rows wait for the last one, as far as memory has room."""
         memory = self.form.base.memory
         room = math.inf if memory is None else memory.budget // WAITING_SHARE
-        for names, own in missing.items():
-            size = count * own.base.shape[0] * itemsize
-            if size <= room and serves_rows(own, count):
-                self.few[names] = own
+        for names, form in missing.items():
+            size = count * form.base.shape[0] * itemsize
+            if size <= room and serves_rows(form, count):
+                self.few[names] = form
                 room -= size
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """Add the group's part; return False if its layers differ from those the curvature was built with."""
-        parts = members(group, self.forms)
-        for names, matrices in parts:
+        """Add the group's part; return False if its weights are not those of one block."""
+        products = members(group, self.forms) if self.forms else ()
+        for names, matrices in products:
             if names in self.few:
-                products = [left.mT @ right.to(left.dtype).unsqueeze(1) for left, right in matrices]
-                rows = products[0] if len(products) == 1 else torch.stack(products).sum(0)
+                calls = [left.mT @ right.to(left.dtype).unsqueeze(1) for left, right in matrices]
+                rows = calls[0] if len(calls) == 1 else torch.stack(calls).sum(0)
                 self.waiting.setdefault(names, []).append((target, rows.flatten(0, 1)))
             elif names in self.layers:
                 _add(target, matrices, self.layers[names], most_bytes)
             else:
                 return False
-        return bool(parts) or super().add(target, group, most_bytes)
+        return bool(products) or self._add_as_stored(target, group, most_bytes)
+
+    def _add_as_stored(self, target: Target, group: Group, most_bytes: int) -> bool:
+        entries = torch.cat([self._positions[name].flatten() for name in group.names])
+        if not bool((entries >= 0).any()):
+            return True
+        positions, form = self._blocks.get(int(entries[entries >= 0].min()), (range(0), None))
+        order = _order(entries, positions)
+        if order is None or form is None:
+            return False
+        for part, rows in _rows(target, group, most_bytes):
+            block = rows[..., order.to(rows.device)]
+            _add_products(part, form.solve(block.flatten(0, 1).mT).mT.reshape(block.shape), block)
+        return True
+
+    @cached_property
+    def _positions(self) -> dict[str, Tensor]:
+        """The position in the flat vector of each entry of the selected tensors."""
+        return self._selection.positions()
+
+    @cached_property
+    def _blocks(self) -> dict[int, tuple[Tensor | range, ClosedForm]]:
+        """The positions and the closed form of each block, by its first position."""
+        parts = self.form.base.partition.parts
+        firsts = (int(part[0] if isinstance(part, range) else part.min()) for part in parts)
+        return dict(zip(firsts, zip(parts, self.form.forms)))
 
     def finish(self) -> None:
+        if not self.waiting:
+            return
         base = self.form.base
         memories: Memories = frozenset() if base.memory is None else frozenset((base.memory,))
         with progress_bar("Cholesky factorisations", len(self.waiting), base.progress) as steps:
             while self.waiting:
                 names, waiting = self.waiting.popitem()
-                form, targets, lengths = (
-                    self.few[names],
-                    [target for target, _ in waiting],
-                    [len(p) for _, p in waiting],
-                )
-                rows = torch.cat([part for _, part in waiting])
+                form, targets = self.few[names], [target for target, _ in waiting]
+                lengths, rows = [len(part) for _, part in waiting], torch.cat([part for _, part in waiting])
                 waiting.clear()
                 with hold(memories, work_bytes(form, rows)):
                     for root in half_solved(form, rows):
-                        for target, own in zip(targets, root.split(list(lengths))):
-                            own = own.unflatten(0, target.shape[:2])
-                            _add_products(target, own, own)
+                        for target, part in zip(targets, root.split(lengths)):
+                            block = part.unflatten(0, target.shape[:2])
+                            _add_products(target, block, block)
                 steps.advance(1, f"a matrix of {max(form.base.sizes):,} rows")
 
-    def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
+    def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
         names = layer.names
-        whole = tuple(sorted(names.values()))
-        if whole in self.layers:
-            return [(self.layers[whole], inputs)]
+        if (whole := tuple(sorted(names.values()))) in self.layers:
+            _add_last(target, self.layers[whole], inputs)
+            return True
         if len(names) == 1 or not all((name,) in self.layers for name in names.values()):
-            return None
-        return [(self.layers[(names[local],)], inputs[:, part]) for local, part in PARTS.items()]
+            return False
+        for local, part in PARTS.items():
+            _add_last(target, self.layers[(names[local],)], inputs[:, part])
+        return True
 
 
 class InOutputBlocks(Metric):
@@ -389,8 +452,8 @@ class InOutputBlocks(Metric):
 
     def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
         variances = target if target.ndim == 2 else target.diagonal(dim1=1, dim2=2)
-        for own, form in zip(variances.unbind(1), self.form.forms):
-            own += (form.solve(inputs.mT).mT * inputs).sum(1)
+        for column, form in zip(variances.unbind(1), self.form.forms):
+            column += (form.solve(inputs.mT).mT * inputs).sum(1)
         return True
 
 
@@ -405,18 +468,22 @@ def _order(entries: Int[Tensor, " p"], block: Tensor | range) -> Int[Tensor, " s
 
 
 def _add(target: Target, matrices: list[FactorPair], layer: LayerMetric, most_bytes: int) -> None:
-    """Add to target the blocks of one layer, or of layers that share weights."""
-    if layer.left is not None:
-        pairs = (fewer_positions(left, right) for left, right in matrices)
-        matrices = [(rotate(left, layer.left), right) for left, right in pairs]
-    sides = matrices
-    together = len(target) < len(sides[0][0])  # a block contains several points
-    if len(sides) == 1 and not sides[0][1].is_floating_point() and not together:
-        _add_embedded(target, *sides[0], layer.weights)
-        return
+    """Add to target the blocks of one layer, or of layers that share weights: Σ_t δ_t ⊗ a_t, times P^-½, squared."""
+    together = len(target) < len(matrices[0][0])  # a block contains several points
+    lefts, rights = [], []
+    for left, right in matrices:
+        if layer.left is not None:
+            left, right = fewer_positions(left, right)
+            left = rotate(left, layer.left)
+        if not right.is_floating_point():
+            if len(matrices) == 1 and not together:
+                _add_embedded(target, left, right, layer.weights)
+                return
+            right = F.one_hot(right, layer.weights.shape[2]).to(left.dtype)
+        lefts.append(left)
+        rights.append((right if layer.right is None else rotate(right, layer.right)).to(left.dtype))
     # Calls that share weights add up their rows: the sum runs over the positions of all of these calls.
-    left = _along([left for left, _ in sides], 3)
-    right = _along([_rotated(right, layer).to(left.dtype) for _, right in sides], 2)
+    left, right = (lefts[0], rights[0]) if len(lefts) == 1 else (torch.cat(lefts, 3), torch.cat(rights, 2))
     columns, positions, outputs = left.shape[1], left.shape[3], target.shape[1]
     if not together and positions * (positions + 1) // 2 <= columns * (positions + outputs):
         _add_pairs(target, left, right, layer.weights, most_bytes)
@@ -426,17 +493,6 @@ def _add(target: Target, matrices: list[FactorPair], layer: LayerMetric, most_by
         _add_products(target, formed, formed)
     else:
         _add_rows(target, left, right, layer.weights.sqrt(), most_bytes)
-
-
-def _along(tensors: list[Tensor], dim: int) -> Tensor:
-    """Concatenate the tensors along a dimension; a single one is not copied, as `torch.cat` would."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
-
-
-def _rotated(right: Tensor, layer: LayerMetric) -> Tensor:
-    weights = layer.weights
-    right = right if right.is_floating_point() else F.one_hot(right, weights.shape[2]).to(weights.dtype)
-    return right if layer.right is None else rotate(right, layer.right)
 
 
 def _add_embedded(target: Target, left: Tensor, indices: Tensor, weights: Float[Tensor, "1 E V"]) -> None:
@@ -500,14 +556,10 @@ def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Targe
         start += count
 
 
-def _add_solved(target: Target, rows: Float[Tensor, "n R p"], form: Any) -> None:
-    """Add the products of rows with the same rows solved by their own block."""
-    _add_products(target, form.solve(rows.flatten(0, 1).mT).mT.reshape(rows.shape), rows)
-
-
 def _add_products(target: Target, one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"], alpha: int = 1) -> None:
     """Add α one otherᵀ within each point, or its diagonal, to target; for sequences, within each position."""
-    one, other = (rows.reshape(*target.shape[:2], rows.shape[-1]) for rows in (one, other))
+    shape = *target.shape[:2], one.shape[-1]
+    one, other = one.reshape(shape), other.reshape(shape)
     if target.ndim == 3:
         target.baddbmm_(one, other.mT, alpha=alpha)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -20,7 +20,7 @@ from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
-from curvops.linalg.operators.kronecker import KroneckerForm, decompose
+from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm, decompose
 from curvops.network import OutputFisher
 from curvops.operators.kfac.kfac_factors import (
     Bias,
@@ -38,6 +38,12 @@ TOLD = "progress", "memory"
 
 class LayerBlocksForm(DirectSumForm):
     """The closed form of layer blocks plus a diagonal; layers too large for Cholesky need a multiple of I."""
+
+    @cached_property
+    def kronecker_forms(self) -> dict[tuple[str, ...], EigenKroneckerForm]:
+        """The forms of the blocks that are Kronecker products, by the names of their parameters."""
+        blocks = zip(cast(LayerBlocks, self.base).names, self.forms)
+        return {names: form for names, form in blocks if isinstance(form, EigenKroneckerForm)}
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:

@@ -131,7 +131,7 @@ class OuterSum:
         if passes.shard is not None:
             self._add_kept()  # ranks with many points keep none
         self.rows = [passes.line_up(self.rows, 1)] if self.rows else []
-        self.total = None if self.total is None else passes.add_up([self.total])
+        self.total = None if self.total is None else passes.add_up(self.total)
 
     def matrix(self, divisor: float | int, dtype: torch.dtype) -> tuple[Float[Tensor, "g r p"], Details]:
         """Return the sum divided by a number, in a dtype, and the details which that dtype cannot hold.
@@ -233,9 +233,9 @@ class BlockSums:
         """End the walk: extend sums and concatenations over all points of all ranks."""
         self.left.join(passes)
         self.right.join(passes)
-        self.count = float(passes.add_up([self.positions.new_tensor(self.count, dtype=torch.float64)]))
-        self.tokens = None if self.tokens is None else passes.add_up([self.tokens])
-        self.exact = None if self.exact is None else passes.add_up([self.exact])
+        self.count = float(passes.add_up(self.positions.new_tensor(self.count, dtype=torch.float64)))
+        self.tokens = None if self.tokens is None else passes.add_up(self.tokens)
+        self.exact = None if self.exact is None else passes.add_up(self.exact)
 
     def kronecker_blocks(self, separate: bool) -> Iterator[KroneckerBlock]:
         """Return B ⊗ A / positions for a layer with factors, else the exact block or its diagonal.
@@ -447,7 +447,7 @@ def eigenvalue_corrected(
         for names, matrices in members(group, corrected):
             corrected[names].values.add_(_second_moments(matrices, corrected[names], walk.chunk))
     for each in corrected.values():
-        each.values.copy_(lin.passes.add_up([each.values]))
+        each.values.copy_(lin.passes.add_up(each.values))
     found = others | corrected
     return [found[names] for names in order]
 

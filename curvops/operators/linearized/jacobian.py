@@ -149,7 +149,7 @@ class Jacobian(NetworkOperator):
         inside = ((places >= 0) & (places < self.passes.num_own * self._num_outputs)).nonzero()[:, 0]
         if len(inside):
             put_columns(found, inside, own.rows_at(places[inside]))
-        return self.passes.add_up([found])
+        return self.passes.add_up(found)
 
     def in_turn(self) -> Iterator[Jacobian | None]:
         """Yield the Jacobian of each rank's points in turn, for ranks that have points; None for this rank's own."""

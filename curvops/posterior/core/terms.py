@@ -130,16 +130,22 @@ class CurvatureCache:
     def known(self, name: str) -> Any:
         """Return the value of this name, or None if there is none."""
         with self.lock:
-            if (now := self.hyperparameters) and not all(torch.equal(t, old) for (_, t), old in zip(now, self._seen)):
-                self._require_followed()
-                self._seen = [tensor.detach().clone() for _, tensor in now]
-                self._values.clear()
+            self._follow()
             return self._values.get(name)
+
+    def _follow(self) -> list[tuple[Likelihood, Tensor]]:
+        """Return the hyperparameters; drop all values if one has changed, or raise ValueError if G does not follow."""
+        now = self.hyperparameters
+        if now and not all(torch.equal(tensor, old) for (_, tensor), old in zip(now, self._seen)):
+            self._require_followed()
+            self._seen = [tensor.detach().clone() for _, tensor in now]
+            self._values.clear()
+        return now
 
     def put(self, name: str, value: object, nbytes: int = 0) -> None:
         """Store this value with the present hyperparameters."""
         with self.lock:
-            self.known(name)
+            self._follow()
             self._store(name, value, nbytes)
 
     def _store(self, name: str, value: object, nbytes: int) -> None:
@@ -189,8 +195,9 @@ class CurvatureCache:
 
     def require_gradients(self) -> None:
         """Raise ValueError if a hyperparameter has changed, or needs a gradient that the curvature lacks."""
-        self.known("")
-        for likelihood, tensor in self.hyperparameters:
+        with self.lock:
+            hyperparameters = self._follow()
+        for likelihood, tensor in hyperparameters:
             if carries_graph((tensor,)) and not self._is_held(tensor):
                 require_no_gradient(likelihood, f"a posterior with {type(self.curvature).__name__}")
 
@@ -412,7 +419,7 @@ class PrecisionTerms:
         """The sum P and its error, computed once: all methods of a posterior share the factorisation."""
         return self.prior.plus(self.curvature)
 
-    @property
+    @cached_property
     def precision(self) -> Any:
         """The operator P."""
         return self.sum.precision

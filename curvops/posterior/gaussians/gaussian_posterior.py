@@ -16,13 +16,16 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor, nn
 
 from curvops import storage
-from curvops.checks import check_accuracy, check_kind
-from curvops.linalg import Dense, Estimate, Inverse, Operator, logdet
+from curvops.checks import carries_graph, check_accuracy, check_kind, check_like
+from curvops.linalg import Damped, Dense, Estimate, Inverse, Operator, logdet, low_rank
 from curvops.linalg.core import solve_routes as routes
+from curvops.linalg.core.sources import sources_of
+from curvops.linalg.estimators.frobenius import relative_distance
 from curvops.linalg.operators.base import as_part
 from curvops.linalg.operators.draws import draw
 from curvops.network import accumulate, record_of_network
 from curvops.operators import Linearization
+from curvops.operators.kfac.kfac_sum import has_kronecker_blocks
 from curvops.operators.operator_record import record_of_operator
 from curvops.posterior.core.arguments import (
     check_linearization,
@@ -31,7 +34,6 @@ from curvops.posterior.core.arguments import (
     checked_draws,
 )
 from curvops.posterior.deviations import Deviations, trace
-from curvops.posterior.gaussians import continual
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 
@@ -130,8 +132,8 @@ class GaussianWeights(Predictive):
         Raises:
             TypeError, ValueError: an argument is of another kind, a name is missing, or a shape is wrong.
         """
-        gap = continual.flatten_weights(self.lin, params) - self.mean
-        return continual.quadratic(self.precision, gap).to(gap.dtype) / self.temperature
+        gap = flatten_weights(self.lin, params) - self.mean
+        return quadratic(self.precision, gap).to(gap.dtype) / self.temperature
 
     def log_prob(
         self,
@@ -162,10 +164,10 @@ class GaussianWeights(Predictive):
                 that the log-determinant does not have.
         """
         check_accuracy(rtol, generator)
-        gap = continual.flatten_weights(self.lin, weights, rows=True) - self.mean
+        gap = flatten_weights(self.lin, weights, rows=True) - self.mean
         constant = gap.shape[-1] * math.log(2 * math.pi * self.temperature) / 2
         half = self._logdet(rtol, generator) * 0.5
-        value = half.value.double() - constant - continual.quadratic(self.precision, gap) / self.temperature
+        value = half.value.double() - constant - quadratic(self.precision, gap) / self.temperature
         return replace(half, value=value, stderr=half.stderr.to(value).expand_as(value))
 
     def save(self, path: str | os.PathLike[str], inputs: Any = None) -> None:
@@ -205,8 +207,8 @@ class GaussianWeights(Predictive):
     ) -> tuple[LinearOperator, Estimate | None]:
         """Return P / T as the precision of a prior for other data, and the error of its form."""
         if lin is not None:
-            continual.require_new_data(lin, self.precision)
-        kept, error = continual.compress_precision(form, self.precision.detached_from_weights(), rank, generator)
+            require_new_data(lin, self.precision)
+        kept, error = compress_precision(form, self.precision.detached_from_weights(), rank, generator)
         return (kept if self.temperature == 1 else kept * (1 / self.temperature)), error
 
 
@@ -316,3 +318,58 @@ class GaussianPosterior(GaussianWeights):
             is_lazy = isinstance(operator, Inverse) and operator.base is other
             record[name] = None if is_lazy else record_of_operator(operator, self.lin, f"the {name}")
         return OF_GAUSSIANS, record
+
+
+def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Tensor, "*k"]:
+    """Return ½ gapᵀ P gap per row, with its gradient P gap, by one product with P; on demand also in P's tensors.
+
+    It is computed in float64, since it may be as large as 1e6 nats.
+    """
+    rows = torch.atleast_2d(gap)
+    if carries_graph(precision.representation()):
+        found = 0.5 * (rows * precision.matmul(rows.mT).mT).double().sum(-1)
+    else:
+        with torch.no_grad():
+            product = precision._matmul(rows.detach().mT).mT
+        found = (rows * product).double().sum(-1)
+        found = found - 0.5 * found.detach()
+    return found.reshape(gap.shape[:-1])
+
+
+def flatten_weights(lin: Linearization, params: Any, rows: bool = False) -> Float[Tensor, "*k D"]:
+    """Return a model's weights, named ones, a vector or, if allowed, rows as one tensor that keeps its graph."""
+    if isinstance(params, Mapping | nn.Module):
+        params = lin.flatten(params)
+    check_kind("params", params, Tensor, f"the model, named tensors or a vector ({lin.num_parameters},)")
+    if params.shape[-1:] != (lin.num_parameters,) or params.ndim > 1 + rows:
+        or_rows = f" or rows (k, {lin.num_parameters})" if rows else ""
+        raise ValueError(f"params must be a vector ({lin.num_parameters},){or_rows}, got shape {tuple(params.shape)}.")
+    check_like("params", params, lin.theta, "the posterior")
+    return params
+
+
+def require_new_data(lin: Linearization, precision: LinearOperator) -> None:
+    """Raise ValueError if an earlier posterior, or its prior, has the same data, which would count twice."""
+    known = sources_of(precision)
+    if known is not None and lin.source in known.counts:
+        raise ValueError("the earlier posterior has these data, which would count twice: linearise with the new data.")
+
+
+def compress_precision(
+    form: str | None, precision: LinearOperator, rank: int | None, generator: torch.Generator | None
+) -> tuple[LinearOperator, Estimate | None]:
+    """Return P in the given form (None: unchanged), and the error ‖C − Ĉ‖_F / ‖C‖_F of its curvature."""
+    if form is None:
+        return precision, None
+    if not isinstance(precision, Damped):
+        raise ValueError(f"form={form!r} needs a curvature plus a number or a vector: use co.low_rank(prior operator).")
+    curvature = precision.base
+    if form == "kronecker":
+        if not has_kronecker_blocks(curvature):
+            raise ValueError("form='kronecker' needs a KFAC: start with curvature=co.KFAC, or use form='low_rank'.")
+        return precision, None
+    found = low_rank(curvature, rank, generator=generator)
+    if form == "low_rank":
+        return found.add_diagonal(precision.shift), found.error
+    kept = found.with_diagonal(curvature.diagonal())
+    return kept.add_diagonal(precision.shift), relative_distance(curvature, kept, generator)

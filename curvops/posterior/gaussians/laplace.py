@@ -43,6 +43,7 @@ from curvops.posterior.gaussians.updating import (
     mode_gap,
     replace_noise,
     replace_prior,
+    with_left_out_noise,
 )
 from curvops.posterior.log_evidence import (
     Evidence,
@@ -53,7 +54,6 @@ from curvops.posterior.log_evidence import (
     log_determinant,
 )
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
-from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
 from curvops.posterior.solves.precision import inverse_for_rows, plan
 from curvops.records import from_record

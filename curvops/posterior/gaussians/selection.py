@@ -22,7 +22,7 @@ from curvops.checks import check_choice, check_generator, checked_number, checke
 from curvops.errors import InertWeightsWarning, warn
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.estimators.brackets import ROUNDING_UNITS
+from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS
 from curvops.network import squared_columns
 from curvops.operators import GGN, DiagonalGGN, Linearization
 from curvops.operators.curvatures.subnetwork import checked_indices, principal_block

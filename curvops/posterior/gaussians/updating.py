@@ -7,20 +7,21 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_accuracy, check_flag, check_generator
+from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
 from curvops.errors import NoiseWarning, warn
 from curvops.linalg.core.matrix_identity import form_of
-from curvops.network import Model, mean_squares, needs_noise
+from curvops.network import Model, estimated_noise, gaps_and_weights, mean_squares, needs_noise
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
+from curvops.operators.function_space.gram_matrix import gram_matrix
+from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.core.arguments import check_linearization, checked_curvature
 from curvops.posterior.core.terms import CurvatureCache, KroneckerPrior, PrecisionTerms, Prior, read_prior
-from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
-from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.precision import require_usable
 from curvops.summary import summary
 
@@ -30,6 +31,8 @@ FAR_NOISE = 3.0
 
 BY_DATA = "curvature= is needed, such as curvature=co.KFAC(lin, ...)."
 BY_NOISE = "build the posterior again, from a linearisation whose likelihood has the other noise."
+FORMS = ("low_rank", "low_rank_diagonal", "kronecker")
+"""The forms in which an earlier posterior can be kept."""
 Updated = TypeVar("Updated", bound=Any)
 """The type of `Laplace`, whose class calls these functions."""
 
@@ -84,9 +87,67 @@ def replace_noise(post: Updated, noise: Any, generator: torch.Generator | None) 
         given = torch.tensor(float(noise), dtype=torch.float64)
     check_generator(generator)
     lin = post.lin.with_likelihood(likelihood.with_hyperparameters([given.detach().to(post.lin.theta)]))
-    curvature = continual.remake_curvature(post.curvature, lin, generator, BY_NOISE)
+    curvature = remake_curvature(post.curvature, lin, generator, BY_NOISE)
     cache = CurvatureCache(lin, curvature, checks_mode=post.cache.checks_mode)
     return replace(post, lin=lin, curvature=curvature, cache=cache, tuning=None)
+
+
+MOST_ROWS = 2000
+"""The largest number of training outputs for which J Jᵀ is formed and decomposed without being asked for."""
+GRID = 20
+"""The number of values of λ, over the range in which J Jᵀ is resolved."""
+
+
+@torch.no_grad()
+def with_left_out_noise(lin: Linearization) -> Linearization:
+    """Return the linearisation with the larger of its residuals' and the left-out points' mean square as its noise.
+
+    It is `lin` itself if its noise is not to be estimated, or if its data are not here or have too many outputs. Over a
+    process group each rank takes the data of all, and the result of the first. The decomposition of J Jᵀ is made once
+    for a linearisation, whatever posteriors are made from it.
+    """
+    if not needs_noise(lin.likelihood) or not lin.data.is_present or lin.num_data * lin.num_outputs > MOST_ROWS:
+        return lin
+    sums, known = lin.squared_residuals(), lin.known_now()
+    if (squares := known.get("left-out squares")) is None:
+        squares = left_out_squares(lin.gathered(), sums)
+        if lin.ranks is not None:
+            squares = squares.new_tensor(lin.ranks.gather(squares.tolist())[0])
+        known["left-out squares"] = squares
+    sums[0] = sums[0].maximum(squares)
+    return lin.with_likelihood(estimated_noise(lin.likelihood, sums, lin.theta))
+
+
+def left_out_squares(lin: Linearization, sums: Float[Tensor, "3 C"]) -> Float[Tensor, " C"]:
+    """Return Σ w a², the squared errors of left-out points for each output, or 0 if J Jᵀ is not finite.
+
+    All outputs of a point are left out together. For a noise of each output, outputs count in units of their targets.
+    """
+    whole, shape = lin.of_whole_network(), (lin.num_data, lin.num_outputs)
+    gaps, weights = lin.passes.rows(
+        lambda batch, J: gaps_and_weights(lin.likelihood, J.outputs, batch.targets, batch.weights), 2
+    ).mT.double()
+    units = (sums[1] / sums[2]).sqrt() if lin.likelihood.hyperparameters[0].numel() > 1 else torch.ones_like(sums[0])
+    units = torch.where(units > 0, units, 1.0).repeat(lin.num_outputs // len(units)).repeat(lin.num_data)
+    J = whole.jacobian()
+    K = gram_matrix(J, J, torch.ones_like(whole.theta[0])).double()
+    scale = weights.sqrt() / units
+    t = scale * (J._matmul(whole.theta.unsqueeze(1)).squeeze(1).double() - gaps)
+    K = scale.unsqueeze(1) * K * scale
+    if not bool(K.isfinite().all() & t.isfinite().all()):
+        return torch.zeros_like(sums[0])
+    values, vectors = torch.linalg.eigh(K)
+    values, largest = values.clamp_min(0), float(values[-1].clamp_min(torch.finfo(K.dtype).tiny))
+    turned, blocks = vectors.mT @ t, vectors.view(*shape, -1)
+    least = len(K) * torch.finfo(lin.theta.dtype).eps
+    squares = blocks.square() if shape[1] == 1 else blocks  # bmm is slow for single rows
+    found = []
+    for power in torch.linspace(math.log10(least), 3, GRID).tolist():
+        inverse = 1 / (values + largest * 10**power)
+        own = (squares @ inverse).unsqueeze(2) if shape[1] == 1 else torch.bmm(blocks * inverse, blocks.mT)
+        found.append(torch.linalg.solve(own, (vectors @ (inverse * turned)).view(*shape)).flatten())
+    errors = min(found, key=lambda errors: float(errors.square().sum()))
+    return (errors * units).square().view(-1, len(sums[0])).sum(0)
 
 
 def warn_of_noise(lin: Linearization) -> None:
@@ -128,8 +189,8 @@ def add_data(
     check_linearization(lin)
     if not isinstance(curvature, LinearOperator):
         lin = with_left_out_noise(lin)
-    form = continual.checked_form(form, rank)
-    chosen = continual.remake_curvature(post.curvature, lin, generator, BY_DATA) if curvature is None else curvature
+    form = checked_form(form, rank)
+    chosen = remake_curvature(post.curvature, lin, generator, BY_DATA) if curvature is None else curvature
     kept, error = post.prior_for(lin, form, rank, generator)
     prior = read_prior(kept, post.mean, lin.model, posterior=True)
     if form == "kronecker":
@@ -137,6 +198,27 @@ def add_data(
     operator = checked_curvature(chosen, lin)
     changed = replace(post, lin=lin, curvature=operator, prior=prior, cache=CurvatureCache(lin, operator))
     return replace(changed, prior_error=error, temperature=1.0, tuning=None)
+
+
+def remake_curvature(
+    curvature: LinearOperator, lin: Linearization, generator: torch.Generator | None, remedy: str
+) -> LinearOperator:
+    """Build the curvature of `lin` with an earlier one's class and options, or raise ValueError with the remedy."""
+    found = curvature.of(lin, generator) if isinstance(curvature, UserOperator) else None
+    if found is None:
+        raise ValueError(f"this {type(curvature).__name__} does not record how it was built: {remedy}")
+    return found
+
+
+def checked_form(form: Any, rank: Any) -> str | None:
+    """Return the form in which an earlier posterior is to be kept; a rank alone means "low_rank"."""
+    if form is not None:
+        check_choice("form", form, FORMS)
+    if rank is not None:
+        checked_whole("rank", rank)
+    if rank is not None and form == "kronecker":
+        raise ValueError(f"rank={rank} is for form='low_rank' or 'low_rank_diagonal'; a Kronecker form has none.")
+    return "low_rank" if form is None and rank is not None else form
 
 
 def mode_gap(terms: PrecisionTerms) -> float:

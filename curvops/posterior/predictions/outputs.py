@@ -12,11 +12,12 @@ If the mean of the Gaussian is a `step` away from θ*, the mean of the outputs m
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -27,16 +28,15 @@ from torch import Tensor
 from curvops.checks import carries_graph
 from curvops.linalg import Dense, LowRank, Operator
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import holding, solve_width
-from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.algebra import Product
-from curvops.network import LEAST_ROOM, JacobianRows, PointNormals, saved_bytes
+from curvops.network import LEAST_ROOM, PointNormals, saved_bytes
 from curvops.network.data.inputs import Inputs, components, num_points, take
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
-from curvops.operators.function_space.point_covariance import point_covariances
+from curvops.operators.function_space.point_covariance import row_covariances
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior.predictions.answers import ErrorOfMean, Uncertainty, decompose_numbers, error_of_mean
+from curvops.posterior.predictions.split_points import SplitPoints
 
 OUTPUT_DRAWS = 1000
 """The number of draws of the outputs at each point for averages over them, if no samples are given."""
@@ -80,9 +80,11 @@ class OutputDistribution(ABC):
 
     @cached_property
     def linear_mean(self) -> Float[Tensor, "N C"]:
-        """The outputs f* + J step."""
-        outputs = self.by_position(self.jacobian.outputs())
-        return outputs if self.step is None else outputs + self.by_position(self.jacobian._matmul(self.step))
+        """The outputs f* + J step, with a row for each position of a sequence."""
+        outputs = self.jacobian.outputs()
+        if self.step is not None:
+            outputs = outputs + self.jacobian._matmul(self.step).view_as(outputs)
+        return outputs.reshape(-1, self.lin.output_shape[-1])
 
     @abstractmethod
     def covariance(self, together: int | None = 1) -> LinearOperator:
@@ -101,20 +103,14 @@ class OutputDistribution(ABC):
         mean, covariance = self.moments()
         return decompose_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
 
-    def require_whole_groups(self, points: int, together: int | None) -> None:
+    def require_whole_groups(self, points: int, together: int) -> None:
         """Raise ValueError if the size of a group does not divide the number of points, or would cut sequences."""
-        if together is None or together == 1:
-            return
         positions = self.lin.num_outputs // self.lin.output_shape[-1]
         if points % together or (together % positions and positions % together):
             whole = "" if positions == 1 else f" (sequences of {positions} positions, which count as that many points)"
             raise ValueError(
                 f"groups={together} must divide the {points} points of x{whole}: pad x, or leave out points at its end."
             )
-
-    def by_position(self, outputs: Tensor) -> Float[Tensor, "N C"]:
-        """Return outputs with a row for each position of a sequence."""
-        return outputs.reshape(-1, self.lin.output_shape[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +128,6 @@ class NormalOutputs(OutputDistribution):
             return self._covariances[together]
         jacobian = self.jacobian
         rows, C = jacobian.shape[-2], self.lin.output_shape[-1]
-        self.require_whole_groups(rows // C, together)
         inverse = self.inverse_for(rows, self.rtol)
         if jacobian.is_recorded and carries_graph(inverse.representation()):
             raise ValueError(
@@ -147,7 +142,7 @@ class NormalOutputs(OutputDistribution):
             weighted = inverse if self.temperature == 1 else inverse * self.temperature
             covariance = JointCovariance(jacobian, weighted, jacobian.mT)
         else:
-            covariance = PointCovariance(jacobian, inverse, together * C, self.temperature)
+            covariance = PointCovariance(jacobian, inverse, together * C, self.temperature, Cache())
         self._covariances[together] = covariance
         return covariance
 
@@ -183,9 +178,8 @@ class DrawnOutputs(OutputDistribution):
     def covariance_of(self, deviations: Float[Tensor, "k N C"], together: int | None) -> LinearOperator:
         """Return the mean over draws of the outer products of the outputs' deviations."""
         last = deviations.movedim(0, -1)
-        self.require_whole_groups(len(last), together)
         if together is not None:
-            return SampledCovariance(last.unflatten(0, (-1, together)).flatten(1, 2), self.lin.memory_budget)
+            return SampledCovariance(last.unflatten(0, (-1, together)).flatten(1, 2), self.lin.memory_budget, Cache())
         root = last.flatten(0, 1)
         return LowRank(root, root.new_full(root.shape[1:], 1 / root.shape[1]))
 
@@ -259,10 +253,6 @@ def _named(lin: Linearization, samples: Float[Tensor, "k D"]) -> dict[str, Tenso
     return torch.func.vmap(lin.unflatten_weights)(samples)
 
 
-BLOCK = 128
-"""The number of rows of J that are solved for at a time, if memory has room for them."""
-BLOCK_NUMBERS = 2**18
-"""The most numbers in a block of rows of few weights: each solve has its own fixed cost."""
 FEW = 64
 """Up to this many outputs per point, variances are read from the blocks, which cost little more."""
 
@@ -270,26 +260,40 @@ FEW = 64
 class PointBlocks(Operator):
     """A C × C covariance for each of N points, (N, C, C), without covariances between points.
 
-    Variances do not need the blocks, which are formed when entries off the diagonal are used.
+    Variances do not need the blocks, which are formed when entries off the diagonal are used; both are computed once.
     """
 
     psd = True
 
-    def blocks(self) -> Float[Tensor, "N C C"]:
-        """Return all blocks."""
-        raise NotImplementedError
+    @property
+    def _memory_budget(self) -> float | int:
+        """The bytes that the blocks may take."""
+        return math.inf
 
-    def _require_room(self, memory_budget: int) -> None:
-        """Raise ValueError if the blocks take more than the budget."""
-        needed = self.shape.numel() * self.dtype.itemsize
-        if needed > max(memory_budget, LEAST_ROOM):
+    @abstractmethod
+    def _compute(self, diagonals: bool) -> Tensor:
+        """Compute all blocks, or their diagonals alone."""
+
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        """Return all blocks; raise ValueError if they take more than the memory budget."""
+        budget, needed = self._memory_budget, self.shape.numel() * self.dtype.itemsize
+        if needed > max(budget, LEAST_ROOM):
             n, c = self.shape[:2]
             raise ValueError(
                 f"the {c:,} × {c:,} covariances of {n:,} points need {needed:,} bytes, and the memory budget is "
-                f"{memory_budget:,}. Variances do not need them (.variance, .stddev, link='probit'); link='mc', "
+                f"{budget:,}. Variances do not need them (.variance, .stddev, link='probit'); link='mc', "
                 "uncertainty and log_likelihood can use draws of the weights instead, samples=post.sample(k). Or pass "
                 "fewer points at a time, or a larger memory_budget to co.linearize."
             )
+        cache: Cache = self._kwargs["cache"]
+        return cache.get_or_compute("blocks", self.representation(), lambda: self._compute(diagonals=False))
+
+    def _diagonal(self) -> Tensor:
+        cache: Cache = self._kwargs["cache"]
+        tensors = self.representation()
+        if cache.get("blocks", tensors) is not None:
+            return self.blocks().diagonal(dim1=-2, dim2=-1)
+        return cache.get_or_compute("variances", tensors, lambda: self._compute(diagonals=True))
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self
@@ -323,8 +327,8 @@ class PointBlocks(Operator):
 class SampledCovariance(PointBlocks):
     """The mean over k draws of (J z_k)(J z_k)ᵀ within each point, from the deviations J z_k (N, C, k)."""
 
-    def __init__(self, pushed: Float[Tensor, "N C k"], memory_budget: int) -> None:
-        super().__init__(pushed, memory_budget=memory_budget)
+    def __init__(self, pushed: Float[Tensor, "N C k"], memory_budget: int, cache: Cache) -> None:
+        super().__init__(pushed, memory_budget=memory_budget, cache=cache)
 
     @property
     def pushed(self) -> Tensor:
@@ -335,44 +339,17 @@ class SampledCovariance(PointBlocks):
         n, c, _ = self.pushed.shape
         return torch.Size((n, c, c))
 
-    def blocks(self) -> Float[Tensor, "N C C"]:
-        self._require_room(self._kwargs["memory_budget"])
-        return self.pushed @ self.pushed.mT / self.pushed.shape[-1]
+    @property
+    def _memory_budget(self) -> float | int:
+        budget: int = self._kwargs["memory_budget"]
+        return budget
+
+    def _compute(self, diagonals: bool) -> Tensor:
+        k = self.pushed.shape[-1]
+        return self.pushed.square().mean(-1) if diagonals else self.pushed @ self.pushed.mT / k
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.pushed @ (self.pushed.mT @ rhs) / self.pushed.shape[-1]
-
-    def _diagonal(self) -> Tensor:
-        return self.pushed.square().mean(-1)
-
-
-def with_graph(
-    jacobian: Jacobian,
-    by_structure: Callable[[JacobianRows], Tensor | None],
-    by_solves: Callable[[Float[Tensor, "r D"]], Tensor],
-) -> Tensor:
-    """Compute a covariance with its gradient in the inputs, from the structure of P or by solves for the rows of J."""
-
-    def compute(rows: JacobianRows) -> Tensor:
-        found = by_structure(rows)
-        return by_solves(torch.cat(list(rows.selected_rows()))) if found is None else found
-
-    result: Tensor = jacobian.graph.by_rows(compute, jacobian.passes.chunk_bytes)
-    return result
-
-
-@torch.no_grad()
-def solve_rows(jacobian: Jacobian, inverse: LinearOperator, rows: Float[Tensor, "r D"]) -> Float[Tensor, "r D"]:
-    """Solve with P for the rows, which count as constants."""
-    width, beside = solve_width(jacobian, min(BLOCK, len(rows)))
-    with holding(jacobian, beside):
-        return torch.cat([inverse._matmul(part.mT).mT for part in rows.detach().split(width)])
-
-
-def quadratic(rows: Float[Tensor, "*n c D"], solutions: Float[Tensor, "*n c D"], diagonals: bool = False) -> Tensor:
-    """Return J P⁻¹ Jᵀ with its derivative dJ P⁻¹ Jᵀ + J P⁻¹ dJᵀ, which needs no second solve."""
-    found = (rows * solutions).sum(-1) if diagonals else rows @ solutions.mT
-    return found + (found if diagonals else found.mT) - found.detach()
 
 
 class PointCovariance(PointBlocks):
@@ -385,103 +362,45 @@ class PointCovariance(PointBlocks):
     """
 
     def __init__(
-        self,
-        jacobian: Jacobian,
-        inverse: LinearOperator,
-        outputs: int,
-        temperature: float = 1.0,
-        cache: Cache | None = None,
+        self, jacobian: Jacobian, inverse: LinearOperator, outputs: int, temperature: float, cache: Cache
     ) -> None:
-        cache = Cache() if cache is None else cache
         super().__init__(jacobian, inverse, outputs=outputs, temperature=temperature, cache=cache)
 
     def _size(self) -> torch.Size:
         c: int = self._kwargs["outputs"]
         return torch.Size((self._args[0].shape[-2] // c, c, c))
 
-    def blocks(self) -> Float[Tensor, "N C C"]:
-        """Return all blocks, which the first call computes."""
-        self._require_room(self._args[0].passes.memory_budget)
-        return self._get_or_compute("blocks")
-
-    def _diagonal(self) -> Tensor:
-        cache: Cache = self._kwargs["cache"]
-        if self.shape[-1] <= FEW or cache.get("blocks", self.representation()) is not None:
-            return self.blocks().diagonal(dim1=-2, dim2=-1)
-        return self._get_or_compute("variances")
-
-    def _get_or_compute(self, name: str) -> Tensor:
-        cache: Cache = self._kwargs["cache"]
-        return cache.get_or_compute(name, self.representation(), partial(self._compute, name == "variances"))
+    @property
+    def _memory_budget(self) -> float | int:
+        budget: int = self._args[0].passes.memory_budget
+        return budget
 
     def _compute(self, diagonals: bool) -> Tensor:
-        """Compute the blocks, or their diagonals alone, from the structure of P or by solves for the rows of J."""
         jacobian, inverse = self._args
-        c = self.shape[-1]
-        if jacobian.is_recorded:
-            found: Tensor | None = with_graph(
-                jacobian,
-                lambda rows: point_covariances(jacobian, inverse, c, diagonals, rows),
-                lambda R: quadratic(
-                    R.unflatten(0, (-1, c)), solve_rows(jacobian, inverse, R).unflatten(0, (-1, c)), diagonals
-                ),
-            )
-        else:
-            recorded = carries_graph(self.representation())
-            found = None if recorded else point_covariances(jacobian, inverse, c, diagonals)
-        if found is None:
-            together = max(1, c // jacobian.passes.engines.plan.num_outputs)
-            parts = map(self._solve_points, jacobian.by_points(self._points_at_a_time(together), together))
-            found = torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
-        return (found if diagonals else (found + found.mT) / 2) * self._kwargs["temperature"]
+        return row_covariances(jacobian, inverse, self._kwargs["outputs"], diagonals) * self._kwargs["temperature"]
 
-    def _points_at_a_time(self, together: int) -> int:
-        """Return the number of points that make one block of rows, fewer if memory is short; at least `together`."""
-        jacobian, _ = self._args
-        rows = jacobian.passes.engines.plan.num_outputs
-        block = max(BLOCK, BLOCK_NUMBERS // jacobian.shape[-1])
-        points = solve_width(jacobian, max(block, rows * together))[0] // rows
-        return max(1, points // together) * together
-
-    def _solve_points(self, jacobian: Jacobian) -> Float[Tensor, "m C C"]:
-        """Compute the blocks of some points: solve for their rows of J and multiply the results with them.
-
-        If the rows of one point do not fit into memory, or a gradient is recorded, the rows come from products with
-        unit vectors, and the solutions are pushed through J again.
-        """
-        inverse, c, rows = self._args[1], self.shape[-1], jacobian.shape[-2]
-        if (formed := _from_rows(jacobian, inverse)) is not None:
-            points, solved = (block.mT.unflatten(0, (-1, c)) for block in formed)
-            return points @ solved.mT
-        differentiated = carries_graph(self.representation())
-        width, beside = solve_width(jacobian, rows)
-        found = []
-        for start in range(0, rows, width):
-            units = unit_block(rows, start, min(width, rows - start), dtype=self.dtype, device=self.device)
-            with holding(jacobian, beside), torch.set_grad_enabled(differentiated):
-                found.append(jacobian._matmul(inverse._matmul(jacobian._t_matmul(units))))
-        block = torch.cat(found, 1).unflatten(0, (-1, c)).unflatten(2, (-1, c))
-        return torch.diagonal(block, dim1=0, dim2=2).permute(2, 0, 1)
+    def _diagonal(self) -> Tensor:
+        few = self._kwargs["outputs"] <= FEW
+        return self.blocks().diagonal(dim1=-2, dim2=-1) if few else super()._diagonal()
 
 
-def _from_rows(jacobian: Jacobian, inverse: LinearOperator) -> tuple[Float[Tensor, "D r"], Float[Tensor, "D r"]] | None:
-    """Return Jᵀ and W Jᵀ from the layers' own rows, without products with J; None if `_beside_rows` is None."""
-    if (beside := _beside_rows(jacobian, inverse)) is None:
-        return None
-    with holding(jacobian, beside), torch.no_grad():
-        formed = jacobian.formed()
-        return formed, inverse._matmul(formed)
+class CovarianceOverRanks(PointBlocks):
+    """Covariances that are gathered from the ranks, or cut from those of all, when they are first used.
 
-
-def _beside_rows(jacobian: Jacobian, inverse: LinearOperator) -> int | None:
-    """Return the bytes to hold in addition to all rows of J.
-
-    Returns None if memory has no room for the rows, a parameter has no layer rule, or a gradient is recorded.
+    `size` is their number; or their rows, if they are joint. All ranks must use them in the same order.
     """
-    rows = jacobian.shape[-2]
-    width, beside = solve_width(jacobian, rows)
-    held = (*jacobian.representation(), *inverse.representation())
-    return None if width < rows or carries_graph(held) or jacobian.passes.engines.plan.others else beside
+
+    def __init__(self, base: LinearOperator, split: SplitPoints, size: int, cache: Cache) -> None:
+        super().__init__(base, split=split, size=size, cache=cache)
+
+    def _size(self) -> torch.Size:
+        base, size = self._args[0], self._kwargs["size"]
+        return torch.Size((size, size) if base.ndim == 2 else (size, *base.shape[1:]))
+
+    def _compute(self, diagonals: bool) -> Tensor:
+        base, split = self._args[0], self._kwargs["split"]
+        found = split.given(base.diagonal(dim1=-2, dim2=-1) if diagonals else base.to_dense())
+        return split.given(found, 1) if base.ndim == 2 and not diagonals else found
 
 
 class JointCovariance(Product):
@@ -497,17 +416,7 @@ class JointCovariance(Product):
                 "samples=post.sample(k), independent points (joint=False), fewer points, or a larger memory_budget of "
                 "co.linearize."
             )
-        weighted = self.factors[1]
-        if jacobian.is_recorded:
-            return with_graph(jacobian, lambda _: None, lambda R: quadratic(R, solve_rows(jacobian, weighted, R)))
-        if (beside := _beside_rows(jacobian, weighted)) is not None:
-            with holding(jacobian, beside):
-                together = point_covariances(jacobian, weighted, self.shape[-1])
-            if together is not None:
-                return together[0]
-        if (found := _from_rows(jacobian, weighted)) is not None:
-            return found[0].mT @ found[1]
-        return super().to_dense()
+        return row_covariances(jacobian, self.factors[1], self.shape[-1])[0]
 
     def _diagonal(self) -> Tensor:
         return self.to_dense().diagonal() if self.factors[0].is_recorded else super()._diagonal()

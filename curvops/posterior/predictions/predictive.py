@@ -19,6 +19,7 @@ from torch import Tensor
 from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
 from curvops.linalg import Estimate
+from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.sharded import ranks_together
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Gaussian, Likelihood
@@ -34,6 +35,7 @@ from curvops.posterior.predictions.answers import (
 )
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
 from curvops.posterior.predictions.outputs import (
+    CovarianceOverRanks,
     DrawnOutputs,
     NormalOutputs,
     OutputDistribution,
@@ -312,15 +314,18 @@ class Predictions:
         together = None if joint else 1 if groups is None else checked_whole("groups", groups)
         call, lin = f"predictions, joint within {together or 'all'} points", self.posterior.lin
         outputs, split = self._split(self._outputs, call, all_points=together is None and self.gather)
-        for rank, count in enumerate(split.counts):
-            outputs.require_whole_groups(count * lin.num_outputs // lin.output_shape[-1], together)
-            if together not in (None, 1) and not count and not self.gather:
-                raise ValueError(f"rank {rank} has no points, and groups need some: pass gather=True.")
+        if together not in (None, 1):
+            C = lin.output_shape[-1]
+            for rank, count in enumerate(split.counts):
+                outputs.require_whole_groups(count * lin.num_outputs // C, together)
+                if not count and not self.gather:
+                    raise ValueError(f"rank {rank} has no points, and groups need some: pass gather=True.")
+            outputs.require_whole_groups(outputs.jacobian.shape[-2] // C, together)
         mean, covariance = outputs.moments(together)
         if split.ranks is not None:
             mean = split.given(mean)
             size = mean.numel() if together is None else len(mean) // together
-            covariance = split.covariance(covariance, size)
+            covariance = covariance if split.is_done else CovarianceOverRanks(covariance, split, size, Cache())
         if isinstance(likelihood, Gaussian):
             each = likelihood.noise.to(mean).expand(mean.shape[-1])
             covariance = covariance.add_diagonal(each.repeat(len(mean) if joint else together or 1))

@@ -16,17 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
-import torch
-from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_flag
 from curvops.errors import RanksDifferError
 from curvops.fingerprints import fingerprint
-from curvops.linalg.core.cache import Cache
 from curvops.network.data.inputs import components, map_inputs, num_points
 from curvops.operators import Linearization
-from curvops.posterior.predictions.outputs import PointBlocks
 from curvops.process_group import Ranks
 
 R = TypeVar("R")
@@ -59,13 +54,13 @@ class SplitPoints:
         return bool(self.counts)
 
     @property
-    def _is_done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether results for x are those that the caller asked for."""
         return self.ranks is None or (self.is_whole and self.gather)
 
     def given(self, found: Tensor, dim: int = 0) -> Tensor:
         """Turn results for x into results for the points that the caller asked for."""
-        if self.ranks is None or self._is_done:
+        if self.ranks is None or self.is_done:
             return found
         if self.gather:
             return self.ranks.line_up(found, dim)
@@ -75,47 +70,11 @@ class SplitPoints:
 
     def of(self, found: R) -> R:
         """Return a dataclass of results for the points asked for, with a row for each point or one number for all."""
-        if self._is_done:
+        if self.is_done:
             return found
         values = {f.name: getattr(found, f.name) for f in fields(found)}  # type: ignore[arg-type]
         rows = {name: self.given(value) for name, value in values.items() if isinstance(value, Tensor) and value.ndim}
         return cast(R, replace(cast(Any, found), **rows))
-
-    def covariance(self, found: LinearOperator, size: int) -> LinearOperator:
-        """Return the covariances of the points asked for, `size` blocks (or rows, if joint), computed on first use."""
-        return found if self._is_done else CovarianceOverRanks(found, split=self, size=size, cache=Cache())
-
-
-class CovarianceOverRanks(PointBlocks):
-    """Covariances that are gathered from the ranks, or cut from those of all, when they are first used.
-
-    All ranks must use them in the same order.
-    """
-
-    def __init__(self, base: LinearOperator, *, split: SplitPoints, size: int, cache: Cache) -> None:
-        super().__init__(base, split=split, size=size, cache=cache)
-
-    def _size(self) -> torch.Size:
-        base, size = self._args[0], self._kwargs["size"]
-        return torch.Size((size, size) if base.ndim == 2 else (size, *base.shape[1:]))
-
-    def blocks(self) -> Tensor:
-        """Return all blocks, or the joint matrix."""
-        return self._known("blocks", lambda base: base.to_dense())
-
-    def _diagonal(self) -> Tensor:
-        return self._known("variances", lambda base: base.diagonal(dim1=-2, dim2=-1))
-
-    def _known(self, name: str, compute: Callable[[LinearOperator], Tensor]) -> Tensor:
-        base = self._args[0]
-
-        cache: Cache = self._kwargs["cache"]
-        return cache.get_or_compute(name, base.representation(), lambda: self._asked(compute(base)))
-
-    def _asked(self, found: Tensor) -> Tensor:
-        split = self._kwargs["split"]
-        is_joint = self._args[0].ndim == 2 == found.ndim
-        return split.given(split.given(found), 1) if is_joint else split.given(found)
 
 
 def split_points(
@@ -141,7 +100,6 @@ def split_points(
             message).
         RanksDifferError: ranks ask for different things, or inputs that have to be gathered do not fit together.
     """
-    check_flag("gather", gather)
     shard = lin.passes.shard
     if shard is None:
         if gather:

@@ -2,17 +2,23 @@
 
 Antorán et al. 2022: the weights of a network are seldom a mode of its linear model (early stopping, normalisation
 layers), and the evidence of that model belongs to its own mode.
+
+In function space (`dual_mode`) the mode of the outputs is f = f₀ + K u, and the weights' m + A⁻¹Jᵀu, where u is the
+gradient of log p(y | f): as many numbers as there are outputs. A Newton step is −(I + HK)⁻¹(u + r), r = −∇ log p: by
+Woodbury's identity −(u + r) + L (I + LᵀKL)⁻¹ LᵀK (u + r), which takes no inverse of K or of H, and no jitter
+(algorithms 3.1 and 3.3 of Rasmussen & Williams 2006, for any likelihood with a root of its output Fisher).
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -23,17 +29,99 @@ from curvops.checkpoint import current, digest
 from curvops.errors import ModeWarning, warn
 from curvops.linalg import Reason, cg
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.memory import holding, vector_bytes
+from curvops.linalg.core.memory import PRODUCT_VECTORS, holding, vector_bytes
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import describe, inner, norm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
+from curvops.operators.function_space.function_space import FunctionSpace
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
-from curvops.posterior.solves.function_space import REMEDIES, ROUNDINGS, Point, minimise
-from curvops.posterior.solves.precision import preconditioner, solving_kernel
+from curvops.posterior.solves.precision import REMEDIES, preconditioner, solving_kernel
 from curvops.summary import Summarised
+
+MOST_HALVINGS = 30
+ROUNDINGS = 10
+"""The units of rounding by which a loss may be wrong."""
+SUFFICIENT = 1e-4
+"""The share of the decrease predicted by a Newton step that a step must achieve (Armijo)."""
+
+
+class Point(ABC):
+    """A point of the search, with the loss and its derivatives there."""
+
+    relative: float
+    """The gradient's norm, relative to the norms of its summands."""
+    eps: float
+    """The rounding of the dtype in which the loss is computed."""
+
+    @property
+    @abstractmethod
+    def loss(self) -> float:
+        """The loss at this point."""
+
+    @property
+    def rounding(self) -> float:
+        """The rounding error of the loss."""
+        return ROUNDINGS * self.eps * abs(self.loss)
+
+    @abstractmethod
+    def slope(self, step: Tensor) -> float:
+        """Return the loss's derivative along a step."""
+
+    @abstractmethod
+    def losses(self, step: Tensor) -> Callable[[float], float]:
+        """Return the loss after a fraction of the step."""
+
+    @abstractmethod
+    def move(self, step: Tensor, share: float) -> Point:
+        """Return the point after a fraction of the step whose loss was computed before."""
+
+
+At = TypeVar("At", bound=Point)
+
+
+def minimise(
+    point: At,
+    step_at: Callable[[At, int], Tensor],
+    rtol: float,
+    most_steps: int,
+    steps: int = 0,
+    reached: Callable[[At, int], None] = lambda point, steps: None,
+) -> tuple[At, Reason, int]:
+    """Search for a point with a gradient of at most rtol; return it, the reason why the search ended, and all steps.
+
+    Args:
+        point: the starting point.
+        step_at: a function of a point and the number of steps so far that returns Newton's step.
+        rtol: the tolerance of the gradient.
+        most_steps: the maximum number of steps.
+        steps: the number of steps that led to the starting point.
+        reached: called with each point except the last.
+    """
+    while point.relative > rtol:
+        if steps == most_steps:
+            return point, Reason.ITERATION_LIMIT, steps
+        step = step_at(point, steps)
+        steps += 1
+        slope, share = point.slope(step), 1.0
+        # The decrease that a Newton step predicts can still be gained, unless it is less than the loss's rounding.
+        promised, losses = -0.5 * slope, point.losses(step)
+        for _ in range(MOST_HALVINGS):
+            if losses(share) <= point.loss + SUFFICIENT * share * slope + point.rounding:
+                break
+            share /= 2
+        else:
+            limited = point.relative < math.sqrt(point.eps) or promised <= point.rounding
+            return point, Reason.PRECISION_LIMIT if limited else Reason.STAGNATION, steps
+        before, rounding, nothing = point.relative, point.rounding, promised <= ROUNDINGS * point.eps * abs(point.loss)
+        point = point.move(step, share)  # type: ignore[assignment]
+        stuck = point.relative > 0.5 * before and (point.relative < math.sqrt(point.eps) or promised <= rounding)
+        if stuck or nothing:
+            return point, Reason.CONVERGED if point.relative <= rtol else Reason.PRECISION_LIMIT, steps
+        reached(point, steps)
+    return point, Reason.CONVERGED, steps
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,6 +155,8 @@ MOST_DUAL_STEPS = 50
 """The most steps of Newton's method in function space, to a start for that in weight space."""
 NEWTON_VECTORS = 8
 """Vectors of the size of the weights in a step, beside those of its solve: two points, and what the next is made of."""
+BESIDE = PRODUCT_VECTORS + 2
+"""The number of vectors of the size of the weights that finding a mode takes: a product's, θ and θ − θ*."""
 
 
 class _LinearModel(Point):
@@ -156,7 +246,7 @@ def find_mode(
     if kept.state is not None:
         delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
     elif (kernel := solving_kernel(terms)) is not None:
-        near = kernel.mode(float(prior.precision), prior.mean, 0.01 * rtol, MOST_DUAL_STEPS)
+        near = dual_mode(kernel, float(prior.precision), prior.mean, 0.01 * rtol, MOST_DUAL_STEPS)
         delta, matvecs = near.theta - theta, near.matvecs + 3
         del near
     else:
@@ -198,6 +288,111 @@ def find_mode(
         model, reason, steps = minimise(model, step_at, rtol, maxiter, steps, save)
     log_likelihood = torch.tensor(model.log_likelihood(), dtype=torch.float64, device=theta.device)
     return LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
+
+
+@dataclass(frozen=True, eq=False)
+class DualMode:
+    """The mode f₀ + K u of the outputs."""
+
+    u: Float[Tensor, " NC"]
+    theta: Float[Tensor, " D"]
+    """The weights m + A⁻¹Jᵀu."""
+    outputs: Float[Tensor, "N C"]
+    log_likelihood: Tensor
+    gradient: float
+    """The relative gradient ‖u + r‖ / ‖r‖."""
+    reason: Reason
+    steps: int
+    matvecs: int
+    """The number of products with J A⁻¹ Jᵀ by passes over the data."""
+
+
+@torch.no_grad()
+def dual_mode(space: FunctionSpace, prior: float, mean: Tensor, rtol: float, most_steps: int) -> DualMode:
+    """Find the mode by Newton's method with a line search, from u = 0.
+
+    The gradient at the weights m + A⁻¹Jᵀu is Jᵀ(u + r). The outputs of K are used first and then those of J itself,
+    so that the mode does not have K's rounding.
+
+    Cost: a factorisation per step, and a product with J for each of the last steps.
+    """
+    lin, J = space.lin, space.lin.jacobian()
+    mean, precision = mean.expand_as(lin.theta), (space.metric * prior).to(lin.theta)
+    start, steps, matvecs = space.outputs_at(mean), 0, 0
+    u = start.new_zeros(start.numel())
+
+    def product(v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
+        return space.kernel @ v / prior
+
+    def step_of_weights(v: Float[Tensor, " NC"]) -> Float[Tensor, " D"]:
+        return J._t_matmul(v.to(J.theta).unsqueeze(1)).squeeze(1) / precision
+
+    def by_passes(v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
+        nonlocal matvecs
+        matvecs += 1
+        return lin.push(step_of_weights(v)).double().flatten()
+
+    def step_at(point: DualPoint, steps: int) -> Tensor:
+        L, factor = space.factor(point.outputs, prior)
+        image = torch.einsum("ncr,nc->nr", L, product(point.gap).view_as(point.outputs)).reshape(-1, 1)
+        solved = torch.cholesky_solve(image, factor).view(len(L), -1)
+        return torch.einsum("ncr,nr->nc", L, solved).flatten() - point.gap
+
+    with holding(J, BESIDE * vector_bytes(describe(J))):
+        for multiply in (product, by_passes):
+            point = DualPoint(space, multiply, start, u)
+            point, reason, steps = minimise(point, step_at, rtol, most_steps, steps)
+            u = point.u
+        theta = mean + step_of_weights(u)
+    return DualMode(u, theta, point.outputs, -point.misfit, point.relative, reason, steps, matvecs)
+
+
+class DualPoint(Point):
+    """−log p(y | f₀ + K u) + ½ uᵀK u at one u, with its gradient u + r in the metric of K."""
+
+    def __init__(
+        self,
+        space: FunctionSpace,
+        product: Callable[[Tensor], Tensor],
+        start: Float[Tensor, "N C"],
+        u: Float[Tensor, " NC"],
+        image: Float[Tensor, " NC"] | None = None,
+    ) -> None:
+        self._given, self.u = (space, product, start), u
+        self._image = product(u) if image is None else image
+        self.outputs = start + self._image.view_as(start)
+        self.misfit, residual = space.loss(self.outputs)
+        self.gap, self.eps = u + residual, torch.finfo(space.lin.theta.dtype).eps
+        self._value = float(self.misfit + 0.5 * u @ self._image)
+        self._tried: dict[float, DualPoint] = {}
+        self._moved: tuple[Tensor, Tensor] | None = None
+        scale = float(residual.norm())
+        self.relative = float(self.gap.norm()) / scale if scale else math.inf if bool(self.gap.any()) else 0.0
+
+    @property
+    def loss(self) -> float:
+        return self._value
+
+    def slope(self, step: Tensor) -> float:
+        return float(self.gap @ self._image_of(step))
+
+    def losses(self, step: Tensor) -> Callable[[float], float]:
+        moved = self._image_of(step)
+
+        def after(share: float) -> float:
+            self._tried = {share: DualPoint(*self._given, self.u + share * step, self._image + share * moved)}
+            return self._tried[share].loss
+
+        return after
+
+    def _image_of(self, step: Tensor) -> Tensor:
+        """Return K times a step, once for the slope and the losses along it."""
+        if self._moved is None or self._moved[0] is not step:
+            self._moved = step, self._given[1](step)
+        return self._moved[1]
+
+    def move(self, step: Tensor, share: float) -> DualPoint:
+        return self._tried[share]
 
 
 def _preconditioner(terms: PrecisionTerms) -> tuple[Any, int]:

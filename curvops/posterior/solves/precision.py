@@ -25,7 +25,7 @@ from curvops.linalg.core.solve_routes import (
     PRODUCTS_A_SOLVE,
     SKETCH_SERVES,
     UNEVEN,
-    Posterior,
+    PosteriorFacts,
     Route,
     SolvePlan,
     System,
@@ -35,49 +35,63 @@ from curvops.linalg.core.solve_routes import (
 )
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
-from curvops.operators.curvatures.curvature import root_of
 from curvops.operators.curvatures.formed import Formed
+from curvops.operators.curvatures.ggn import root_of
+from curvops.operators.function_space.function_space import FunctionSpace
 from curvops.posterior.core.terms import PrecisionTerms
-from curvops.posterior.solves.function_space import FunctionSpace
 
+REMEDIES = {
+    Reason.ITERATION_LIMIT: (
+        "The iterations of an inner solve were spent before its tolerance was reached. A larger prior precision, "
+        "weights nearer to a mode, or float64 make it shorter."
+    ),
+    Reason.STAGNATION: (
+        "The residual stopped shrinking far above the rounding level. A larger prior precision, or float64, "
+        "improves the conditioning; a curvature made from random draws must give the same product each time."
+    ),
+    Reason.NOT_POSITIVE_DEFINITE: (
+        "Curvature plus prior is not positive definite. Use a larger prior precision, or co.GGN as curvature."
+    ),
+    Reason.SINGULAR: "Curvature plus prior is singular in this dtype. Use a larger prior precision, or float64.",
+}
+"""The remedies for solves inside posteriors and their tuning, where callers cannot pass options to the solvers."""
 LOOKED_AT = 20
 """The number of products spent on the search for a negative eigenvalue of a curvature that may have one."""
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
-def system_of(terms: PrecisionTerms, columns: int = 1, asked: str | None = None) -> System:
-    """Return the facts about P X = B from which its routes follow, except those that are costly."""
+def posterior_system(terms: PrecisionTerms, columns: int = 1, asked: str | None = None, whole: bool = True) -> System:
+    """Return the facts about P X = B from which its routes follow; without `whole`, only those that cost nothing.
+
+    Room in memory is measured by passes over a few points, if a route needs it.
+    """
     lin, cache, P, A = terms.lin, terms.cache, terms.precision, terms.A
+    base, formed, kernel = P.base if isinstance(P, Damped) else P, cache.known("formed"), cache.known("kernel")
     scalar = A is not None and A.ndim == 0
-    base, formed = P.base if isinstance(P, Damped) else P, cache.known("formed")
+    closed, root = whole and terms.closed_form is not None, root_of(terms.curvature) if whole else None
     return System(
         rows=len(lin.theta),
         columns=columns,
+        longest=longest(P) if whole else 0,
         itemsize=lin.theta.itemsize,
+        closed_form=closed,
         recorded=carries_graph(P.representation()),
+        room=lin.memory.room() if whole and not closed else math.inf,
         asked=asked,
-        posterior=Posterior(
+        posterior=PosteriorFacts(
             name=type(terms.curvature).__name__,
             psd=is_psd(base),
             scalar=scalar,
             diagonal=A is not None,
+            root_columns=0 if root is None else root.shape[-1],
             outputs=lin.num_data * lin.num_outputs,
             gram_cost=cache.gram_cost if scalar else math.inf,
+            resolved=not scalar or kernel is None or "spectrum" not in vars(kernel) or _resolves(kernel, terms),
             budget=lin.memory_budget,
             formed=formed is not None and formed.base is base,
             decomposed=cache.known("spectrum") is not None,
         ),
     )
-
-
-def _to_be_solved(terms: PrecisionTerms, columns: int, asked: str | None = None) -> System:
-    """Return all facts about P X = B; room in memory is measured by passes over a few points, if a route needs it."""
-    root, known = root_of(terms.curvature), system_of(terms, columns, asked)
-    system = replace(known, closed_form=terms.closed_form is not None, longest=longest(terms.precision))
-    assert system.posterior is not None
-    if root is not None:
-        system = replace(system, posterior=replace(system.posterior, root_columns=root.shape[-1]))
-    return system if system.closed_form else replace(system, room=terms.lin.memory.room())
 
 
 def route_of(terms: PrecisionTerms, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
@@ -88,40 +102,29 @@ def route_of(terms: PrecisionTerms, columns: int, asked: str | None = None) -> t
     """
     if terms.closed_form is not None and (asked is None or CLOSED_FORM in METHODS[asked]):
         return Route(CLOSED_FORM, 0, 0), ""
-    system = _to_be_solved(terms, columns, asked)
-    found = routes(system)
+    found = routes(posterior_system(terms, columns, asked))
     first = chosen(found)
-    if first is not None and first.name == "formed kernel" and solving_kernel(terms, system) is None:
-        found = routes(_unresolved(system))
+    if first is not None and first.name == "formed kernel" and not _resolves(kernel_of(terms), terms):
+        found = routes(posterior_system(terms, columns, asked))
         first = chosen(found)
     return first, next((route.why_not for route in found if route.name == asked), "")
 
 
-def _unresolved(system: System) -> System:
-    assert system.posterior is not None
-    return replace(system, posterior=replace(system.posterior, resolved=False))
-
-
 def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
     """Return the routes for this many draws or rows of J, and for determinants, without solving anything."""
-    cache, A = terms.cache, terms.A
-    system = replace(_to_be_solved(terms, columns), sketch=terms.precision._takes_sketch)
-    kernel = cache.known("kernel")
-    if kernel is not None and "spectrum" in vars(kernel) and A is not None and not A.ndim:
-        system = system if kernel.resolves(float(A.detach())) else _unresolved(system)
-    rows = replace(system, asked="cg", further=True, columns=columns + (cache.known("columns") or 0))
-    rows = terms.precision._iterated(rows)
+    system = replace(posterior_system(terms, columns), sketch=terms.precision._takes_sketch)
+    rows = replace(system, asked="cg", further=True, columns=columns + (terms.cache.known("columns") or 0))
     found = {"draws": routes(system), "predictions": routes(rows)}
-    return SolvePlan(found if A is None else found | {"determinants": determinants(system)})
+    return SolvePlan(found if terms.A is None else found | {"determinants": determinants(system)})
 
 
 def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> Any:
-    """Return P for solves with `columns` right-hand sides, with its operand `Formed` if that is cheaper.
+    """Return P for solves with `columns` right-hand sides: with its operand formed, if that is the route by CG.
 
-    A formed operand is used for all priors that are numbers or vectors. With `further`, these columns add to those of
-    earlier calls; draws, which must be the same for the same seed, are counted separately.
+    With `further`, these columns add to those of earlier calls; draws, which must be the same for the same seed, are
+    counted separately.
     """
-    cache, P, rows = terms.cache, terms.precision, len(terms.lin.theta)
+    cache, P, rows = terms.cache, terms.precision, len(terms.cache.lin.theta)
     if terms.closed_form is not None or not System(rows=rows, further=further).may_be_formed:
         return P
     with cache.lock:
@@ -130,17 +133,21 @@ def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> A
             cache.put("columns", columns)
         if PRODUCTS_A_SOLVE * columns < rows:  # the other facts cost something
             return P
-        first = chosen(routes(replace(_to_be_solved(terms, columns, "cg"), further=further)))
-        if first is None or first.name != "formed matrix":
-            return P
-        base, shift = (P.base, P.shift) if isinstance(P, Damped) else (P, 0.0)
+        first = chosen(routes(replace(posterior_system(terms, columns, "cg"), further=further)))
+        return formed_precision(terms) if first is not None and first.name == "formed matrix" else P
+
+
+def formed_precision(terms: PrecisionTerms) -> Any:
+    """Return P with its operand `Formed`, once for all priors that are numbers or vectors."""
+    cache, P = terms.cache, terms.precision
+    base, shift = (P.base, P.shift) if isinstance(P, Damped) else (P, 0.0)
+    with cache.lock:
         formed = cache.get("formed", lambda: Formed(base), lambda known: known.base is base)
-        known = cache.get(
+        return cache.get(
             "precision",
             lambda: (P, formed, formed.add_diagonal(shift)),
             lambda known: known[0] is P and known[1] is formed,
-        )
-        return known[2]
+        )[2]
 
 
 def inverse_for_rows(terms: PrecisionTerms, rows: int, rtol: float | None) -> LinearOperator:
@@ -149,28 +156,32 @@ def inverse_for_rows(terms: PrecisionTerms, rows: int, rtol: float | None) -> Li
     return inverse
 
 
-def formed_kernel(terms: PrecisionTerms, system: System | None = None) -> FunctionSpace | None:
-    """Return J Jᵀ of the training points if the routes for determinants, or for this system, include it.
-
-    This does not depend on earlier calls, so that equal seeds continue to give equal draws. A run with a checkpoint
-    saves J Jᵀ.
-    """
-    cache, A = terms.cache, terms.A
-    if A is None or A.ndim:
-        return None
-    found = determinants(system_of(terms)) if system is None else routes(system)
-    if not any(route.name == "formed kernel" and route.possible for route in found):
-        return None
+def kernel_of(terms: PrecisionTerms) -> FunctionSpace:
+    """Return J Jᵀ of the training points, for whoever took the route "formed kernel"; a checkpoint saves it."""
+    cache = terms.cache
     with cache.lock:
         kernel = cache.get("kernel", lambda: FunctionSpace(cache.lin, cache.of_data))
         kernel.keep()
         return kernel
 
 
-def solving_kernel(terms: PrecisionTerms, system: System | None = None) -> FunctionSpace | None:
-    """Return `formed_kernel` if its rounding is small enough to solve under this prior."""
-    found = formed_kernel(terms, system)
-    return found if found is not None and found.resolves(float(terms.prior.precision.detach())) else None
+def solving_kernel(terms: PrecisionTerms) -> FunctionSpace | None:
+    """Return J Jᵀ if it is a possible route for determinants, and its rounding is small enough to solve with it.
+
+    This does not depend on earlier calls, so that equal seeds continue to give equal draws.
+    """
+    if terms.A is None or terms.A.ndim:
+        return None
+    found = determinants(posterior_system(terms, whole=False))
+    if not any(route.name == "formed kernel" and route.possible for route in found):
+        return None
+    kernel = kernel_of(terms)
+    return kernel if _resolves(kernel, terms) else None
+
+
+def _resolves(kernel: FunctionSpace, terms: PrecisionTerms) -> bool:
+    assert terms.A is not None
+    return kernel.resolves(float(terms.A.detach()))
 
 
 def preconditioner(
@@ -180,15 +191,11 @@ def preconditioner(
 
     A sketch of A^-½GA^-½ made for one prior is also used for its multiples c·A (all larger ones, and smaller ones down
     to a third), and for priors whose entries scale by factors that differ at most `UNEVEN`-fold. With `dual`, M belongs
-    to I + SᵀA⁻¹S of function space, whose sketches are kept separately, or which is inverted if it is formed. In a run
-    with a checkpoint M is that of the run, whatever was sketched before it. A new one is drawn from `generator`.
+    to I + SᵀA⁻¹S of function space, whose sketches are kept separately. In a run with a checkpoint M is that of the
+    run, whatever was sketched before it. A new one is drawn from `generator`.
     """
     cache, A = terms.cache, terms.A
     generator, precision = generator or cache.generator, terms.precision if dual is None else dual
-    if dual is not None:
-        kernel = solving_kernel(terms, system_of(terms, columns, "dual"))
-        if kernel is not None:
-            return kernel.inverse(float(terms.prior.precision)), 0
     fresh = (
         (current() and not cache.is_kept)
         or not isinstance(precision, Damped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -14,12 +14,8 @@ from torch.func import grad, jacrev, vmap
 
 from curvops.errors import ConvergenceError
 from curvops.linalg import Estimate, Operator, eigsh, logdet, minres
-from curvops.linalg.core.results import Reason
 from curvops.network import Blocks
 from curvops.sampling.repriorisation.readout_map import Change, MappedWeights, factor, solve_triangle
-
-MOST_STEPS = 20
-"""The maximum number of Newton steps of the inverse at each λ."""
 
 
 class Tangents(NamedTuple):
@@ -100,7 +96,7 @@ class TangentMap(Change):
     def _newton(self, goal: Tensor, v: Tensor, level: float) -> tuple[Tensor, float]:
         """Take damped Newton steps towards T(φ) = goal; return φ and the largest entry of the gap."""
         gap = goal - self._map_vector(v, level)
-        for _ in range(MOST_STEPS):
+        for _ in range(20):
             step = torch.linalg.solve(jacrev(lambda w: self._map_vector(w, level))(v), gap)
             share, left = 1.0, gap
             while share > 1e-4:
@@ -116,7 +112,6 @@ class TangentMap(Change):
     def estimated_logdet(
         self,
         phi: Mapping[str, Tensor],
-        method: Literal["slq", "taylor"],
         rtol: float,
         max_matvecs: int | None,
         generator: torch.Generator | None,
@@ -127,16 +122,12 @@ class TangentMap(Change):
         product = self._curvature_product(v, at.alpha)
         curved = CurvedIdentity(v, product=product)
         accuracy = 1e-2 * math.sqrt(torch.finfo(v.dtype).eps)
-        found = minres(curved, at.J.mT, rtol=accuracy)
-        if not found.accepted:
-            raise ConvergenceError(found, accuracy)
-        mixed = self._identity(at) - self._mixed_rows(v, at) @ found.x / self.level
-        known = self._kernel_term(at) + _log_size(torch.linalg.qr(mixed)[1])
-        if method == "slq":
-            middle = _by_quadrature(v, product, rtol, max_matvecs, generator)
-        else:
-            middle = _by_taylor(curved, product, rtol, max_matvecs, generator)
-        return middle + known
+        solution = minres(curved, at.J.mT, rtol=accuracy)
+        if not solution.accepted:
+            raise ConvergenceError(solution, accuracy)
+        mixed = self._identity(at) - self._mixed_rows(v, at) @ solution.x / self.level
+        exact = self._kernel_term(at) + _log_size(torch.linalg.qr(mixed)[1])
+        return _by_quadrature(v, product, rtol, max_matvecs, generator) + exact
 
     def _flat(self, blocks: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         return torch.cat([blocks[name].flatten() for name in self.problem.model.selection.names])
@@ -160,10 +151,10 @@ class TangentMap(Change):
     def _logdet(self, v: Float[Tensor, " D"], at: Tangents) -> Float[Tensor, ""]:
         """Return −log det(I + JJᵀ/λ) + log|det(I + H_α)| + log|det(I − R(I + H_α)⁻¹Jᵀ/λ)|, in float64."""
 
-        def value(w: Tensor) -> Tensor:
+        def weighted_outputs(w: Float[Tensor, " D"]) -> Float[Tensor, ""]:
             return self._outputs(w) @ at.alpha
 
-        H: Tensor = jacrev(grad(value))(v)
+        H: Tensor = jacrev(grad(weighted_outputs))(v)
         curved = H + torch.eye(len(v), dtype=v.dtype, device=v.device)
         Q, R = torch.linalg.qr(curved)  # not LU, which torch computes wrongly for many chains on several threads
         mixed = (
@@ -183,18 +174,8 @@ class TangentMap(Change):
         return torch.eye(len(at.L), dtype=at.L.dtype, device=at.L.device)
 
     def _curvature_product(self, v: Float[Tensor, " D"], alpha: Float[Tensor, " m"]) -> Callable[[Tensor], Tensor]:
-        def value(w: Tensor) -> Tensor:
-            return self._outputs(w) @ alpha
-
-        def slope(w: Tensor, vector: Tensor) -> Tensor:
-            found: Tensor = grad(value)(w)
-            return found @ vector
-
-        def one(vector: Tensor) -> Tensor:
-            found: Tensor = grad(slope)(v, vector)
-            return found
-
-        return lambda block: vmap(one, in_dims=1, out_dims=1)(block)
+        slope = grad(lambda w: self._outputs(w) @ alpha)
+        return vmap(lambda vector: grad(lambda w: slope(w) @ vector)(v), in_dims=1, out_dims=1)
 
 
 def _log_size(R: Float[Tensor, "n n"]) -> Float[Tensor, ""]:
@@ -214,43 +195,8 @@ def _by_quadrature(
         lowest = eigsh(operator, 1, which="SA", rtol=0.05, generator=generator)
         bound = float(lowest.values - lowest.residuals)
         if bound > 0:
-            options: dict[str, Any] = {"rtol": rtol, "max_matvecs": max_matvecs, "generator": generator}
-            found = share * logdet(operator, lower_bound=0.9 * bound, **options)
-            return replace(found, matvecs=found.matvecs + lowest.matvecs)
+            estimate = share * logdet(
+                operator, lower_bound=0.9 * bound, rtol=rtol, max_matvecs=max_matvecs, generator=generator
+            )
+            return replace(estimate, matvecs=estimate.matvecs + lowest.matvecs)
     raise ValueError(f"I + H is singular to the accuracy of {lowest.matvecs} products: raise reg.")
-
-
-def _by_taylor(
-    curved: CurvedIdentity,
-    product: Callable[[Tensor], Tensor],
-    rtol: float,
-    max_matvecs: int | None,
-    generator: torch.Generator | None,
-    probes: int = 32,
-) -> Estimate:
-    """Estimate log det(I + H) = −Σ_k (1/k) E vᵀ(−H)^k v for random signs v and ‖H‖ < 1, and bound the remainder."""
-    size = curved.shape[-1]
-    largest = [eigsh(curved, 1, which=which, rtol=1e-3, generator=generator) for which in ("LA", "SA")]
-    radius = max(float((pair.values - 1).abs().max() + pair.residuals.max()) for pair in largest)
-    spent = sum(pair.matvecs for pair in largest)
-    if radius >= 1:
-        raise ValueError(f"the Taylor series of log det(I + H) diverges: ‖H‖ = {radius:.3g} ≥ 1; use method='slq'.")
-
-    def remainder(terms: int) -> float:
-        return size * radius ** (terms + 1) / ((terms + 1) * (1 - radius))
-
-    terms = 1
-    while remainder(terms) > rtol and terms < 10_000:
-        terms += 1
-    if max_matvecs is not None:
-        terms = max(1, min(terms, (max_matvecs - spent) // probes))
-    phi = curved.representation()[0]
-    V = torch.randint(0, 2, (size, probes), generator=generator, device=phi.device).to(phi.dtype) * 2 - 1
-    power, sums = V, torch.zeros(probes, dtype=torch.float64, device=phi.device)
-    for k in range(1, terms + 1):
-        power = -product(power)
-        sums -= (V * power).double().sum(0) / k
-    bias = remainder(terms)
-    reason = Reason.CONVERGED if bias <= rtol else Reason.MATVEC_LIMIT
-    stderr = sums.std() / math.sqrt(probes)
-    return Estimate(sums.mean(), stderr, probes, spent + terms * probes, bias, reason)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from curvops.checks import check_kind, checked_number
 from curvops.network import Blocks, Model
-from curvops.network.data.batches import parts_of
-from curvops.network.data.inputs import Inputs, copy, move, move_tensor, normalise, num_points
+from curvops.network.data.inputs import Inputs, copy
 from curvops.network.likelihoods import Categorical, Likelihood
 from curvops.network.model.model import unwrap
 from curvops.operators import Linearization
@@ -70,9 +69,9 @@ class RepriorProblem:
         assert self.model.layout is not None
         C, targets = self.model.layout.num_outputs, self.targets
         if not targets.is_floating_point():
-            known = self.likelihood.counted(targets)
-            assert known is not None  # for classes
-            targets = torch.nn.functional.one_hot(targets.long().masked_fill(~known, 0), C)
+            counted = self.likelihood.counted(targets)
+            assert counted is not None  # for classes
+            targets = torch.nn.functional.one_hot(targets.long().masked_fill(~counted, 0), C)
         return targets.to(self.model.theta.dtype) - 1 / C
 
     @property
@@ -96,17 +95,6 @@ class RepriorProblem:
     def log_likelihood(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, ""]:
         """Return Σ_n log p(y_n | f_n) in nats, summed in float64."""
         return self.likelihood.log_prob(outputs, self.targets, self.weights).double().sum()
-
-    def batch_mean(self, white: Mapping[str, Tensor], batch: object) -> Float[Tensor, ""]:
-        """Return the mean log-likelihood of the points of a batch (inputs, targets)."""
-        given, targets, _ = parts_of(batch, False)
-        theta, layout = self.model.theta, self.model.layout
-        assert layout is not None
-        inputs, y = normalise(given), layout.targets(move_tensor(targets, theta.device, theta.dtype))
-        if num_points(inputs) != len(y):
-            raise ValueError(f"the batch has {num_points(inputs)} inputs, but {len(y)} targets.")
-        f = self.model(self.theta(white), move(inputs, theta.device, theta.dtype))
-        return self.likelihood.log_prob(f, y).double().mean()
 
 
 def log_normal(white: Mapping[str, Tensor]) -> Float[Tensor, ""]:
@@ -139,27 +127,27 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
         >>> co.sampling.ntk_precision(nn.Linear(8, 2), weight_std=2.0, bias_std=0.5)
         {'weight': 2.0, 'bias': 4.0}
     """
-    found: dict[str, float] = {}
+    precisions: dict[str, float] = {}
     module: Any = unwrap(model)
     check_kind("model", module, nn.Module, "an nn.Module; for a function pass a mapping as prior_precision")
     sw, sb = checked_number("weight_std", weight_std), checked_number("bias_std", bias_std)
-    known = {id(layer.weight): layer for layer in module.modules() if isinstance(layer, LAYERS)}
-    biases = {id(layer.bias) for layer in known.values() if layer.bias is not None}
+    layers = {id(layer.weight): layer for layer in module.modules() if isinstance(layer, LAYERS)}
+    biases = {id(layer.bias) for layer in layers.values() if layer.bias is not None}
     others = []
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        if (layer := known.get(id(parameter))) is not None:
+        if (layer := layers.get(id(parameter))) is not None:
             outputs = layer.out_channels if isinstance(layer, FAN_IN_FIRST) else parameter.shape[0]
             inputs = parameter.numel() // outputs
-            found[_as_glob(name)] = inputs / sw**2
+            precisions[_as_glob(name)] = inputs / sw**2
         elif id(parameter) in biases:
-            found[_as_glob(name)] = 1 / sb**2
+            precisions[_as_glob(name)] = 1 / sb**2
         else:
             others.append(name)
     if others:
         raise ValueError(f"the fan-in of {others} is unknown: pass prior_precision as a mapping {{glob: number}}.")
-    return found
+    return precisions
 
 
 def _as_glob(name: str) -> str:

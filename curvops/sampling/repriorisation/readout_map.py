@@ -206,10 +206,10 @@ def inputs_of(
     layer: nn.Module, model: Model, values: Mapping[str, Tensor], inputs: Inputs
 ) -> tuple[list[Tensor], Tensor]:
     """Return the arguments of each call of the layer, as rows (n, d), and the model's outputs."""
-    found: list[Any] = []
+    arguments: list[Any] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.extend([*args, *kwargs.values()])
+        arguments.extend([*args, *kwargs.values()])
 
     with model.lock:
         handle = layer.register_forward_pre_hook(note, with_kwargs=True)
@@ -217,7 +217,7 @@ def inputs_of(
             outputs = model(values, inputs)
         finally:
             handle.remove()
-    return [each.flatten(1) if isinstance(each, Tensor) and each.ndim > 1 else each for each in found], outputs
+    return [x.flatten(1) if isinstance(x, Tensor) and x.ndim > 1 else x for x in arguments], outputs
 
 
 def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
@@ -230,14 +230,14 @@ def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
         raise TypeError("reprior finds the readout of an nn.Module; for a pair (function, params) use form='ntk'.")
     path, layer = _layer_by_name(model, last) if last is not None else _layer_of_outputs(model, inputs)
     where = f"the readout {path or 'of the model itself'!r} ({type(layer).__name__})"
-    own = dict(layer.named_parameters(recurse=False))
-    at = {name: f"{path}.{name}" if path else name for name in own}
-    matrices = [name for name in own if own[name].ndim == 2]
-    vectors = [name for name in own if own[name].ndim == 1]
-    if len(matrices) != 1 or len(vectors) > 1 or len(own) != len(matrices) + len(vectors):
-        shapes = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in own.items()) or "no parameters"
+    parameters = dict(layer.named_parameters(recurse=False))
+    at = {name: f"{path}.{name}" if path else name for name in parameters}
+    matrices = [name for name in parameters if parameters[name].ndim == 2]
+    vectors = [name for name in parameters if parameters[name].ndim == 1]
+    if len(matrices) != 1 or len(vectors) > 1 or len(parameters) != len(matrices) + len(vectors):
+        shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()) or "no parameters"
         raise ValueError(f"{where} has {shapes}; expected a weight (C, d) and at most a bias (C,): {REMEDY}.")
-    frozen = [at[name] for name in own if at[name] not in model.selection.names]
+    frozen = [at[name] for name in parameters if at[name] not in model.selection.names]
     if frozen:
         raise ValueError(f"{where}: {frozen} are to be sampled but require no gradient; call requires_grad_().")
     readout = Readout(path, layer, at[matrices[0]], at[vectors[0]] if vectors else None, (1.0, 1.0))
@@ -248,7 +248,7 @@ def _layer_by_name(model: Model, last: Any) -> tuple[str, nn.Module]:
     assert model.module is not None
     parts = dict(model.module.named_modules())
     if last not in parts:
-        linear = [name for name, part in parts.items() if isinstance(part, nn.Linear)]
+        linear = [name for name, module in parts.items() if isinstance(module, nn.Linear)]
         raise ValueError(f"last={last!r} names no module of the model; its linear layers are {linear}.")
     return last, parts[last]
 
@@ -258,7 +258,7 @@ def _layer_of_outputs(model: Model, inputs: Inputs) -> tuple[str, nn.Module]:
     layer = layer_of_outputs(model, inputs)
     if layer is None:
         raise ValueError(f"the model has no linear readout: no single layer's output is the model's output; {REMEDY}.")
-    return next(name for name, part in model.module.named_modules() if part is layer), layer
+    return next(name for name, module in model.module.named_modules() if module is layer), layer
 
 
 @torch.no_grad()
@@ -273,9 +273,9 @@ def _with_factors(readout: Readout, model: Model, inputs: Inputs, where: str) ->
     zeros = {name: torch.zeros_like(probe) for name, probe in probes.items()}
 
     def outputs(**changed: Tensor) -> tuple[Tensor, Tensor]:
-        given, f = inputs_of(readout.layer, model, {**values, **zeros, **changed}, inputs)
-        tensors = [each for each in given if isinstance(each, Tensor)]
-        if len(given) != 1 or not tensors:
+        arguments, f = inputs_of(readout.layer, model, {**values, **zeros, **changed}, inputs)
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if len(arguments) != 1 or not tensors:
             raise ValueError(f"{where} is called several times, or with several arguments, in one pass: {REMEDY}.")
         return tensors[0], f
 
@@ -288,8 +288,8 @@ def _with_factors(readout: Readout, model: Model, inputs: Inputs, where: str) ->
         expected[readout.bias] = probes[readout.bias].expand_as(offset)
     factors, total = [], torch.zeros_like(offset)
     for name, product in expected.items():
-        found = outputs(**{name: probes[name]})[1].double()
-        factor = float((found * product).sum() / product.double().square().sum())
+        response = outputs(**{name: probes[name]})[1].double()
+        factor = float((response * product).sum() / product.double().square().sum())
         factors.append(1.0 if abs(factor - 1) < 8 * model.eps else factor)  # rounding only
         total = total + factors[-1] * product
     together = outputs(**probes)[1]
@@ -362,8 +362,8 @@ class ReadoutMap(Change):
         """Return Ψ for all data, which does not depend on the readout's blocks. One forward pass."""
         problem = self.problem
         values = problem.theta(white)
-        each = (self.readout.features(problem.model, values, inputs, problem.scale) for inputs in problem.inputs)
-        return torch.cat(list(each))
+        batches = (self.readout.features(problem.model, values, inputs, problem.scale) for inputs in problem.inputs)
+        return torch.cat(list(batches))
 
     def forward(self, phi: Mapping[str, Tensor]) -> MappedWeights:
         """Return T(φ), its log-determinant and the outputs."""

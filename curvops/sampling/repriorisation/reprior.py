@@ -14,7 +14,15 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 from curvops.argument_types import Data, LikelihoodChoice, Network, PriorPrecision
-from curvops.checks import check_choice, check_generator, check_kind, check_like, check_shape, checked_number
+from curvops.checks import (
+    check_choice,
+    check_generator,
+    check_kind,
+    check_like,
+    check_shape,
+    checked_number,
+    checked_whole,
+)
 from curvops.errors import FewDrawsWarning, warn
 from curvops.linalg import Estimate
 from curvops.linalg.core.results import Reason
@@ -37,9 +45,6 @@ from curvops.sampling.repriorisation.readout_map import (
     find_readout,
 )
 from curvops.summary import Summarised
-
-FEWEST = 20.0
-"""The smallest number of effective draws; below it, the largest weights e^h dominate and the estimate is too low."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,9 +93,9 @@ def plain_mean(values: Float[Tensor, " S"]) -> Estimate:
 
 
 def warn_of_few(ratios: Float[Tensor, " S"], what: str) -> None:
-    """Warn if fewer than `FEWEST` effective draws carry the weights e^h."""
+    """Warn if fewer than 20 effective draws carry the weights e^h, so that the largest ones dominate."""
     effective = effective_draws(ratios)
-    if effective < FEWEST:
+    if effective < 20:
         warn(
             f"{what}, since {effective:.1f} of {len(ratios)} draws of the prior carry the weights e^h (standard "
             f"deviation of h {float(ratios.std()):.1f} nats). Use more samples, a wider network, or draws of p̃ from "
@@ -100,10 +105,6 @@ def warn_of_few(ratios: Float[Tensor, " S"], what: str) -> None:
 
 
 Form = Literal["feature", "data", "ntk"]
-CHUNK = 4e6
-"""About how many numbers draws that are evaluated together may take in memory."""
-LOST_DIGITS = 0.05
-"""The largest κ eps of a matrix to be factorised; above it fewer than two digits would be left."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -145,16 +146,10 @@ class Reprior:
         return Prior(one, torch.zeros_like(one))
 
     def __call__(self, phi: Mapping[str, Tensor], batch: Any = None) -> Float[Tensor, ""]:
-        """Return log p̃(φ)/N in nats, as samplers need it.
-
-        With a batch (inputs, targets), the mean log-likelihood of its points replaces that of all data. T still depends
-        on all data, so a step costs no less.
-        """
-        if batch is None:
-            return -self.energy(phi) / self.data_size
-        moved = self._change.forward(self._checked(phi))
-        prior = log_normal(moved.white) + moved.logdet
-        return self._problem.batch_mean(moved.white, batch) + prior / self.data_size
+        """Return log p̃(φ)/N in nats, as samplers need it; raise ValueError for a batch, since T depends on all data."""
+        if batch is not None:
+            raise ValueError("a step of a Reprior takes all of its data: leave batches out.")
+        return -self.energy(phi) / self.data_size
 
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
         """Return θ = T(φ), the weights of the network, by one forward pass over all data."""
@@ -171,7 +166,6 @@ class Reprior:
     def estimated_logdet(
         self,
         phi: Mapping[str, Tensor],
-        method: Literal["slq", "taylor"] = "slq",
         *,
         rtol: float = 0.01,
         max_matvecs: int | None = None,
@@ -179,15 +173,12 @@ class Reprior:
     ) -> Estimate:
         """Estimate `logdet` of the tangent-kernel form, with an error bar, for use if a (D, D) matrix is too large.
 
-        Only the term of I + H_α is estimated: "slq" computes its log-determinant, or half that of its square if it is
-        indefinite, by stochastic Lanczos quadrature; "taylor" uses the series with Hutchinson's probes, which needs
-        ‖H_α‖ < 1 and stops once the remainder is below rtol nats (`bias_bound`). J (N·C, D) is
-        formed, and `minres` solves with I + H_α once for each output of each point.
+        Only log|det(I + H_α)| is estimated, by stochastic Lanczos quadrature (of the square if I + H_α is indefinite).
+        J (N·C, D) is formed, and `minres` solves with I + H_α once for each output of each point.
 
         Args:
             phi: φ by parameter name.
-            method: "slq" or "taylor".
-            rtol: the accuracy to reach: relative for "slq", in nats for "taylor".
+            rtol: the relative accuracy to reach.
             max_matvecs: a limit on products; None is none.
             generator: the source of the probes.
 
@@ -195,15 +186,14 @@ class Reprior:
             An Estimate in nats.
 
         Raises:
-            ValueError: the form is another one, whose exact log-determinant is free, or ‖H_α‖ ≥ 1 under "taylor".
+            ValueError: the form is another one, whose exact log-determinant is free.
             ConvergenceError: a solve failed.
         """
-        check_choice("method", method, ("slq", "taylor"))
         check_generator(generator)
         if not isinstance(self._change, TangentMap):
             raise ValueError(f"form={self.form!r} has its log-determinant in closed form: use logdet(phi).")
-        found = self._change.estimated_logdet(self._checked(phi), method, rtol, max_matvecs, generator)
-        return found + float(self._problem.log_scale)
+        estimate = self._change.estimated_logdet(self._checked(phi), rtol, max_matvecs, generator)
+        return estimate + float(self._problem.log_scale)
 
     def energy(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return −log p̃(φ) = −log p(y | T(φ)) − log p(T(φ)) − log|det ∂T/∂φ| in nats, with all constants, in float64.
@@ -239,8 +229,8 @@ class Reprior:
         Returns:
             T(φ) by parameter name, {name: (k, *shape)}.
         """
-        found: Blocks = self._over(self.map, self.normal(k, generator))
-        return found
+        weights: Blocks = self._over(self.map, self.normal(k, generator))
+        return weights
 
     @torch.no_grad()
     def log_ratio(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
@@ -260,7 +250,7 @@ class Reprior:
         Returns:
             An Estimate in nats.
         """
-        drawn = self.normal(_checked_samples(samples), generator)
+        drawn = self.normal(checked_whole("samples", samples, 2), generator)
         return divergence(self._over(self.log_ratio, drawn))
 
     def gradient_gap(
@@ -285,7 +275,14 @@ class Reprior:
             The GradientGap, two Estimates.
         """
         weighted = draws is None
-        given = self.normal(_checked_samples(samples), generator) if draws is None else self._checked_draws(draws)
+        if draws is None:
+            draws = self.normal(checked_whole("samples", samples, 2), generator)
+        else:
+            check_kind("draws", draws, Mapping, "a mapping of parameter names to tensors (k, *shape)")
+            counts = {len(block) for block in draws.values()}
+            if len(counts) != 1 or min(counts) < 2:
+                raise ValueError(f"draws must be equally many of each parameter, at least 2, got {sorted(counts)}.")
+            self._checked({name: block[0] for name, block in draws.items()}, "draws (one of them)")
 
         def ratio(phi: Blocks) -> Tensor:
             return -self.energy(phi) - log_normal(phi)
@@ -294,45 +291,39 @@ class Reprior:
             slopes, h = grad_and_value(ratio)(phi)
             return h, {name: slope.double().square().sum() for name, slope in slopes.items()}
 
-        h, parts = self._over(gaps, given)
+        h, squares = self._over(gaps, draws)
         if weighted:
             warn_of_few(h, "the gradient gap is not a reliable mean under p̃")
 
         def mean(names: Sequence[str]) -> Estimate:
-            total = torch.stack([parts[name] for name in names]).sum(0)
+            total = torch.stack([squares[name] for name in names]).sum(0)
             return weighted_mean(total, h) if weighted else plain_mean(total)
 
-        return GradientGap(mean(list(parts)), mean(self.readout) if self.readout else None)
+        return GradientGap(mean(list(squares)), mean(self.readout) if self.readout else None)
 
-    def _checked(self, given: Any, what: str = "phi") -> Mapping[str, Tensor]:
+    def _checked(self, blocks: Any, what: str = "phi") -> Mapping[str, Tensor]:
         """Check names, shapes and dtype of parameter blocks; raise TypeError or ValueError if they differ."""
         scale = self._problem.scale
-        check_kind(what, given, Mapping, "a mapping of parameter names to tensors, as reprior(...).params is")
-        if given.keys() != scale.keys():
-            raise ValueError(f"{what} must have the names {list(scale)}, got {list(given)}.")
-        for name, block in given.items():
+        check_kind(what, blocks, Mapping, "a mapping of parameter names to tensors, as reprior(...).params is")
+        if blocks.keys() != scale.keys():
+            raise ValueError(f"{what} must have the names {list(scale)}, got {list(blocks)}.")
+        for name, block in blocks.items():
             check_shape(f"{what}[{name!r}]", block, scale[name].shape, "Pass several draws by torch.vmap.")
             check_like(f"{what}[{name!r}]", block, scale[name], "the network")
-        return given
+        return blocks
 
     def _over(self, function: Callable[[Any], Any], draws: Mapping[str, Tensor]) -> Any:
         """Evaluate a function at each of several draws and stack the results.
 
         It evaluates many at a time by `torch.vmap`, or one by one if the model has an operation that cannot be mapped.
         """
-        held = self._problem.num_data * self._problem.model.theta.numel() ** 0.5 + self._problem.model.theta.numel()
+        D = self._problem.model.theta.numel()
+        numbers = self._problem.num_data * D**0.5 + D  # about how many a draw takes in memory
         try:
-            return torch.vmap(function, chunk_size=max(1, int(CHUNK / held)))(dict(draws))
+            return torch.vmap(function, chunk_size=max(1, int(4e6 / numbers)))(dict(draws))
         except RuntimeError:
-            return pytree.tree_map(lambda *each: torch.stack(each), *[function(phi) for phi in _each(draws)])
-
-    def _checked_draws(self, draws: Any) -> Mapping[str, Tensor]:
-        check_kind("draws", draws, Mapping, "a mapping of parameter names to tensors (k, *shape)")
-        counts = {len(block) for block in draws.values()}
-        if len(counts) != 1 or min(counts) < 2:
-            raise ValueError(f"draws must have equally many draws of each parameter, at least 2, got {sorted(counts)}.")
-        self._checked({name: block[0] for name, block in draws.items()}, "draws (one of them)")
-        return draws
+            values = [function(dict(zip(draws, blocks))) for blocks in zip(*draws.values())]
+            return pytree.tree_map(lambda *leaves: torch.stack(leaves), *values)
 
     def __repr__(self) -> str:
         noise = "classes" if self.noise is None else f"noise={self.noise:g}"
@@ -431,17 +422,17 @@ def reprior(
     return Reprior(chosen, level, variance, readout.names, lin.num_data, problem, change)
 
 
-def _likelihood(given: Any, noise: float | None) -> Any:
+def _likelihood(likelihood: Any, noise: float | None) -> Any:
     """Return the likelihood to pass to `linearize`."""
-    if given is None:
+    if likelihood is None:
         if noise is None:
             raise ValueError("noise is missing: pass the variance of the targets, or likelihood='classification'.")
         return Gaussian(noise)
-    if isinstance(given, Gaussian) and noise is not None:
+    if isinstance(likelihood, Gaussian) and noise is not None:
         raise ValueError("likelihood and noise both give a variance: leave out one of them.")
-    if given == "regression" or (isinstance(given, Gaussian) and needs_noise(given)):
+    if likelihood == "regression" or (isinstance(likelihood, Gaussian) and needs_noise(likelihood)):
         raise ValueError("the noise cannot be estimated by a network that is not trained: give noise=variance.")
-    return given
+    return likelihood
 
 
 def _variance(lin: Linearization, noise: float | None) -> float | None:
@@ -455,8 +446,8 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
     return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise
 
 
-def _diagonal_precision(given: Any, lin: Linearization) -> Tensor:
-    precision = read_prior(given, 0.0, lin.model).diagonal
+def _diagonal_precision(prior_precision: Any, lin: Linearization) -> Tensor:
+    precision = read_prior(prior_precision, 0.0, lin.model).diagonal
     if precision is None:
         raise TypeError("prior_precision must be a number, a vector or a mapping {glob: number}.")
     return precision
@@ -471,20 +462,9 @@ def _require_precise(change: ReadoutMap, level: float) -> None:
         return
     in_features = isinstance(change.conjugate, FeatureSpace)
     kappa, eps = condition(features if in_features else features.mT, level), torch.finfo(features.dtype).eps
-    if not kappa * eps <= LOST_DIGITS:  # refuses NaN
+    if not kappa * eps <= 0.05:  # above it fewer than two digits would be left; refuses NaN
         wider = "Compute in float64 (model.double())" if features.dtype != torch.float64 else "Scale the inputs down"
         raise ValueError(
             f"the regression on the features has condition number {kappa:.1e} at reg={level:g}, beyond "
             f"{features.dtype} (rounding {eps:.1g}). {wider}, or raise reg: the target of the sampler stays the same."
         )
-
-
-def _checked_samples(samples: Any) -> int:
-    count = checked_count(samples)
-    if count < 2:
-        raise ValueError("samples must be at least 2: one draw has no standard error.")
-    return count
-
-
-def _each(draws: Mapping[str, Tensor]) -> list[Blocks]:
-    return [dict(zip(draws, blocks)) for blocks in zip(*draws.values())]

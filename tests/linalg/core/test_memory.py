@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 import curvops as co
+from curvops import ambient
+from curvops.ambient import is_out_of_memory
 from curvops.errors import BlockSizeWarning, MemoryBudgetWarning
 from curvops.linalg import Reason, draw
-from curvops.linalg.core import memory
-from curvops.linalg.core.memory import CALLER_VECTORS, in_parts, is_out_of_memory, memories_of, solve_width, working
+from curvops.linalg.core.memory import CALLER_VECTORS, in_parts, memories_of, solve_width, working
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.network.walks import budget
 from tests.linalg.faulty import without_room_beyond
@@ -68,12 +69,12 @@ def test_a_product_in_parts_is_the_product():
 
 def test_what_is_given_comes_before_what_a_network_has_left():
     G = co.GGN(lin := linearized(100))
-    with working(G, 5 * VECTOR) as (_, room):
+    with ambient.running("given", G, memory_budget=5 * VECTOR), working(G) as (_, room):
         assert room == 5 * VECTOR and lin.memory.room() == 100 * VECTOR
-    with working(G, None) as (_, room):
+    with working(G) as (_, room):
         assert 70 * VECTOR < room < 100 * VECTOR and lin.memory.room() == 100 * VECTOR - room
     assert lin.memory.room() == 100 * VECTOR
-    with working(torch.eye(3), None) as (_, room):
+    with working(torch.eye(3)) as (_, room):
         assert room is None
 
 
@@ -169,7 +170,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_budget_below_what_an_algorithm_needs_at_least_is_named(name, monkeypatch):
-    monkeypatch.setattr(memory, "UNTOLD_BYTES", 0)
+    monkeypatch.setattr(ambient, "UNTOLD_BYTES", 0)
     needed, call = NEEDED[name]
     message = f"budget is {5 * VECTOR:,} bytes, but the working vectors take at least {needed * VECTOR:,},"
     with pytest.warns(MemoryBudgetWarning, match=message):
@@ -230,3 +231,11 @@ def test_without_memory_for_a_column_the_error_says_what_to_do():
         pytest.raises(torch.OutOfMemoryError, match="Not even one column fits: pass"),
     ):
         co.linalg.cg(without_room_beyond(0, torch.eye(5)), torch.ones(5, 4))
+
+
+def test_an_algorithm_inside_another_keeps_to_the_bytes_given_to_that():
+    matrix, B = symmetric(torch.linspace(1, 3, 300).double()), torch.randn(300, 7, generator=generator()).double()
+    A = without_room_beyond(3, matrix)
+    x = co.linalg.solve(A, B, method="cg", memory_budget=3 * 12 * 8 * 300)
+    assert max(A.widths) == 3
+    torch.testing.assert_close(x, torch.linalg.solve(matrix, B), rtol=1e-6, atol=1e-6)

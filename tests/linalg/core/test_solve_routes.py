@@ -6,10 +6,17 @@ from dataclasses import replace
 import pytest
 
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.solve_routes import Posterior, System, chosen, decomposes, determinants, products_of_probes
+from curvops.linalg.core.solve_routes import (
+    PosteriorFacts,
+    System,
+    chosen,
+    decomposes,
+    determinants,
+    products_of_probes,
+)
 
 LARGE = System(rows=100_000, columns=8)
-NETWORK = Posterior(name="GGN", root_columns=40_000, outputs=40_000, gram_cost=50.0, budget=2**40)
+NETWORK = PosteriorFacts(name="GGN", root_columns=40_000, outputs=40_000, gram_cost=50.0, budget=2**40)
 FEW = replace(NETWORK, root_columns=1000, outputs=1000)
 
 
@@ -32,7 +39,7 @@ TAKEN = {
     "symmetric": (replace(LARGE, definite=False), "minres"),
     "nothing known": (replace(LARGE, definite=False, symmetric=False), "lsmr"),
     "network": (posterior(), "cg with a sketch"),
-    "KFAC": (posterior(Posterior(), closed_form=True), "closed form"),
+    "KFAC": (posterior(PosteriorFacts(), closed_form=True), "closed form"),
     "small network": (posterior(rows=256), "dense"),
     "columns enough to form it": (posterior(rows=2048, columns=256), "formed matrix"),
     "a column fewer": (posterior(rows=2048, columns=255), "cg with a sketch"),
@@ -78,7 +85,7 @@ def test_the_route_taken(name):
 
 REFUSED = {
     "closed form": (posterior(), "no closed form is known"),
-    "dual": (posterior(Posterior(name="KFAC")), "square root by points, which KFAC does not have"),
+    "dual": (posterior(PosteriorFacts(name="KFAC")), "square root by points, which KFAC does not have"),
     "sgd": (posterior(recorded=True), "no gradient"),
 }
 
@@ -144,7 +151,7 @@ def test_a_plan_prints_what_is_taken_what_is_open_and_why_not():
     assert lines["formed kernel"].endswith("taken") and lines["sgd"].endswith("possible")
     assert lines["closed form"].endswith("no closed form is known") and "64" in lines["dual"]
     assert shown.startswith("draws ") and "\n\ndeterminants  products" in shown
-    unknown = routes.SolvePlan({"draws": routes.routes(posterior(Posterior()))})
+    unknown = routes.SolvePlan({"draws": routes.routes(posterior(PosteriorFacts()))})
     assert "unknown" in str(unknown) and unknown.chosen == {"draws": "cg with a sketch"}
 
 

@@ -17,8 +17,7 @@ def block(n, k, dtype=torch.float64, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_reductions_are_float64_and_right(dtype, monkeypatch):
-    monkeypatch.setattr(vectors, "CHUNK", 7)
+def test_reductions_are_float64_and_right(dtype):
     X, Y = block(50, 3, dtype), block(50, 3, dtype, 1)
     X64, Y64 = X.double(), Y.double()
     torch.testing.assert_close(vectors.inner(X, Y), (X64 * Y64).sum(0), rtol=1e-12, atol=1e-12)
@@ -58,8 +57,7 @@ def test_columns_are_written_at_their_places():
     assert torch.equal(X[:, [3, 1]], V) and torch.equal(vectors.columns(X, torch.tensor([3, 1])), V)
 
 
-def test_parts_share_memory_and_are_written_in_place(monkeypatch):
-    monkeypatch.setattr(vectors, "CHUNK", 8)
+def test_parts_share_memory_and_are_written_in_place():
     X, V, C = block(9, 5), block(9, 2, seed=1), block(4, 3, seed=2)
     vectors.put(X, 1, V)
     assert torch.equal(vectors.part(X, 1, 3), V) and vectors.part(X, 1, 3).data_ptr() == X[:, 1].data_ptr()
@@ -69,11 +67,9 @@ def test_parts_share_memory_and_are_written_in_place(monkeypatch):
     assert torch.equal(X[:, 3:], before[:, 3:])
 
 
-@pytest.mark.parametrize("at_once", [("cpu",), ()], ids=["by one call", "by vectors"])
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("n", [5, 31, 33, 48, 4000])
-def test_columns_drawn_one_at_a_time_are_those_of_the_block(n, kind, at_once, monkeypatch):
-    monkeypatch.setattr(vectors, "DRAWN_AT_ONCE", at_once)
+def test_columns_drawn_one_at_a_time_are_those_of_the_block(n, kind):
     facts = vectors.describe(torch.empty(3, n, dtype=torch.float64))
     block = vectors.random_block(facts, 3, kind, torch.Generator().manual_seed(0))
     columns = vectors.random_columns(facts, 3, kind, torch.Generator().manual_seed(0))

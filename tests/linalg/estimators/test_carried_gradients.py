@@ -100,8 +100,7 @@ def test_xtrace_has_the_exact_gradient_where_it_has_the_exact_trace():
     torch.testing.assert_close(found, 2 * root.detach(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("preconditioner", ["auto", None])
-@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize(("preconditioner", "as_tensor"), [("auto", True), (None, False)])
 def test_the_logdet_gradient_lies_within_its_standard_error(preconditioner, as_tensor):
     root, shift = gram(300, 60, decay=0.7)
     options = {"shift": 0.5, "rtol": 0.01, "max_matvecs": 280, "preconditioner": preconditioner}
@@ -141,7 +140,7 @@ def test_the_gradient_costs_only_what_the_solves_lack():
 
 @pytest.mark.parametrize("kind", ["scalar", "vector"])
 def test_damped_operators_have_the_gradient_of_their_shift(kind):
-    n = 400
+    n = 270
     B = symmetric(torch.arange(1, n + 1, dtype=torch.float64) ** -1.0)
     shift = torch.tensor(0.05, dtype=torch.float64) if kind == "scalar" else torch.logspace(-2, 0, n).double()
     shift.requires_grad_()
@@ -153,13 +152,13 @@ def test_damped_operators_have_the_gradient_of_their_shift(kind):
 
     torch.manual_seed(0)
     draws = []
-    for _ in range(20):
+    for _ in range(10):
         P = Plain(B, torch.zeros(n, dtype=torch.float64)).add_diagonal(shift)
         draws.append(torch.autograd.grad(P.logdet(), shift)[0].reshape(-1))
     draws = torch.stack(draws)
     error = (draws.mean(0) - exact.reshape(-1)).norm() / exact.norm()
     # Four standard errors for the number; for the vector its norm, which hardly varies.
-    assert error < (4 if kind == "scalar" else 1.3) * (draws.std(0) / 20**0.5).norm() / exact.norm() + 1e-3
+    assert error < (4 if kind == "scalar" else 1.3) * (draws.std(0) / 10**0.5).norm() / exact.norm() + 1e-3
     assert error < 0.1
 
 

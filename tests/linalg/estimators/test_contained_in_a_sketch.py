@@ -64,8 +64,7 @@ ESTIMATES: dict[str, Row] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("columns", [-1, 0, 1], ids=["one less", "as many", "one more"])
-@pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize(("decay", "rank"), [("flat", 16), ("geometric", 64), ("cubic", 64)])
 @pytest.mark.parametrize("name", ESTIMATES)
 def test_the_interval_contains_the_value(name: str, decay: str, rank: int, columns: int, dtype: torch.dtype) -> None:
     estimate, exact = ESTIMATES[name]

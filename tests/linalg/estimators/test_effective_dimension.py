@@ -12,7 +12,7 @@ from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.dense_spectrum import dense_spectrum
-from curvops.linalg.estimators.effective_dimension import effective_dimension
+from curvops.linalg.estimators.quadrature import effective_dimension
 from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 
@@ -49,13 +49,13 @@ def test_the_tolerance_is_reached(kind):
 
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_interval_covers():
-    # 200 runs at 95 %: fewer than 180 hits has a false-alarm rate below 0.2 %.
+    # 60 runs at 95 %: fewer than 51 hits has a false-alarm rate below 0.1 %.
     G, g, hits = symmetric(log_spaced(100, 1e6)), generator(), 0
     exact = dense(G, 1e-3)
-    for _ in range(200):
+    for _ in range(60):
         low, high = effective_dimension(G, 1e-3, rtol=1e-3, max_matvecs=80, generator=g).interval()
         hits += bool(low <= exact <= high)
-    assert hits >= 180
+    assert hits >= 51
 
 
 @pytest.mark.parametrize("budget", [10, 16])
@@ -80,7 +80,7 @@ def test_zero_one_by_one_and_low_rank():
     torch.testing.assert_close(e.value, (values / (values + 0.1)).sum(), rtol=0.03, atol=0)
 
 
-@pytest.mark.parametrize("n", [100, 400])
+@pytest.mark.parametrize("n", [100, 270])
 def test_a_prior_below_float32_rounding_is_a_precision_limit(n):
     values = torch.cat([torch.zeros(n // 2), torch.logspace(0, -2, n // 2)]).double()
     e = effective_dimension(symmetric(values).float(), 1e-9, generator=generator())

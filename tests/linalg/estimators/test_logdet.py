@@ -122,10 +122,10 @@ def test_exact_low_rank_needs_no_luck():
 
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_log_spaced_spectrum_within_300_products():
-    # The Gauss rule alone, 15 probes of 20 steps, is off by 15 % here. Ten fixed seeds; every interval holds.
+    # The Gauss rule alone, 15 probes of 20 steps, is off by 15 % here. Three fixed seeds; every interval holds.
     values = log_spaced(1000, 1e6)
     A, exact, errors = symmetric(values), values.log().sum(), []
-    for seed in range(10):
+    for seed in range(3):
         e = logdet(A, lower_bound=1e-6, max_matvecs=300, generator=generator(seed))
         low, high = e.interval()
         assert low <= exact <= high and e.matvecs <= 300
@@ -136,14 +136,14 @@ def test_log_spaced_spectrum_within_300_products():
 @pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("preconditioner", ["auto", None])
 def test_interval_covers(preconditioner):
-    # 200 runs at 95 %: fewer than 180 hits has a false-alarm rate below 0.2 %.
+    # 60 runs at 95 %: fewer than 51 hits has a false-alarm rate below 0.1 %.
     values, g, hits = 10 * torch.arange(1, 101, dtype=torch.float64) ** -1.0, generator(), 0
     A, exact = symmetric(values), (values + 0.1).log().sum()
-    for _ in range(200):
+    for _ in range(60):
         e = logdet(A, shift=0.1, max_matvecs=80, rtol=1e-3, preconditioner=preconditioner, generator=g)
         low, high = e.interval()
         hits += bool(low <= exact <= high)
-    assert hits >= 180
+    assert hits >= 51
 
 
 # Budgets and reasons.
@@ -151,14 +151,12 @@ def test_interval_covers(preconditioner):
 
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_the_tolerance_is_reached_at_whatever_budget_it_takes():
-    """Three intervals of 99.9 %: a false alarm in 300, if the seeds were drawn anew."""
-    values = log_spaced(500, 1e6)
-    A, exact = symmetric(values), values.log().sum()
-    for seed in range(3):
-        e = logdet(A, lower_bound=1e-6, rtol=0.01, generator=generator(seed))
-        low, high = e.interval(0.999)
-        assert e.reason is Reason.CONVERGED and low <= exact <= high
-        assert e.stderr + e.bias_bound <= 0.02 * torch.log1p(values / 1e-6).sum()
+    """An interval of 99.9 %: a false alarm in 1,000, if the seed was drawn anew."""
+    values = log_spaced(300, 1e6)
+    e = logdet(symmetric(values), lower_bound=1e-6, rtol=0.01, generator=generator())
+    low, high = e.interval(0.999)
+    assert e.reason is Reason.CONVERGED and low <= values.log().sum() <= high
+    assert e.stderr + e.bias_bound <= 0.02 * torch.log1p(values / 1e-6).sum()
 
 
 def test_a_budget_that_is_too_small_says_so():
@@ -168,7 +166,7 @@ def test_a_budget_that_is_too_small_says_so():
         assert e.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED) and e.matvecs <= budget
 
 
-@pytest.mark.parametrize("n", [200, 400])
+@pytest.mark.parametrize("n", [200, 270])
 def test_a_shift_below_float32_rounding_is_a_precision_limit_with_an_interval_that_holds(n):
     values = torch.cat([torch.zeros(n // 2), torch.logspace(0, -2, n // 2)]).double()
     A, mu = symmetric(values).float(), 1e-9
@@ -181,7 +179,7 @@ def test_a_shift_below_float32_rounding_is_a_precision_limit_with_an_interval_th
 # A whole grid of shifts from one run.
 
 
-@pytest.mark.parametrize("n", [100, 400])
+@pytest.mark.parametrize("n", [100, 270])
 def test_a_grid_of_shifts(n):
     values, mus = 10 * torch.arange(1, n + 1, dtype=torch.float64) ** -1.5, torch.logspace(-3, 1, 5).double()
     e = logdet(symmetric(values), shift=mus, generator=generator())

@@ -35,18 +35,18 @@ def test_integrates_to_one_within_its_band(name, scale, dtype):
 @pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_the_band_covers_the_broadened_density(scale):
-    # Points of one seed move together: over 8 seeds × 8 spectra the share has a standard error of about 1 %, so that
-    # 90 % for a band that covers 94 % fails in fewer than 1 of 1000 choices of seeds.
+    # Points of one seed move together: over 4 seeds × 6 spectra the share has a standard error of about 1.6 %, so that
+    # 88 % for a band that covers 94 % fails in fewer than 1 of 1000 choices of seeds.
     shares = []
     for values in SPECTRA.values():
         A = symmetric(values)
-        for seed in range(8):
+        for seed in range(4):
             found = spectral_density(A, scale=scale, probes=6, grid_size=256, generator=generator(seed))
             exact = broadened(found, values)
             slack = 1e-6 * exact.max()
             inside = (found.lower - slack <= exact) & (exact <= found.upper + slack)
             shares.append(float(inside.double().mean()))
-    assert sum(shares) / len(shares) >= 0.9
+    assert sum(shares) / len(shares) >= 0.88
 
 
 def test_full_depth_and_many_probes_give_the_exact_density():
@@ -66,7 +66,7 @@ def test_indefinite_matrices_keep_their_negative_part():
 
 def test_zero_and_negative_eigenvalues_are_a_mass_of_their_own_on_the_log_scale():
     values = torch.cat([torch.zeros(60), torch.full((15,), -1.0), torch.logspace(-2, 1, 45)]).double()
-    found = spectral_density(symmetric(values), scale="log", probes=100, steps=120, generator=generator())
+    found = spectral_density(symmetric(values), scale="log", probes=60, steps=120, generator=generator())
     assert found.zero_mass == pytest.approx(75 / 120, abs=0.03)
     assert found.integral() == pytest.approx(1 - found.zero_mass, abs=1e-6) and found.grid.min() > 0
     cut = spectral_density(symmetric(values), scale="log", threshold=1.0, probes=100, generator=generator())
@@ -140,16 +140,15 @@ def test_a_wrong_tag_does_not_hide_negative_eigenvalues():
     assert negative == pytest.approx(0.2, abs=0.04)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", ["linear", "log"])
+@pytest.mark.parametrize(("scale", "dtype"), [("linear", torch.float32), ("log", torch.float64)])
 def test_from_a_narrow_root(scale, dtype):
     """The smaller matrix has the same eigenvalues but for zeros, whose share is exact."""
-    values, n = SPECTRA["kappa 1e4"], 600
-    found = spectral_density(rooted(values, n, dtype), scale=scale, probes=200, steps=120, generator=generator())
-    assert (found.matvecs <= 200 * len(values)) and found.nodes.shape[0] == 200
-    torch.testing.assert_close(found.weights.sum(1), torch.ones(200).double(), rtol=0, atol=1e-10)
-    share = found.weights[(found.nodes <= found.threshold if scale == "log" else found.nodes.abs() < 1e-12)].sum() / 200
-    assert float(share) == pytest.approx(1 - len(values) / n, abs=1e-3)
+    values, n, probes = SPECTRA["kappa 1e4"], 300, 50
+    found = spectral_density(rooted(values, n, dtype), scale=scale, probes=probes, steps=120, generator=generator())
+    assert (found.matvecs <= probes * len(values)) and found.nodes.shape[0] == probes
+    torch.testing.assert_close(found.weights.sum(1), torch.ones(probes).double(), rtol=0, atol=1e-10)
+    zeros = found.weights[found.nodes <= found.threshold if scale == "log" else found.nodes.abs() < 1e-12].sum()
+    assert float(zeros) / probes == pytest.approx(1 - len(values) / n, abs=1e-3)
     exact = broadened(found, values) * len(values) / n
     if scale == "log":
         assert found.zero_mass == pytest.approx(1 - len(values) / n, abs=1e-6)
@@ -157,5 +156,5 @@ def test_from_a_narrow_root(scale, dtype):
         assert float(inside.double().mean()) > 0.85
     else:
         assert found.integral() == pytest.approx(1, abs=1e-6)
-    mean = float((found.weights * found.nodes).sum() / 200)
-    assert mean == pytest.approx(float(values.sum() / n), rel=0.03)  # tr A/n; signs have a spread of about 0.5 %
+    mean = float((found.weights * found.nodes).sum() / probes)
+    assert mean == pytest.approx(float(values.sum() / n), rel=0.06)  # tr A/n; signs have a spread of about 1.5 %

@@ -1,6 +1,6 @@
 """Trace estimators against exact traces, published errors and the laws of their probes.
 
-Tests `adaptive.py`, `exchangeable.py`, `hutchinson.py`, `probed.py`.
+Tests `adaptive.py`, `exchangeable.py`, `probed.py`.
 """
 
 import math
@@ -10,12 +10,11 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg.core.probed import Probed
-from curvops.linalg.core.results import Estimate, Reason
+from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import describe_square, product
-from curvops.linalg.estimators.adaptive import _next
+from curvops.linalg.estimators.adaptive import more_products
 from curvops.linalg.estimators.exchangeable import XNysTrace, XTrace
-from curvops.linalg.estimators.hutchinson import HutchPlusPlus
-from curvops.linalg.estimators.trace import METHODS, trace
+from curvops.linalg.estimators.trace import METHODS, HutchPlusPlus, trace
 from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.matrices import SPECTRA, rotation, symmetric
 
@@ -215,8 +214,8 @@ def test_non_symmetric():
         assert low <= A.trace() <= high
 
 
-# Errors as published: mean relative errors at n = 1000 and 120 products within a factor of 1.6, as two means of 30
-# absolute errors (14 % each) should be in all but one case of 60. Fixed seeds.
+# Errors as published: mean relative errors at n = 1000 and 120 products within a factor of 2: a mean of 10
+# absolute errors is known to 24 %. Fixed seeds.
 PUBLISHED = {
     "k^-2": (6e-2, 2.8e-4, 2.2e-4, 1.8e-4),
     "0.9^k": (2.8e-2, 9e-4, 1.9e-4, 5e-6),
@@ -232,8 +231,8 @@ def test_errors_as_published(name):
     A = (Q * values) @ Q.mT
     for method, published in zip(("hutchinson", "hutch++", "xtrace", "xnystrace"), PUBLISHED[name]):
         g = generator(1)
-        errors = [(trace(A, method=method, max_matvecs=120, generator=g).value - values.sum()).abs() for _ in range(30)]
-        assert published / 1.6 < torch.stack(errors).mean() / values.sum() < 1.6 * published
+        errors = [(trace(A, method=method, max_matvecs=120, generator=g).value - values.sum()).abs() for _ in range(10)]
+        assert published / 2 < torch.stack(errors).mean() / values.sum() < 2 * published
 
 
 # Adaptive.
@@ -260,13 +259,11 @@ def test_adaptive_without_a_limit_reaches_any_tolerance(method):
 @pytest.mark.parametrize("error", [1.05, 1.2, 1.5, 30.0])
 def test_the_next_budget_meets_the_tolerance_at_the_slowest_rate_and_is_no_more_than_twice_the_last(error):
     """Error bars of independent probes fall with the root of their number; a tenth and eight products are for luck."""
-    spent, rtol = 200, 0.01
-    found = Estimate(torch.tensor(50.0), torch.tensor(50.0 * rtol * error), 100, spent)
-    error *= found.inflation
-    following = _next(spent, found, rtol)
+    spent = 200
+    following = more_products(spent, error)
     assert following <= max(1.1 * spent * error**2 + 1, spent + 8)
     assert following == 2 * spent or error * (spent / following) ** 0.5 <= 1
-    assert _next(spent, Estimate(torch.tensor(0.0), torch.tensor(1.0), 100, spent), rtol) == 2 * spent
+    assert more_products(spent, math.inf) == 2 * spent
 
 
 @pytest.mark.parametrize("n", [15, 16])

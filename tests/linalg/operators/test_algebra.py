@@ -81,7 +81,7 @@ def test_psd_is_known_where_it_follows():
     assert not (J @ G).symmetric
 
 
-@pytest.mark.parametrize("name", ["add_diagonal(vector)", "(G + H).add_diagonal", "damped twice", "G + diag"])
+@pytest.mark.parametrize("name", ["add_diagonal(vector)", "(G + H).add_diagonal"])
 def test_no_solve_logdet_or_sample_reaches_linear_operators_solvers(name, no_foreign_solvers):
     build, expected = SPELLINGS[name]
     P, b = build(Rooted(A), Rooted(B)), torch.randn(N, 2, dtype=torch.float64)
@@ -127,9 +127,9 @@ def test_draws_of_a_damped_operator_and_of_its_inverse(prior):
     P = Rooted(A).add_diagonal(prior)
     for operator in (P, P.inverse()):
         dense = operator.to_dense() if operator is P else torch.linalg.inv(P.to_dense())
-        draws = linalg.draw(operator, 4000, torch.Generator().manual_seed(0))
-        error = (draws @ draws.mT / 4000 - dense).norm()
-        assert error < 1.2 * ((dense.trace() ** 2 + dense.square().sum()) / 4000).sqrt()
+        draws = linalg.draw(operator, 800, torch.Generator().manual_seed(0))
+        error = (draws @ draws.mT / 800 - dense).norm()
+        assert error < 1.2 * ((dense.trace() ** 2 + dense.square().sum()) / 800).sqrt()
 
 
 def test_an_unknown_root_of_a_large_operator_is_an_error():

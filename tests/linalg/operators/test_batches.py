@@ -1,6 +1,6 @@
 """Batches beyond the size that is formed: a loop over their members, or what the members share.
 
-Tests `indexing.py`, `root_gradients.py`, `roots.py`.
+Tests `root_gradients.py`.
 """
 
 import pytest

@@ -12,16 +12,13 @@ import torch
 from curvops import linalg
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, Operator, draw
 from curvops.linalg.core.partition import partition
-from curvops.operators.kfac.kfac import LayerBlocks
 from tests.linalg.known import Rooted
 from tests.linalg.operands import (
     blocks,
     dense,
     diagonal,
-    eigen_kronecker,
     kronecker,
     low_rank,
-    orthogonal,
     positive,
     random,
     uniform,
@@ -45,9 +42,7 @@ def close(actual, expected, tolerance=1e-10):
         [torch.tensor([0, 8]), torch.tensor([1, 2, 3, 4, 5, 6, 7])],
     ],
 )
-@pytest.mark.parametrize("gathered", [0, 10])
-def test_split_and_join_are_inverse(positions, gathered, monkeypatch):
-    monkeypatch.setattr("curvops.linalg.core.partition.GATHERED", gathered)
+def test_split_and_join_are_inverse(positions):
     parts = partition(positions)
     rows = random(2, 9)
     pieces = parts.split(rows)
@@ -166,58 +161,3 @@ def test_other_dtypes_and_permuted_positions_survive_a_conversion():
     single = operator.float()
     assert single.dtype is torch.float32 and single.partition.parts[0].dtype is torch.long
     torch.testing.assert_close(single.to_dense(), matrix.float())
-
-
-BESIDE = torch.cat([torch.arange(9).view(3, 3), torch.arange(9, 12).unsqueeze(1)], 1).flatten()
-"""A 3 × 3 matrix with a column to its right, as a layer's weights with its biases."""
-ORDERS = {
-    "in order": torch.arange(17),
-    "permuted": torch.randperm(17, generator=torch.Generator().manual_seed(0)),
-    "a column beside": torch.cat([BESIDE, torch.arange(12, 17)]),
-    "a column beside, at the end": torch.cat([BESIDE + 5, torch.arange(5)]),
-}
-FIRST = {
-    "3 x 4": lambda: kronecker(positive(1, 3), positive(1, 4)),
-    "4 x 3": lambda: kronecker(positive(1, 4), positive(1, 3)),
-    "groups": lambda: kronecker(positive(3, 1), positive(3, 4)),
-    "more groups": lambda: kronecker(positive(2, 2), positive(2, 3)),
-    "diagonal left": lambda: kronecker(uniform(1, 3), positive(1, 4)),
-    "diagonal right": lambda: kronecker(positive(1, 3), uniform(1, 4)),
-    "diagonal": lambda: kronecker(uniform(1, 3), uniform(1, 4)),
-    "eigenbasis": lambda: eigen_kronecker(orthogonal(1, 3), orthogonal(1, 4, seed=1), uniform(1, 3, 4)),
-    "dense": lambda: dense(12),
-}
-
-
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("first", FIRST.values(), ids=FIRST)
-@pytest.mark.parametrize("width", [1, 2, 5])
-def test_layer_blocks_are_mapped_in_panels_of_columns(order, first, width, monkeypatch):
-    """Products, solves and roots; contiguous columns and rows, vectors, and a graph, which needs the whole block."""
-    (first, A, _), (second, B, _) = first(), dense(5)
-    back, seen = order.argsort(), []
-    matrix = torch.block_diag(A, B)[back][:, back]
-    monkeypatch.setattr("curvops.linalg.core.partition.PANEL_BYTES", width * 12 * 8)
-    monkeypatch.setattr("curvops.linalg.core.partition.GATHERED", 0)
-    K, kind = LayerBlocks(first, second, positions=partition(order.split([12, 5]))), type(first)
-    product = kind._product
-    monkeypatch.setattr(kind, "_product", lambda self, block: seen.append(block.shape[1]) or product(self, block))
-    damped, shifted = K.add_diagonal(0.5), matrix + 0.5 * torch.eye(17, dtype=torch.float64)
-    for block in (random(17, 5), random(5, 17).mT, random(17, 1)):
-        given = block.clone()
-        close(K @ block, matrix @ block)
-        close(K._t_matmul(block), matrix @ block)
-        close(damped.solve(block), torch.linalg.solve(shifted, block))
-        close(damped.sqrt_inv_matmul(damped.sqrt_inv_matmul(block)), torch.linalg.solve(shifted, block))
-        assert torch.equal(block, given)
-        assert (K @ block).mT.is_contiguous()
-    assert isinstance(first, Dense) or max(seen) == width
-    close(K @ random(17), matrix @ random(17))
-    assert K._matmul(random(17, 0)).shape == damped.solve(random(17, 0)).shape == (17, 0)
-    close(torch.func.vmap(K._matmul, 1, 1)(random(17, 3)), matrix @ random(17, 3))
-    weights = random(17, 5).requires_grad_()
-    close(torch.autograd.grad((K @ weights).square().sum(), weights)[0], 2 * matrix @ matrix @ random(17, 5))
-    level = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-    (found,) = torch.autograd.grad(K.add_diagonal(level).solve(random(17, 5)).square().sum(), level)
-    x = torch.linalg.solve(shifted, random(17, 5))
-    close(found, -2 * (x * torch.linalg.solve(shifted, x)).sum())

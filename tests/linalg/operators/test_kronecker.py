@@ -9,7 +9,7 @@ import torch
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Kronecker
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.linalg.operators.nearest_kronecker import nearest_kronecker
+from curvops.operators.kfac.kfac_sum import nearest_kronecker
 from tests.linalg.operands import full, kron, positive, random, uniform
 
 
@@ -120,22 +120,3 @@ def test_float32_solutions_keep_the_small_eigenvalues():
     solution = Kronecker(left, right).add_diagonal(1e-6).solve(b)
     exact = Kronecker(left.double(), right.double()).add_diagonal(1e-6).solve(b.double())
     assert (solution - exact).norm() < 5e-6 * exact.norm()
-
-
-def test_errors_by_rounding_are_those_of_all_eigenvalues_at_once(monkeypatch):
-    """Also of several groups, and where an eigenvalue of zero is known only within rounding."""
-    rows = Details(rounding=1e-9, of_rows=1e-9)
-    left = positive(3, 4)
-    left[0, 3] = left[0, :, 3] = 0
-    form = Kronecker(left, positive(3, 5), details=(rows, rows)).add_diagonal(0.5)._closed_form()
-    values, (rounding, of_rows) = form.values.flatten(1), form.accuracy
-    moved = of_rows * values.sum(1, keepdim=True).sqrt()
-    noise = rounding * values.amax(1, keepdim=True) + torch.finfo(torch.float64).eps * values
-    above = (values.sqrt() + moved).square() + noise + 0.5
-    below = ((values.sqrt() - moved).clamp_min(0).square() - noise).clamp_min(0) + 0.5
-    expected = torch.maximum(above / (values + 0.5), (values + 0.5) / below).log().sum()
-    errors = torch.maximum(1 / (values + 0.5) - 1 / above, 1 / below - 1 / (values + 0.5))
-    for part in (1, 21, 2**16):
-        monkeypatch.setattr("curvops.linalg.operators.kronecker.PART", part)
-        assert form.logdet_error() == pytest.approx(float(expected), rel=1e-6) and expected > 0
-        close(form.inverse_diagonal_error(), form.eigen.diagonal_of(errors.flatten()))

@@ -9,7 +9,7 @@ from mpmath import mp, mpf
 
 from curvops import linalg
 from curvops.linalg import Dense, LowRank
-from curvops.linalg.core.results import Estimate, Reason
+from curvops.linalg.core.results import Reason
 
 DIGITS = 40
 N, R = 7, 3
@@ -68,7 +68,7 @@ def check(P, matrix):
     """Hold the closed form's log det and inverse diagonal against those of the matrix."""
     form = P._closed_form()
     logdet, diagonal = exact(matrix)
-    estimates = linalg.logdet(P), Estimate.rounded(P.inverse().diagonal(), P.inverse()._diagonal_error())
+    estimates = linalg.logdet(P), linalg.diagonal(P.inverse())
     for found, expected in zip(estimates, (logdet, diagonal)):
         low, high = found.interval()
         assert bool((low.double() <= expected).all() and (expected <= high.double()).all()), (found, expected)
@@ -78,7 +78,7 @@ def check(P, matrix):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3, 1e8, 1e14])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e8, 1e14])
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("vectors", VECTORS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from curvops.linalg import Kronecker
-from curvops.linalg.operators.nearest_kronecker import nearest_kronecker
+from curvops.operators.kfac.kfac_sum import nearest_kronecker
 from tests.linalg.operands import full, kron, positive, uniform
 
 

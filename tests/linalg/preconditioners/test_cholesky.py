@@ -10,7 +10,7 @@ from linear_operator.operators import DenseLinearOperator
 from linear_operator.utils.errors import NotPSDError
 
 from curvops.linalg import Dense, Reason, cg, cholesky
-from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
+from tests.linalg.matrices import EXPONENTIAL, SPECTRA, log_spaced, symmetric
 from tests.linalg.operands import random
 
 N = 120
@@ -37,7 +37,7 @@ def decaying():
 
 @pytest.mark.parametrize("wrap", [lambda A: A, DenseLinearOperator, Products, Dense])
 @pytest.mark.parametrize("pivoting", ["greedy", "random"])
-@pytest.mark.parametrize("name", ["decaying", "step", "kappa 1e6"])
+@pytest.mark.parametrize("name", ["decaying", "step", "kappa 1e4"])
 def test_cholesky_is_below_the_matrix_and_exact_at_the_pivots(name, pivoting, wrap):
     A = symmetric(SPECTRA[name])
     found = cholesky(wrap(A), 30, pivoting=pivoting, generator=generator())
@@ -93,7 +93,7 @@ def test_random_pivots_follow_the_diagonal():
 
 
 def test_rank_is_grown_until_the_condition_number_is_bounded():
-    A, mu = symmetric(SPECTRA["exponential"]), 1e-2
+    A, mu = symmetric(EXPONENTIAL), 1e-2
     found = cholesky(A, shift=mu)
     P = found.preconditioner()
     spectrum = torch.linalg.eigvalsh(P.sqrt_inverse(P.sqrt_inverse(A + mu * EYE).mT))

@@ -22,7 +22,7 @@ def low_rank(rank, dtype=torch.float64):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rank", [0, 1, 5, 30, 120, 500])
-@pytest.mark.parametrize("name", ["decaying", "clustered", "kappa 1e6"])
+@pytest.mark.parametrize("name", ["decaying", "clustered", "kappa 1e4"])
 def test_orthonormal_descending_and_below_the_matrix(name, rank, dtype):
     A = symmetric(SPECTRA[name]).to(dtype)
     N = nystrom(A, rank, generator=generator())
@@ -78,7 +78,7 @@ def test_condition_number_bound():
 
 
 def test_rank_is_chosen_by_cost():
-    A = symmetric(SPECTRA["exponential"])
+    A = symmetric(SPECTRA["decaying"])
     chosen = nystrom(A, shift=1e-3, rhs=8, generator=generator())
     assert chosen.tail <= 2e-2 and chosen.matvecs < 120
     # A flat spectrum gains nothing from more rank, nor does a large shift.

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
-from torch.linalg import norm
 
 import curvops as co
 from curvops.errors import ConvergenceError, NotPositiveDefiniteError
@@ -16,7 +15,7 @@ from curvops.linalg import nystrom
 from curvops.linalg.core.results import Reason
 from curvops.linalg.solvers import cg as solver
 from curvops.linalg.solvers.cg import cg
-from tests.linalg.matrices import SPECTRA, log_spaced, rotation, symmetric
+from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 from tests.linalg.systems import Counted, right_hand_sides, true_residuals
 
 WELL = {name: values for name, values in SPECTRA.items() if name not in ("kappa 1e8",)}
@@ -46,28 +45,6 @@ def test_block_converges_with_true_residuals_and_counts_products(name):
     assert (s.relative_residuals <= 1e-6).all()
     torch.testing.assert_close(s.relative_residuals, true_residuals(A, s.x, B), rtol=1e-3, atol=1e-12)
     assert s.history.shape == (s.iterations + 1, 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kappa", [1e4, 1e6, 1e8, 1e10, 1e12])
-def test_ill_conditioned_right_answer_or_right_reason(kappa, dtype):
-    A, B = symmetric(log_spaced(60, kappa)).to(dtype), right_hand_sides(60, 3, dtype)
-    s = cg(A, B)
-    true = true_residuals(A, s.x, B)
-    assert ((true <= 1.05e-6) == s.converged).all() or dtype == torch.float32
-    # Residuals themselves are taken in A's dtype: to the rounding of Ax, where x is large.
-    rounding = torch.finfo(dtype).eps * (norm(A, 2) * s.x.norm(dim=0) / B.norm(dim=0)).double()
-    off = (s.relative_residuals - true).abs()
-    assert (off <= 0.2 * true + torch.clamp(rounding, max=1e-4) + (5e-6 if dtype == torch.float32 else 1e-9)).all()
-    for reason, residual in zip(s.reasons, true):
-        if reason is Reason.CONVERGED:
-            assert residual <= 2e-6
-        elif reason is Reason.PRECISION_LIMIT:
-            assert residual <= 0.12 and dtype == torch.float32
-        else:
-            assert reason in (Reason.ITERATION_LIMIT, Reason.STAGNATION, Reason.SINGULAR)
-    if dtype == torch.float64 and kappa <= 1e6:
-        assert s.converged.all()
 
 
 def test_float32_limit_is_named_and_refinement_goes_beyond_it():
@@ -109,28 +86,10 @@ def test_warm_start_saves_iterations():
     assert warm.converged.all() and warm.iterations < cold.iterations
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_tiny_and_huge_right_hand_sides_beside_ordinary_ones(size):
-    A, B = symmetric(SPECTRA["flat"]).float(), right_hand_sides(120, 3, torch.float32)
-    scaled = B * torch.tensor([size, 1.0, 1.0])
-    s, reference = cg(A, scaled), cg(A, B)
-    assert s.converged.all()
-    torch.testing.assert_close(s.x[:, 0] / size, reference.x[:, 0], rtol=1e-4, atol=1e-5)
-
-
 def test_zero_right_hand_sides_need_no_product():
     s = cg(torch.eye(4), torch.zeros(4, 2))
     assert s.reasons == (Reason.ZERO_RIGHT_HAND_SIDE,) * 2 and s.converged.all() and s.matvecs == 0
     assert torch.equal(s.x, torch.zeros(4, 2))
-
-
-def test_identical_and_dependent_columns():
-    A, B = symmetric(SPECTRA["kappa 1e4"]), right_hand_sides(120, 3)
-    B = torch.stack([B[:, 0], B[:, 0], B[:, 1], B[:, 0] - 2 * B[:, 1], 0 * B[:, 0], B[:, 2]], 1)
-    s = cg(A, B)
-    assert s.converged.all()
-    assert (true_residuals(A, s.x, B)[[0, 1, 2, 3, 5]] <= 1e-6).all()
-    assert s.matvecs < 6 * s.iterations
 
 
 def test_more_columns_than_rows_and_no_columns():
@@ -156,7 +115,7 @@ def test_converged_columns_are_dropped():
 
 
 def test_preconditioners_of_every_kind_agree():
-    A, B = symmetric(SPECTRA["kappa 1e6"]), right_hand_sides(120, 2)
+    A, B = symmetric(log_spaced(120, 1e6)), right_hand_sides(120, 2)
     M = torch.linalg.inv(A + 1e-4 * torch.eye(120, dtype=torch.float64))
     plain = cg(A, B)
     for preconditioner in (M, DenseLinearOperator(M), lambda V: M @ V):
@@ -179,7 +138,7 @@ def test_callback_and_vector_shape():
 
 @pytest.mark.parametrize("block", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_indefinite_with_one_negative_eigenvalue(seed, dtype, block):
     values = torch.cat([torch.tensor([-0.243]), torch.linspace(0.1, 10, 49)]).double()
     A, B = symmetric(values, seed).to(dtype), right_hand_sides(50, 2, dtype)
@@ -190,15 +149,6 @@ def test_indefinite_with_one_negative_eigenvalue(seed, dtype, block):
         s.raise_if_failed(1e-6)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("block", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_singular_and_inconsistent_is_seen_within_the_default_limit(dtype, block, seed):
-    A = symmetric(torch.cat([torch.linspace(1, 3, 30), torch.zeros(20)]).double(), seed).to(dtype)
-    s = cg(A, right_hand_sides(50, 2, dtype), block=block)
-    assert s.reasons == (Reason.SINGULAR,) * 2 and not s.converged.any()
-
-
 def test_negative_definite_is_seen_at_once():
     s = cg(-torch.eye(4), torch.ones(4))
     assert s.reasons == (Reason.NOT_POSITIVE_DEFINITE,) and s.iterations == 1
@@ -207,24 +157,6 @@ def test_negative_definite_is_seen_at_once():
 def test_small_scale_is_not_mistaken_for_indefinite():
     A, B = 1e-14 * symmetric(SPECTRA["flat"]), right_hand_sides(120, 2)
     assert cg(A, B).converged.all()
-
-
-@pytest.mark.parametrize("block", [True, False])
-@pytest.mark.parametrize("b", [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-def test_nilpotent(b, block):
-    s = cg(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor(b), block=block)
-    assert not s.accepted
-    assert s.reasons[0] in (Reason.NOT_POSITIVE_DEFINITE, Reason.SINGULAR, Reason.STAGNATION)
-
-
-@pytest.mark.parametrize("block", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_singular_consistent(dtype, block):
-    values = torch.cat([torch.zeros(40), torch.linspace(1, 3, 20)]).double()
-    A = symmetric(values)
-    B = (A @ right_hand_sides(60, 3)).to(dtype)
-    s = cg(A.to(dtype), B, block=block)
-    assert s.converged.all()
 
 
 def test_rounding_alone_makes_no_consistent_system_singular():
@@ -250,11 +182,6 @@ def test_singular_inconsistent(dtype, block):
     assert block or s.matvecs <= 60  # seen when the range is exhausted, not at the last iteration
     with pytest.raises(ConvergenceError):
         s.raise_if_failed(1e-6)
-
-
-def test_zero_operator():
-    s = cg(torch.zeros(4, 4), torch.ones(4, 2))
-    assert s.reasons == (Reason.SINGULAR,) * 2 and torch.equal(s.x, torch.zeros(4, 2))
 
 
 def test_non_symmetric_is_never_a_silent_answer():
@@ -290,7 +217,7 @@ def test_nan_and_inf_in_some_right_hand_sides_touch_only_their_columns():
 
 @pytest.mark.parametrize("block", [True, False])
 def test_nan_on_the_seventh_product(block):
-    A, B = symmetric(SPECTRA["kappa 1e6"]), right_hand_sides(120, 2)
+    A, B = symmetric(log_spaced(120, 1e6)), right_hand_sides(120, 2)
     s = cg(Counted(A, spoil=7), B, block=block)
     assert s.reasons == (Reason.NON_FINITE,) * 2 and not s.converged.any()
     torch.testing.assert_close(s.relative_residuals, true_residuals(A, s.x, B), rtol=1e-6, atol=0)
@@ -317,11 +244,6 @@ def test_overflowing_solution_is_not_an_answer():
 def test_no_graph_is_recorded():
     A = torch.eye(3, requires_grad=True)
     assert not cg(A, torch.ones(3, requires_grad=True)).x.requires_grad
-
-
-def test_rotation_is_orthogonal():
-    Q = rotation(20)
-    torch.testing.assert_close(Q.mT @ Q, torch.eye(20, dtype=torch.float64))
 
 
 # Memory and precision.
@@ -367,7 +289,7 @@ def test_refinement_in_float32_takes_a_float64_product_for_four_digits_of_a_colu
 
 
 def test_refinement_takes_a_float64_preconditioner_and_names_bad_dtypes():
-    A, B = symmetric(SPECTRA["kappa 1e6"]), right_hand_sides(120, 2)
+    A, B = symmetric(log_spaced(120, 1e6)), right_hand_sides(120, 2)
     M = torch.linalg.inv(A + 1e-4 * torch.eye(120, dtype=torch.float64))
     s = cg(A, B, rtol=1e-10, refine=torch.float32, preconditioner=M)
     assert s.converged.all() and (true_residuals(A, s.x, B) <= 1.01e-10).all()
@@ -428,8 +350,7 @@ def test_kept_directions_leave_the_solution(dtype, kind, most, sketched):
     assert (s.x[:, B.norm(dim=0) == 0] == 0).all()
 
 
-@pytest.mark.parametrize("most", [0, 400])
-@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize(("columns", "most"), [(1, 0), (3, 400)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_inconsistent_system_ends_long_before_the_limit(dtype, columns, most):
     values = torch.cat([torch.zeros(200), torch.logspace(-3, 0, 100)]).double()

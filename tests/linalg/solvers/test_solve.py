@@ -11,9 +11,11 @@ import pytest
 import torch
 from linear_operator import to_linear_operator
 
+from curvops.ambient import running
 from curvops.errors import ConvergenceError, NotPositiveDefiniteError
 from curvops.linalg import Dense, Diagonal, LowRank, Operator, cg, method_for, solve
 from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.vectors import describe
 from curvops.linalg.solvers.systems import solve_in_groups
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, rotation, symmetric
@@ -78,8 +80,9 @@ def test_every_method_can_be_asked_for(method):
 @pytest.mark.parametrize("n", [1, 3])
 def test_batches_of_matrices_and_of_right_hand_sides_broadcast(n, method):
     matrices = torch.stack([symmetric(torch.linspace(1, last, n).double()) + torch.eye(n) for last in range(2, 14)])
-    for A in (matrices[0], matrices[:3], matrices.view(4, 3, n, n)):
-        for shape in ((n,), (n, 1), (n, 2), (3, n, 1), (1, n, 2), (3, 3, n, 2)[A.ndim > 3 :], (4, 3, n, 1)):
+    shapes = ((n,), (n, 2), (3, n, 1)), ((n,), (1, n, 2), (3, 3, n, 2)), ((n, 1), (3, n, 2), (4, 3, n, 1))
+    for A, broadcast in zip((matrices[0], matrices[:3], matrices.view(4, 3, n, n)), shapes):
+        for shape in broadcast:
             leaves = (A.clone().requires_grad_(), right_hand_sides(math.prod(shape), 1).view(shape).requires_grad_())
             found, exact = solve(*leaves, method=method, rtol=1e-10), torch.linalg.inv(leaves[0]) @ leaves[1]
             torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-8)
@@ -195,6 +198,7 @@ def test_the_solution_of_a_group_is_freed_before_the_next_group_is_solved_for():
         return found
 
     B = right_hand_sides(N, 3)
-    found = solve_in_groups("solve", solve_group, POSITIVE, B, None, 1, 8 * N, False)
+    with running("solve", POSITIVE, memory_budget=8 * N):
+        found = solve_in_groups(solve_group, describe(POSITIVE), B, None, 1)
     assert len(earlier) == found.groups == 3
     torch.testing.assert_close(POSITIVE @ found.x, B, rtol=1e-5, atol=1e-5)

@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from curvops.linalg.core.results import Reason
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, Goal, Records, Verdict, raise_norm
+from curvops.linalg.solvers.systems import CHECK_EVERY, Goal, Records, Verdict, raise_norm
 
 RTOL, LEVEL = 1e-6, 1e-14
 
 
 def records(maxiter: int = 4000) -> Records:
-    return Records(torch.zeros(5, 1, dtype=torch.float64), [1.0], LEVEL, Goal(RTOL, maxiter))
+    B = torch.ones(5, 1, dtype=torch.float64)
+    found = Records(B, None, B, Goal(RTOL, maxiter))
+    found.start([1.0])
+    found.level = LEVEL
+    return found
 
 
 # reason of the recurrence, true residual, backward error, ‖Aᵀr‖/(‖A‖‖r‖), the reason given

@@ -15,7 +15,7 @@ import curvops as co
 from curvops.linalg import Dense, eigsh
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.solvers.cg import cg
-from tests.linalg.matrices import SPECTRA, symmetric
+from tests.linalg.matrices import EXPONENTIAL, SPECTRA, symmetric
 from tests.linalg.rooted import rooted
 
 FLAWLESS = {Reason.CONVERGED}
@@ -72,7 +72,7 @@ class Counted(DenseLinearOperator):
 
 def test_the_history_falls_to_the_tolerance():
     """A row for each look, with as many columns as pairs were asked for."""
-    A = symmetric(SPECTRA["exponential"])
+    A = symmetric(EXPONENTIAL)
     pairs = eigsh(A, 3, rtol=1e-8, generator=generator(), memory_budget=budget(16, len(A)))
     assert pairs.history.shape[1] == 3 and len(pairs.history) > 2
     assert bool((pairs.history[-1] <= 1e-8 * pairs.values.abs()).all())
@@ -129,8 +129,7 @@ def test_a_cluster_that_is_all_of_the_matrix():
     assert set(pairs.reasons) == FLAWLESS
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("block_size", "which"), [(1, "LA"), (2, "SA"), (4, "BE")])
+@pytest.mark.parametrize(("block_size", "which", "seed"), [(1, "LA", 0), (2, "SA", 1), (4, "BE", 0)])
 def test_exact_multiplicities_larger_than_the_block(block_size, which, seed):
     many = torch.full((12,), 3.0, dtype=torch.float64)
     bulk = 2 * 0.95 ** torch.arange(96, dtype=torch.float64) - 1
@@ -145,10 +144,10 @@ def test_exact_multiplicities_larger_than_the_block(block_size, which, seed):
 
 
 def test_a_start_without_the_best_vector_is_found_out():
-    A = symmetric(SPECTRA["exponential"])
+    A = symmetric(EXPONENTIAL)
     V = torch.linalg.eigh(A).eigenvectors.flip(1)
     pairs = eigsh(A, 3, start=V[:, 4:9].mT.contiguous().mT, rtol=1e-10, generator=generator())
-    torch.testing.assert_close(pairs.values, SPECTRA["exponential"][:3], rtol=1e-10, atol=0)
+    torch.testing.assert_close(pairs.values, EXPONENTIAL[:3], rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -166,8 +165,7 @@ def test_tiny_and_huge_operators(size, dtype):
 
 @pytest.mark.parametrize("columns", [50, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize(("ring", "scale"), [(False, 1e-15), (True, 1.0), (True, 1e15)])
 def test_the_smallest_of_a_singular_laplacian_at_any_scale(ring, scale, dtype, columns):
     """Zero and its neighbours, of a path and of a cycle, against cosines; with restarts and without."""
     n, k, eps = 100, 3, torch.finfo(dtype).eps
@@ -330,13 +328,13 @@ def test_interior_by_minres_inside_the_spectrum_and_by_cg_below_it():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("which", ["LA", "LM", "SA"])
-@pytest.mark.parametrize("name", ["decaying", "step", "clustered", "kappa 1e8"])
+@pytest.mark.parametrize("name", ["clustered", "kappa 1e8"])
 def test_from_a_narrow_root(name, which, dtype):
     """The pairs are those of the whole matrix, although the largest eigenvalues are found on the smaller one."""
     values, k, rtol = SPECTRA[name], 7, 1e-10 if dtype == torch.float64 else 1e-5
-    A = rooted(values, 500, dtype)
+    A = rooted(values, 300, dtype)
     pairs = eigsh(A, k, which, rtol=rtol, generator=generator())
-    whole = torch.cat([values, torch.zeros(500 - len(values)).double()]).sort(descending=True).values
+    whole = torch.cat([values, torch.zeros(300 - len(values)).double()]).sort(descending=True).values
     atol = float((rtol + 20 * torch.finfo(dtype).eps) * values.amax())
     torch.testing.assert_close(pairs.values, ends(whole, which, k), rtol=0, atol=atol)
     assert_honest(A.to_dense(), pairs, rtol)
@@ -355,7 +353,7 @@ def test_from_a_narrow_root_with_fewer_eigenvalues_than_pairs():
 
 
 def test_from_a_narrow_root_products_are_counted_and_limited():
-    A = rooted(SPECTRA["exponential"], 600)
+    A = rooted(EXPONENTIAL, 600)
     whole = eigsh(A, 6, generator=generator())
     limit = whole.matvecs - 20
     few = eigsh(A, 6, max_matvecs=limit, generator=generator())

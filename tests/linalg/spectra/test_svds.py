@@ -38,8 +38,9 @@ def assert_honest(A, triplets, rtol):
 
 
 @pytest.mark.parametrize("which", ["LM", "SM"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize(
+    ("name", "shape"), [*((name, SHAPES[0]) for name in SPECTRA), *(("kappa 1e4", shape) for shape in SHAPES[1:])]
+)
 def test_against_svd(name, shape, which):
     A = rectangular(SPECTRA[name], *shape)
     triplets = svds(A, 6, which, rtol=1e-10, generator=generator())

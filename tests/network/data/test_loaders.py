@@ -101,7 +101,7 @@ WORKERS = {
     "shuffled": {"num_workers": 1, "shuffle": True, "persistent_workers": True},
 }
 CASES = [(source, "persistent") for source in SOURCES]
-CASES += [("memmap", workers) for workers in WORKERS if workers != "persistent"] + [("safetensors", "two")]
+CASES += [("memmap", workers) for workers in WORKERS if workers != "persistent"]
 
 
 def network() -> nn.Module:
@@ -146,7 +146,7 @@ def test_answers_are_those_of_data_in_memory(tmp_path, source, workers) -> None:
     loader = DataLoader(dataset, batch_size=None if source == "safetensors" else 8, **options)
     whole = (X, Y) if source != "safetensors" else tuple(map(torch.cat, zip(*loader)))  # workers take turns
     assert len(whole[0]) == N
-    for engine in ("streamed", "auto"):
+    for engine in ("streamed", "auto") if (source, workers) == ("memmap", "persistent") else ("streamed",):
         expected = answers(whole, engine)
         for name, found in answers(loader, engine).items():
             torch.testing.assert_close(found, expected[name], rtol=1e-10, atol=1e-10, msg=f"{name}, {engine}")

@@ -64,7 +64,7 @@ def test_values_are_those_of_the_module(name: str) -> None:
     model, x = Attending(options, call).double().eval(), torch.randn(5, 3, 4, dtype=torch.float64)
     noted: list[torch.Size] = []
     expected = model(x)
-    with Projections([model.attention], lambda owner, layer, a, output: noted.append(output.shape)):
+    with Projections([model.attention], lambda layer, args, kwargs, output, owner: noted.append(output.shape)):
         torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
     assert noted[-1] == (5, 3, 4)
     assert all(len(shape) == 3 and shape[0] == 5 for shape in noted)

@@ -174,7 +174,7 @@ def test_products_inside_no_grad_and_inference_mode(name: str, way: str, mode: t
 
 
 @pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_groupnorm", "transformer_encoder", "lstm", "bag_max", "prelu"])
 def test_products_do_not_depend_on_how_vectors_are_stored(name: str, way: str) -> None:
     """Every second number of rows of other tensors: the kernel of group norms does not look at strides."""
     J, passes = reference(name), walk(name, way)

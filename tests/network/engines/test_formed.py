@@ -119,8 +119,10 @@ CALLS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize(
+    ("curvature", "call"),
+    [(curvature, call) for curvature in CURVATURES for call in CALLS if call != "maximize" or curvature == "GGN"],
+)
 def test_twenty_outputs_take_some_passes_whatever_is_asked(
     curvature: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

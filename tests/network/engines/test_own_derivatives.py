@@ -81,7 +81,7 @@ def field(name: str) -> tuple[Field, Tensor, Tensor]:
     return model, x, dense_jacobian(model, x.clone())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["streamed", "layerwise"])
 @pytest.mark.parametrize("name", FIELDS)
 def test_products_are_those_of_the_dense_jacobian(name: str, way: str) -> None:
     model, x, J = field(name)

@@ -180,7 +180,7 @@ def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(
     passes, built = undecided, []
     build, D = passes.engines.build, passes.model.theta.numel()
     monkeypatch.setattr(passes.engines, "build", lambda kind, *rest: built.append(kind) or build(kind, *rest))
-    for step in range(200):
+    for step in range(60):
         push(passes, columns(D, (16, 1)[step // 2 % 2]))
     assert built.count("layerwise") == 1 and built.count("recorded") <= 1
     assert passes.plan.in_use == {"layerwise": 1}

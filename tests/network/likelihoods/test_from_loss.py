@@ -116,8 +116,9 @@ def dense(case: str) -> tuple[Net, Tensor, Tensor, dict[str, Tensor]]:
     return model, x, y, parts
 
 
-@pytest.mark.parametrize("engine", ["layerwise", "streamed"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "engine"), [*((case, "layerwise") for case in CASES), *((case, "streamed") for case in list(CASES)[:2])]
+)
 def test_every_operator_is_that_of_the_loss(case: str, engine: Any) -> None:
     model, x, y, known = dense(case)
     with warnings.catch_warnings(action="error"):

@@ -304,19 +304,14 @@ def with_outputs(outputs: Tensor, targets: Tensor, loss: Any, dtype: torch.dtype
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("loss", RIGHT)
-def test_rounding_refuses_no_loss(loss: str, outputs: str, dtype: torch.dtype) -> None:
-    given, targets, likelihood = RIGHT[loss]
-    found = co.GGN(with_outputs(OUTPUTS[outputs], targets, given, dtype)).to_dense().double()
-    f = OUTPUTS[outputs].to(dtype).double()
-    expected = (
-        likelihood.to(dtype=torch.float64)
-        .hessian_product(f, torch.eye(C).double()[:, None].expand(C, 6, C), targets)
-        .sum(1)
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=100 * torch.finfo(dtype).eps)
+def test_rounding_refuses_no_loss(loss: str) -> None:
+    (given, targets, likelihood), dtype = RIGHT[loss], torch.float32
+    for name, outputs in OUTPUTS.items():
+        found = co.GGN(with_outputs(outputs, targets, given, dtype)).to_dense().double()
+        unit = torch.eye(C).double()[:, None].expand(C, 6, C)
+        expected = likelihood.to(dtype=torch.float64).hessian_product(outputs.to(dtype).double(), unit, targets).sum(1)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=100 * torch.finfo(dtype).eps, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -42,7 +42,7 @@ def spectral(form: str, before: int = 1) -> tuple[Spectral, tuple[Tensor, Tensor
     return model, (x, torch.randn(N, GRID).double()), dense_jacobian(model, x)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["streamed", "layerwise", "auto"])
 @pytest.mark.parametrize("before", [1, 2])
 @pytest.mark.parametrize("form", FORMS)
 def test_products_are_those_of_the_dense_jacobian(form: str, before: int, way: str) -> None:

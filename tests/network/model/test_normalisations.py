@@ -68,7 +68,7 @@ def dense(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tenso
     return J, torch.einsum("nci,ncd,ndj->ij", J, H, J), torch.einsum("nci,nc->i", J, p - F.one_hot(y, 3))
 
 
-@pytest.mark.parametrize("points", [1, 2, 4])
+@pytest.mark.parametrize("points", [1, 4])
 @pytest.mark.parametrize("engine", ["layerwise", "streamed"])
 @pytest.mark.parametrize("sequence_first", [False, True])
 @pytest.mark.parametrize("norm", NORMS)

@@ -1,9 +1,5 @@
 """Rows of J layer by layer: those of the dense Jacobian, whole, in pieces of few bytes, and as a map."""
 
-import weakref
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -30,12 +26,7 @@ def passes(request: pytest.FixtureRequest) -> Passes:
     return walk(request.param, "auto")
 
 
-@pytest.mark.parametrize("chunk", [0, PLENTY])
-def test_the_groups_hold_each_row_once(
-    passes: Passes, chunk: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where memory has room for one point at a time."""
-    monkeypatch.setattr(Passes, "chunk_bytes", chunk)
+def test_the_groups_hold_each_row_once(passes: Passes, request: pytest.FixtureRequest) -> None:
     positions, expected = passes.model.selection.positions(), reference(request.node.callspec.params["passes"])
     found, seen = torch.zeros_like(expected), 0
     for first, count, groups in passes.jacobian_rows():
@@ -70,23 +61,3 @@ def test_a_group_in_pieces_and_as_a_map_is_its_rows(passes: Passes) -> None:
                     for name, rows in whole.items()
                 )
                 assert agree(group.push(tangents), pushed)
-
-
-def test_groups_that_were_used_are_freed_before_the_next_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Passes, "chunk_bytes", 0)  # one point at a time
-    before: list[weakref.ref[torch.Tensor]] = []
-    made = Passes.jacobian_rows
-
-    def jacobian_rows(passes: Passes) -> Iterator[Any]:
-        for first, count, groups in made(passes):
-            assert not any(delta() is not None for delta in before)
-            before[:] = [weakref.ref(part.delta) for group in groups for part in group.parts]
-            yield first, count, groups
-            del groups
-
-    monkeypatch.setattr(Passes, "jacobian_rows", jacobian_rows)
-    pieces = 0
-    for _, groups in walk("mlp", "auto").groups_together(1):
-        groups.clear()
-        pieces += 1
-    assert pieces > 1 and before

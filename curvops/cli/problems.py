@@ -15,12 +15,10 @@ from linear_operator import LinearOperator
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.cli.digits import load_digits
+from curvops.cli.demo import load_digits
 from curvops.linalg import Damped, Dense, Operator
 from curvops.linalg.solvers.solve import seems_symmetric
 
-EXACT_SIZE = 4000
-"""The largest number of rows of which true values are computed from the dense matrix."""
 KINDS = ("square", "symmetric", "positive semidefinite")
 """Kinds of matrix, each of which includes those after it."""
 DIGITS = "digits-ggn"
@@ -134,7 +132,7 @@ class Problem:
     def dense(self) -> Tensor | None:
         """The matrix A in float64, by n products that are not counted; None if it is too large."""
         n = len(self.B)
-        if n > EXACT_SIZE:
+        if n > 4000:
             return None
         dense = self.uncounted(torch.eye(n, dtype=self.B.dtype, device=self.B.device)).double()
         return (dense + dense.mT) / 2 if self.G.symmetric else dense

@@ -1,8 +1,13 @@
-"""The preconditioner D of a sampler: D g in the drift, D^½ ξ in the noise, D⁻¹ m in kinetic energies."""
+"""The options of a sampler's steps: schedules of step size and temperature, and the preconditioner D.
+
+D enters as D g in the drift, D^½ ξ in the noise and D⁻¹ m in kinetic energies.
+"""
 
 from __future__ import annotations
 
+import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_kind, check_like, check_shape, checked_number
+from curvops.checks import check_kind, check_like, check_shape, checked_number, checked_whole
 from curvops.linalg import Diagonal, Inverse, Operator
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import is_psd
@@ -20,6 +25,104 @@ from curvops.linalg.operators.draws import draw
 from curvops.network import TangentSpace
 from curvops.sampling.state import NoiseSource, Structure
 from curvops.summary import Summarised
+
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A schedule with the same value at every step.
+
+    Args:
+        value: the value at every step.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, co.sampling.Constant(1e-3))  # as sgld(density, 1e-3)
+    """
+
+    value: float
+
+    def __call__(self, step: int) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class RobbinsMonro:
+    """The schedule a (b + t)^−γ: for γ in (½, 1] steps sum to ∞, but their squares do not (Robbins & Monro 1951).
+
+    Args:
+        a: a > 0, the scale.
+        b: b > 0, the offset of the step.
+        gamma: γ, the exponent.
+
+    Raises:
+        TypeError, ValueError: a number is of another kind or out of range.
+
+    Examples:
+        >>> schedule = co.sampling.RobbinsMonro(a=1e-2, b=10.0)
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, schedule)
+    """
+
+    a: float
+    b: float = 1.0
+    gamma: float = 0.55
+
+    def __post_init__(self) -> None:
+        checked_number("a", self.a)
+        checked_number("b", self.b)
+        if not 0.5 < checked_number("gamma", self.gamma) <= 1:
+            raise ValueError(
+                f"gamma must lie in (½, 1], got {self.gamma}: at ½ or below, the squared steps add up to ∞."
+            )
+
+    def __call__(self, step: int) -> float:
+        return self.a * (self.b + step) ** -self.gamma
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """A schedule from `first` to `last` along half a cosine, restarted every `period` steps (Zhang et al. 2020).
+
+    Args:
+        first: the value at the start of each period.
+        period: the number of steps of a period.
+        last: the value towards its end.
+
+    Examples:
+        >>> schedule = co.sampling.Cosine(first=1e-2, period=100)
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, schedule)
+    """
+
+    first: float
+    period: int
+    last: float = 0.0
+
+    def __post_init__(self) -> None:
+        checked_number("first", self.first)
+        checked_number("last", self.last, "[0, inf)")
+        checked_whole("period", self.period, kind="a whole number of steps")
+
+    def __call__(self, step: int) -> float:
+        share = (1 + math.cos(math.pi * (step % self.period) / self.period)) / 2
+        return self.last + (self.first - self.last) * share
+
+
+def as_schedule(name: str, value: Any, zero: bool = False) -> Schedule:
+    """Return the schedule for a number, which is checked, or for a function of the step, whose values `at` checks."""
+    if callable(value) and not isinstance(value, type):
+        return value
+    kind = "a number or a function of the step, such as RobbinsMonro(a)"
+    return Constant(checked_number(name, value, "[0, inf)" if zero else "(0, inf)", kind))
+
+
+def at(name: str, schedule: Schedule, step: int) -> float:
+    """Return the schedule's value at a step, 0 or more; the value is checked unless the schedule is constant."""
+    if isinstance(schedule, Constant):
+        return schedule.value
+    return checked_number(f"{name} at step {step}", schedule(step), "[0, inf)")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -104,15 +207,15 @@ class OperatorMetric(Isotropic):
         target.add_(basis.rotate(rotated.mT).mT.reshape(g.shape))
 
 
-def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:
+def as_metric(D: Any, name: str = "preconditioner") -> Isotropic:
     """Return the metric for None, a number, a vector (d,) or an operator known to be positive semidefinite."""
-    if given is None:
+    if D is None:
         return Isotropic()
-    if isinstance(given, numbers.Real) and not isinstance(given, bool):
-        return Isotropic(checked_number(name, given))
-    if isinstance(given, Tensor) and given.ndim == 1:
-        given = Diagonal(given.detach().clone())
-    check_kind(name, given, Operator, "a number, a vector or an operator, such as co.linalg.Dense(matrix, psd=True)")
-    if not is_psd(given):
+    if isinstance(D, numbers.Real) and not isinstance(D, bool):
+        return Isotropic(checked_number(name, D))
+    if isinstance(D, Tensor) and D.ndim == 1:
+        D = Diagonal(D.detach().clone())
+    check_kind(name, D, Operator, "a number, a vector or an operator, such as co.linalg.Dense(matrix, psd=True)")
+    if not is_psd(D):
         raise ValueError(f"{name} must be positive semidefinite: pass co.linalg.Dense(matrix, psd=True).")
-    return OperatorMetric(D=given)
+    return OperatorMetric(D=D)

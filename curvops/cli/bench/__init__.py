@@ -1,1 +1,0 @@
-"""Which solver and which estimator for which matrix: products, seconds, true and claimed errors."""

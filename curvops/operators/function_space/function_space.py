@@ -1,0 +1,428 @@
+"""Function space: K = J A⁻¹ Jᵀ of the outputs, and the inverses and determinants that follow by Woodbury's identity.
+
+Under the prior N(m, A⁻¹) the outputs at the training points are a Gaussian process with the mean f₀ = f* + J(m − θ*)
+and the covariance K. With the output Fisher H = L Lᵀ and S = Jᵀ L, the GGN is G = S Sᵀ, and Lᵀ K L = Sᵀ A⁻¹ S has the
+non-zero eigenvalues of A⁻¹G. `woodbury` solves with G + A by (I + LᵀKL)⁻¹ (Rasmussen & Williams 2006, section 3.4).
+
+| what is formed                 | class             | used by                                                      |
+|--------------------------------|-------------------|--------------------------------------------------------------|
+| K, (N·C, N·C)                  | `FunctionSpace`   | a posterior's solves, draws, evidence, mode; Laplace's GP    |
+| a factor of I + LᵀKL           | `DualInverse`     | predictions of Laplace's GP                                  |
+| B below, of fewer weights, D×D | `WeightSpaceForm` | the tangent kernel plus a noise: exact Gaussian processes    |
+
+With Φ = J A^-½ and the noise N = diag(d): (Φ Φᵀ + N)⁻¹ = N⁻¹ − N⁻¹Φ B⁻¹ΦᵀN⁻¹ and det(Φ Φᵀ + N) = det N det B for the
+symmetric B = I + ΦᵀN⁻¹Φ (Woodbury's and Sylvester's identities). The sum JᵀN⁻¹J is streamed over the rows of J, and
+its derivative is, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+from torch.autograd import Function
+
+from curvops.checkpoint import NOTHING, Checkpoint, current, part_of_whole
+from curvops.linalg import Estimate, Inverse, Reason, solve
+from curvops.linalg.core.cache import require_first_derivative
+from curvops.linalg.core.memory import holding, keep
+from curvops.linalg.core.solve_routes import FORMED_COPIES, KERNEL_COPIES, MOST_OUTPUTS, RESOLVED
+from curvops.linalg.core.symmetry import eigh_in_place
+from curvops.linalg.core.vectors import check_finite
+from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum, definite_logdet
+from curvops.linalg.functions.root_gradients import inverse_root_product
+from curvops.linalg.operators.base import by_columns
+from curvops.linalg.operators.closed_form import ClosedForm, not_definite
+from curvops.linalg.operators.draws import draw
+from curvops.network import Exact, Passes
+from curvops.operators.curvatures.ggn import GGN, CurvatureRoot, DisplacedGGN
+from curvops.operators.function_space.gram_matrix import gram_matrix
+from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.linearization import Linearization
+
+NAME = "J Jᵀ"
+COPIES = 3
+"""Numbers in float64 for each number of the cross-covariance: itself, L applied to it, and the solution."""
+GRAM, LAST, WEIGHTED = "JᵀJ", "1 / noise", "JᵀN⁻¹J"
+"""The names under which quantities of the inputs are stored."""
+
+
+def woodbury(
+    S: CurvatureRoot, A: Tensor, inner: Callable[[Tensor], Tensor], block: Float[Tensor, "D k"]
+) -> Float[Tensor, "D k"]:
+    """Return (S Sᵀ + A)⁻¹ B = A⁻¹ (B − S (I + SᵀA⁻¹S)⁻¹ SᵀA⁻¹B), in the memory of the products with S.
+
+    Args:
+        S: the root of the curvature.
+        A: the prior precision, 0-d or (D,).
+        inner: (I + SᵀA⁻¹S)⁻¹ as a function of blocks (N·R, k).
+        block: B.
+    """
+    A = A if A.ndim == 0 else A.unsqueeze(-1)
+    pulled = S._t_matmul(block) / A if A.ndim == 0 else S._t_matmul(block / A)
+    return S._matmul(inner(pulled)).neg_().add_(block).div_(A)
+
+
+@dataclass(eq=False)
+class FunctionSpace:
+    """K = J Jᵀ of the training outputs of one linearisation, formed in float64, for every prior precision α.
+
+    With a `metric` A₀, 0-d or (D,), it is J A₀⁻¹ Jᵀ, and has only factors. Only the vectors Jᵀu have the size of the
+    weights.
+    """
+
+    lin: Linearization
+    of_data: dict[str, Any] = field(default_factory=dict)
+    """The store of K, shared by all likelihoods of these data."""
+    metric: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
+    asked: bool = False
+    """Whether a determinant was asked for before."""
+
+    @cached_property
+    def batches(self) -> list[tuple[Any, Tensor]]:
+        """The labels and the outputs f* of each batch. One pass over the data."""
+        return [(batch, J.outputs.detach().double()) for batch, J in self.lin.gathered().passes.each(0)]
+
+    @property
+    def outputs(self) -> Float[Tensor, "N C"]:
+        """The outputs f* of all points."""
+        return torch.cat([own for _, own in self.batches])
+
+    def outputs_at(self, theta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
+        """Return the linear model's outputs f* + J(θ − θ*). A product with J."""
+        return self.outputs + self.lin.push(theta - self.lin.theta).double()
+
+    def root(self, f: Float[Tensor, "N C"]) -> Float[Tensor, "N C R"]:
+        """Return L of each point at these outputs."""
+        fisher = Exact(self.lin.likelihood)
+        columns = fisher.num_columns(self.lin.num_outputs)
+        parts = self._by_batch(lambda batch, at: fisher.columns(at, batch, 0, columns), f)
+        return torch.cat(parts, 1).permute(1, 2, 0)
+
+    def loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
+        """Return −log p(y | f) and its gradient."""
+        likelihood = self.lin.likelihood
+        logs = self._by_batch(lambda b, at: likelihood.log_prob(at, b.targets, b.weights).sum(), f)
+        gradients = self._by_batch(lambda b, at: likelihood.residual(at, b.targets, b.weights), f)
+        return -torch.stack(logs).sum(), torch.cat(gradients).flatten()
+
+    def _by_batch(self, function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+        sizes = [len(own) for _, own in self.batches]
+        parts = zip(*(tensor.split(sizes) for tensor in tensors))
+        return [function(batch, *each) for (batch, _), each in zip(self.batches, parts)]
+
+    @property
+    def kernel(self) -> Float[Tensor, "NC NC"]:
+        """K = J Jᵀ, formed on first access."""
+        known = self.of_data.get(NAME)
+        return self._formed(NOTHING) if known is None else known
+
+    def keep(self) -> None:
+        """Read K from the checkpoint in force, or form it and save it there as it grows."""
+        run = current().whole
+        if not run or run.held.get("kernel") is self:
+            return
+        run.held["kernel"] = self
+        kept, known = part_of_whole("kernel", self.lin.theta.device), self.of_data.get(NAME)
+        if not kept.done:
+            kept.finish((self._formed(kept) if known is None else known).to(self.lin.theta))
+        elif known is None or not torch.equal(known.to(kept.outcome), kept.outcome):
+            # Use the bits with which the run began, whatever another run has formed.
+            self._take(kept.outcome)
+            self.__dict__.pop("spectrum", None)
+
+    def _formed(self, kept: Checkpoint) -> Float[Tensor, "NC NC"]:
+        J = self.lin.jacobian()
+        return self._take(gram_matrix(J, J, self.metric.to(J.theta), kept))
+
+    def _take(self, found: Tensor) -> Float[Tensor, "NC NC"]:
+        """Store K in float64, counted against the budget, so that other posteriors find it."""
+        K = found.double()
+        check_finite(K, "J Jᵀ")
+        keep(self.lin.jacobian(), K, K.nbytes)
+        self.of_data[NAME] = K
+        return K
+
+    def _dual(self, L: Float[Tensor, "N C R"]) -> Float[Tensor, "NR NR"]:
+        """Return Lᵀ K L. Memory: that matrix and Lᵀ K."""
+        n, c, r = L.shape
+        half = torch.bmm(L.mT, self.kernel.view(n, c, -1)).view(n * r, n, c)
+        dual = L.new_empty(n * r, n, r)
+        torch.bmm(half.transpose(0, 1), L, out=dual.transpose(0, 1))
+        return dual.flatten(1)
+
+    @cached_property
+    def spectrum(self) -> DenseSpectrum:
+        """Eigenvalues and eigenvectors of SᵀS."""
+        J, beside = self.lin.jacobian(), (KERNEL_COPIES - 1) * self.kernel.nbytes
+        with torch.no_grad(), holding(J, beside):
+            values, vectors = eigh_in_place(self._dual(self.root(self.outputs)))
+        keep(J, vectors, beside)
+        return DenseSpectrum(values, vectors, 0.0, torch.finfo(self.lin.theta.dtype).eps)
+
+    def resolves(self, prior: float) -> bool:
+        """Return whether α is far enough above the rounding of K for solves with it."""
+        spectrum = self.spectrum
+        return prior >= RESOLVED * spectrum.eps * float(spectrum.values[-1])
+
+    def log_ratio(self, prior: float, rtol: float) -> Estimate:
+        """Return log det(G + α) − log det α = log det(I + SᵀS/α).
+
+        The first is found by Cholesky, a tenth of the work, if its bound on rounding suffices; later ones by the
+        spectrum, which serves every prior.
+        """
+        first, self.asked = not self.asked and not current(), True  # a resumed run must give the same bits
+        if first and "spectrum" not in self.__dict__ and (found := self._first_log_ratio(prior, rtol)) is not None:
+            return found
+        spectrum = self.spectrum
+        return spectrum.logdet(prior, rtol) + spectrum.values.new_tensor(-len(spectrum.values) * math.log(prior))
+
+    def _first_log_ratio(self, prior: float, rtol: float) -> Estimate | None:
+        """Return log det(I + SᵀS/α) by Cholesky, or None where rounding may matter, to it or to solves.
+
+        The bias bound is that of `DenseSpectrum` with a norm for its largest eigenvalue, and 0 for every other.
+        """
+        with torch.no_grad(), holding(self.lin.jacobian(), (KERNEL_COPIES - 2) * self.kernel.nbytes):
+            inner = self._dual(self.root(self.outputs))
+            noise = torch.finfo(self.lin.theta.dtype).eps * float(inner.norm())
+            if not prior >= RESOLVED * noise:
+                return None
+            inner.div_(prior).diagonal().add_(1)
+            value = definite_logdet(inner)
+        found = Estimate.rounded(value, len(inner) * math.log1p(ROUNDING_UNITS * noise / prior), rtol, len(inner))
+        return found if found.reason is Reason.CONVERGED else None
+
+    def inverse(self, prior: float) -> Callable[[Tensor], Tensor]:
+        """Return (I + SᵀS/α)⁻¹ as a function of blocks (N·R, k)."""
+        spectrum = self.spectrum
+        weights = 1 / (1 + spectrum.values.clamp_min(0) / prior)
+
+        def apply(block: Tensor) -> Tensor:
+            return (spectrum.vectors @ (weights[:, None] * (spectrum.vectors.mT @ block.double()))).to(block)
+
+        return apply
+
+    def inverse_of_weights(self, prior: float) -> Callable[[Tensor], Tensor]:
+        """Return P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α as a function of blocks (D, k), which takes one product with P."""
+        root, inner = CurvatureRoot.of(GGN(self.lin)), self.inverse(prior)
+
+        return lambda block: woodbury(root, root.theta.new_tensor(prior), inner, block)
+
+    def newton_step(self, displaced: DisplacedGGN, prior: float, gradient: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
+        """Return −(G + α)⁻¹ g with G at other outputs; beside g it takes two vectors, where CG takes a dozen."""
+        _, factor = self.factor(self.outputs + displaced.shift, prior)
+
+        def inner(block: Tensor) -> Tensor:
+            return torch.cholesky_solve(block.double(), factor).to(block)
+
+        root, A = CurvatureRoot.of(displaced), gradient.new_tensor(prior)
+        return woodbury(root, A, inner, gradient.unsqueeze(1)).squeeze(1).neg_()
+
+    def factor(self, f: Float[Tensor, "N C"], prior: float) -> tuple[Float[Tensor, "N C R"], Float[Tensor, "NR NR"]]:
+        """Return L of each point at these outputs, and the Cholesky factor of I + LᵀKL/α."""
+        L = self.root(f)
+        inner = self._dual(L).div_(prior)
+        inner.diagonal().add_(1)
+        return L, torch.linalg.cholesky(inner, out=inner)
+
+
+class DualInverse(Inverse):
+    """P⁻¹ for P = S Sᵀ + A, S = Jᵀ L: A⁻¹ − A⁻¹S (I + SᵀA⁻¹S)⁻¹ SᵀA⁻¹ with the smaller matrix factorised.
+
+    Covariances J' P⁻¹ J'ᵀ at other points are K'' − K'L (I + LᵀKL)⁻¹ LᵀK'ᵀ, from Gram matrices alone (see
+    `point_covariances`). Products solve with P itself and use this form as the preconditioner, so that they do not have
+    its rounding, that of a difference.
+    """
+
+    # The stored form has P, C with C Cᵀ = I + SᵀA⁻¹S and L (N, C, R), both in float64, and rtol.
+
+    def __init__(
+        self,
+        base: LinearOperator,
+        factor: Float[Tensor, "NR NR"],
+        output_root: Float[Tensor, "N C R"],
+        rtol: float | None = None,
+    ) -> None:
+        LinearOperator.__init__(self, base, factor, output_root, rtol=rtol)
+
+    @property
+    def curvature(self) -> Any:
+        """G = S Sᵀ."""
+        return self.base.base
+
+    @property
+    def precision(self) -> Tensor:
+        """A, 0-d or (D,)."""
+        return self.base.shift
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return by_columns(self._solve_columns, rhs)
+
+    def _solve_columns(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+        return solve(self.base, block, rtol=self._kwargs["rtol"], preconditioner=self._by_factor)
+
+    def _by_factor(self, block: Tensor) -> Tensor:
+        factor = self._args[1]
+
+        def inner(pulled: Tensor) -> Tensor:
+            return torch.cholesky_solve(pulled.to(factor), factor).to(pulled)
+
+        return woodbury(CurvatureRoot.of(self.curvature), self.precision, inner, block)
+
+    def explained(self, jacobian: Jacobian, outputs: int) -> Iterator[Float[Tensor, "m r NR"]] | None:
+        """Yield W with W Wᵀ = J' (A⁻¹ − P⁻¹) J'ᵀ, in blocks of `outputs` rows; None if memory is insufficient."""
+        factor, L = self._args[1:]
+        memory, train = jacobian.passes.memory, self.curvature.lin.jacobian()
+        row = COPIES * 8 * max(factor.shape[0], L.shape[:2].numel())
+        own = jacobian.passes.engines.plan.num_outputs
+        together, rows = max(1, outputs // own), memory.room() // row
+        if rows < max(outputs, own):
+            return None
+
+        def walk() -> Iterator[Tensor]:
+            for some in jacobian.by_points(max(together, rows // own // together * together), together):
+                with holding(jacobian, some.shape[0] * row), torch.no_grad():
+                    cross = gram_matrix(some, train, self.precision.detach()).to(factor)
+                    lifted = torch.einsum("mnc,ncr->nrm", cross.unflatten(1, L.shape[:2]), L).flatten(0, 1)
+                    half = torch.linalg.solve_triangular(factor, lifted, upper=False)
+                    yield half.mT.unflatten(0, (-1, outputs))
+
+        return walk()
+
+
+class WeightSpaceForm(ClosedForm):
+    """The closed form of a tangent kernel of one set of inputs plus a positive diagonal, with fewer weights than rows.
+
+    Solves are refined once, at the cost of two products with the kernel, because Woodbury's difference loses digits.
+    """
+
+    @property
+    def holds(self) -> bool:
+        base = self.base
+        (left, _, _), (rows, weights) = base._args, (base.shape[-1], base._args[0].shape[-1])
+        small = weights < rows and weights <= MOST_OUTPUTS and self.shift.ndim < 2
+        if not small or not base.psd or left.is_recorded or not bool((self.shift > 0).all()):
+            return False
+        return bool(GRAM in self._store or FORMED_COPIES * 8 * weights**2 <= left.passes.memory.room())
+
+    @cached_property
+    def _store(self) -> dict[str, Tensor]:
+        """The store that keeps JᵀJ for other priors and noises at the same inputs."""
+        found: dict[str, Tensor] | None = self.base._kwargs.get("store")
+        return {} if found is None else found
+
+    @property
+    def _walk(self) -> Passes:
+        walk: Passes = self.base._args[0].passes
+        return walk
+
+    @cached_property
+    def _roots(self) -> Float[Tensor, " D"]:
+        """A^-½, in float64."""
+        prior: Tensor = self.base.prior
+        return prior.double().rsqrt().expand(self.base._args[0].shape[-1])
+
+    @cached_property
+    def information(self) -> Float[Tensor, "D D"]:
+        """JᵀN⁻¹J, in float64, with its gradient in the noise."""
+        weights = self.shift.double().reciprocal()
+        if weights.ndim == 0:
+            return self._unit_information * weights
+        return _Streamed.apply(weights, self._walk, self._information_for)  # type: ignore[no-untyped-call]
+
+    @property
+    def _unit_information(self) -> Float[Tensor, "D D"]:
+        """JᵀJ, which is stored."""
+        if GRAM not in self._store:
+            self._store[GRAM] = _sum(self._roots.new_ones(self.base.shape[-1]), self._walk)
+            keep(self.base, self._store[GRAM], self._store[GRAM].nbytes)
+        return self._store[GRAM]
+
+    def _information_for(self, weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
+        """Return JᵀN⁻¹J for a vector of noises: equal noises use JᵀJ, and the last result is stored."""
+        if bool((weights == weights[0]).all()):
+            return self._unit_information * weights[0]
+        if not torch.equal(self._store.get(LAST, weights[:0]), weights):
+            self._store[LAST], self._store[WEIGHTED] = weights.clone(), _sum(weights, walk)
+        return self._store[WEIGHTED].clone()
+
+    @cached_property
+    def chol(self) -> Float[Tensor, "D D"]:
+        """The Cholesky factor of B."""
+        inner = self._roots.unsqueeze(1) * self.information * self._roots
+        L, info = torch.linalg.cholesky_ex(inner.diagonal_scatter(inner.diagonal() + 1))
+        if bool(info != 0):
+            raise not_definite(self.base, float(self.shift.detach().min()))
+        return L
+
+    @property
+    def _noise(self) -> Tensor:
+        """The diagonal as a column, (n, 1) or 0-d."""
+        return self.shift if self.shift.ndim == 0 else self.shift.unsqueeze(-1)
+
+    def solve(self, block: Tensor) -> Tensor:
+        found = self._solve_once(block)
+        return found + self._solve_once(block - self.base._matmul(found) - self._noise * found)
+
+    def _solve_once(self, block: Tensor) -> Tensor:
+        J, roots = self.base._args[0], self._roots.unsqueeze(1)
+        pulled = roots * J._t_matmul(block / self._noise).double()
+        inner = roots * torch.cholesky_solve(pulled, self.chol)
+        return (block - J._matmul(inner.to(block.dtype))) / self._noise
+
+    def logdet(self) -> Tensor:
+        noise = self.shift.double().log().expand(self.base.shape[-1]).sum()
+        return (noise + 2 * self.chol.diagonal().log().sum()).to(self.base.dtype)
+
+    def inverse_diagonal(self) -> Tensor:
+        eye = torch.eye(len(self.chol), dtype=self.chol.dtype, device=self.chol.device)
+        half = torch.linalg.solve_triangular(self.chol, eye, upper=False) * self._roots
+        explained = _Streamed.apply(half.mT @ half, self._walk, _forms)  # type: ignore[no-untyped-call]
+        noise = self.shift.double()
+        return ((1 - explained / noise) / noise).to(self.base.dtype)
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return draw(self.base, k, generator) + self._noise.sqrt() * self._normal(k, generator)
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self.solve(self.draw(k, generator))
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        return inverse_root_product(self.base.add_diagonal(self.shift), block, float(self.shift.detach().min()))
+
+
+def _sum(weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
+    """Return Σ_i w_i J_i J_iᵀ over the rows of J; each rank adds up its own."""
+    D, start = len(walk.model.theta), walk.first_own * walk.engines.plan.num_outputs
+    total = weights.new_zeros(D, D)
+    for rows in walk.selected_rows():
+        J = rows.to(weights)
+        total, start = total + J.mT @ (weights[start : start + len(J), None] * J), start + len(J)
+    return walk.add_up(total)
+
+
+def _forms(matrix: Float[Tensor, "D D"], walk: Passes) -> Float[Tensor, " NC"]:
+    """Return J_iᵀ M J_i for each row of J: the adjoint of `_sum`."""
+    found = [((J := rows.to(matrix)) @ matrix * J).sum(1) for rows in walk.selected_rows()]
+    return walk.line_up(found)
+
+
+class _Streamed(Function):
+    """Either `_sum` or `_forms`, with the other as its derivative; J itself is never kept."""
+
+    @staticmethod
+    def forward(ctx: Any, argument: Tensor, walk: Passes, apply: Callable[..., Tensor]) -> Tensor:
+        ctx.walk, ctx.adjoint = walk, _sum if apply is _forms else _forms
+        return apply(argument, walk)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        require_first_derivative()
+        return ctx.adjoint(gradient, ctx.walk), None, None
