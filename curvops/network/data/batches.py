@@ -122,6 +122,7 @@ class Reading:
     def read(self, item: object, index: int = 0) -> Batch:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
         with _in_batch(index):
+            inputs: Any
             inputs, targets, w = parts_of(item, self.weights)
             if not isinstance(item, Batch):
                 inputs = normalise(inputs)
