@@ -32,6 +32,7 @@ def rows_of_a_rank() -> Any:
 OPERATORS: dict[str, Callable[[], Any]] = {
     **RECTANGULAR,
     **{f"{name}, square": build for name, build in SQUARE.items()},
+    "mc_fisher": lambda: co.GGN(linearized(), mc_samples=2, generator=torch.Generator().manual_seed(0)),
     "block rows": rows_of_a_rank,
     "negative": lambda: -ggn(),
     "many terms": lambda: functools.reduce(lambda a, b: a + b, [linalg.Dense(torch.eye(14))] * 6, ggn()),

@@ -2,12 +2,12 @@
 
 >>> import torch
 >>> from curvops.linalg import apply_function, inverse_sqrt, sqrt
->>> A = torch.diag(torch.tensor([1.0, 4.0, 16.0]))
->>> result = apply_function(A, torch.sqrt, torch.ones(3))
+>>> A, b = torch.diag(torch.tensor([1.0, 4.0, 9.0])), torch.ones(3)
+>>> result = apply_function(A, torch.sqrt, b)
 >>> result.value.round(decimals=4), result.reasons[0].name
-(tensor([1., 2., 4.]), 'CONVERGED')
->>> sqrt(A, torch.ones(3)).value.round(decimals=4), inverse_sqrt(A, torch.ones(3)).value.round(decimals=4)
-(tensor([1., 2., 4.]), tensor([1.0000, 0.5000, 0.2500]))
+(tensor([1., 2., 3.]), 'CONVERGED')
+>>> sqrt(A, b).value.round(decimals=4), inverse_sqrt(A, b).value.round(decimals=4)
+(tensor([1., 2., 3.]), tensor([1.0000, 0.5000, 0.3333]))
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def test_on_a_gpu_visits_of_layers_outweigh_arithmetic_up_to_far_larger_networks
 
 
 def test_keeping_a_pass_is_tried_once_it_is_needed() -> None:
-    """One product of a fresh walk runs the model as often as the engine that keeps nothing."""
+    """One product of a fresh walk runs the model no more often than the engine that keeps nothing."""
     counts = {}
     for engine in ("streamed", "auto"):
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).eval()
@@ -135,7 +135,7 @@ def test_keeping_a_pass_is_tried_once_it_is_needed() -> None:
         push(passes, columns(passes.model.theta.numel(), 1, torch.float32))
         counts[engine] = len(calls)
         assert passes.engines.plan.routes.tried is False
-    assert counts["auto"] == counts["streamed"]
+    assert counts["auto"] <= counts["streamed"]
     assert passes.plan.routes.tried
     assert passes.plan.routes.recorded_bytes > passes.plan.routes.saved_bytes
 
