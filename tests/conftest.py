@@ -116,7 +116,7 @@ def saved_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints are saved whenever they may be, without waiting for the disk."""
     monkeypatch.setattr("curvops.checkpoint.PAUSE", 0.0)
     monkeypatch.setattr("curvops.checkpoint.SHARE", float("inf"))
-    monkeypatch.setattr("curvops.storage._flush", lambda path: None)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ def test_a_disk_that_fills_up_in_a_run_warns_once(tmp_path, saved_at_each_step, 
         raise OSError(errno.ENOSPC, "no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "save", full)
+        patch.setattr(os, "replace", full)
         with pytest.warns(CheckpointWarning, match="no room.*The run continues") as caught:
             kept.save(lambda: {"step": 2})
             kept.save(lambda: {"step": 3})
@@ -74,7 +75,7 @@ def test_a_result_that_cannot_be_written_leaves_all_that_led_to_it(tmp_path, sav
         raise OSError(errno.ENOSPC, "no room")
 
     with monkeypatch.context() as patch, pytest.warns(CheckpointWarning, match="no room"):
-        patch.setattr(storage, "save", full)
+        patch.setattr(os, "replace", full)
         assert kept.finish(3) == 3
     again = Checkpoint(tmp_path, "test")
     assert again.state == 1 and not again.done and Checkpoint(again.part("inner"), "inner").outcome == 2
@@ -198,8 +199,8 @@ def test_an_error_ends_what_is_in_force(tmp_path):
 
 
 def test_preconditioners_and_callbacks_of_a_solve_keep_nothing(tmp_path, saved_at_each_step, monkeypatch):
-    A, seen, plain = torch.diag(torch.arange(1.0, 9.0).double()), set(), storage.save
-    monkeypatch.setattr(storage, "save", lambda path, *rest: seen.add(path) or plain(path, *rest))
+    A, seen, plain = torch.diag(torch.arange(1.0, 9.0).double()), set(), os.replace
+    monkeypatch.setattr(os, "replace", lambda file, to: seen.add(pathlib.Path(to).parent) or plain(file, to))
     options = {
         "preconditioner": lambda V: co.linalg.cg(A, V, rtol=0.1).x,
         "callback": lambda *_: co.linalg.nystrom(A, 2),

@@ -189,7 +189,7 @@ def test_a_crash_at_any_step_leaves_the_old_or_the_new(
 
         with monkeypatch.context() as patch:
             for module, name in (
-                *((storage.tempfile, "mkdtemp"), (storage, "save_file"), (storage, "_flush"), (storage.os, "replace")),
+                *((storage.tempfile, "mkdtemp"), (storage, "save_file"), (os, "fsync"), (storage.os, "replace")),
                 *(() if tidied else ((storage.shutil, "rmtree"), (Path, "unlink"), (Path, "rmdir"))),
             ):
                 patch.setattr(module, name, crashing(getattr(module, name)))

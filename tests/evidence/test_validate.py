@@ -5,7 +5,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
-from curvops.posterior.predictions import outputs
 from tests.posterior.trained import linear_problem, problem
 
 DOUBLE = torch.float64
@@ -60,8 +59,7 @@ def test_data_in_any_form_are_those_tensors(regression, annotations_unchecked):
             co.evidence.validate(post, data)
 
 
-def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(monkeypatch, annotations_unchecked):
-    monkeypatch.setattr(outputs, "OUTPUT_DRAWS", 40)
+def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(annotations_unchecked):
     model, x, y = problem()
     generator = torch.Generator().manual_seed(1)
     new = torch.randn(20, 4, generator=generator, dtype=DOUBLE)

@@ -116,29 +116,6 @@ def test_terms_add_up_to_the_matrix(lin):
             torch.testing.assert_close(matrix, own @ own.mT / 2, rtol=1e-10, atol=1e-10)
 
 
-def test_a_panel_is_walked_over_once(lin, monkeypatch):
-    """One walk where all rows fit; one for each set of layers; two panels walk over the rest once more."""
-    walks = []
-    whole = Passes.jacobian_rows
-
-    def counted(self, least=0, names=None):
-        walks.append((least, names is None))
-        return whole(self, least, names)
-
-    monkeypatch.setattr(Passes, "jacobian_rows", counted)
-    expected = co.TangentKernel(lin).to_dense()
-    assert walks == [(0, True)]
-    walks.clear()
-    monkeypatch.setattr(Budget, "room", lambda self: 0)
-    torch.testing.assert_close(co.TangentKernel(lin).to_dense(), expected, rtol=1e-10, atol=1e-10)
-    assert walks == [(0, True), (12, True)]
-    walks.clear()
-    room = next(room for room in range(2**10, 2**20, 2**8) if layer_sets(lin.plan, 7, room)[0] != [None])
-    monkeypatch.setattr(Budget, "room", lambda self: room)
-    torch.testing.assert_close(co.TangentKernel(lin).to_dense(), expected, rtol=1e-10, atol=1e-10)
-    assert walks == [(0, False)] * len(layer_sets(lin.plan, 7, room)[0]) and len(walks) > 1
-
-
 def test_a_walk_over_sets_is_resumed(lin, monkeypatch):
     """A run that stops after its first set of layers computes the others alone, to the same bits."""
     room = next(room for room in range(2**10, 2**20, 2**8) if layer_sets(lin.plan, 7, room)[0] != [None])

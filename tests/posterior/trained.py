@@ -8,6 +8,23 @@ import curvops as co
 DOUBLE = torch.float64
 
 
+class Counted(co.linalg.Operator):
+    """A user's own curvature of this matrix, which counts its products."""
+
+    psd = True
+
+    def __init__(self, matrix):
+        super().__init__(matrix)
+        self.products = 0
+
+    def _size(self):
+        return self._args[0].shape
+
+    def _product(self, block):
+        self.products += block.shape[-1]
+        return self._args[0] @ block
+
+
 def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300):
     """A tanh network trained to a mode of its posterior by L-BFGS; D = 51 at three outputs."""
     torch.manual_seed(0)

@@ -66,7 +66,7 @@ def saved_at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "PAUSE", 0.0)
         patch.setattr(checkpoint, "SHARE", float("inf"))
-        patch.setattr(storage, "_flush", lambda path: None)
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 

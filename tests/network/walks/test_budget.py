@@ -76,16 +76,15 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_default_is_a_quarter_of_what_machine_and_control_group_leave(machine, monkeypatch):
+def test_the_default_is_a_quarter_of_what_machine_and_control_group_leave(machine, tmp_path, monkeypatch):
     files, expected = MACHINES[machine]
-
-    def read(path):
-        if path not in files:
-            raise FileNotFoundError(path)
-        return files[path]
-
-    monkeypatch.setattr("curvops.network.walks.budget._text", read)
-    assert default_budget(torch.device("cpu")) == expected
+    for path, text in files.items():
+        (tmp_path / path.replace("/", "-")).write_text(text)
+    plain = os.open
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda path, flags: plain(tmp_path / path.replace("/", "-"), flags))
+        found = default_budget(torch.device("cpu"))
+    assert found == expected
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda memory: pickle.loads(pickle.dumps(memory))])
