@@ -1,5 +1,6 @@
 """MacKay's steps that were killed end with the bits of those that were not."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops import storage
 from curvops.linalg.core import solve_routes as routes
 from curvops.records import record_of
 from tests.linalg.interrupted import Killed, equal
@@ -66,8 +66,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, after, tmp_path, s
 
 def test_a_step_shares_what_was_sketched_before_it_and_forgets_nothing(tmp_path, monkeypatch, saved_at_each_step):
     """J Jᵀ and all eigenvalues are parts of the whole run; sketches serve later steps, wherever they were made."""
-    made, plain = [], storage.save
-    monkeypatch.setattr(storage, "save", lambda path, *rest: made.append(path) or plain(path, *rest))
+    made, plain = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda file, to: made.append(Path(to).parent) or plain(file, to))
     tuned(tmp_path / "decomposed", samples=None, prior="iso", steps=1)
     monkeypatch.setattr(routes, "DENSE_SIZE", 0)
     tuned(tmp_path / "sketches", steps=2)
