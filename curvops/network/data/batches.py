@@ -447,12 +447,12 @@ def _require_aligned(inputs: Inputs, targets: Tensor, weights: Tensor | None) ->
     n = num_points(inputs)
     if targets.ndim == 0 or len(targets) != n:
         raise ValueError(
-            f"there are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading dimension of both "
+            f"There are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading dimension of both "
             "counts points."
         )
     if weights is not None and (weights.ndim == 0 or len(weights) != n):
         raise ValueError(
-            f"there are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one weight per "
+            f"There are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one weight per "
             "point or per position."
         )
 
