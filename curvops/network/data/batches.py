@@ -49,8 +49,6 @@ TARGETS = (
 NAMES = ("inputs", "targets", "weights")
 LABELS = ("labels", "label")
 """The names of the targets in Hugging Face collators and data sets."""
-IGNORED = -100
-"""The label of ignored positions in Hugging Face batches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -424,7 +422,7 @@ def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
     inputs = {name: part for name, part in item.items() if name not in apart}
     y, ids = (tensor_of(item.get(name)) for name in (given[0], "input_ids"))
     alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
-    if alike and bool(((y == ids) | (y == IGNORED)).all()):
+    if alike and bool(((y == ids) | (y == -100)).all()):  # Hugging Face ignores this label
         raise ValueError(
             "the labels are the input_ids themselves: pass (inputs, targets) with the targets shifted, "
             "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."
