@@ -17,8 +17,7 @@ from curvops.distributed_types import holds_shards
 from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
 from curvops.network import EngineChoice, TrainedNetwork
-from curvops.operators.linearized.gradients import Gradients
-from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.jacobian import Gradients, Jacobian
 from curvops.operators.linearized.sharded_linearization import ShardedLinearization
 from curvops.progress import Progress, check_progress
 
