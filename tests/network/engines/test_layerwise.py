@@ -87,7 +87,7 @@ def test_the_check_behind_rows_rejects_a_rule_that_is_wrong_by_one_percent(monke
     """It looks at one cotangent: rows are then taken from autodiff for this layer alone."""
     monkeypatch.setattr(LinearRule, "pull", wrong_by_one_percent("pull"))
     J, passes = reference("mlp"), walk("mlp", "auto")
-    others = passes.engines.checked_others(next(iter(passes.batches()))[0])
+    others = passes.engines.checked_others(next(iter(passes.source))[0])
     assert set(others) == {"2.weight", "2.bias"}
     assert "self-check" in passes.plan.others["2.weight"]
     norms = torch.zeros(J.shape[0], dtype=J.dtype)
@@ -165,7 +165,7 @@ def test_hooks_never_stay_after_an_exception_in_forward() -> None:
     )
     network.module.fail = False
     V = columns(43, 1)
-    inputs = torch.cat([inputs for inputs, _ in passes._source])
+    inputs = torch.cat([inputs for inputs, _ in passes.source])
     assert agree(push(passes, V), dense_jacobian(model, inputs) @ V)
 
 
