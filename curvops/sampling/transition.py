@@ -21,7 +21,7 @@ from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
 from curvops.checkpoint import digest
 from curvops.checks import check_generator, checked_whole
 from curvops.errors import DivergenceError, NotVectorizedWarning, warn
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 from curvops.sampling.chain_draws import Spread
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Info, NoiseSource, State, Structure, flatten, flatten_starts, generator_states
