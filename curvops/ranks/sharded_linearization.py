@@ -77,7 +77,7 @@ class ShardedLinearization(NetworkOnData):
         model: nn.Module,
         data: Data,
         likelihood: LikelihoodChoice,
-        parameters: ParameterChoice,
+        parameters: ParameterChoice | None,
         memory_budget: int | None,
         engine: str,
         weights: bool,

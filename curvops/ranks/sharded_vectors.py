@@ -543,10 +543,7 @@ def over_ranks(A: Any, layout: RowLayout) -> Any:
 
 
 def as_blocks(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Return an algorithm's arguments with blocks for DTensors, the matrix on their ranks, and whether there are any.
-
-    Raises ValueError for a checkpoint, which does not save sharded vectors.
-    """
+    """Return arguments with blocks for DTensors, the matrix on their ranks, and whether there are any blocks."""
     blocks: list[Sharded] = []
 
     def unwrap(tensor: Any) -> Sharded:
@@ -554,12 +551,9 @@ def as_blocks(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any
         return blocks[-1]
 
     args, values = exchanged((args, tuple(options.values())), is_dtensor, unwrap)
-    options = dict(zip(options, values))
     if blocks:
         args = over_ranks(args[0], blocks[0].rows), *args[1:]
-    if options.get("checkpoint") is not None and (blocks or getattr(args[0], "layouts", None) is not None):
-        raise ValueError("sharded vectors cannot be saved in a checkpoint: omit checkpoint=.")
-    return args, options, bool(blocks)
+    return args, dict(zip(options, values)), bool(blocks)
 
 
 def as_dtensors(result: Any) -> Any:

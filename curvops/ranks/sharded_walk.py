@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -289,7 +289,8 @@ class ShardedLayers:
                 for names in self._together():
                     some = copy(engine)
                     some.parts = [part for part in engine.parts if names & set(part.layer.names.values())]
-                    bad |= mismatches(some, _Leaves(self.model, outputs, {name: edges[name] for name in names})).wrong
+                    by_autograd = partial(_gradients, self.model, outputs, {name: edges[name] for name in names})
+                    bad |= mismatches(some, by_autograd).wrong
         finally:
             for handle in handles:
                 handle.remove()
@@ -327,27 +328,18 @@ class ShardedLayers:
             return Layerwise(self.model, recording, None, chunk_bytes, root)
 
 
-class _Leaves:
-    """Jᵀ of a recorded pass by autograd, for a few parameters: the gradients of this rank's points alone."""
-
-    def __init__(self, model: ShardedModel, outputs: Tensor, edges: Mapping[str, GradientEdge]) -> None:
-        self._model, self._outputs, self._edges = model, outputs, edges
-
-    def pull(self, cotangents: Tensor) -> Blocks:
-        """Return Jᵀ u for one u, (1, n, C), by name."""
-
-        def run() -> tuple[Tensor | None, ...]:
-            options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
-            return torch.autograd.grad(self._outputs, [*self._edges.values()], cotangents[0], **options)
-
-        with self._model.differentiating():
-            found = self._model.holding({}, run)
-        shapes = dict(zip(self._model.selection.names, self._model.selection.shapes))
-        zero = self._outputs.new_zeros(())
-        return {
-            name: (zero.expand(shapes[name]) if gradient is None else gradient.detach()).unsqueeze(0)
-            for name, gradient in zip(self._edges, found)
-        }
+def _gradients(
+    model: ShardedModel, outputs: Tensor, edges: Mapping[str, GradientEdge], cotangents: Float[Tensor, "1 n C"]
+) -> Blocks:
+    """Return Jᵀ u of a recorded pass by autograd, for a few parameters, of this rank's points alone."""
+    options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    with model.differentiating(), model.holding({}):
+        found = torch.autograd.grad(outputs, [*edges.values()], cotangents[0], **options)
+    shapes, zero = dict(zip(model.selection.names, model.selection.shapes)), outputs.new_zeros(())
+    return {
+        name: (zero.expand(shapes[name]) if gradient is None else gradient.detach()).unsqueeze(0)
+        for name, gradient in zip(edges, found)
+    }
 
 
 def _refuse_if(names: Collection[str], why: str) -> None:

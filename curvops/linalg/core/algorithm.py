@@ -32,13 +32,18 @@ def algorithm(work: Callable[P, R]) -> Callable[P, R]:
         if not args and first in options:
             args = (options.pop(first),)
         distributed = "torch.distributed.tensor" in sys.modules and bool(args) and not current_run().distributed
-        context = nullcontext()
+        any_blocks = False
         if distributed:
             args, options, any_blocks = as_blocks(args, options)
-            context = torch.no_grad() if any_blocks else context
-        A, progress, memory_budget = args[0] if args else None, options.get("progress"), options.get("memory_budget")
+        arguments = {**dict(zip(signature.parameters, args)), **options}
+        A, progress, memory_budget = (arguments.get(name) for name in (first, "progress", "memory_budget"))
+        if arguments.get("checkpoint") is not None and (any_blocks or getattr(A, "layouts", None) is not None):
+            raise ValueError("sharded vectors cannot be saved in a checkpoint: omit checkpoint=.")
         problem = signature, args, options
-        with running(work.__name__, A, progress, memory_budget, call=problem, distributed=distributed), context:
+        with (
+            running(work.__name__, A, progress, memory_budget, call=problem, distributed=distributed),
+            torch.no_grad() if any_blocks else nullcontext(),
+        ):
             result = cast(Any, work)(*args, **options)
         return cast(R, as_dtensors(result)) if distributed else result
 

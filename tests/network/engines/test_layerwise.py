@@ -66,7 +66,8 @@ def test_what_the_self_check_finds_depends_on_no_unit_of_the_outputs(
 
     def found() -> set[str]:
         engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
-        return mismatches(engine, layerwise.Streamed(network, inputs, network.selection.names, "forward mode")).wrong
+        reference = layerwise.Streamed(network, inputs, network.selection.names, "forward mode")
+        return mismatches(engine, reference.pull).wrong
 
     assert found() == set()
     monkeypatch.setattr(LinearRule, method, wrong_by_one_percent(method, factor))
@@ -284,7 +285,7 @@ def test_mismatches_names_nothing_for_right_rules() -> None:
         network = Model(model)
         engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
         reference = layerwise.Streamed(network, inputs, network.selection.names, "forward mode")
-        assert mismatches(engine, reference).wrong == set()
+        assert mismatches(engine, reference.pull).wrong == set()
 
 
 def engine_of(model: nn.Module, inputs: Tensor, parameters: Any = None) -> Layerwise:
