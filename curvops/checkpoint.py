@@ -42,7 +42,7 @@ from curvops.errors import CheckpointWarning, warn
 from curvops.process_group import Ranks
 from curvops.records import from_record, record_of
 
-KIND, VERSION = "checkpoint", 6
+KIND, VERSION = "checkpoint", 7
 PAUSE = 30.0
 """The least number of seconds between two saves."""
 SHARE = 0.02

@@ -80,6 +80,11 @@ class LogPosterior:
         return self.model.selection.names if self.model.selection.index is None else (SUBNETWORK,)
 
     @cached_property
+    def _place(self) -> tuple[torch.device, torch.dtype]:
+        """The device and the dtype of the parameters."""
+        return self.model.theta.device, self.model.theta.dtype
+
+    @cached_property
     def _closed_prior(self) -> tuple[Tensor, Tensor] | None:
         """The precision and the mean of a diagonal prior, in which the log prior has a closed form for all chains."""
         return None if self.prior.diagonal is None else (self.prior.diagonal, self.prior.mean)
@@ -116,16 +121,16 @@ class LogPosterior:
         points, targets, weights = parts_of(batch, self.weighted)
         if not len(targets):
             raise ValueError("the batch has no points, so its mean log-likelihood is undefined: leave it out.")
-        theta = self.model.theta
-        inputs = move(normalise(points), theta.device, theta.dtype)
+        place = self._place
+        inputs = move(normalise(points), *place)
         likelihood = self._likelihood[0] if self._likelihood else self._likelihood_at(inputs, targets)
         values = params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
         outputs, layout = self.model(values, inputs), self.model.layout
         assert layout is not None
         if len(outputs) != len(targets):
             raise ValueError(f"the batch has {len(outputs)} inputs, but targets of shape {tuple(targets.shape)}.")
-        y = layout.targets(move_tensor(targets, theta.device, theta.dtype))
-        w = None if weights is None else layout.weights(weights.to(theta))
+        y = layout.targets(move_tensor(targets, *place))
+        w = None if weights is None else layout.weights(weights.to(*place))
         return likelihood.log_prob(outputs, y, w)
 
     def num_points(self, batch: GivenBatch) -> int:
@@ -178,7 +183,7 @@ class LogPosterior:
         """
         likelihood, network, reading = self._reading(weights, batch)
         data = Batches([batch], reading, hold=True)
-        memory = Budget(self._budget, self.model.theta.device)
+        memory = Budget(self._budget, self._place[0])
         if engines is None:
             engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget)
         assert network.layout is not None
@@ -204,10 +209,9 @@ class LogPosterior:
         """Return the likelihood, the network at these weights, and the form of its batches."""
         if self.ranks is not None:
             raise ValueError("over a process group no batch is linearised: use co.linearize(..., process_group=).")
-        theta = self.model.theta
         if not self._likelihood:
             points, targets, _ = parts_of(batch, self.weighted)
-            self._likelihood_at(move(normalise(points), theta.device, theta.dtype), targets)
+            self._likelihood_at(move(normalise(points), *self._place), targets)
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         return likelihood, network, reading_for(network, likelihood, layout, self.weighted)
@@ -215,15 +219,15 @@ class LogPosterior:
     @cached_property
     def _budget(self) -> int:
         """The bytes for each linearisation, determined once: asking the system takes as long as a small pass."""
-        return default_budget(self.model.theta.device)
+        return default_budget(self._place[0])
 
     def _likelihood_at(self, inputs: Inputs, targets: Tensor) -> Likelihood:
         """Return the likelihood for the model's positions, from the first batch, which is checked against it."""
-        theta = self.model.theta
+        device, dtype = self._place
         few = take(inputs, few_of(num_points(inputs)))
         interpreted, self.model.layout, _ = likelihood_at(self.model, few, self._spec)
-        likelihood = interpreted.to(device=theta.device, dtype=theta.dtype)
-        y = self.model.layout.targets(move_tensor(targets, theta.device, theta.dtype))
+        likelihood = interpreted.to(device=device, dtype=dtype)
+        y = self.model.layout.targets(move_tensor(targets, device, dtype))
         likelihood.check_targets(y, self.model.layout.output_shape.numel())
         self._likelihood.append(likelihood)
         return likelihood

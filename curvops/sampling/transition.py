@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
 from curvops.checkpoint import digest
@@ -108,7 +109,7 @@ class Evaluation:
     def _at_one(self, structure: Structure, batch: Any, *parts: Tensor) -> Tensor:
         """Return what is differentiated at one point; raise TypeError unless it is one real number."""
         f = self.log_posterior.differentiated if isinstance(self.log_posterior, LogPosterior) else self.log_posterior
-        value = f(structure.tree(parts), batch)
+        value = f(pytree.tree_unflatten(parts, structure.spec), batch)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim:
             kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
