@@ -19,7 +19,6 @@ from curvops.operators.curvatures.ggn import root_of
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior, compress_precision
 from curvops.sampling.log_density import LogPosterior, order_at_mean
-from curvops.sampling.normal_families import RANK
 from curvops.sampling.state import Info, NoiseSource, State
 from curvops.sampling.transition import Transition, common_arguments
 
@@ -252,7 +251,7 @@ def ekf(
         form=form,
         fisher=fisher,
         transition_noise=checked_number("transition_noise", transition_noise, "[0, inf)"),
-        rank=RANK if rank is None else checked_whole("rank", rank, 1),
+        rank=10 if rank is None else checked_whole("rank", rank, 1),
     )
 
 

@@ -220,15 +220,13 @@ FAMILIES: dict[str, type[GaussianFamily]] = {
     "low_rank_diagonal": LowRankDiagonalFamily,
     "kronecker": KroneckerFamily,
 }
-RANK = 10
-"""The default rank of a low-rank matrix plus a diagonal."""
 
 
 def family_of(name: str, rank: object) -> GaussianFamily:
     """Return the family of this name; raise ValueError for a rank if the family has none."""
     kind = FAMILIES[name]
     if kind is LowRankDiagonalFamily:
-        return LowRankDiagonalFamily(RANK if rank is None else checked_whole("rank", rank, 1))
+        return LowRankDiagonalFamily(10 if rank is None else checked_whole("rank", rank, 1))
     if rank is not None:
         raise ValueError(f"rank={rank!r} needs family='low_rank_diagonal'; {name!r} has no rank: leave it out.")
     return kind()

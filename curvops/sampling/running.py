@@ -24,10 +24,7 @@ from curvops.sampling.feed import Feed, require_repeatable
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Info, State
 from curvops.sampling.step_options import Constant
-from curvops.sampling.transition import LOOK_EVERY, Transition
-
-PATIENCE = 100
-"""The number of steps without an accepted proposal after which a Metropolis sampler counts as stuck."""
+from curvops.sampling.transition import Transition
 
 
 class Watch:
@@ -48,7 +45,7 @@ class Watch:
 
     def before(self, state: State, batch: Any) -> None:
         """Store the state before a step, after checking the energies every few steps."""
-        if self._steps % LOOK_EVERY == 0:
+        if self._steps % self._transition.check_every == 0:
             self.look(state)
             self._held = state.clone(), batch
         self._steps += 1
@@ -59,12 +56,12 @@ class Watch:
         if info.acceptance is None or adapting:
             return
         self._accepted.append(info.acceptance)
-        if len(self._accepted) == PATIENCE:
+        if len(self._accepted) == 100:
             mean = float(torch.stack(self._accepted).mean())
             self._accepted.clear()
             if mean < 1e-3:
                 raise DivergenceError(
-                    f"of {PATIENCE} proposals with step_size={adapted.step_size(self._steps - 1):g} none was likely to "
+                    f"of 100 proposals with step_size={adapted.step_size(self._steps - 1):g} none was likely to "
                     f"be accepted (mean probability {mean:.2g}){self.remedy()} Or use a warm-up to find one: "
                     "run(..., warmup=500, target_acceptance=0.6)."
                 )

@@ -121,9 +121,6 @@ class Evaluation:
 
 AnyTransition = TypeVar("AnyTransition", bound="Transition")
 
-LOOK_EVERY = 20
-"""The number of steps between two checks of the numbers, each of which waits for the device."""
-
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Transition(Summarised, ABC):
@@ -251,6 +248,8 @@ class Transition(Summarised, ABC):
     cold: ClassVar[str] = ""
     """The error message at temperature 0, for methods that need a positive temperature."""
     largest_step: ClassVar[float] = math.inf
+    check_every: ClassVar[int] = 20
+    """The number of steps between two checks of the numbers, each of which waits for an accelerator."""
 
     def step_length(self, step: int) -> tuple[str, float]:
         """Return the name of the option that sets the step size, and its value."""
@@ -282,7 +281,7 @@ class Transition(Summarised, ABC):
         """Return log_posterior and its gradient at the state; raise an error if they are not finite."""
         value, gradient = self.density.gradient(state.theta, state.structure, batch)
         step = int(state.step)
-        if (state.theta.device.type == "cpu" or step % LOOK_EVERY == 0) and not bool(value.isfinite().all()):
+        if (state.theta.device.type == "cpu" or step % self.check_every == 0) and not bool(value.isfinite().all()):
             raise self._not_finite(value, step)
         return value, gradient
 
