@@ -13,6 +13,7 @@ whole budget; only the rest is limited.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -128,7 +129,7 @@ def running(
     """
     check_progress(progress)
     if memory_budget is not None:
-        checked_number("memory_budget", memory_budget, "[0, inf]")
+        memory_budget = int(min(checked_number("memory_budget", memory_budget, "[0, inf]"), sys.maxsize))
     outer = current_run()
     own: Steps | None = None
     silent, steps = outer.silent, outer.steps

@@ -27,9 +27,12 @@ from curvops.network.trained.sharded_network import ShardedNetwork
 from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.engine_cache import BatchMap
+from curvops.network.walks.input_graphs import InputGraph
 from curvops.network.walks.layer_roots import Group, JacobianRows
-from curvops.network.walks.passes import Passes, accumulate
+from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns
+from curvops.network.walks.some_points import at_points, by_points, shuffled
+from curvops.network.walks.walk import Walk, accumulate
 
 __all__ = [
     "LEAST_ROOM",
@@ -41,6 +44,7 @@ __all__ = [
     "EngineChoice",
     "Exact",
     "Group",
+    "InputGraph",
     "JacobianRows",
     "Layer",
     "Model",
@@ -59,7 +63,10 @@ __all__ = [
     "TrainedNetwork",
     "SharedPointsWarning",
     "NoProcessGroupWarning",
+    "Walk",
     "accumulate",
+    "at_points",
+    "by_points",
     "estimated_noise",
     "gaps_and_weights",
     "likelihoods",
@@ -72,6 +79,7 @@ __all__ = [
     "recorded_network",
     "saved_bytes",
     "score_and_diagonal",
+    "shuffled",
     "squared_columns",
     "tensors_of",
 ]

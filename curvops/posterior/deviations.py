@@ -365,7 +365,6 @@ class _Problem:
         return Solution(
             at.average,
             reasons,
-            final <= rtol,
             final,
             torch.full_like(final, math.nan),
             at.count,
@@ -493,7 +492,7 @@ def _by_closed_form(terms: PrecisionTerms, P: Any, k: int, noise: Noise, x0: Ten
         raise ValueError("x0 is the start of an iteration, and a closed form has none: leave x0 out.")
     draws = draw(P.inverse(rtol), k, noise.generator(P.device), frozenset((terms.lin.memory,)))
     none = torch.zeros(k, dtype=torch.float64)
-    return Solution(draws, (Reason.CONVERGED,) * k, none == 0, none, none, 0, 0, none.new_zeros(0, k))
+    return Solution(draws, (Reason.CONVERGED,) * k, none, none, 0, 0, none.new_zeros(0, k))
 
 
 def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
@@ -508,7 +507,7 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
     reasons = tuple(Reason.CONVERGED if r <= rtol else Reason.PRECISION_LIMIT for r in residuals.tolist())
     none = residuals.new_full(residuals.shape, math.nan)
     matvecs = len(z) + systems.count
-    return Solution(z, reasons, residuals <= rtol, residuals, none, 1, matvecs, residuals.unsqueeze(0))
+    return Solution(z, reasons, residuals, none, 1, matvecs, residuals.unsqueeze(0))
 
 
 def _directions(systems: Systems, M: Any, rtol: float) -> int | None:
@@ -549,12 +548,10 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
             break
         goal, guess = max(goal * min(0.1, float(rtol / residuals.max())), 2 * torch.finfo(z.dtype).eps), found.x
     reasons = tuple(
-        reason if reason is not Reason.CONVERGED or residual <= rtol else Reason.PRECISION_LIMIT
+        Reason.CONVERGED if residual <= rtol else Reason.PRECISION_LIMIT if reason is Reason.CONVERGED else reason
         for reason, residual in zip(found.reasons, residuals.tolist())
     )
-    return Solution(
-        z, reasons, residuals <= rtol, residuals, found.backward_errors, found.iterations, spent, found.history
-    )
+    return Solution(z, reasons, residuals, found.backward_errors, found.iterations, spent, found.history)
 
 
 def _relative(residual: Float[Tensor, "D k"], right: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:

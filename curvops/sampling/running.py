@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvops.argument_types import GivenBatch, SamplingMethod
-from curvops.checkpoint import Checkpoint, Place, begin, identify, resumable, seed_of
+from curvops.checkpoint import Checkpoint, Place, begin, identify, seed_of
 from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole
 from curvops.errors import DivergenceError
+from curvops.linalg.core.sharded import algorithm
 from curvops.process_group import Ranks
-from curvops.progress import Progress, check_progress, progress_bar
+from curvops.progress import Progress, as_step, check_progress, progress_bar
 from curvops.records import from_record
 from curvops.sampling.chain_draws import Chain, Spread
 from curvops.sampling.feed import Feed, require_repeatable
@@ -124,7 +125,7 @@ def largest_curvature(transition: Transition, theta: Tensor, state: State, batch
 TRACES = ("log_posterior", "acceptance", "energy_error")
 
 
-@resumable
+@algorithm
 def run(
     sampler: SamplingMethod,
     start: Any,
@@ -285,7 +286,7 @@ def _take_steps(
                 if sampler.metropolis and feed.position["index"] > 1:
                     raise ValueError("a pass gives several batches, but this sampler needs all data, [(X, y)].")
                 watch.before(now.state, batch)
-                state, info = adapted.update(now.state, batch, inplace=not saved)
+                state, info = as_step(0, adapted.update, now.state, batch, inplace=not saved)
                 watch.after(info, adapted, now.adaptation is not None and warming_up)
                 now = now.advance(state, info, warmup, thin, feed.position, sampler.spread)
                 if warming_up:

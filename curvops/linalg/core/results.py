@@ -92,11 +92,6 @@ class Reason(Enum):
 ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PRECISION_LIMIT})
 
 
-def converged(reasons: Sequence[Reason]) -> Bool[Tensor, " K"]:
-    """Return which columns have converged."""
-    return torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons], dtype=torch.bool)
-
-
 def join_histories(histories: Sequence[Tensor]) -> Float[Tensor, "steps K"]:
     """Put the columns of several histories side by side, repeating the last row of shorter ones."""
     steps = max(map(len, histories))
@@ -115,6 +110,12 @@ class Reasoned(Tabular):
     def _numbers(self) -> dict[str, Tensor]:
         """Return what a table shows of each column."""
         return {}
+
+    @property
+    def converged(self) -> Bool[Tensor, " K"]:
+        """Whether each column reached the tolerance."""
+        reached = Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE
+        return torch.tensor([reason in reached for reason in self.reasons], dtype=torch.bool)
 
     @property
     def accepted(self) -> bool:
@@ -161,7 +162,6 @@ class Solution(Summarised, Reasoned):
 
     x: Vectors
     reasons: tuple[Reason, ...]
-    converged: Bool[Tensor, " K"] = field(repr=False)
     relative_residuals: Float[Tensor, " K"]
     backward_errors: Float[Tensor, " K"]
     iterations: int
@@ -460,11 +460,6 @@ class FunctionProduct(Summarised, Reasoned):
 
     def _numbers(self) -> dict[str, Tensor]:
         return {"estimate of the relative error": self.error_estimates}
-
-    @property
-    def converged(self) -> Bool[Tensor, " K"]:
-        """Whether each column reached the tolerance."""
-        return converged(self.reasons)
 
     def raise_if_failed(self, rtol: float) -> FunctionProduct:
         """Return self if every column is accepted, otherwise raise FunctionConvergenceError."""

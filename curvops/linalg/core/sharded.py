@@ -570,9 +570,10 @@ def algorithm(work: Callable[P, R]) -> Callable[P, R]:
             options = dict(zip(options, values))
             if shards:
                 args = over_ranks(args[0], shards[0].rows), *args[1:]
-            if options.get("checkpoint") is not None and (shards or getattr(args[0], "layouts", None) is not None):
-                raise ValueError("sharded vectors cannot be saved in a checkpoint: omit checkpoint=.")
-        A, progress, memory_budget = args[0] if args else None, options.get("progress"), options.get("memory_budget")
+        arguments = {**dict(zip(signature.parameters, args)), **options}
+        A, progress, memory_budget = (arguments.get(name) for name in (first, "progress", "memory_budget"))
+        if arguments.get("checkpoint") is not None and (shards or getattr(A, "layouts", None) is not None):
+            raise ValueError("sharded vectors cannot be saved in a checkpoint: omit checkpoint=.")
         with (
             running(work.__name__, A, progress, memory_budget, call=(signature, args, options), sharded=distributed),
             torch.no_grad() if shards else nullcontext(),

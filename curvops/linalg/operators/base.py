@@ -58,7 +58,7 @@ from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.contract import LinearOperatorContract, positions, takes_all
 from curvops.linalg.operators.draws import draw_by_products, draw_dense
 from curvops.linalg.solvers.cg import cg
-from curvops.linalg.solvers.solve import Promises, solve, system_of
+from curvops.linalg.solvers.solve import solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
@@ -133,6 +133,16 @@ class Operator(LinearOperatorContract):
     @property
     def psd(self) -> bool:
         """Whether A is known to be symmetric positive semi-definite."""
+        return False
+
+    @property
+    def definite(self) -> bool:
+        """Whether A is solved by CG, for which negative curvature is an error."""
+        return self.psd
+
+    @property
+    def stored(self) -> bool:
+        """Whether the dense matrix exists."""
         return False
 
     @property
@@ -435,7 +445,7 @@ class Operator(LinearOperatorContract):
     @property
     def _is_formed(self) -> bool:
         """Whether the dense matrix exists, or is small enough to be formed, so that it is factorised."""
-        return self._is_small
+        return self.stored or self._is_small
 
     def require_small(self, purpose: str, instead: str = "") -> None:
         """Raise ValueError if `purpose` needs a dense matrix of more than `DENSE_SIZE` columns."""
@@ -469,10 +479,6 @@ class Operator(LinearOperatorContract):
     def _lower_bound(self) -> float | None:
         """Return a positive lower bound of A's eigenvalues, if one is known."""
         return None
-
-    def promises(self) -> Promises:
-        """Return the properties that `co.linalg.solve` may rely on."""
-        return Promises(self.symmetric, self.psd)
 
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
         """Return the function block -> A⁻¹ block of a closed form, or None."""

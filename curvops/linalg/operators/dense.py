@@ -25,7 +25,6 @@ from curvops.linalg.operators.closed_form import (
     warn_of_rounding,
 )
 from curvops.linalg.operators.draws import normal, require_not_negative
-from curvops.linalg.solvers.solve import Promises
 
 
 class DenseForm(ClosedForm):
@@ -123,7 +122,6 @@ class Dense(Operator):
     """
 
     _shown = ("tensor",)
-    _is_formed = True
     _damped_form: ClassVar[type[ClosedForm] | None] = DenseForm
 
     def __init__(
@@ -140,8 +138,9 @@ class Dense(Operator):
             raise ValueError(f"tensor must be a matrix (m, n) or a batch of them, got {tuple(tensor.shape)}.")
         super().__init__(tensor, psd=psd, space=space, rest=rest, sources=sources)
 
-    def promises(self) -> Promises:
-        return super().promises()._replace(at_hand=True)
+    @property
+    def stored(self) -> bool:
+        return True
 
     @property
     def tensor(self) -> Tensor:

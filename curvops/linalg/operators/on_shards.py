@@ -76,8 +76,12 @@ class OnShards(UnaryOperator):
         return self.base._diagonal()
 
     @property
-    def _is_formed(self) -> bool:
-        return self.base._is_formed if isinstance(self.base, Operator) else self._is_small
+    def definite(self) -> bool:
+        return isinstance(self.base, Operator) and self.base.definite
+
+    @property
+    def stored(self) -> bool:
+        return isinstance(self.base, Operator) and self.base.stored
 
     def to_dense(self) -> Tensor:
         """Form the matrix on each rank."""
@@ -86,9 +90,6 @@ class OnShards(UnaryOperator):
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
         solver = self.base.exact_solver() if isinstance(self.base, Operator) else None
         return None if solver is None else partial(_applied, solver)
-
-    def promises(self) -> Any:
-        return self.base.promises() if isinstance(self.base, Operator) else super().promises()
 
     def _lower_bound(self) -> float | None:
         return self.base._lower_bound() if isinstance(self.base, Operator) else None

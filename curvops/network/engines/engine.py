@@ -14,7 +14,6 @@ from curvops.network.data.inputs import copy as copied
 from curvops.network.data.inputs import in_pieces, num_points, take
 from curvops.network.engines.autodiff import KeptRows, Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import (
-    MAPPED_BYTES,
     Call,
     Layerwise,
     Owners,
@@ -23,17 +22,23 @@ from curvops.network.engines.layerwise import (
     owners_of,
     record,
 )
-from curvops.network.engines.plan import EngineChoice, EngineKind, Plan, rates_of
-from curvops.network.engines.routes import Routes, find_routes, proves_itself, try_recording
-from curvops.network.engines.self_check import Checked, bypassed, mismatches, path_of, random_root
+from curvops.network.engines.plan import CPU, GPU, EngineChoice, EngineKind, Plan, Routes
+from curvops.network.engines.self_check import (
+    Checked,
+    bypassed,
+    find_routes,
+    mismatches,
+    path_of,
+    proves_itself,
+    random_root,
+    try_recording,
+)
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import Blocks
+from curvops.network.model.parameters import MAPPED_BYTES, Blocks
 
 # The least number of bytes of sensitivities used at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
-# The number of points on which layer rules are checked before use.
-CHECKED_POINTS = 8
 # On a CPU passes without a graph are over at least so many points at a time, for which weights are read only once.
 FORWARD_POINTS = 32
 NO_LAYER = "its layer does not run as a layer"
@@ -81,11 +86,12 @@ class Engines:
         recording = record(model, seen, self._owned)
         outputs, calls, misfits = recording
         self.model, self._first = model, (seen, recording) if whole else None
-        path = path_of(model, recording)
-        run = path, outputs.shape[1], [call.layer.output[1:] for call in calls], misfits
-        if path is not None and run == self._run:
-            return  # the network runs as it did at the weights before: what was found then holds
-        self._run, self._num_outputs = run, outputs.shape[1]
+        if whole and (path := path_of(model, recording)) is not None:
+            run = path, outputs.shape[1], [call.layer.output[1:] for call in calls], misfits
+            if run == self._run:
+                return  # the network runs as it did at the weights before: what was found then holds
+            self._run = run
+        self._num_outputs = outputs.shape[1]
         self._few = copied(take(first, slice(0, 2))) if whole else seen  # engines may outlive the batch
         self._unlike: frozenset[str] = frozenset()
         self._first_differs: bool | None = None
@@ -150,7 +156,8 @@ class Engines:
         rest = Streamed(self.model, inputs, others) if others else None
         root = IDENTITY if whole else random_root(num_points(inputs), self._num_outputs, self.model.theta)
         engine = Layerwise(self.model, recording, rest, LEAST_CHUNK, root)
-        return mismatches(engine, reference if whole else RootJacobian(reference, root), self._in_layers)
+        pull = reference.pull if whole else RootJacobian(reference, root).pull
+        return mismatches(engine, pull, self._in_layers)
 
     @property
     def _in_layers(self) -> list[str]:
@@ -207,7 +214,7 @@ class Engines:
         the graph tells which layers are left out by a path.
         """
         with self.model.lock:
-            count = min(CHECKED_POINTS, num_points(inputs))
+            count = min(8, num_points(inputs))
             while self.plan.layers and not self._checked & {True, whole}:
                 alone = [take(inputs, slice(i, i + 1)) for i in range(count)]
                 wrong = self._wrong_at([take(inputs, slice(0, count))], whole) and self._wrong_at(alone, whole)
@@ -256,7 +263,7 @@ class Engines:
         On a CPU, where the results of all operations then fit into memory that is used again.
         """
         made = self.plan.routes.made_bytes
-        return 0 if self.model.theta.is_cuda else max(FORWARD_POINTS, MAPPED_BYTES // max(1, made))
+        return 0 if self.model.theta.is_cuda else max(FORWARD_POINTS, (MAPPED_BYTES - 1) // max(1, made))
 
     def _build_streamed(self, inputs: Any) -> Streamed:
         return Streamed(self.model, inputs, self.model.selection.names, self.plan.routes.pushes, self.forward_points)
@@ -334,7 +341,7 @@ class Engines:
             routes=self._routes_of(names),
             rest=self._routes_of(tuple(others)) if calls and others and layerwise else None,
             memory_budget=self.memory_budget,
-            rates=rates_of(self.model.theta.device),
+            rates=CPU if self.model.theta.device.type == "cpu" else GPU,
             half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
             unlike=self._unlike,
         )

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -82,10 +83,7 @@ class Replay:
 
     def nbytes(self, apart: Iterable[Tensor]) -> int:
         """Return the bytes of the constants, without those in the memory of the tensors in `apart`."""
-        held = Held(apart)
-        kept = (tensor for step in self._steps for tensor in tensors_in(step.args))
-        extents = {extent(tensor) for tensor in kept if has_memory(tensor) and tensor not in held}
-        return sum(end - start for start, end in extents)
+        return bytes_beside([tensor for step in self._steps for tensor in tensors_in(step.args)], apart)
 
 
 class Recorder(EagerMode):
@@ -173,7 +171,7 @@ class Recorder(EagerMode):
             if isinstance(value, Tensor) and id(value) in self._slot_of:
                 values[i] = _Slot(self._slot_of[id(value)])
             elif isinstance(value, Tensor) and has_memory(value):
-                self._kept_in[extent(value)[0]].append(values)
+                self._kept_in[_extent(value)[0]].append(values)
             elif isinstance(value, tuple | list) and any(isinstance(part, Tensor) for part in value):
                 values[i] = self._referring(list(value))
         return values
@@ -182,9 +180,9 @@ class Recorder(EagerMode):
         """Replace constants by copies if their memory is about to be written to."""
         if not has_memory(tensor):
             return
-        for values in self._kept_in.pop(extent(tensor)[0], []):
+        for values in self._kept_in.pop(_extent(tensor)[0], []):
             for i, value in enumerate(values):
-                if isinstance(value, Tensor) and has_memory(value) and extent(value)[0] == extent(tensor)[0]:
+                if isinstance(value, Tensor) and has_memory(value) and _extent(value)[0] == _extent(tensor)[0]:
                     values[i] = value.clone()
 
 
@@ -236,20 +234,17 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor._is_zerotensor()
 
 
-class Held:
-    """The memory of some tensors; it contains another tensor if that tensor's storage lies within one of theirs."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._extents = sorted(extent(tensor) for tensor in tensors if has_memory(tensor))
-        self._starts = [start for start, _ in self._extents]
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        start, end = extent(tensor)
-        i = bisect_right(self._starts, start) - 1
-        return i >= 0 and end <= self._extents[i][1]
+def bytes_beside(tensors: Iterable[Tensor], apart: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages of some tensors that are not within a storage of those in `apart`."""
+    held = [(0, 0), *sorted([_extent(tensor) for tensor in apart if has_memory(tensor)])]
+    total = 0
+    for start, end in {_extent(tensor) for tensor in tensors if has_memory(tensor)}:
+        _, end_of_held = held[bisect_right(held, start, key=itemgetter(0)) - 1]
+        total += end - start if end > end_of_held else 0
+    return total
 
 
-def extent(tensor: Tensor) -> tuple[int, int]:
+def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the start and the end of the memory of a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

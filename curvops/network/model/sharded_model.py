@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -101,12 +101,13 @@ class ShardedModel(Model):
         if form_of(inputs) not in self._admitted:
             raise ValueError("the inputs have another shape or dtype than the first points: pad sequences.")
 
-    def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def holding(self, values: Mapping[str, Tensor]) -> Iterator[Blocks]:
         with self.at_snapshot(), contextlib.ExitStack() as stack:
             stack.enter_context(own_randomness(self._flat.device))
             for stand_in in self._stand_ins:
                 stack.enter_context(stand_in())
-            return run()
+            yield {}
 
     @contextlib.contextmanager
     def at_snapshot(self) -> Iterator[None]:

@@ -32,9 +32,10 @@ from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.engine_cache import BatchMap, linear
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.passes import Passes, accumulate
+from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
+from curvops.network.walks.walk import accumulate
 from curvops.process_group import Ranks, warn_without_group
 from curvops.progress import Progress
 from curvops.storage import WRITTEN_BY
@@ -331,14 +332,14 @@ class TrainedNetwork(NetworkOnData):
         if torch.is_grad_enabled() and block.requires_grad:
             return linear(block, self.hessian_product, self.hessian_product)
         total: Tensor | None = None
-        for inputs, batch in self.passes.batches():
+        for inputs, batch in self.passes.source:
             total = accumulate(total, hessian_product(self.model, self.likelihood, block.detach(), inputs, batch))
         assert total is not None  # linearize rejects empty data
         return self.passes.add_up(total)
 
     def require_symmetric_hessian(self) -> None:
         """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points."""
-        inputs, _ = next(self.passes.batches())
+        inputs, _ = next(iter(self.passes.source))
         require_symmetric(self.model, take(inputs, slice(0, 2)))
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:

@@ -35,7 +35,7 @@ MOST_RECORDED = 2**20
 class BatchRows(EngineCache, JacobianRows):
     """The rows of the batches of a `source`, by layer: those of J, and those of a square root of the curvature."""
 
-    _source: Iterable[tuple[Any, Any]]
+    source: Iterable[tuple[Any, Any]]
     shard: Shard | None
     progress: Progress
 
@@ -72,7 +72,7 @@ class BatchRows(EngineCache, JacobianRows):
         """
         total, columns = 0, fisher.num_columns(self.engines.plan.num_outputs)
         with self._steps("rows of the curvature's root", columns) as steps:
-            for inputs, batch in self._source:
+            for inputs, batch in self.source:
                 others = [n for n in self.engines.checked_others(inputs) if names is None or n in names]
                 width, most = columns, chunk if names is None else sys.maxsize
                 if apart and not others and not self.model.theta.is_cuda:
@@ -111,7 +111,7 @@ class BatchRows(EngineCache, JacobianRows):
             return list(each_group(*asked, names=names))
 
         with self._steps("rows of the Jacobian") as steps:
-            for index, (inputs, _) in enumerate(self._source):
+            for index, (inputs, _) in enumerate(self.source):
                 if last is None:
                     others = [n for n in self.engines.checked_others(inputs) if names is None or n in names]
                     pieces = self._pieces(inputs, C, self.chunk_bytes, of_others=True)
@@ -145,7 +145,7 @@ class BatchRows(EngineCache, JacobianRows):
             if self._outputs is not None:
                 found, self._outputs = self._outputs, None
                 return found
-            plan, parts = self.engines.plan, self._source if isinstance(self._source, list) else []
+            plan, parts = self.engines.plan, self.source if isinstance(self.source, list) else []
             if len(parts) != 1 or plan.is_last_layer or self._fisher is not None:
                 return None
             inputs = parts[0][0]

@@ -66,7 +66,8 @@ class ShardedLayers:
                 for names in self._together():
                     some = copy(engine)
                     some.parts = [part for part in engine.parts if names & set(part.layer.names.values())]
-                    bad |= mismatches(some, _Leaves(self.model, outputs, {name: edges[name] for name in names})).wrong
+                    reference = _Leaves(self.model, outputs, {name: edges[name] for name in names})
+                    bad |= mismatches(some, reference.pull).wrong
         finally:
             for handle in handles:
                 handle.remove()
@@ -112,13 +113,9 @@ class _Leaves:
 
     def pull(self, cotangents: Tensor) -> Blocks:
         """Return Jᵀ u for one u, (1, n, C), by name."""
-
-        def run() -> tuple[Tensor | None, ...]:
-            options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
-            return torch.autograd.grad(self._outputs, [*self._edges.values()], cotangents[0], **options)
-
-        with self._model.differentiating():
-            found = self._model.holding({}, run)
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        with self._model.differentiating(), self._model.holding({}):
+            found = torch.autograd.grad(self._outputs, [*self._edges.values()], cotangents[0], **options)
         shapes = dict(zip(self._model.selection.names, self._model.selection.shapes))
         zero = self._outputs.new_zeros(())
         return {

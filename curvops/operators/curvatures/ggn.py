@@ -27,7 +27,7 @@ from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.direct_sum import DirectSum, DirectSumForm
-from curvops.network import Empirical, Exact, OutputFisher, Passes, Plan, Sampled
+from curvops.network import Empirical, Exact, OutputFisher, Passes, Plan, Sampled, shuffled
 from curvops.operators.curvatures.sharded_curvature import ShardedCurvature, diagonal_of
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
@@ -170,7 +170,7 @@ class CurvatureRoot(NetworkOperator):
             raise ValueError("minibatches need the exact root: use co.GGN(lin) or method='cg'.")
         if self.lin.passes.shard is not None:
             raise ValueError("minibatches are not available for data of a process group: use method='cg' or 'dual'.")
-        for chosen, walk in self.lin.passes.minibatches(size, generator):
+        for chosen, walk in shuffled(self.lin.passes, size, generator):
             kept = {"walk": walk, "points": len(chosen), "reduced": False}
             yield chosen, CurvatureRoot(self.theta, **self._kwargs | kept)
 

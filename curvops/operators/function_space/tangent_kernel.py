@@ -134,7 +134,7 @@ class TangentKernel(UserOperator, Operator):
         if not self._is_of_ranks:
             return Sharded(self._columns(index)[layout.own], layout)
         points = rows_over_ranks.layout_of_points(J.passes, layout)
-        own = J.passes.push_own(self._scaled(J.rows_at(index)))
+        own = rows_over_ranks.push_own(J.passes, self._scaled(J.rows_at(index)))
         return Sharded(own, points).moved(layout)
 
     def formed(self, mesh: Any) -> BlockRows:

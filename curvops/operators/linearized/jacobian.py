@@ -9,13 +9,15 @@ import torch
 from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from curvops.checks import carries_graph
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.spaces import Space, Spaces
 from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, unit_columns, zero_block
-from curvops.network import Passes
+from curvops.network import InputGraph, Passes, at_points, by_points
+from curvops.network.data.inputs import move
 from curvops.operators.linearized import rows_over_ranks
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.progress import Progress
@@ -56,7 +58,10 @@ class Jacobian(NetworkOperator):
     def graph(self) -> Any:
         """The inputs of the Jacobian, all points together, with their graph if `is_recorded`."""
         graph = self._kwargs.get("graph")
-        return self.passes.input_graph() if graph is None else graph.at(self._args[1:])
+        if graph is not None:
+            return graph.at(self._args[1:])
+        inputs = tree_map(lambda *parts: torch.cat(parts), *(inputs for inputs, _ in self.passes.gathered().source))
+        return InputGraph(self.passes.engines, inputs)
 
     def _tangent_space(self) -> Space:
         return self.passes.model.tangent_space
@@ -80,15 +85,17 @@ class Jacobian(NetworkOperator):
 
     def apart(self) -> Jacobian:
         """Return the rows of this rank's own inputs."""
-        shard = self.passes.shard
-        return self if shard is None else self._of(self.passes.apart(), sum(shard.sizes) * self._num_outputs)
+        walk = self.passes
+        if walk.shard is None:
+            return self
+        return self._of(walk.over(walk.source), sum(walk.shard.sizes) * self._num_outputs)
 
     def _of(self, passes: Passes, rows: int) -> Jacobian:
         return Jacobian(*self._args, **self._kwargs | {"passes": passes, "rows": rows})
 
     def by_points(self, count: int, together: int = 1) -> Iterator[Jacobian]:
         """Yield the Jacobians of `count` points at a time, or fewer points at the end of a batch."""
-        for passes, points in self.passes.gathered().by_points(count, together):
+        for passes, points in by_points(self.passes.gathered(), count, together):
             yield Jacobian(self.theta, passes=passes, rows=points * self._num_outputs)
 
     @property
@@ -133,7 +140,7 @@ class Jacobian(NetworkOperator):
         for rows in index.split(fit or C):
             points, place = torch.unique(rows // C, return_inverse=True)
             among = place * C + rows % C
-            chosen = Jacobian(self.theta, passes=self.passes.of_points(points), rows=len(points) * C)
+            chosen = Jacobian(self.theta, passes=at_points(self.passes, points), rows=len(points) * C)
             if fit:
                 block = columns(chosen.formed(), among)
             else:
@@ -145,17 +152,18 @@ class Jacobian(NetworkOperator):
     def _rows_of_ranks_at(self, index: Int[Tensor, " b"]) -> Float[Tensor, "D b"]:
         """Return rows, each taken from the rank that has its point. One all-reduce of D·b numbers."""
         own, found = self.apart(), zero_block(self.theta.unsqueeze(1), len(index))
-        places = index - self.passes.first_own * self._num_outputs
-        inside = ((places >= 0) & (places < self.passes.num_own * self._num_outputs)).nonzero()[:, 0]
+        rows = self.passes.own_rows
+        inside = ((index >= rows.start) & (index < rows.stop)).nonzero()[:, 0]
         if len(inside):
-            put_columns(found, inside, own.rows_at(places[inside]))
+            put_columns(found, inside, own.rows_at(index[inside] - rows.start))
         return self.passes.add_up(found)
 
     def in_turn(self) -> Iterator[Jacobian | None]:
         """Yield the Jacobian of each rank's points in turn, for ranks that have points; None for this rank's own."""
-        assert self.passes.shard is not None
-        counts = [count for count in self.passes.shard.counts if count]
-        for walk, count in zip(self.passes.in_turn(), counts, strict=True):
+        shard = self.passes.shard
+        assert shard is not None
+        for inputs, count in zip(shard.in_turn(), filter(None, shard.counts), strict=True):
+            walk = None if inputs is None else self.passes.over([(inputs, None)])
             yield None if walk is None else self._of(walk, count * self._num_outputs)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
@@ -190,6 +198,7 @@ class Jacobian(NetworkOperator):
     def _converted(
         self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
     ) -> LinearOperator:
-        passes, graph = self.passes.cast(dtype, device), self._kwargs.get("graph")
+        model, graph = self.passes.model.cast(dtype, device), self._kwargs.get("graph")
+        passes = self.passes.over([(move(inputs, device, dtype), None) for inputs, _ in self.passes.source], model)
         changed = {"passes": passes, "graph": graph and graph.cast(passes.engines, device, dtype)}
         return Jacobian(passes.model.theta, *hyperparameters, **self._kwargs | changed)

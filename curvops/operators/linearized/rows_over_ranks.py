@@ -8,12 +8,14 @@ fewer than there are weights.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.sharded import PANEL_BYTES, RowLayout, Sharded
-from curvops.network import Passes
+from curvops.network import Passes, accumulate
 
 
 def layout_of_points(passes: Passes, beside: RowLayout) -> RowLayout:
@@ -51,10 +53,26 @@ def by_panels(
     return result
 
 
+def push_own(passes: Passes, block: Float[Tensor, "D K"]) -> Float[Tensor, "own K"]:
+    """Return J V for the points of this rank alone."""
+    if passes.shard is None or not passes.shard.num_own:
+        return block.new_zeros(block.shape[1], 0).mT
+    return torch.cat([J.push(block).flatten(1) for _, J in passes.each(block.shape[1])], 1).mT
+
+
+def pull_own(passes: Passes, block: Float[Tensor, "own K"]) -> Float[Tensor, "D K"]:
+    """Return Jᵀ U over the points of this rank alone: its part of the sum over ranks."""
+    shard, K = passes.shard, block.shape[1]
+    if shard is None or not shard.num_own:
+        return block.new_zeros(K, len(passes.model.theta)).mT
+    z, start = block.mT.unflatten(1, (-1, passes.engines.plan.num_outputs)), shard.start
+    return reduce(accumulate, (J.pull(z[:, J.points.start - start : J.points.stop - start]) for _, J in passes.each(K)))
+
+
 def push(passes: Passes, V: Sharded) -> Sharded:
     """Return J V for V sharded over weights: each rank gathers some columns and multiplies for its own points."""
     points = layout_of_points(passes, V.rows)
-    found = by_panels(V, points, V.shape[0], lambda own: passes.push_own(V.like(own).whole()))
+    found = by_panels(V, points, V.shape[0], lambda own: push_own(passes, V.like(own).whole()))
     return found.moved(V.rows.beside(points.length))
 
 
@@ -63,7 +81,7 @@ def pull(passes: Passes, U: Sharded) -> Sharded:
     weights, ranks = U.rows.beside(len(passes.model.theta)), U.rows.ranks
     own = U.moved(layout_of_points(passes, U.rows))
     return by_panels(
-        own, weights, weights.length, lambda part: ranks.scatter_rows(passes.pull_own(part), weights.counts)
+        own, weights, weights.length, lambda part: ranks.scatter_rows(pull_own(passes, part), weights.counts)
     )
 
 
@@ -74,6 +92,6 @@ def push_pulled(passes: Passes, U: Sharded, scale: Callable[[Float[Tensor, "D w"
         U.moved(points),
         points,
         len(passes.model.theta),
-        lambda part: passes.push_own(scale(ranks.add_up(passes.pull_own(part)))),
+        lambda part: push_own(passes, scale(ranks.add_up(pull_own(passes, part)))),
     )
     return found.moved(U.rows)

@@ -17,10 +17,11 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
-from curvops.checkpoint import Place, begin, resumable
+from curvops.checkpoint import Place, begin
 from curvops.checks import check_accuracy, check_choice, check_kind, check_tensor, checked_number, checked_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
+from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.linalg.operators.base import as_part
 from curvops.network import record_of_network
@@ -56,6 +57,7 @@ from curvops.posterior.log_evidence import (
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
 from curvops.posterior.solves.precision import inverse_for_rows, plan
+from curvops.progress import Progress
 from curvops.records import from_record
 
 NORMALISATION = re.compile(r"Norm(\d+d)?$")
@@ -113,6 +115,11 @@ class Laplace(GaussianWeights):
         return PrecisionTerms(self.cache, self.prior)
 
     @property
+    def progress(self) -> Progress:
+        """How long calls show their progress: as that of `lin`."""
+        return self.lin.passes.progress
+
+    @property
     def precision(self) -> Any:
         """The precision P = G + A, (D, D), whatever the temperature."""
         return self.terms.precision
@@ -164,7 +171,7 @@ class Laplace(GaussianWeights):
             )
         return float(noise.detach())
 
-    @resumable
+    @algorithm
     def deviations(
         self,
         k: int,
@@ -239,7 +246,7 @@ class Laplace(GaussianWeights):
         run.save(dict, now=True)
         return run.finish(draw(noise if saved is None else from_record(Noise, saved)))
 
-    @resumable
+    @algorithm
     def linear_mode(
         self,
         x0: Float[Tensor, " D"] | None = None,
