@@ -117,7 +117,7 @@ def _read(over: Any) -> tuple[str | None, bool]:
     """Return which precisions are tuned (None: none of them), and whether the noise is."""
     accepted = f"one of {', '.join(map(repr, OVER))}, 'noise', or a pair such as ('layers', 'noise')"
     parts = [over] if isinstance(over, str) else over
-    precisions = [part for part in parts if part in OVER]
+    precisions = [name for name in parts if name in OVER]
     if len(set(parts)) < len(parts) or len(precisions) > 1 or not parts or not set(parts) <= {*OVER, "noise"}:
         raise ValueError(f"over must be {accepted}; got {over!r}.")
     return (precisions[0] if precisions else None), "noise" in parts

@@ -156,7 +156,7 @@ class ExtendedKalmanFilter(Transition):
         move = precision.solve(slope.unsqueeze(1)).squeeze(1)  # uses the whole batch: only the stored root is truncated
         if W.shape[1] <= self.rank:
             return {"diagonal": diagonal, "root": W}, move
-        seed = int(noise.each(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
+        seed = int(noise.per_chain(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
         generator = torch.Generator(W.device).manual_seed(seed)
         compressed: Any = compress_precision("low_rank_diagonal", precision, self.rank, generator)[0]
         return {"diagonal": compressed.shift, "root": compressed.base.root}, move

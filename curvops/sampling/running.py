@@ -333,7 +333,7 @@ def _problem(sampler: Transition) -> dict[str, Any]:
 
 def _options(sampler: Transition) -> dict[str, Any]:
     """Return by name the kind and the options of a sampler, in words."""
-    options = {each.name: getattr(sampler, each.name) for each in fields(sampler) if each.name != "density"}
+    options = {field.name: getattr(sampler, field.name) for field in fields(sampler) if field.name != "density"}
     options["preconditioner or covariance"] = options.pop("metric")
     names = {f"the sampler's {name}": identify(value) for name, value in options.items()}
     return {"the sampler": type(sampler).__name__, **names}

@@ -198,7 +198,7 @@ class Transition(Summarised, ABC):
         if self.chains is not None:
             theta = theta.expand(self.chains, -1).clone()
         if self.spread is not None:
-            theta, random = theta[self.spread.own].clone(), random[self.spread.own].clone()
+            theta, random = theta[self.spread.indices].clone(), random[self.spread.indices].clone()
         state = State(theta, torch.zeros((), dtype=torch.int64), random, structure)
         noise = NoiseSource(random, theta.device)
         further = self._initial_tensors(state, noise)

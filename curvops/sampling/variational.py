@@ -280,7 +280,8 @@ def vi(
     shared = common_arguments(log_posterior, 1.0, temperature, data_size, None)
     inner = in_torch(optimizer, log_posterior, data_size=shared["data_size"], **options)
     return Variational(
-        **{each.name: getattr(inner, each.name) for each in fields(inner)} | {"temperature": shared["temperature"]},
+        **{option.name: getattr(inner, option.name) for option in fields(inner)}
+        | {"temperature": shared["temperature"]},
         family=family_of(family, rank),
         draws=checked_whole("draws", draws, 1),
         stick_the_landing=stick_the_landing,
