@@ -442,4 +442,5 @@ def chains(
         sampler = replace(sampler, spread=spread)
     elif not gather:
         raise ValueError("gather=False is for chains that the ranks of a process_group share: leave it out.")
-    return replace(sampler, chains=count, density=replace(sampler.density, vectorized=vectorized, _together=[]))
+    density = replace(sampler.density, vectorized=vectorized, _together=[vectorized is not False])
+    return replace(sampler, chains=count, density=density)
