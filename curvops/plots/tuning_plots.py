@@ -99,11 +99,11 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
         >>> plots.evidence_trace({"MacKay": co.evidence.mackay(post, None)}).shape
         (3,)
     """
-    check_kind("evidence_trace", tunings, Mapping, "{name: a posterior from co.evidence.mackay or its tuning}")
-    runs: Any = {name: run.tuning if isinstance(run, Laplace) else run for name, run in tunings.items()}
-    for name, run in runs.items():
-        check_kind(name, run, Tuning, "a posterior from co.evidence.mackay or its tuning")
-    if not runs or not all(tuning.steps for tuning in runs.values()):
+    runs: Any = tunings
+    if isinstance(tunings, Mapping):
+        runs = {name: run.tuning if isinstance(run, Laplace) else run for name, run in tunings.items()}
+    style.check_named("evidence_trace", runs, Tuning, "a posterior from co.evidence.mackay or its tuning")
+    if not all(tuning.steps for tuning in runs.values()):
         raise ValueError("evidence_trace needs tunings of at least one step, {name: post.tuning}.")
     axes_of_all = style.panels(12.5, 4.4, 3)
     left, middle, right = axes_of_all
