@@ -17,11 +17,11 @@ from curvops.posterior import Laplace
 from curvops.posterior.log_evidence import Tuning, Validation
 
 
-def evidence(result: Grid | Validation, *, chosen: float | None = None, ax: Axes | None = None) -> Axes:
+def evidence(found: Grid | Validation, *, chosen: float | None = None, ax: Axes | None = None) -> Axes:
     """Draw the log evidence with its 95 % interval, or held-out log-likelihoods, against the prior precision.
 
     Args:
-        result: The result of `co.evidence.grid`, or the `tuning` of a posterior from `co.evidence.validate`. The
+        found: The result of `co.evidence.grid`, or the `tuning` of a posterior from `co.evidence.validate`. The
             precisions are scalars.
         chosen: A precision marked by a vertical line.
         ax: The axes to draw into; None makes a figure.
@@ -30,22 +30,22 @@ def evidence(result: Grid | Validation, *, chosen: float | None = None, ax: Axes
         The axes.
 
     Raises:
-        TypeError: `result` is another object, or `ax` is not a matplotlib Axes.
+        TypeError: `found` is another object, or `ax` is not a matplotlib Axes.
 
     Examples:
         >>> from curvops import plots
         >>> plots.evidence(co.evidence.grid(post, [0.1, 1.0, 10.0])).get_xscale()
         'log'
     """
-    check_kind("evidence", result, (Grid, Validation), "the result of co.evidence.grid, or the tuning of validate")
+    check_kind("evidence", found, (Grid, Validation), "the result of co.evidence.grid, or the tuning of validate")
     axes = style.axes_of(ax, 7.2, 4.2)
-    precisions = np.array([float(value) for value in result.prior_precisions])
+    precisions = np.array([float(value) for value in found.prior_precisions])
     order = np.argsort(precisions)
     x, (blue, orange) = precisions[order], style.COLOURS[:2]
-    if isinstance(result, Grid):
+    if isinstance(found, Grid):
         value, low, high = (
             np.array(column)[order]
-            for column in zip(*((float(one.value), *map(float, one.interval())) for one in result))
+            for column in zip(*((float(one.value), *map(float, one.interval())) for one in found))
         )
         axes.plot(x, value, color=blue, marker="o", markersize=4, linewidth=2, label="log evidence")
         if np.ptp(high - low) or high[0] > low[0]:  # an exact evidence has none
@@ -61,7 +61,7 @@ def evidence(result: Grid | Validation, *, chosen: float | None = None, ax: Axes
             axes.errorbar(x, value, ends, label=f"95 % interval, at most ±{np.max((high - low) / 2):.2g} nats", **bars)
         what = "log evidence (nats)"
     else:
-        value, what = np.array(result.scores)[order], "held-out log-likelihood (nats per point)"
+        value, what = np.array(found.scores)[order], "held-out log-likelihood (nats per point)"
         axes.plot(x, value, color=orange, marker="s", markersize=4, linewidth=2, label="held-out log-likelihood")
     best = np.nanargmax(value)
     ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgecolor": style.INK}
