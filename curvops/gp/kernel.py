@@ -93,7 +93,7 @@ class LinearizedKernel(OperatorKernel):
         super().__init__()
         require_linearized(lin)
         check_choice("outputs", outputs, OUTPUTS)
-        self.lin, self._kept = lin, KeptMatrices()
+        self.lin, self._matrices = lin, KeptMatrices()
         if outputs == "independent":
             self.batch_shape = torch.Size((lin.num_outputs,))
         self._group_of, start = _groups(lin, prior_precision, over)
@@ -202,21 +202,23 @@ class LinearizedKernel(OperatorKernel):
         (rows, columns), weights = kernel.shape, self.lin.num_parameters
         room = left.passes.memory.room() // self.lin.theta.element_size()
         if x2 is x1 and weights < rows and rows * weights <= room:
-            rows_of_J = left.formed().mT if left.is_recorded else self._kept.get("J", x1, x2, lambda: left.formed().mT)
+            rows_of_J = (
+                left.formed().mT if left.is_recorded else self._matrices.get("J", x1, x2, lambda: left.formed().mT)
+            )
             return LowRank(rows_of_J, self._entries())
         if rows * columns * (len(self.raw_prior_precision) + 1) > room:
-            return kernel.keeping_in(self._kept.get("store", x1, x2, dict))
+            return kernel.keeping_in(self._matrices.get("store", x1, x2, dict))
         if left.is_recorded or right.is_recorded:
             scales = self._scales()
             scale_of = {name: scales[group] for name, group in self._group_of.items()}
             return Dense(gram_with_graph(left, right, scale_of), psd=x2 is x1)
         one = torch.ones_like(self.lin.theta[0])  # J_g(x) J_g(x')ᵀ for each group of weights
-        units = self._kept.get("grams", x1, x2, lambda: gram_terms(left, right, one, self._group_of))
+        units = self._matrices.get("grams", x1, x2, lambda: gram_terms(left, right, one, self._group_of))
         return Dense(torch.tensordot(self._scales(), units, 1), psd=x2 is x1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedKernel:
         """Return a copy with its own parameters that shares the linearisation."""
-        memo[id(self.lin)], memo[id(self._kept)] = self.lin, KeptMatrices()
+        memo[id(self.lin)], memo[id(self._matrices)] = self.lin, KeptMatrices()
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         new.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})

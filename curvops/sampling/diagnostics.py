@@ -364,7 +364,7 @@ def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tup
 
 def _parts(tensor: Tensor, n: int) -> Iterator[Float[Tensor, "n d"]]:
     flat = tensor.flatten(0, 1).reshape(n, -1)
-    return (part.double() for part in flat.split(max(1, AT_A_TIME // n), 1))
+    return (columns.double() for columns in flat.split(max(1, AT_A_TIME // n), 1))
 
 
 def _squared_distances(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:

@@ -236,7 +236,7 @@ class LogPosterior:
 class Share(NamedTuple):
     """The points of a minibatch that one rank holds, and the number of points that the minibatch has on all ranks."""
 
-    own: Any
+    local: Any
     points: int
 
 
@@ -255,15 +255,15 @@ class SharedLogPosterior(LogPosterior):
         return self.shard.ranks
 
     def log_likelihood(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
-        points, own = self._own(batch)
+        points, local = self._of_rank(batch)
         replicas = {name: self.ranks.replicate(value) for name, value in self.ordered(params).items()}
-        return self.ranks.add_up(self._sum(replicas, own)) / points
+        return self.ranks.add_up(self._sum(replicas, local)) / points
 
     def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return this rank's part of the log posterior; the parts add up to the whole over the ranks."""
-        points, own = self._own(batch)
+        points, local = self._of_rank(batch)
         params = self.ordered(params)
-        return self._sum(params, own) / points + self.log_prior(params) / (self.data_size * self.ranks.size)
+        return self._sum(params, local) / points + self.log_prior(params) / (self.data_size * self.ranks.size)
 
     def completed(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
@@ -274,18 +274,18 @@ class SharedLogPosterior(LogPosterior):
         return both[..., -1].clone(), both[..., :-1]
 
     def num_points(self, batch: GivenBatch) -> int:
-        return self._own(batch)[0]
+        return self._of_rank(batch)[0]
 
-    def _sum(self, params: dict[str, Tensor], own: Any) -> Float[Tensor, ""]:
+    def _sum(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, ""]:
         """Return the sum of log p(y | x, params) over the points of a batch, which may have none."""
-        if own is not None and len(parts_of(own, self.weighted)[1]):
-            return self._log_probabilities(params, own).sum()
+        if batch is not None and len(parts_of(batch, self.weighted)[1]):
+            return self._log_probabilities(params, batch).sum()
         return 0 * torch.stack([value.sum() for value in params.values()]).sum()
 
-    def _own(self, batch: Any) -> tuple[int, Any]:
-        """Return the number of points of a batch, of all ranks, and this rank's part of it."""
+    def _of_rank(self, batch: Any) -> tuple[int, Any]:
+        """Return the number of points of a batch, of all ranks, and those that this rank holds."""
         if isinstance(batch, Share):
-            return batch.points, batch.own
+            return batch.points, batch.local
         n, held = len(parts_of(batch, self.weighted)[1]), self.shard.num_own
         if n != held:
             raise ValueError(f"this batch has {n} of the {held} points of this rank: see co.sampling.minibatches.")

@@ -192,7 +192,7 @@ class OperatorMetric(Isotropic):
         return self.D.inverse()._matmul(torch.atleast_2d(v).mT).mT.reshape(v.shape)
 
     def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        return source.each(lambda generator: draw(self.D, 1, generator).squeeze(-1))
+        return source.per_chain(lambda generator: draw(self.D, 1, generator).squeeze(-1))
 
     def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
         basis = self._basis

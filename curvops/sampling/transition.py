@@ -34,45 +34,64 @@ LogDensity = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evaluation:
-    """A log posterior and how chains evaluate it: together (`torch.vmap`), one by one, or (None) as possible."""
+    """A log posterior at one point or at k points: together (`torch.vmap`), one by one, or (None) as possible."""
 
     log_posterior: LogDensity
     vectorized: bool | None = None
-    _together: list[bool] = field(default_factory=list, repr=False)
+    _together: list[bool] = field(default_factory=lambda: [True], repr=False)
 
     def __repr__(self) -> str:
         return summary(self.log_posterior)
 
     def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
         """Return the value of log_posterior."""
-        compute = self._value if theta.ndim == 1 else partial(self._of_chains, self._value)
-        with torch.no_grad():
-            (value,) = compute(theta, structure, batch)
-        f = self.log_posterior
+        if theta.ndim > 1 and not self._together[0]:
+            return torch.stack([self.value(row, structure, batch) for row in theta])
+        f, at_one, parts = self.log_posterior, partial(self._at_one, structure, batch), structure.parts(theta)
+        try:
+            with torch.no_grad():
+                value: Tensor = at_one(*parts) if theta.ndim == 1 else torch.vmap(at_one)(*parts)
+        except (RuntimeError, NotImplementedError) as error:
+            self._fall_back(error, theta)
+            return self.value(theta, structure, batch)
         return f.completed(value, None, theta)[0] if isinstance(f, LogPosterior) else value
 
     def gradient(
         self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
     ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
         """Return log_posterior and its gradient, each in new memory."""
-        compute = self._gradient if theta.ndim == 1 else partial(self._of_chains, self._gradient)
-        value, gradient = compute(theta, structure, batch)
-        f = self.log_posterior
+        if theta.ndim > 1 and not self._together[0]:
+            values, gradients = zip(*[self.gradient(row, structure, batch) for row in theta])
+            return torch.stack(values), torch.stack(gradients)
+        f, at_one, leaves = self.log_posterior, partial(self._at_one, structure, batch), structure.parts(theta.detach())
+        for leaf in leaves:
+            leaf.requires_grad_()
+        of_network = isinstance(f, LogPosterior)  # its prior depends on all parameters
+        try:
+            with torch.enable_grad():
+                value = at_one(*leaves) if theta.ndim == 1 else torch.vmap(at_one)(*leaves)
+            if value.requires_grad:
+                ones = torch.ones_like(value)
+                slopes = torch.autograd.grad(value, leaves, ones, allow_unused=True, materialize_grads=of_network)
+            elif of_network:
+                slopes = tuple(map(torch.zeros_like, leaves))
+            else:
+                raise ValueError(
+                    "log_posterior has no gradient in params: compute it from the params that it receives."
+                )
+        except (RuntimeError, NotImplementedError) as error:
+            self._fall_back(error, theta)
+            return self.gradient(theta, structure, batch)
+        if any(slope is None for slope in slopes):
+            missing = ", ".join(name for name, slope in zip(structure.names, slopes) if slope is None)
+            raise ValueError(f"log_posterior does not depend on {missing}: leave them out of params.")
+        value, gradient = value.detach(), structure.concatenate(slopes, theta.ndim - 1)
         return f.completed(value, gradient, theta) if isinstance(f, LogPosterior) else (value, gradient)
 
-    def _of_chains(self, compute: Any, theta: Float[Tensor, "k d"], structure: Structure, batch: Any) -> Any:
-        """Return the results of `compute` at all points together, or one by one."""
-        if self._together[0] if self._together else self.vectorized is not False:
-            try:
-                return compute(theta, structure, batch)
-            except (RuntimeError, NotImplementedError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                self._fall_back(error)
-        return map(torch.stack, zip(*[compute(row, structure, batch) for row in theta]))
-
-    def _fall_back(self, error: Exception) -> None:
-        """Evaluate chains one by one from now on; raise ValueError if a batch changes what the chains share."""
+    def _fall_back(self, error: Exception, theta: Tensor) -> None:
+        """Evaluate k points one by one from now on; raise the error if that is no remedy."""
+        if theta.ndim == 1 or isinstance(error, torch.OutOfMemoryError):
+            raise error
         if "running_mean" in str(error):
             raise ValueError("the model normalises by batch statistics in train mode: call model.eval().") from error
         if self.vectorized:
@@ -83,28 +102,6 @@ class Evaluation:
             NotVectorizedWarning,
         )
         self._together[:] = [False]
-
-    def _value(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor]:
-        at_one, parts = partial(self._at_one, structure, batch), structure.parts(theta)
-        return (at_one(*parts) if theta.ndim == 1 else torch.vmap(at_one)(*parts),)
-
-    def _gradient(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, Tensor]:
-        at_one, leaves = partial(self._at_one, structure, batch), structure.parts(theta.detach())
-        for leaf in leaves:
-            leaf.requires_grad_()
-        with torch.enable_grad():
-            value = at_one(*leaves) if theta.ndim == 1 else torch.vmap(at_one)(*leaves)
-        of_network = isinstance(self.log_posterior, LogPosterior)  # its prior depends on all parameters
-        if of_network and not value.requires_grad:
-            return value, torch.zeros_like(theta)
-        if not value.requires_grad:
-            raise ValueError("log_posterior has no gradient in params: compute it from the params that it receives.")
-        ones = torch.ones_like(value)
-        slopes = torch.autograd.grad(value, leaves, ones, allow_unused=True, materialize_grads=of_network)
-        if not of_network and any(slope is None for slope in slopes):
-            missing = ", ".join(name for name, slope in zip(structure.names, slopes) if slope is None)
-            raise ValueError(f"log_posterior does not depend on {missing}: leave them out of params.")
-        return value.detach(), structure.concatenate(slopes, theta.ndim - 1)
 
     def _at_one(self, structure: Structure, batch: Any, *parts: Tensor) -> Tensor:
         """Return what is differentiated at one point; raise TypeError unless it is one real number."""
@@ -120,9 +117,6 @@ class Evaluation:
 
 
 AnyTransition = TypeVar("AnyTransition", bound="Transition")
-
-LOOK_EVERY = 20
-"""The number of steps between two checks of the numbers, each of which waits for the device."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -201,7 +195,7 @@ class Transition(Summarised, ABC):
         if self.chains is not None:
             theta = theta.expand(self.chains, -1).clone()
         if self.spread is not None:
-            theta, random = theta[self.spread.own].clone(), random[self.spread.own].clone()
+            theta, random = theta[self.spread.indices].clone(), random[self.spread.indices].clone()
         state = State(theta, torch.zeros((), dtype=torch.int64), random, structure)
         noise = NoiseSource(random, theta.device)
         further = self._initial_tensors(state, noise)
@@ -251,6 +245,8 @@ class Transition(Summarised, ABC):
     cold: ClassVar[str] = ""
     """The error message at temperature 0, for methods that need a positive temperature."""
     largest_step: ClassVar[float] = math.inf
+    check_every: ClassVar[int] = 20
+    """The number of steps between two checks of the numbers, each of which waits for an accelerator."""
 
     def step_length(self, step: int) -> tuple[str, float]:
         """Return the name of the option that sets the step size, and its value."""
@@ -282,7 +278,7 @@ class Transition(Summarised, ABC):
         """Return log_posterior and its gradient at the state; raise an error if they are not finite."""
         value, gradient = self.density.gradient(state.theta, state.structure, batch)
         step = int(state.step)
-        if (state.theta.device.type == "cpu" or step % LOOK_EVERY == 0) and not bool(value.isfinite().all()):
+        if (state.theta.device.type == "cpu" or step % self.check_every == 0) and not bool(value.isfinite().all()):
             raise self._not_finite(value, step)
         return value, gradient
 
