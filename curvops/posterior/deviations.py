@@ -68,8 +68,7 @@ class Noise:
     def draw(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
         """Make new noise for the posteriors of a linearisation."""
         seed = drawn_seed(generator)
-        if lin.ranks is not None:
-            lin.ranks.require_equal({SEED: seed})
+        lin.passes.agree({SEED: seed})
         return cls(seed, count, len(lin.theta), lin.num_data, lin.data.prints.order)
 
     def require_of(self, lin: Linearization, k: int) -> None:

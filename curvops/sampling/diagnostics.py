@@ -23,7 +23,8 @@ from curvops.checkpoint import digest
 from curvops.checks import check_choice, check_generator, check_kind, checked_number
 from curvops.linalg import Estimate
 from curvops.posterior.core.arguments import checked_count
-from curvops.sampling.chain_draws import Chain, Spread, checked_draws
+from curvops.ranks.spread_chains import Spread
+from curvops.sampling.chain_draws import Chain, checked_draws
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.transition import Evaluation
 from curvops.summary import Summarised

@@ -23,7 +23,7 @@ from curvops.checkpoint import digest
 from curvops.checks import check_generator, checked_whole
 from curvops.errors import DivergenceError, NotVectorizedWarning, warn
 from curvops.ranks.process_group import Ranks
-from curvops.sampling.chain_draws import Spread
+from curvops.ranks.spread_chains import Spread
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Info, NoiseSource, State, Structure, flatten, flatten_starts, generator_states
 from curvops.sampling.step_options import Constant, Isotropic, Schedule, as_metric, as_schedule, at

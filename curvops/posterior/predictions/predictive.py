@@ -42,8 +42,8 @@ from curvops.posterior.predictions.outputs import (
     network_outputs,
     normals_for,
 )
-from curvops.posterior.predictions.split_points import SplitPoints, split_points
 from curvops.ranks.sharded_vectors import ranks_together
+from curvops.ranks.split_points import SplitPoints, split_points
 from curvops.summary import name_of
 
 WEIGHT_DRAWS = 100
