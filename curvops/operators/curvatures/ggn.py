@@ -40,7 +40,7 @@ class Curvature(UserOperator, NetworkOperator):
     through the vectors and the likelihood's hyperparameters.
     """
 
-    _shown = ()
+    _shown: ClassVar[tuple[str, ...]] = ()
     psd = True
     STORED = "lin"
     CARRIED = True
