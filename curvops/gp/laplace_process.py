@@ -31,7 +31,7 @@ from curvops.posterior.log_evidence import Evidence, add_up, count_parameters, l
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.solves.linear_mode import DualMode, dual_mode, find_mode
-from curvops.posterior.solves.precision import inverse_for_rows
+from curvops.posterior.solves.precision import inverse_for
 from curvops.summary import Summarised
 
 SPENT = "Newton's method spent its steps: raise maxiter, or use a larger prior precision."
@@ -155,7 +155,7 @@ class LaplaceProcess(Summarised, Predictive):
 
     def _inverse(self, rows: int, rtol: float | None) -> LinearOperator:
         if self._dual is None:
-            return inverse_for_rows(self._terms, rows, rtol)
+            return inverse_for(self._terms, rows, rtol)
         return DualInverse(self.precision, *self._dual, rtol=rtol)
 
 

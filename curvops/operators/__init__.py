@@ -9,8 +9,9 @@ from curvops.operators.kfac.kfac import EKFAC, KFAC
 from curvops.operators.linearized.gradients import Gradients
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization, linearize
-from curvops.operators.linearized.sharded_linearization import ShardedLinearization
 from curvops.operators.subsample import subsample
+from curvops.ranks import sharded_curvature  # noqa: F401  (registers curvatures of sharded parameters)
+from curvops.ranks.sharded_linearization import ShardedLinearization
 
 __all__ = [
     "EKFAC",

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64, Shaped
 from torch import Tensor
 
 from curvops.checks import check_kind
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 from curvops.sampling.state import State, Structure
 from curvops.summary import Summarised
 

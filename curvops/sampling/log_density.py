@@ -24,7 +24,6 @@ from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
 from curvops.network.data.batches import Batches, Reading, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
-from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
 from curvops.network.likelihoods.conversions import interpretation_of
@@ -34,7 +33,8 @@ from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.terms import Prior
 from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
+from curvops.ranks.shard import Shard
 from curvops.sampling.state import State, Structure
 from curvops.summary import summary
 

@@ -16,9 +16,9 @@ from curvops.argument_types import GivenBatch, SamplingMethod
 from curvops.checkpoint import Checkpoint, Place, begin, identify, seed_of
 from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole
 from curvops.errors import DivergenceError
-from curvops.linalg.core.sharded import algorithm
-from curvops.process_group import Ranks
+from curvops.linalg.core.algorithm import algorithm
 from curvops.progress import Progress, as_step, check_progress, progress_bar
+from curvops.ranks.process_group import Ranks
 from curvops.records import from_record
 from curvops.sampling.chain_draws import Chain, Spread
 from curvops.sampling.feed import Feed, require_repeatable

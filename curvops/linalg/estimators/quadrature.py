@@ -25,10 +25,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from curvops.ambient import current_run
 from curvops.checks import checked_whole
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import Multiply, columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import (
     Given,

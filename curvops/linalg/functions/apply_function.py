@@ -20,9 +20,9 @@ from torch import Tensor
 
 from curvops.ambient import current_run
 from curvops.checks import check_limits, checked_number
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from curvops.checks import check_tensor
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.functions.root_gradients import inverse_root
@@ -25,6 +24,7 @@ from curvops.linalg.operators.closed_form import (
     warn_of_rounding,
 )
 from curvops.linalg.operators.draws import normal, require_not_negative
+from curvops.ranks.sharded_vectors import Sharded
 
 
 class DenseForm(ClosedForm):

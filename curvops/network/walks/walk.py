@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.network.data.point_normals import PointNormals
-from curvops.network.data.shard import Shard
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.model import Model
+from curvops.ranks.shard import Shard
 
 
 class Walk(ABC):

@@ -21,18 +21,16 @@ from curvops.linalg import Dense, Diagonal
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import keep
-from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.solve_routes import DENSE_BLOCK, DENSE_SIZE, FEWER_OUTPUTS, FORMED_COPIES
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.direct_sum import DirectSum, DirectSumForm
 from curvops.network import Empirical, Exact, OutputFisher, Passes, Plan, Sampled, shuffled
-from curvops.operators.curvatures.sharded_curvature import ShardedCurvature, diagonal_of
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
-from curvops.operators.linearized.sharded_linearization import ShardedLinearization
 from curvops.operators.linearized.user_operator import UserOperator, require_no_gradient
+from curvops.ranks.sharded_vectors import Sharded
 
 
 class Curvature(UserOperator, NetworkOperator):
@@ -291,13 +289,6 @@ class GGN(Curvature):
         fixed = (tensor.detach() for tensor in hyperparameters)  # the draws do not change with them
         super().__init__(lin.theta, *fixed, lin=lin, draws=draws, rows=rows, cache=Cache())
 
-    @classmethod
-    def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
-        samples, generator = options.get("mc_samples"), options.get("generator")
-        if samples is None:
-            return ShardedCurvature.of(lin, Exact(lin.likelihood), by_rows=False)
-        return ShardedCurvature.of(lin, Sampled(lin.likelihood, lin.draw_residuals(samples, generator)), by_rows=True)
-
     @property
     def output(self) -> OutputFisher:
         """H, the output Fisher or its estimate from the draws."""
@@ -360,10 +351,6 @@ class DiagonalGGN(UserOperator, Diagonal):
     ) -> None:
         entries = lin.curvature_diagonal(lin.output_fisher(fisher, mc_samples, generator))
         super().__init__(entries, **lin.origin)
-
-    @classmethod
-    def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
-        return diagonal_of(lin, **options)
 
 
 class DisplacedGGN(Curvature):
@@ -428,12 +415,6 @@ class EmpiricalFisher(Curvature):
     def __init__(self, lin: Linearization, per_token: bool = False) -> None:
         check_flag("per_token", per_token)
         super().__init__(lin.theta, *lin.likelihood.hyperparameters, lin=lin, per_token=per_token)
-
-    @classmethod
-    def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
-        check_flag("per_token", options.get("per_token", False))
-        positions = lin.positions_apart(options.get("per_token", False))
-        return ShardedCurvature.of(lin, Empirical(lin.likelihood, positions), by_rows=True)
 
     @property
     def output(self) -> OutputFisher:

@@ -12,7 +12,6 @@ from torch import Tensor
 from curvops.argument_types import Points, PriorPrecision
 from curvops.checks import carries_graph
 from curvops.linalg import BlockRows, Diagonal
-from curvops.linalg.core.sharded import RowLayout, Sharded
 from curvops.linalg.operators.base import Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.contract import COLUMN_BLOCK, convert
@@ -21,10 +20,11 @@ from curvops.network import JacobianRows, read_precision
 from curvops.operators.function_space.function_space import WeightSpaceForm
 from curvops.operators.function_space.gram_matrix import gram_matrix, gram_with_graph
 from curvops.operators.function_space.point_covariance import point_covariances
-from curvops.operators.linearized import rows_over_ranks
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
+from curvops.ranks import rows_over_ranks
+from curvops.ranks.sharded_vectors import RowLayout, Sharded
 from curvops.summary import size_of
 
 

@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_map
 
 from curvops.checks import carries_graph
 from curvops.linalg.core.memory import Memories
-from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.spaces import Space, Spaces
 from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, unit_columns, zero_block
 from curvops.network import InputGraph, Passes, at_points, by_points
 from curvops.network.data.inputs import move
-from curvops.operators.linearized import rows_over_ranks
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.progress import Progress
+from curvops.ranks import rows_over_ranks
+from curvops.ranks.sharded_vectors import Sharded
 
 
 class Jacobian(NetworkOperator):

@@ -10,14 +10,14 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.memory import Memories
-from curvops.linalg.core.sharded import RowLayout, Sharded
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Space, Spaces
 from curvops.linalg.operators.base import Operator, by_columns
 from curvops.linalg.operators.contract import convert
 from curvops.network import Passes, likelihoods
-from curvops.process_group import Ranks
 from curvops.progress import Progress
+from curvops.ranks.process_group import Ranks
+from curvops.ranks.sharded_vectors import RowLayout, Sharded
 
 
 class NetworkOperator(Operator):

@@ -20,8 +20,8 @@ from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import Place, begin
 from curvops.checks import check_accuracy, check_choice, check_kind, check_tensor, checked_number, checked_whole
 from curvops.linalg import Estimate
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.linalg.operators.base import as_part
 from curvops.network import record_of_network
@@ -56,7 +56,7 @@ from curvops.posterior.log_evidence import (
 )
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
-from curvops.posterior.solves.precision import inverse_for_rows, plan
+from curvops.posterior.solves.precision import inverse_for, plan
 from curvops.progress import Progress
 from curvops.records import from_record
 
@@ -314,7 +314,7 @@ class Laplace(GaussianWeights):
 
     def _outputs(self) -> NormalOutputs:
         self.cache.require_gradients()
-        return NormalOutputs(self.lin, partial(inverse_for_rows, self.terms), self.temperature)
+        return NormalOutputs(self.lin, partial(inverse_for, self.terms), self.temperature)
 
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
         self.cache.require_gradients()

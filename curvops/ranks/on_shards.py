@@ -13,16 +13,15 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.distributed_types import is_dtensor
 from curvops.linalg.core.entries import columns_of, rows
 from curvops.linalg.core.memory import Memories, Memory, memories_of
-from curvops.linalg.core.sharded import Layouts, RowLayout, Sharded, layouts_of, over_ranks, unwrapped, wrapped
 from curvops.linalg.core.vectors import entries, gram, product, transposed_product
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator, by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, closed_form
 from curvops.linalg.operators.dense import Dense
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks, is_dtensor
+from curvops.ranks.sharded_vectors import Layouts, RowLayout, Sharded, layouts_of, over_ranks, unwrapped, wrapped
 
 
 def form_on_shards(A: OnShards, shift: Tensor) -> ClosedForm | None:

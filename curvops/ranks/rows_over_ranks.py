@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.sharded import PANEL_BYTES, RowLayout, Sharded
 from curvops.network import Passes, accumulate
+from curvops.ranks.sharded_vectors import PANEL_BYTES, RowLayout, Sharded
 
 
 def layout_of_points(passes: Passes, beside: RowLayout) -> RowLayout:

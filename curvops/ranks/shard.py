@@ -17,7 +17,7 @@ from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning, w
 from curvops.fingerprints import in_64_bits, join_sums
 from curvops.network.data.batches import ACCEPTED, Batch, Batches, DataPrints, Reading, parts_of
 from curvops.network.data.inputs import Inputs, components, map_inputs, move, normalise, take
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 
 COMPARED = 2**13
 """The number of points of each rank that are compared with those of other ranks."""
