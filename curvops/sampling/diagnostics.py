@@ -25,8 +25,7 @@ from curvops.linalg import Estimate
 from curvops.posterior.core.arguments import checked_count
 from curvops.ranks.spread_chains import Spread
 from curvops.sampling.chain_draws import Chain, checked_draws
-from curvops.sampling.log_density import LogPosterior
-from curvops.sampling.transition import Evaluation
+from curvops.sampling.log_density import Evaluation, LogPosterior
 from curvops.summary import Summarised
 
 __all__ = ["RandomProjections", "ess", "random_projections", "rhat", "scores", "stein_discrepancy", "to_inference_data"]

@@ -25,8 +25,7 @@ from curvops.sampling.chain_draws import Chain
 from curvops.sampling.feed import Feed, require_repeatable
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Info, State
-from curvops.sampling.step_options import Constant
-from curvops.sampling.transition import Transition
+from curvops.sampling.transition import Constant, Transition
 
 
 class Watch:

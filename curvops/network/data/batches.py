@@ -319,6 +319,11 @@ class AbsentBatches:
     start: ClassVar[int] = 0
 
     @property
+    def own_prints(self) -> DataPrints:
+        """The fingerprints of the points of this process."""
+        return self.prints
+
+    @property
     def largest(self) -> int:
         """The number of points of the largest batch."""
         return max(self.sizes)

@@ -39,7 +39,7 @@ class Curvature(UserOperator, NetworkOperator):
     through the vectors and the likelihood's hyperparameters.
     """
 
-    _shown = ()
+    _shown: ClassVar[tuple[str, ...]] = ()
     psd = True
     STORED = "lin"
     CARRIED = True
@@ -181,17 +181,17 @@ class OutputBlocksForm(DirectSumForm):
     @cached_property
     def base(self) -> DirectSum:
         """The blocks, which priors share."""
-        G = self.curvature
-        found: DirectSum = G.cache.get_or_compute("by output", G.representation(), self._blocks, G.representation()[1:])
-        return found
+        G, tensors = self.curvature, self.curvature.representation()
+        blocks: DirectSum = G.cache.get_or_compute("by output", tensors, self._blocks, tensors[1:])
+        return blocks
 
     def nearby_shift(self) -> Tensor:
         return self.shift  # whether this form holds does not depend on it
 
     def _blocks(self) -> DirectSum:
-        found = output_blocks(self.curvature.lin, self.curvature.output)
-        keep(self.curvature, found, self._nbytes)
-        return found
+        blocks = output_blocks(self.curvature.lin, self.curvature.output)
+        keep(self.curvature, blocks, self._nbytes)
+        return blocks
 
     @property
     def _nbytes(self) -> int:

@@ -70,8 +70,8 @@ class NetworkOperator(Operator):
     def sources(self) -> Sources | None:
         if not self.symmetric:  # J and per-point gradients have a row for each point and are not sums over points
             return None
-        found: Sources = self.lin.sources
-        return found if self._kwargs.get("space") is None else found.detach()
+        sources: Sources = self.lin.sources
+        return sources if self._kwargs.get("space") is None else sources.detach()
 
     def detached_from_weights(self) -> LinearOperator:
         return self.__class__(*self._args, **self._kwargs | {"space": self.space.detached()})
@@ -96,8 +96,8 @@ class NetworkOperator(Operator):
     def multiply_adds(self) -> float | int:
         """The multiply-adds of a gradient of the data, which a product takes, too; at least one a weight and point."""
         plan = getattr(self.lin, "plan", None)  # a model that runs itself has none
-        found: int = 3 * self.lin.num_data * max(self.theta.shape[-1], 0 if plan is None else plan.forward)
-        return found
+        count: int = 3 * self.lin.num_data * max(self.theta.shape[-1], 0 if plan is None else plan.forward)
+        return count
 
     @property
     def progress(self) -> Progress:

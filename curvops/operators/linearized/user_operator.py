@@ -171,8 +171,8 @@ class ScaledByNoise(UserOperator, Scaled):
         return sources_of(self.base)
 
     def of(self, lin: Linearization, generator: torch.Generator | None = None) -> LinearOperator | None:
-        found: LinearOperator | None = self.base.of(lin, generator)
-        return found
+        operator: LinearOperator | None = self.base.of(lin, generator)
+        return operator
 
     def settled(self) -> LinearOperator:
         """Return the operator without a gradient for the noise; raise ValueError if the noise has changed."""
