@@ -24,6 +24,7 @@ PANELS = {
     "cold_posterior": (675, 570),
     "double_well": (508, 585),
     "evidence-trace": (612, 660),
+    "families-trace": (1080, 720),
     "front": (1010, 660),
     "infinite_width": (668, 570),
     "many_points": (735, 570),

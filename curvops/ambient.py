@@ -23,8 +23,8 @@ import torch
 
 from curvops.checks import checked_number
 from curvops.errors import BlockSizeWarning, MemoryBudgetWarning, warn
-from curvops.process_group import Ranks
 from curvops.progress import Progress, Steps, check_progress, in_force, is_wanted
+from curvops.ranks.process_group import Ranks
 
 UNTOLD_BYTES = 2**24
 """The least that an algorithm needs may exceed a budget without a warning up to this many bytes."""
@@ -72,8 +72,8 @@ class Run:
     """The steps that products count as; None if nobody is shown them."""
     silent: bool = False
     """Whether no bar is shown by anything inside."""
-    sharded: bool = False
-    """Whether vectors inside may be `Sharded`, and become DTensors where the outermost algorithm ends."""
+    distributed: bool = False
+    """Whether DTensors are blocks inside, and blocks become DTensors where the outermost algorithm ends."""
     memory_budget: int | None = None
     """The caller's bytes for working vectors."""
     memories: Memories = frozenset()
@@ -119,7 +119,7 @@ def running(
     memory_budget: int | None = None,
     total: int | None = None,
     call: Any = None,
-    sharded: bool = False,
+    distributed: bool = False,
 ) -> Iterator[Run]:
     """Put a run of the algorithm ``what`` on A in force, inside the one that is.
 
@@ -137,7 +137,7 @@ def running(
         progress = getattr(A, "progress", None) if progress is None else progress
         silent = silent or progress is False
         steps = own = Steps(what, total, progress, " products") if not silent and is_wanted(progress) else None
-    aside = Run(True, silent=silent, sharded=sharded or outer.sharded)
+    aside = Run(True, silent=silent, distributed=distributed or outer.distributed)
     aside.aside = aside
     run = replace(
         aside,

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from curvops import storage
 from curvops.ambient import current_run
 from curvops.errors import CheckpointWarning, warn
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 from curvops.records import from_record, record_of
 
 KIND, VERSION = "checkpoint", 7

@@ -21,7 +21,7 @@ import curvops as co
 from curvops import storage
 from curvops.checkpoint import KIND, Checkpoint, begin, current, identify, named_part
 from curvops.errors import CheckpointWarning
-from curvops.linalg.core.sharded import algorithm
+from curvops.linalg.core.algorithm import algorithm
 from curvops.progress import aside
 from tests.linalg.interrupted import Killed
 

@@ -14,8 +14,8 @@ from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, diges
 from curvops.checks import check_accuracy, check_choice, check_flag, checked_whole
 from curvops.errors import OscillationWarning, warn
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, precision_groups
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.sharded import algorithm
 from curvops.operators import DiagonalGGN
 from curvops.posterior.core.terms import CurvatureCache
 from curvops.posterior.deviations import Deviations, Noise, StochasticDescent

@@ -35,11 +35,12 @@ OVER = ("scalar", "layers", "tensors")
 
 
 class LinearizedKernel(OperatorKernel):
-    """The tangent kernel k(x, x') = J(x) A⁻¹ J(x')ᵀ, the prior covariance of a linearised network's outputs.
+    """The tangent kernel k(x, x') = s J(x) A⁻¹ J(x')ᵀ, the prior covariance of a linearised network's outputs.
 
-    The prior of the weights is N(m, A⁻¹). The kernel's parameter is the prior precision, one number for all weights,
-    for each layer or for each tensor; gpytorch's marginal likelihoods train it with any optimiser. Rows are ordered
-    point by point, as `MultitaskMultivariateNormal` interleaves them.
+    The prior of the weights is N(m, A⁻¹). The kernel's parameters are the prior precision, one number for all weights,
+    for each layer or for each tensor, and optionally the output scale s (redundant with a single prior precision).
+    They are trained by gpytorch's marginal likelihoods with any optimiser. Rows are ordered point by point, as
+    `MultitaskMultivariateNormal` interleaves them.
 
     The matrix for one set of points is J itself if it has fewer columns than rows (weight space), otherwise the Gram
     matrix, which is kept for the last inputs without a gradient. If the memory budget has no room for the Gram matrix,
@@ -56,8 +57,11 @@ class LinearizedKernel(OperatorKernel):
         outputs: "joint" is the multi-output kernel; "independent" is a batch of C kernels (C, n, m), one for each
             output separately, as gpytorch's `IndependentMultitaskVariationalStrategy` takes it. Batches of inputs then
             have a last dimension of 1 or C. It costs as much as the joint kernel.
+        outputscale: the initial s; None leaves it out.
         prior_precision_prior: a gpytorch prior of A.
         prior_precision_constraint: a gpytorch constraint of A; None is `Positive()`.
+        outputscale_prior: a gpytorch prior of s.
+        outputscale_constraint: a gpytorch constraint of s; None is `Positive()`.
 
     Raises:
         TypeError, ValueError: an argument is of another kind; inputs do not fit the network; batches have other
@@ -80,17 +84,26 @@ class LinearizedKernel(OperatorKernel):
         *,
         over: str = "scalar",
         outputs: str = "joint",
+        outputscale: float | None = None,
         prior_precision_prior: Prior | None = None,
         prior_precision_constraint: Interval | None = None,
+        outputscale_prior: Prior | None = None,
+        outputscale_constraint: Interval | None = None,
     ) -> None:
         super().__init__()
         require_linearized(lin)
         check_choice("outputs", outputs, OUTPUTS)
-        self.lin, self._kept = lin, KeptMatrices()
+        self.lin, self._matrices = lin, KeptMatrices()
         if outputs == "independent":
             self.batch_shape = torch.Size((lin.num_outputs,))
         self._group_of, start = _groups(lin, prior_precision, over)
         self._add_parameter("prior_precision", start, prior_precision_prior, prior_precision_constraint)
+        self.has_outputscale = outputscale is not None
+        if outputscale is not None:
+            scale = torch.tensor(checked_number("outputscale", outputscale), dtype=lin.theta.dtype)
+            self._add_parameter("outputscale", scale.to(lin.theta.device), outputscale_prior, outputscale_constraint)
+        elif outputscale_prior is not None or outputscale_constraint is not None:
+            raise ValueError("a prior or constraint on the output scale needs an initial value: pass outputscale=1.0.")
 
     @property
     def prior_precision(self) -> Float[Tensor, " G"]:
@@ -100,6 +113,17 @@ class LinearizedKernel(OperatorKernel):
     @prior_precision.setter
     def prior_precision(self, value: Any) -> None:
         self._set_value("prior_precision", value)
+
+    @property
+    def outputscale(self) -> Float[Tensor, ""]:
+        """The output scale s, 1 if the kernel has none."""
+        return self._value("outputscale") if self.has_outputscale else torch.ones_like(self.lin.theta[0])
+
+    @outputscale.setter
+    def outputscale(self, value: Any) -> None:
+        if not self.has_outputscale:
+            raise ValueError("this kernel has no output scale: pass outputscale=1.0 when it is made.")
+        self._set_value("outputscale", value)
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
         """Return C, the number of the network's outputs; 1 if they are independent."""
@@ -143,11 +167,11 @@ class LinearizedKernel(OperatorKernel):
         return self
 
     def _scales(self) -> Float[Tensor, " G"]:
-        """Return 1 / A in the network's dtype, even if `.float()` or `.double()` has cast the parameters."""
-        return self.prior_precision.reciprocal().to(self.lin.theta)
+        """Return s / A in the network's dtype, even if `.float()` or `.double()` has cast the parameters."""
+        return (self.outputscale / self.prior_precision).to(self.lin.theta)
 
     def _entries(self) -> Float[Tensor, " D"]:
-        """Return A⁻¹, one number per weight."""
+        """Return s A⁻¹, one number per weight."""
         selection, scales = self.lin.model.selection, self._scales()
         scale_of = {
             name: scales[self._group_of[name]].expand(shape) for name, shape in zip(selection.names, selection.shapes)
@@ -178,21 +202,23 @@ class LinearizedKernel(OperatorKernel):
         (rows, columns), weights = kernel.shape, self.lin.num_parameters
         room = left.passes.memory.room() // self.lin.theta.element_size()
         if x2 is x1 and weights < rows and rows * weights <= room:
-            rows_of_J = left.formed().mT if left.is_recorded else self._kept.get("J", x1, x2, lambda: left.formed().mT)
+            rows_of_J = (
+                left.formed().mT if left.is_recorded else self._matrices.get("J", x1, x2, lambda: left.formed().mT)
+            )
             return LowRank(rows_of_J, self._entries())
         if rows * columns * (len(self.raw_prior_precision) + 1) > room:
-            return kernel.keeping_in(self._kept.get("store", x1, x2, dict))
+            return kernel.keeping_in(self._matrices.get("store", x1, x2, dict))
         if left.is_recorded or right.is_recorded:
             scales = self._scales()
             scale_of = {name: scales[group] for name, group in self._group_of.items()}
             return Dense(gram_with_graph(left, right, scale_of), psd=x2 is x1)
         one = torch.ones_like(self.lin.theta[0])  # J_g(x) J_g(x')ᵀ for each group of weights
-        units = self._kept.get("grams", x1, x2, lambda: gram_terms(left, right, one, self._group_of))
+        units = self._matrices.get("grams", x1, x2, lambda: gram_terms(left, right, one, self._group_of))
         return Dense(torch.tensordot(self._scales(), units, 1), psd=x2 is x1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedKernel:
         """Return a copy with its own parameters that shares the linearisation."""
-        memo[id(self.lin)], memo[id(self._kept)] = self.lin, KeptMatrices()
+        memo[id(self.lin)], memo[id(self._matrices)] = self.lin, KeptMatrices()
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         new.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})

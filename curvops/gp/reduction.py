@@ -157,6 +157,7 @@ def reduced_posterior(
     *,
     features: str = "inducing",
     points: Any = None,
+    candidates: int | None = None,
     generator: torch.Generator | None = None,
     check_mode: bool = True,
 ) -> ReducedPosterior:
@@ -173,8 +174,9 @@ def reduced_posterior(
         temperature: as in `co.laplace`.
         features: "inducing", the rows of J that a pivoted Cholesky of K = J A⁻¹ Jᵀ chooses (Harbrecht, Peters &
             Schneider 2012); "leading", the leading eigenvectors of A^-½GA^-½ (by a Nyström sketch), the best of all
-            for `remainder`; "random", the leading combinations of 4 K random rows of J (ELLA, Deng et al. 2022).
+            for `remainder`; "random", the leading combinations of random rows of J (ELLA, Deng et al. 2022).
         points: inputs in the network's form; all of their rows of J are the features. Replaces a rank.
+        candidates: how many random rows features="random" chooses from; None is 4 K.
         generator: the source of rows and sketches.
         check_mode: as in `co.laplace`.
 
@@ -202,12 +204,14 @@ def reduced_posterior(
     checked_number("temperature", temperature)
     check_choice("features", features, FEATURES)
     prior = read_precision("prior_precision", prior_precision, lin.model)
-    choice = FeatureChoice(lin, prior.detach(), features, *_checked_counts(lin, rank, points, features), generator)
+    choice = FeatureChoice(
+        lin, prior.detach(), features, *_checked_counts(lin, rank, points, features, candidates), generator
+    )
     with torch.no_grad():
         reduction = choice.reduce(points)
     made = make_laplace(lin, reduction.curvature, prior_precision, prior_mean, temperature)
     whole = checked_posterior(made, check_mode)
-    return ReducedPosterior(**{each.name: getattr(whole, each.name) for each in fields(whole)}, reduction=reduction)
+    return ReducedPosterior(**{field.name: getattr(whole, field.name) for field in fields(whole)}, reduction=reduction)
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,17 +317,19 @@ def _bytes(op: Any, vectors: int) -> int:
     return vectors * op.shape[-1] * op.dtype.itemsize
 
 
-def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str) -> tuple[int, int]:
+def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, candidates: Any) -> tuple[int, int]:
     """Return K, and how many rows or columns it is chosen from; raise ValueError if memory has no room for them."""
     if (rank is None) == (points is None):
         raise ValueError("pass the number of features, rank=100, or the inputs points=Z whose rows of J they are.")
     D, terms = lin.num_parameters, lin.num_data * lin.num_outputs
     if points is not None:
-        if features != "inducing":
-            raise ValueError("points=Z are the features themselves: leave out features.")
+        if features != "inducing" or candidates is not None:
+            raise ValueError("points=Z are the features themselves: leave out features and candidates.")
         rank = lin.jacobian(points).shape[-2]
     checked_whole("rank", rank, 1, min(D, terms), "a whole number of features")
-    drawn = min(terms, 4 * rank)
+    if candidates is not None and features != "random":
+        raise ValueError(f'candidates need features="random", not {features!r}.')
+    drawn = min(terms, 4 * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
     vectors = {"inducing": 3 * rank, "leading": 3 * _sketch_columns(D, rank), "random": drawn + 2 * rank}[features]
     numbers = vectors / rank * D + (2 * terms if features == "inducing" and points is None else 0)
     room, needed = max(LEAST_ROOM, lin.memory.room()), int(numbers * rank * lin.theta.element_size())

@@ -23,7 +23,6 @@ from curvops.network.model.parameters import Blocks
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.model.weight_vectors import read_mean, read_precision
 from curvops.network.trained.network_record import record_of_network, recorded_network
-from curvops.network.trained.sharded_network import ShardedNetwork
 from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.engine_cache import BatchMap
@@ -58,7 +57,6 @@ __all__ = [
     "PointNormals",
     "RanksDifferError",
     "Sampled",
-    "ShardedNetwork",
     "TangentSpace",
     "TrainedNetwork",
     "SharedPointsWarning",

@@ -12,8 +12,9 @@ Needs matplotlib, which `curvops[demo]` installs.
 """
 
 try:
+    from curvops.plots.chain_plots import autocorrelation, trace
     from curvops.plots.prediction_plots import ray, regression, reliability
-    from curvops.plots.spectrum_plots import spectral_density, training_spectra
+    from curvops.plots.spectrum_plots import convergence, spectral_density, training_spectra
     from curvops.plots.style import save
     from curvops.plots.tuning_plots import evidence, evidence_trace, influence, pruning
 except ModuleNotFoundError as error:
@@ -23,6 +24,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name="matplotlib") from error
 
 __all__ = [
+    "autocorrelation",
+    "convergence",
     "evidence",
     "evidence_trace",
     "influence",
@@ -32,5 +35,6 @@ __all__ = [
     "reliability",
     "save",
     "spectral_density",
+    "trace",
     "training_spectra",
 ]

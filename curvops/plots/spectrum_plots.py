@@ -1,4 +1,4 @@
-"""Figures of the spectral density of a curvature matrix and its largest eigenvalues."""
+"""Figures of the spectral density of a curvature matrix and its largest eigenvalues, and of the cost of solves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from curvops.checks import check_choice, check_kind
-from curvops.linalg import Eigenpairs, Estimate, SpectralDensity
+from curvops.linalg import Eigenpairs, Estimate, Solution, SpectralDensity
 from curvops.plots import style
 from curvops.plots.style import NumberSequence
 
@@ -58,7 +58,7 @@ def spectral_density(
         size = top.vectors.shape[0] if size is None else size
         top = top.values
     x, middle, low, high = (
-        style.as_array(part) for part in (density.grid, density.density, density.lower, density.upper)
+        style.as_array(curve) for curve in (density.grid, density.density, density.lower, density.upper)
     )
     bandwidth, zero_mass = density.bandwidth, density.zero_mass
     axes = style.axes_of(ax, 8.0, 5.0)
@@ -135,7 +135,7 @@ def training_spectra(
     floor = 1e-5 * peak
     for i, look in zip(shown, style.looks(map(str, shown)).values()):
         x, middle, low, high = (
-            style.as_array(getattr(densities[i], part)) for part in ("grid", "density", "lower", "upper")
+            style.as_array(getattr(densities[i], name)) for name in ("grid", "density", "lower", "upper")
         )
         edges = np.maximum(low, floor), np.clip(high, floor, 10 * peak)
         left.fill_between(x, *edges, color=look.color, alpha=style.BAND, linewidth=0)
@@ -158,3 +158,43 @@ def training_spectra(
     right.legend(fontsize=style.SMALL, framealpha=0.9)
     style.dress(right, "step of training", "eigenvalue λ, trace", "Largest eigenvalues and trace")
     return both
+
+
+def convergence(solutions: Mapping[str, Solution], *, rtol: float | None = None, ax: Axes | None = None) -> Axes:
+    """Draw the worst relative residual of a solve over its columns, on a log axis, against products with vectors.
+
+    A block of K columns counts as K products a step. The steps of a solve are drawn at equal distances.
+
+    Args:
+        solutions: Maps a method's name to the `Solution` of `A.cg(b)` or another solver.
+        rtol: The tolerance, a dashed line.
+        ax: The axes to draw into; None makes a figure.
+
+    Returns:
+        The axes.
+
+    Raises:
+        TypeError: The values are not solutions, or `ax` is not a matplotlib Axes.
+        ValueError: There are no solutions.
+
+    Examples:
+        >>> import torch, curvops as co
+        >>> from curvops import plots
+        >>> A = co.linalg.Dense(torch.diag(torch.linspace(1, 9, 20).double()), psd=True)
+        >>> plots.convergence({"conjugate gradients": A.cg(torch.ones(20).double())}).get_yscale()
+        'log'
+    """
+    style.check_named("convergence", solutions, Solution, "the result of A.cg(b)")
+    axes = style.axes_of(ax, 7.6, 5.0)
+    for (name, look), solution in zip(style.looks(solutions).items(), solutions.values()):
+        residual = style.as_array(solution.history).max(1)
+        products = np.linspace(0, solution.matvecs, len(residual))
+        axes.plot(products, residual, label=f"{name}: {solution.matvecs:,} products", linewidth=2, **look.line)
+        axes.plot(products[-1], residual[-1], markersize=8, **look.dots)
+    if rtol is not None:
+        axes.axhline(rtol, linewidth=1.4, label=f"tolerance {rtol:.0e}", **style.REFERENCE)
+    axes.set_yscale("log")
+    axes.set_xlim(left=0)
+    style.dress(axes, "products with single vectors", "worst relative residual (no unit)", "Residual against cost")
+    axes.legend(fontsize=style.SMALL, framealpha=0.9)
+    return axes

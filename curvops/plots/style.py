@@ -99,9 +99,11 @@ def axes_of(ax: Axes | None, width: float, height: float) -> Axes:
     return ax
 
 
-def panels(width: float, height: float, columns: int) -> np.ndarray:
-    """Return a row of panels of a new figure of pyplot."""
-    return np.asarray(pyplot.figure(figsize=(width, height), layout="constrained").subplots(1, columns))
+def panels(width: float, height: float, columns: int, **options: Any) -> np.ndarray:
+    """Return the panels of a new figure of pyplot, by default in a row."""
+    figure = pyplot.figure(figsize=(width, height), layout="constrained")
+    rows = options.pop("rows", 1)
+    return np.asarray(figure.subplots(rows, columns, **options))
 
 
 def as_array(values: Any) -> np.ndarray:
@@ -134,6 +136,15 @@ def vectors(what: str, common: Any, named: Any) -> tuple[np.ndarray, dict[str, n
         if not np.isfinite(values).all():
             raise ValueError(f"{what} needs finite numbers, and {name} has others.")
     return first, arrays
+
+
+def check_named(what: str, named: Any, kind: type, source: str) -> None:
+    """Raise TypeError or ValueError unless at least one object of a kind is given, each by its name."""
+    if not isinstance(named, Mapping) or not all(isinstance(value, kind) for value in named.values()):
+        kinds = [type(v).__name__ for v in named.values()] if isinstance(named, Mapping) else type(named).__name__
+        raise TypeError(f"{what} draws {{name: {kind.__name__}}}, each {source}; got {kinds}.")
+    if not named:
+        raise ValueError(f"{what} draws {{name: {kind.__name__}}}, each {source}; got none.")
 
 
 def save(drawn: Figure | Axes | np.ndarray, path: str | os.PathLike[str]) -> None:

@@ -99,11 +99,11 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
         >>> plots.evidence_trace({"MacKay": co.evidence.mackay(post, None)}).shape
         (3,)
     """
-    check_kind("evidence_trace", tunings, Mapping, "{name: a posterior from co.evidence.mackay or its tuning}")
-    runs: Any = {name: run.tuning if isinstance(run, Laplace) else run for name, run in tunings.items()}
-    for name, run in runs.items():
-        check_kind(name, run, Tuning, "a posterior from co.evidence.mackay or its tuning")
-    if not runs or not all(tuning.steps for tuning in runs.values()):
+    runs: Any = tunings
+    if isinstance(tunings, Mapping):
+        runs = {name: run.tuning if isinstance(run, Laplace) else run for name, run in tunings.items()}
+    style.check_named("evidence_trace", runs, Tuning, "a posterior from co.evidence.mackay or its tuning")
+    if not all(tuning.steps for tuning in runs.values()):
         raise ValueError("evidence_trace needs tunings of at least one step, {name: post.tuning}.")
     axes_of_all = style.panels(12.5, 4.4, 3)
     left, middle, right = axes_of_all
@@ -115,8 +115,8 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
     for (name, look), (tuning, g) in zip(style.looks(lines).items(), lines.values()):
         options = look._asdict() | {"label": name, "markersize": 4, "linewidth": 2}
         alpha, gamma, error = (
-            np.array([float(getattr(step, part)[g]) for step in tuning.steps])
-            for part in ("prior_precision", "effective_parameters", "stderr")
+            np.array([float(getattr(step, name)[g]) for step in tuning.steps])
+            for name in ("prior_precision", "effective_parameters", "stderr")
         )
         x = np.arange(len(tuning.steps))
         left.plot(x, alpha, **options)

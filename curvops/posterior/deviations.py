@@ -29,7 +29,6 @@ from curvops.errors import DivergenceError, NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
 from curvops.linalg.core.memory import PRODUCT_VECTORS, Memories, hold, solve_width
 from curvops.linalg.core.results import Reasoned
-from curvops.linalg.core.sharded import SEED
 from curvops.linalg.core.solve_routes import CLOSED_FORM, EPOCHS, METHOD_OF, METHODS, SKETCHED, directions_pay
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import inner, join, norm
@@ -41,6 +40,7 @@ from curvops.operators.curvatures.ggn import CurvatureRoot, root_of
 from curvops.posterior.core.terms import PrecisionTerms, Prior
 from curvops.posterior.solves.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
 from curvops.progress import as_step, remark
+from curvops.ranks.sharded_vectors import SEED
 from curvops.summary import Summarised
 
 DRAWN_TOGETHER = 8

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64, Shaped
 from torch import Tensor
 
 from curvops.checks import check_kind
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 from curvops.sampling.state import State, Structure
 from curvops.summary import Summarised
 
@@ -34,14 +34,14 @@ class Spread:
             raise ValueError(f"{self.chains} chains are fewer than the {self.ranks.size} ranks: each rank needs one.")
 
     @property
-    def own(self) -> slice:
+    def indices(self) -> slice:
         """The positions of this rank's chains among all chains."""
         return slice(self.ranks.rank, None, self.ranks.size)
 
     @property
     def count(self) -> int:
         """The number of this rank's chains."""
-        return len(range(self.chains)[self.own])
+        return len(range(self.chains)[self.indices])
 
     def line_up(self, rows: Shaped[Tensor, "own *n"]) -> Shaped[Tensor, "k *n"]:
         """Return the rows of the chains of all ranks, in the order of the chains."""

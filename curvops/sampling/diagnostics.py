@@ -23,8 +23,7 @@ from curvops.checkpoint import digest
 from curvops.checks import check_choice, check_generator, check_kind, checked_number, checked_whole
 from curvops.linalg import Estimate
 from curvops.sampling.chain_draws import Chain, Spread, checked_draws
-from curvops.sampling.log_density import LogPosterior
-from curvops.sampling.transition import Evaluation
+from curvops.sampling.log_density import Evaluation, LogPosterior
 from curvops.summary import Summarised
 
 __all__ = ["RandomProjections", "ess", "random_projections", "rhat", "scores", "stein_discrepancy", "to_inference_data"]
@@ -363,7 +362,7 @@ def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tup
 
 def _parts(tensor: Tensor, n: int) -> Iterator[Float[Tensor, "n d"]]:
     flat = tensor.flatten(0, 1).reshape(n, -1)
-    return (part.double() for part in flat.split(max(1, AT_A_TIME // n), 1))
+    return (columns.double() for columns in flat.split(max(1, AT_A_TIME // n), 1))
 
 
 def _squared_distances(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
@@ -383,7 +382,7 @@ def _checked_scale(scale: Any, squares: Tensor) -> float:
 
 
 @torch.no_grad()
-def scores(log_posterior: Density, chain: Chain, batches: Iterable[GivenBatch]) -> Any:
+def scores(log_posterior: Density, chain: Chain, batches: Iterable[GivenBatch], *, part: bool = False) -> Any:
     """Compute ∇ log p(θ | data) at each draw of a run, for `stein_discrepancy(chain, scores)`.
 
     It is N times the gradient of `log_posterior`, a mean over N points, summed over the batches weighted by their
@@ -393,13 +392,15 @@ def scores(log_posterior: Density, chain: Chain, batches: Iterable[GivenBatch]) 
         log_posterior: the result of `co.sampling.log_posterior`.
         chain: the result of `co.sampling.run`.
         batches: all data, `[(X, y)]` or a list of batches.
+        part: True accepts batches that are only a part of the data, and multiplies their sum by N/n: the scores are
+            unbiased if the part is chosen at random. `stein_discrepancy` describes the effect on its value.
 
     Returns:
         A tree like `chain.params`, tensors (k, S, *shape).
 
     Raises:
         TypeError: the log posterior, the draws or the batches are of another kind.
-        ValueError: the batches do not contain all N points.
+        ValueError: the batches do not contain all N points, and `part` is False.
 
     Cost: a gradient for each draw, many draws together if `torch.vmap` can run the model.
 
@@ -420,6 +421,6 @@ def scores(log_posterior: Density, chain: Chain, batches: Iterable[GivenBatch]) 
         points = log_posterior.num_points(batch)
         total += points * density.gradient(rows, chain.structure, batch)[1]
         count += points
-    if count != log_posterior.data_size:
-        raise ValueError(f"the batches have {count} of {log_posterior.data_size} points: pass all of them.")
-    return chain.structure.unflatten(total.view_as(chain.theta))
+    if count != log_posterior.data_size and not part:
+        raise ValueError(f"the batches have {count} of {log_posterior.data_size} points: pass all, or part=True.")
+    return chain.structure.unflatten((total * (log_posterior.data_size / count)).view_as(chain.theta))

@@ -91,10 +91,10 @@ class EmpiricalOutputs(DrawnOutputs):
     through: str = field(kw_only=True)
 
     def functions(self) -> Float[Tensor, "k N C"]:
-        return self._found
+        return self._values
 
     @cached_property
-    def _found(self) -> Float[Tensor, "k N C"]:
+    def _values(self) -> Float[Tensor, "k N C"]:
         return network_outputs(self.lin, self.x, self.weights) if self.through == "network" else super().functions()
 
     def moments(self, together: int | None = 1) -> OutputMoments:

@@ -163,13 +163,13 @@ class KroneckerFamily(GaussianFamily):
         return tensors
 
     def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
-        return self._each(tensors, structure, noise, lambda factor, block: triangle(factor) @ block)
+        return self._scaled(tensors, structure, noise, lambda factor, block: triangle(factor) @ block)
 
     def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
         def whiten(factor: Tensor, block: Tensor) -> Tensor:
             return torch.linalg.solve_triangular(triangle(factor), block, upper=False)
 
-        white = self._each(tensors, structure, z, whiten)
+        white = self._scaled(tensors, structure, z, whiten)
         log_root = z.new_zeros(())
         for i, p, q, _ in factors(structure):
             log_root = log_root + q * tensors[f"left.{i}"].diagonal().sum()
@@ -201,7 +201,7 @@ class KroneckerFamily(GaussianFamily):
             positions.append(place[entries])
         return DirectSum(*blocks, positions=positions), DirectSum(*inverses, positions=positions)
 
-    def _each(
+    def _scaled(
         self, tensors: Tensors, structure: Structure, rows: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
     ) -> Float[Tensor, "k d"]:
         """Apply L from the left and R from the right, tensor by tensor."""
@@ -220,15 +220,13 @@ FAMILIES: dict[str, type[GaussianFamily]] = {
     "low_rank_diagonal": LowRankDiagonalFamily,
     "kronecker": KroneckerFamily,
 }
-RANK = 10
-"""The default rank of a low-rank matrix plus a diagonal."""
 
 
 def family_of(name: str, rank: object) -> GaussianFamily:
     """Return the family of this name; raise ValueError for a rank if the family has none."""
     kind = FAMILIES[name]
     if kind is LowRankDiagonalFamily:
-        return LowRankDiagonalFamily(RANK if rank is None else checked_whole("rank", rank, 1))
+        return LowRankDiagonalFamily(10 if rank is None else checked_whole("rank", rank, 1))
     if rank is not None:
         raise ValueError(f"rank={rank!r} needs family='low_rank_diagonal'; {name!r} has no rank: leave it out.")
     return kind()

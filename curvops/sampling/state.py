@@ -196,14 +196,14 @@ class NoiseSource:
             row.normal_(generator=generator)
         return numbers
 
-    def each(self, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
-        """Call `draw` with each generator and stack the results."""
+    def per_chain(self, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
+        """Return the results of `draw` with the generator of each chain, stacked."""
         numbers = [draw(generator) for generator in self._generators]
         return numbers[0] if self._single else torch.stack(numbers)
 
     def uniform(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k"]:
         """Draw one number in [0, 1) for each chain, in float64."""
-        return self.each(lambda g: torch.rand((), generator=g, dtype=torch.float64, device=like.device))
+        return self.per_chain(lambda g: torch.rand((), generator=g, dtype=torch.float64, device=like.device))
 
     def keep(self) -> None:
         """Write the generators' states back."""

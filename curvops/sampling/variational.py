@@ -23,11 +23,6 @@ from curvops.sampling.torch_optimizer import Optimizer, OptimizerState
 from curvops.sampling.torch_optimizer import optimizer as in_torch
 from curvops.sampling.transition import common_arguments
 
-SETTLED = 0.1
-"""The largest error of a settled fit: of its mean in standard deviations, of its precision as a relative error."""
-AVERAGED = 3
-"""The power of the step that weights misfits in their average, so that early steps lose their influence."""
-
 
 class FitEnding(Enum):
     """The outcome of variational inference: whether it reached its optimum; the value is the remedy in plain words."""
@@ -127,7 +122,7 @@ class Variational(Optimizer):
         slopes = [*state.structure.parts(of_mean), *of_spread.values()]
         self._descend(tensors, slopes, state.slots.setdefault("0", {}), int(state.step))
         misfits = {"mean": residual.mean(0), **self.family.misfits(state.structure, residual, numbers)}
-        share = (AVERAGED + 1) / (int(state.step) + 1 + AVERAGED)
+        share = 4 / (int(state.step) + 4)  # averages weight step t by t³, so that early steps lose their influence
         for name, misfit in misfits.items():
             state.average.setdefault(name, misfit.clone()).lerp_(misfit, share)
             state.square.setdefault(name, misfit.square()).lerp_(misfit.square(), share)
@@ -151,7 +146,8 @@ class Variational(Optimizer):
             The ending, whose value says what to do.
         """
         self._check_state(state)
-        steps = int(state.step) * (2 * AVERAGED + 1) / (AVERAGED + 1) ** 2  # steps of an average with equal weights
+        settled = 0.1  # the largest error of the mean in standard deviations, and of the precision as a relative error
+        steps = int(state.step) * 7 / 16  # the steps of an average with equal weights that has the same variance
         if steps <= 1:
             return FitEnding.NOISY
         hidden = False
@@ -160,16 +156,16 @@ class Variational(Optimizer):
             off = float((average.square() - variance).sum()) / len(average)
             error = 2 * (2 * float(variance.square().sum())) ** 0.5 / len(average)
             alone = float((average.abs() - 5 * variance.sqrt()).max())
-            if not (off - error <= SETTLED**2 and alone <= SETTLED):
+            if not (off - error <= settled**2 and alone <= settled):
                 return FitEnding.DRIFTING
-            hidden |= max(off, 0.0) + error > SETTLED**2
+            hidden |= max(off, 0.0) + error > settled**2
         if hidden:
             return FitEnding.NOISY
         order = torch.arange(len(state.theta), device=state.theta.device)
         spreads = (state.spread, {name: state.centre[name] for name in state.spread})
         now, mean = (self.family.covariance(tensors, state.structure, order)[0].diagonal() for tensors in spreads)
         from_centre = (state.theta - state.centre["theta"]).square() / mean, (now / mean).log().square() / 4
-        near = all(float(tensors.mean()) <= SETTLED**2 for tensors in from_centre)
+        near = all(float(tensors.mean()) <= settled**2 for tensors in from_centre)
         return FitEnding.SETTLED if near else FitEnding.SCATTERED
 
     def gradients(
@@ -284,7 +280,8 @@ def vi(
     shared = common_arguments(log_posterior, 1.0, temperature, data_size, None)
     inner = in_torch(optimizer, log_posterior, data_size=shared["data_size"], **options)
     return Variational(
-        **{each.name: getattr(inner, each.name) for each in fields(inner)} | {"temperature": shared["temperature"]},
+        **{option.name: getattr(inner, option.name) for option in fields(inner)}
+        | {"temperature": shared["temperature"]},
         family=family_of(family, rank),
         draws=checked_whole("draws", draws, 1),
         stick_the_landing=stick_the_landing,

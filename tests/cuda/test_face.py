@@ -625,7 +625,7 @@ def repriored(w: World) -> Any:
     return {
         "map": theta,
         "inverse": found.inverse(theta),
-        "logdet": (found.logdet(phi), kernel.logdet(phi)),
+        "logdet": (found.logdet(phi), kernel.logdet(phi), kernel.estimated_logdet(phi, generator=w.generator())),
         "density": (found.energy(phi), found.log_ratio(phi)),
         "draws": (found.sample(2, w.generator()), found.normal(2, w.generator())),
         "divergence": found.divergence(10, w.generator()),

@@ -30,7 +30,15 @@ def spectrum(k: int = 2, **options: Any) -> Any:
 
 
 DOORS = [
-    Door("evidence_trace", rows={"no tuning": (lambda: plots.evidence_trace({}), "at least one step")}),
+    Door("evidence_trace", rows={"no tuning": (lambda: plots.evidence_trace({}), "got none")}),
+    Door(
+        "trace and autocorrelation",
+        rows={
+            "a trace of nothing": (lambda: plots.trace({}), "got {}"),
+            "a trace of a matrix": (lambda: plots.trace({"weight": np.zeros((2, 5, 3))}), "each an array"),
+            "a trace without names": (lambda: plots.trace(np.zeros((2, 5))), TypeError, "got ndarray"),
+        },
+    ),
     Door(
         "regression by a tired user",
         rows={
@@ -62,19 +70,24 @@ DOORS = [
             "logits": (lambda: plots.reliability({"network": torch.randn(5, 3)}, LABELS), "probabilities"),
             "other points": (lambda: plots.reliability(torch.full((4, 2), 0.5), LABELS), "labels"),
             "panels": (
-                lambda: plots.reliability(torch.full((5, 2), 0.5), LABELS, ax=np.array(["an axis", "another"])),
+                lambda: plots.reliability(torch.full((5, 2), 0.5), LABELS, ax=plots.trace({"a": np.ones((1, 5))})),
                 TypeError,
-                r"ax must be the axes of one panel, got ndarray of shape \(2,\); pass ax",
+                r"ax must be the axes of one panel, got ndarray of shape \(1, 2\); pass ax",
             ),
         },
     ),
     Door(
-        "evidence",
+        "evidence and convergence",
         rows={
             "a posterior": (
                 lambda: plots.evidence(posterior()),
                 TypeError,
                 r"the result of co.evidence.grid, or the tuning of validate",
+            ),
+            "residuals": (
+                lambda: plots.convergence({"plain": GRID}),
+                TypeError,
+                r"draws {name: Solution}, each the result of A.cg\(b\); got \['ndarray'\]",
             ),
         },
     ),

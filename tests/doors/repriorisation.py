@@ -44,6 +44,7 @@ DOORS = [
         "reprior",
         rows={
             "no noise": (lambda: reprior(mlp(3, 4, 2), DATA), "noise is missing"),
+            "last with ntk": (lambda: reprior(mlp(3, 4, 2), DATA, NOISE, form="ntk", last="2"), "leave out one"),
             "classes without a level": (
                 lambda: reprior(mlp(3, 4, 3), classes(), likelihood="classification"),
                 "classes need reg=λ",
@@ -61,10 +62,13 @@ DOORS = [
                 lambda: reprior(Wrapped(nn.Linear(4, 2), lambda f, h: f.softmax(1)), DATA, NOISE),
                 "no linear readout: no single layer",
             ),
-            "a readout that is doubled": (
-                lambda: reprior(Wrapped(nn.Linear(4, 2), lambda f, h: 2 * f), DATA, NOISE),
+            "a softmax, named": (
+                lambda: reprior(Wrapped(nn.Linear(4, 2), lambda f, h: f.softmax(1)), DATA, NOISE, last="head"),
                 "not linear in its parameters, or another operation follows",
             ),
+            "not the last": (lambda: reprior(mlp(3, 4, 2), DATA, NOISE, last="0"), r"readout '0' \(Linear\)"),
+            "an activation": (lambda: reprior(mlp(3, 4, 2), DATA, NOISE, last="1"), "has no parameters"),
+            "an unknown name": (lambda: reprior(mlp(3, 4, 2), DATA, NOISE, last="head"), r"are \['0', '2'\]"),
             "frozen": (lambda: reprior(frozen_head(), DATA, NOISE), r"\['2.bias'\] are to be sampled"),
             "a function": (
                 lambda: reprior((lambda p, x: x @ p["w"], {"w": torch.ones(3, 2).double()}), DATA, NOISE),
@@ -72,7 +76,7 @@ DOORS = [
                 "readout of an nn.Module",
             ),
             "called twice": (
-                lambda: reprior(Twice(), regression(outputs=4, inputs=4), NOISE),
+                lambda: reprior(Twice(), regression(outputs=4, inputs=4), NOISE, last="head"),
                 "is called several times",
             ),
             "a prior by rows": (
@@ -100,6 +104,7 @@ DOORS = [
             "float32": (lambda: rep()({n: b.float() for n, b in phi().items()}), "float32 on cpu, but the network"),
             "one sample": (lambda: rep().divergence(1), "at least 2"),
             "one draw": (lambda: rep().gradient_gap(rep().normal(1)), "at least 2"),
+            "no estimate": (lambda: rep().estimated_logdet(phi()), "closed form: use logdet"),
             "a batch": (lambda: rep()(phi(), DATA), "leave batches out"),
         },
     ),

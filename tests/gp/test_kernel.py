@@ -34,6 +34,7 @@ PRIORS: dict[str, dict[str, Any]] = {
     "layers": {"prior_precision": 2.0, "over": "layers"},
     "tensors": {"prior_precision": 0.5, "over": "tensors"},
     "globs": {"prior_precision": {"0.*": 2.0, "[!0]*": 0.5}},
+    "scaled": {"prior_precision": 2.0, "outputscale": 3.0},
 }
 
 
@@ -167,7 +168,7 @@ def test_no_points_have_an_empty_matrix_diagonal_and_mean(name: str) -> None:
 def test_casting_the_kernel_casts_its_parameters_and_not_the_matrix(name: str, over: str) -> None:
     lin, x, _ = linearized(name)
     x = x.flatten(1)
-    kernel, cast = (LinearizedKernel(lin, 2.0, over=over) for _ in range(2))
+    kernel, cast = (LinearizedKernel(lin, 2.0, over=over, outputscale=4.0) for _ in range(2))
     cast.float()
     assert cast.prior_precision.dtype == torch.float32
     torch.testing.assert_close(cast(x).to_dense(), kernel(x).to_dense(), rtol=1e-6, atol=1e-9)
@@ -251,8 +252,9 @@ def test_it_is_lazy_and_its_sums_are_ours() -> None:
 
 def test_the_network_is_neither_trained_nor_moved_nor_saved() -> None:
     lin, x, y = linearized("one output")
-    gp, likelihood, targets = process(lin, x, y, prior_precision=2.0, over="layers")
-    assert [name for name, _ in gp.covar_module.named_parameters()] == ["raw_prior_precision"]
+    gp, likelihood, targets = process(lin, x, y, prior_precision=2.0, over="layers", outputscale=2.0)
+    names = {"raw_prior_precision", "raw_outputscale"}
+    assert {name for name, _ in gp.covar_module.named_parameters()} == names
     assert not [name for name in gp.state_dict() if "lin" in name]
     before, theta = copy.deepcopy(gp.state_dict()), lin.theta.clone()
     optimizer, marginal = (
@@ -317,7 +319,7 @@ def few_weights(monkeypatch: pytest.MonkeyPatch) -> tuple[co.operators.Lineariza
 
 @pytest.mark.usefixtures("no_foreign_solvers", "iterating")
 @pytest.mark.parametrize("task_noise", [False, True])
-@pytest.mark.parametrize("prior", ["scalar", "layers"])
+@pytest.mark.parametrize("prior", ["scalar", "layers", "scaled"])
 def test_where_neither_j_nor_its_gram_matrix_fits_few_weights_are_solved_for(
     prior: str, task_noise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

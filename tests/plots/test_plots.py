@@ -1,6 +1,6 @@
 """Each figure carries labels with units, the lines it promises, and can be written; nothing global changes.
 
-Tests `prediction_plots.py`, `spectrum_plots.py`, `style.py`, `tuning_plots.py`.
+Tests `chain_plots.py`, `prediction_plots.py`, `spectrum_plots.py`, `style.py`, `tuning_plots.py`.
 """
 
 from __future__ import annotations
@@ -78,6 +78,12 @@ def training_spectra() -> np.ndarray:
     return plots.training_spectra({step: checkpoint(1 + step / 100, step) for step in range(0, 600, 100)}, bound=5.0)
 
 
+def convergence(**options: Any) -> Axes:
+    A = co.linalg.Dense(torch.diag(torch.linspace(1, 30, 40).double()), psd=True)
+    B = torch.randn(40, 4, generator=generator()).double()
+    return plots.convergence({"plain": A.cg(B, block=False), "block": A.cg(B)}, rtol=1e-5, **options)
+
+
 def evidence(**options: Any) -> Axes:
     return plots.evidence(co.evidence.grid(posterior(), [10.0, 0.1, 1.0]), chosen=2.0, **options)
 
@@ -99,6 +105,22 @@ def ray(**options: Any) -> Axes:
     return plots.ray(distances, confidence, limits={"Laplace": 0.731}, radius=2.0, **options)
 
 
+def chains() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(4)
+    series = rng.standard_normal((3, 400))
+    for t in range(1, 400):
+        series[:, t] = 0.9 * series[:, t - 1] + 0.4 * series[:, t]
+    return {"0.weight[0, 0]": series, "0.bias[2]": rng.standard_normal((3, 400)) + np.array([[0], [0], [3]])}
+
+
+def trace() -> np.ndarray:
+    return plots.trace(chains())
+
+
+def autocorrelation(**options: Any) -> Axes:
+    return plots.autocorrelation(chains(), lags=60, **options)
+
+
 def influence(**options: Any) -> Axes:
     truth = torch.randn(80, generator=generator()) ** 3
     return plots.influence(truth, {"GGN": 0.8 * truth, "EKFAC": (truth + 0.2)[:, None].numpy()}, **options)
@@ -115,9 +137,12 @@ FIGURES = [
     (reliability, 1, 1 + 2, ["largest probability", "fraction of points"]),
     (spectral_density, 1, 1 + 1 + 1, ["eigenvalue λ", "per unit of λ"]),
     (training_spectra, 2, 4 + 2 + 3 + 1, ["eigenvalue λ", "per unit of λ", "step of training", "trace"]),
+    (convergence, 1, 2 * (1 + 1) + 1, ["products with single vectors", "relative residual"]),
     (evidence, 1, 1 + 1 + 1, ["log evidence (nats)", "prior precision"]),
     (evidence_trace, 3, (4 + 2) + 4 + 2, ["prior precision", "effective parameters", "products with single vectors"]),
     (ray, 1, 2 + 1, ["distance along the ray", "largest probability"]),
+    (trace, 4, 2 * 3, ["draw", "density", "0.weight[0, 0]", "0.bias[2]"]),
+    (autocorrelation, 1, 2 + 2, ["lag (draws)", "autocorrelation"]),
     (influence, 1, 1 + 2, ["training without the point", "predicted change"]),
     (pruning, 1, 2 + 1, ["weights removed (fraction)", "test error"]),
 ]
@@ -228,6 +253,11 @@ def test_a_tuned_posterior_stands_for_its_tuning() -> None:
     tuned = co.evidence.mackay(posterior(), None)
     lines = [plots.evidence_trace({"exact": each})[0].lines[0] for each in (tuned, tuned.tuning)]
     np.testing.assert_array_equal(*(line.get_xydata() for line in lines))
+
+
+def test_chains_that_disagree_are_worth_few_draws_in_the_legend():
+    labels = [text.get_text() for text in autocorrelation().get_legend().get_texts()]
+    assert labels[1] == "0.bias[2]: 2 of 1,200 draws"
 
 
 def test_a_spectral_density_is_drawn_as_it_was_computed() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import curvops as co
 from curvops.checkpoint import Checkpoint, begin
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.sharded import algorithm
+from curvops.linalg.core.algorithm import algorithm
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
 from curvops.operators.function_space.function_space import NAME, FunctionSpace

@@ -220,6 +220,10 @@ def test_scores_are_those_of_the_summed_log_posterior() -> None:
     log_posterior, chain, batches, P, mode = linear_chain()
     found = diagnostics.scores(log_posterior, chain, batches)
     assert torch.allclose(found["weight"].flatten(2), -(chain.theta - mode) @ P, atol=1e-10)
+    x, y = batches[0]
+    part = diagnostics.scores(log_posterior, chain, batches[:1], part=True)["weight"].flatten(2)
+    residual = y.flatten() - chain.theta @ x.mT
+    assert torch.allclose(part, 20 / 8 * (residual @ x / 0.5) - 2.0 * chain.theta, atol=1e-10)
     assert diagnostics.stein_discrepancy(chain, found).samples == 10
 
 

@@ -22,24 +22,11 @@ from torch import Tensor
 
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
-from curvops.distributed_types import is_dtensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
-from curvops.linalg.core.sharded import (
-    LaidOut,
-    Layouts,
-    OverSharedData,
-    RowLayout,
-    Sharded,
-    layouts_of,
-    over_ranks,
-    ranks_together,
-    stored,
-    unwrapped,
-)
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.vectors import (
@@ -63,6 +50,21 @@ from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
 from curvops.progress import Progress
+from curvops.ranks.process_group import is_dtensor
+from curvops.ranks.sharded_vectors import (
+    LaidOut,
+    Layouts,
+    OverSharedData,
+    RowLayout,
+    Sharded,
+    layouts_of,
+    over_ranks,
+    ranks_together,
+    stored,
+    times_block,
+    transposed_times_block,
+    unwrapped,
+)
 from curvops.summary import name_of, summary
 
 PARTS = 4
@@ -77,8 +79,6 @@ SHOWN = (
 
 def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
     """Apply a product defined on (n, K) blocks to a vector (n,) or to a batch (..., n, K), as further columns."""
-    if isinstance(rhs, Sharded):
-        return rhs.multiplied(product)
     if rhs.ndim == 1:
         return product(rhs.unsqueeze(-1)).squeeze(-1)
     if rhs.ndim == 2:
@@ -216,10 +216,12 @@ class Operator(LinearOperatorContract):
         return self._product(block)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return by_columns(self._product, rhs)
+        return by_columns(self._product, rhs) if isinstance(rhs, Tensor) else times_block(self, rhs)
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return by_columns(self._transposed_product, rhs)
+        if isinstance(rhs, Tensor):
+            return by_columns(self._transposed_product, rhs)
+        return transposed_times_block(self, rhs)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else algebra.Transposed(self)
@@ -608,4 +610,5 @@ def _(A: Operator) -> Description:
 
 
 # The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here.
-from curvops.linalg.operators import algebra, damped, dense, on_shards  # noqa: E402
+from curvops.linalg.operators import algebra, damped, dense  # noqa: E402
+from curvops.ranks import on_shards  # noqa: E402

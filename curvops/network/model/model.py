@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
-from curvops.distributed_types import require_whole
 from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
@@ -30,6 +29,7 @@ from curvops.network.model.skeleton import (
     state_of,
 )
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
+from curvops.ranks.process_group import require_whole
 
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 NOTHING = contextlib.nullcontext()

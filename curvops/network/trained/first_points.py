@@ -30,7 +30,7 @@ from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretat
 from curvops.network.likelihoods.from_loss import shrunk
 from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Likelihood
 from curvops.network.model.model import Model
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 
 WRONG = "so that curvature, posterior and predictions are not those of your classifier"
 LOOKED_AT = 16

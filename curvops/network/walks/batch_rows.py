@@ -13,13 +13,13 @@ from torch import Tensor
 
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import num_points, take
-from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import LEAST_CHUNK
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording
 from curvops.network.likelihoods.output_fisher import OutputFisher, Unit
 from curvops.network.walks.engine_cache import BatchMap, EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.progress import Progress, Steps, progress_bar
+from curvops.ranks.shard import Shard
 
 # On a CPU larger pieces are slower, since memory for them is allocated anew, page by page, for each layer.
 MOST_CHUNK = 2**27

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 
 # If neither the kernel nor a control group reports it, a small machine is assumed.
 UNKNOWN = 4 * 2**30

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from curvops.network.data.inputs import num_points, take
-from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engine, Engines
 from curvops.network.engines.plan import EngineChoice
 from curvops.network.likelihoods.output_fisher import OutputFisher, Root, RootJacobian
@@ -17,6 +16,7 @@ from curvops.network.walks.budget import Budget
 from curvops.network.walks.engine_cache import BatchMap
 from curvops.network.walks.walk import Walk
 from curvops.progress import Progress
+from curvops.ranks.shard import Shard
 
 CACHES = ("_kept", "_asked", "_asked_when_chosen", "_complete", "_recorded", "_outputs", "_gathered")
 

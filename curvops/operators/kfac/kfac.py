@@ -13,10 +13,10 @@ from torch import Tensor
 from curvops.checkpoint import Place, begin, seed_of
 from curvops.checks import carries_graph, check_choice, in_transform
 from curvops.linalg import DirectSum, Kronecker, Operator
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import Memory
 from curvops.linalg.core.partition import whole_partition
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.closed_form import ClosedForm

@@ -24,7 +24,7 @@ from curvops.operators import (
     Linearization,
     ShardedLinearization,
 )
-from curvops.operators.linearized.sharded_linearization import KNOWN_OF_SHARDS
+from curvops.ranks.sharded_linearization import KNOWN_OF_SHARDS
 
 CURVATURES: dict[str, type[LinearOperator]] = {
     "kfac": KFAC,

@@ -40,7 +40,7 @@ KIND = "posterior"
 """The kind of a posterior's folder."""
 OF_LAPLACE, OF_GAUSSIANS = VERSIONS = 1, 2
 """Versions of the schema; a version is raised when an older program would misread it."""
-INTERNAL = ("cache", "prior", "prior_error", "prior_for", "terms")
+INTERNAL = ("cache", "prior", "prior_error", "prior_for", "progress", "terms")
 """Names of a posterior that other functions of the library use, and that `dir` does not show."""
 
 

@@ -20,8 +20,8 @@ from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import Place, begin
 from curvops.checks import check_accuracy, check_choice, check_kind, check_tensor, checked_number, checked_whole
 from curvops.linalg import Estimate
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.linalg.operators.base import as_part
 from curvops.network import record_of_network

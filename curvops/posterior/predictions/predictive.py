@@ -20,7 +20,6 @@ from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.sharded import ranks_together
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Gaussian, Likelihood
 from curvops.operators import Linearization
@@ -44,6 +43,7 @@ from curvops.posterior.predictions.outputs import (
     normals_for,
 )
 from curvops.posterior.predictions.split_points import SplitPoints, split_points
+from curvops.ranks.sharded_vectors import ranks_together
 from curvops.summary import name_of
 
 WEIGHT_DRAWS = 100

@@ -22,7 +22,7 @@ from curvops.errors import RanksDifferError
 from curvops.fingerprints import fingerprint
 from curvops.network.data.inputs import components, map_inputs, num_points
 from curvops.operators import Linearization
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 
 R = TypeVar("R")
 MEANT = (

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import grad, jacrev
+from torch.func import grad, jacrev, vmap
 
+from curvops.errors import ConvergenceError
+from curvops.linalg import Estimate, Operator, eigsh, logdet, minres
 from curvops.network import Blocks
 from curvops.sampling.repriorisation.readout_map import Change, MappedWeights, factor, solve_triangle
 
@@ -23,6 +25,30 @@ class Tangents(NamedTuple):
     L: Float[Tensor, "m m"]
     alpha: Float[Tensor, " m"]
     step: Float[Tensor, " D"]
+
+
+class CurvedIdentity(Operator):
+    """The operator I + Σ_i α_i ∇²f_i (D, D), symmetric and possibly indefinite, by double backward passes."""
+
+    symmetric = True
+
+    def __init__(self, phi: Float[Tensor, " D"], *, product: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(phi, product=product)
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self._args[0]), len(self._args[0])))
+
+    def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+        return block + self._kwargs["product"](block)
+
+
+class SquaredIdentity(CurvedIdentity):
+    """The operator (I + Σ_i α_i ∇²f_i)², positive semidefinite."""
+
+    psd = True
+
+    def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+        return super()._product(super()._product(block))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +109,26 @@ class TangentMap(Change):
             v, gap = v + share * step, left
         return v, float(gap.abs().max())
 
+    def estimated_logdet(
+        self,
+        phi: Mapping[str, Tensor],
+        rtol: float,
+        max_matvecs: int | None,
+        generator: torch.Generator | None,
+    ) -> Estimate:
+        """Estimate log|det ∂T/∂φ|: log|det(I + H_α)| from products, and its other terms, m × m, exactly."""
+        v = self._flat(phi).detach()
+        at = Tangents(*(part.detach() for part in self._tangents(v, self.level)))
+        product = self._curvature_product(v, at.alpha)
+        curved = CurvedIdentity(v, product=product)
+        accuracy = 1e-2 * math.sqrt(torch.finfo(v.dtype).eps)
+        solution = minres(curved, at.J.mT, rtol=accuracy)
+        if not solution.accepted:
+            raise ConvergenceError(solution, accuracy)
+        mixed = self._identity(at) - self._mixed_rows(v, at) @ solution.x / self.level
+        exact = self._kernel_term(at) + _log_size(torch.linalg.qr(mixed)[1])
+        return _by_quadrature(v, product, rtol, max_matvecs, generator) + exact
+
     def _flat(self, blocks: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         return torch.cat([blocks[name].flatten() for name in self.problem.model.selection.names])
 
@@ -103,22 +149,54 @@ class TangentMap(Change):
         return v + self._tangents(v, level).step
 
     def _logdet(self, v: Float[Tensor, " D"], at: Tangents) -> Float[Tensor, ""]:
-        """Return −log det(I + JJᵀ/λ) + log|det(I + H_α)| + log|det(I − R(I + H_α)⁻¹Jᵀ/λ)|, in float64.
-
-        H_α is Σ_i α_i ∇²f_i, and the rows of R are (∇²f_i Jᵀα)ᵀ.
-        """
+        """Return −log det(I + JJᵀ/λ) + log|det(I + H_α)| + log|det(I − R(I + H_α)⁻¹Jᵀ/λ)|, in float64."""
 
         def weighted_outputs(w: Float[Tensor, " D"]) -> Float[Tensor, ""]:
             return self._outputs(w) @ at.alpha
 
         H: Tensor = jacrev(grad(weighted_outputs))(v)
+        curved = H + torch.eye(len(v), dtype=v.dtype, device=v.device)
+        Q, R = torch.linalg.qr(curved)  # not LU, which torch computes wrongly for many chains on several threads
+        mixed = (
+            self._identity(at) - self._mixed_rows(v, at) @ solve_triangle(R, Q.mT @ at.J.mT, upper=True) / self.level
+        )
+        return self._kernel_term(at) + _log_size(R) + _log_size(torch.linalg.qr(mixed)[1])
+
+    def _kernel_term(self, at: Tangents) -> Float[Tensor, ""]:
+        return len(at.L) * math.log(self.level) - 2 * at.L.diagonal().double().log().sum()
+
+    def _mixed_rows(self, v: Float[Tensor, " D"], at: Tangents) -> Float[Tensor, "m D"]:
+        """Return R, whose rows are (∇²f_i Jᵀα)ᵀ."""
         R: Tensor = jacrev(lambda w: jacrev(self._outputs)(w) @ at.step)(v)
-        Q, triangle = torch.linalg.qr(H + torch.eye(len(v)).to(v))  # torch's LU is wrong for many chains on threads
-        mixed = torch.eye(len(R)).to(v) - R @ solve_triangle(triangle, Q.mT @ at.J.mT, upper=True) / self.level
-        kernel = len(at.L) * math.log(self.level) - 2 * _log_size(at.L)
-        return kernel + _log_size(triangle) + _log_size(torch.linalg.qr(mixed)[1])
+        return R
+
+    def _identity(self, at: Tangents) -> Tensor:
+        return torch.eye(len(at.L), dtype=at.L.dtype, device=at.L.device)
+
+    def _curvature_product(self, v: Float[Tensor, " D"], alpha: Float[Tensor, " m"]) -> Callable[[Tensor], Tensor]:
+        slope = grad(lambda w: self._outputs(w) @ alpha)
+        return vmap(lambda vector: grad(lambda w: slope(w) @ vector)(v), in_dims=1, out_dims=1)
 
 
 def _log_size(R: Float[Tensor, "n n"]) -> Float[Tensor, ""]:
     """Return log|det R| of a triangular matrix, in float64."""
     return R.diagonal().double().abs().log().sum()
+
+
+def _by_quadrature(
+    v: Float[Tensor, " D"],
+    product: Callable[[Tensor], Tensor],
+    rtol: float,
+    max_matvecs: int | None,
+    generator: torch.Generator | None,
+) -> Estimate:
+    """Estimate log|det(I + H)| by quadrature of I + H if that is positive definite, otherwise of its square."""
+    for operator, share in ((CurvedIdentity(v, product=product), 1.0), (SquaredIdentity(v, product=product), 0.5)):
+        lowest = eigsh(operator, 1, which="SA", rtol=0.05, generator=generator)
+        bound = float(lowest.values - lowest.residuals)
+        if bound > 0:
+            estimate = share * logdet(
+                operator, lower_bound=0.9 * bound, rtol=rtol, max_matvecs=max_matvecs, generator=generator
+            )
+            return replace(estimate, matvecs=estimate.matvecs + lowest.matvecs)
+    raise ValueError(f"I + H is singular to the accuracy of {lowest.matvecs} products: raise reg.")

@@ -29,7 +29,6 @@ from curvops.sampling.repriorisation.problem import RepriorProblem, log_normal
 ReadoutFeatures = Float[Tensor, "n p"]
 Targets = Float[Tensor, "n k"]
 ReadoutWeights = Float[Tensor, "p k"]
-REMEDY = "make the network end with an nn.Linear whose output it returns, or change all weights alike with form='ntk'"
 
 
 @dataclass(frozen=True)
@@ -160,13 +159,21 @@ def condition(root: Float[Tensor, "r m"], level: float) -> float:
     return (float(values[-1]) + level) / (lowest + level)
 
 
+REMEDY = "make the network end with an nn.Linear whose output it returns, or change all weights alike with form='ntk'"
+
+
 @dataclass(frozen=True, eq=False)
 class Readout:
-    """A linear readout f = h Wᵀ + b: the layer with inputs h, and the names of its weight W (C, d) and bias b (C,)."""
+    """A linear readout f = s_w h Wᵀ + s_b b: inputs h of a layer, its weight W (C, d), bias b (C,) or none, factors s.
 
+    An `nn.Linear` has s = 1; a custom layer may scale its parameters.
+    """
+
+    path: str
     layer: nn.Module
     weight: str
     bias: str | None
+    factors: tuple[float, float]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -176,9 +183,12 @@ class Readout:
     def features(
         self, model: Model, values: Mapping[str, Tensor], inputs: Inputs, scale: Mapping[str, Tensor]
     ) -> Float[Tensor, "n p"]:
-        """Return Ψ = [h a_w^-½, a_b^-½], whose product with the white weights is f; the bias is last."""
-        columns = inputs_of(self.layer, model, values, inputs)[0][0] * scale[self.weight][0]
-        return columns if self.bias is None else torch.cat([columns, scale[self.bias][:1].expand(len(columns), 1)], 1)
+        """Return Ψ = [s_w h a_w^-½, s_b a_b^-½], whose product with the white weights is f; the bias is last."""
+        h = inputs_of(self.layer, model, values, inputs)[0][0]
+        columns = self.factors[0] * h * scale[self.weight][0]
+        if self.bias is None:
+            return columns
+        return torch.cat([columns, (self.factors[1] * scale[self.bias][:1]).expand(len(h), 1)], 1)
 
     def matrix(self, white: Mapping[str, Tensor]) -> Float[Tensor, "p C"]:
         """Join the readout's blocks into one matrix."""
@@ -210,43 +220,87 @@ def inputs_of(
     return [x.flatten(1) if isinstance(x, Tensor) and x.ndim > 1 else x for x in arguments], outputs
 
 
-@torch.no_grad()
-def find_readout(model: Model, inputs: Inputs) -> Readout:
-    """Find the layer whose output the model returns; compare it with a linear readout at random weights.
+def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
+    """Find the layer named `last`, or the one whose output the model returns; check that it is a linear readout.
 
-    Raises TypeError if the model is not a module, and ValueError for a layer that is not a linear readout of the model:
-    shared, called several times, partly frozen, or followed by another operation.
+    Raises TypeError if the model is not a module or `last` is not a name, and ValueError for a layer that is not a
+    linear readout of the model: shared, called several times, partly frozen, or followed by another operation.
     """
     if model.module is None:
         raise TypeError("reprior finds the readout of an nn.Module; for a pair (function, params) use form='ntk'.")
+    path, layer = _layer_by_name(model, last) if last is not None else _layer_of_outputs(model, inputs)
+    where = f"the readout {path or 'of the model itself'!r} ({type(layer).__name__})"
+    parameters = dict(layer.named_parameters(recurse=False))
+    at = {name: f"{path}.{name}" if path else name for name in parameters}
+    matrices = [name for name in parameters if parameters[name].ndim == 2]
+    vectors = [name for name in parameters if parameters[name].ndim == 1]
+    if len(matrices) != 1 or len(vectors) > 1 or len(parameters) != len(matrices) + len(vectors):
+        shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()) or "no parameters"
+        raise ValueError(f"{where} has {shapes}; expected a weight (C, d) and at most a bias (C,): {REMEDY}.")
+    frozen = [at[name] for name in parameters if at[name] not in model.selection.names]
+    if frozen:
+        raise ValueError(f"{where}: {frozen} are to be sampled but require no gradient; call requires_grad_().")
+    readout = Readout(path, layer, at[matrices[0]], at[vectors[0]] if vectors else None, (1.0, 1.0))
+    return _with_factors(readout, model, inputs, where)
+
+
+def _layer_by_name(model: Model, last: Any) -> tuple[str, nn.Module]:
+    assert model.module is not None
+    parts = dict(model.module.named_modules())
+    if last not in parts:
+        linear = [name for name, module in parts.items() if isinstance(module, nn.Linear)]
+        raise ValueError(f"last={last!r} names no module of the model; its linear layers are {linear}.")
+    return last, parts[last]
+
+
+def _layer_of_outputs(model: Model, inputs: Inputs) -> tuple[str, nn.Module]:
+    assert model.module is not None
     layer = layer_of_outputs(model, inputs)
     if layer is None:
         raise ValueError(f"the model has no linear readout: no single layer's output is the model's output; {REMEDY}.")
-    path = next(name for name, module in model.module.named_modules() if module is layer)
-    where = f"the readout {path or 'of the model itself'!r} ({type(layer).__name__})"
-    parameters = {f"{path}.{name}" if path else name: p for name, p in layer.named_parameters(recurse=False)}
-    if sorted(p.ndim for p in parameters.values()) not in ([2], [1, 2]):
-        shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items())
-        raise ValueError(f"{where} has {shapes}; expected a weight (C, d) and at most a bias (C,): {REMEDY}.")
-    frozen = [name for name in parameters if name not in model.selection.names]
-    if frozen:
-        raise ValueError(f"{where}: {frozen} are to be sampled but require no gradient; call requires_grad_().")
-    weight, *bias = sorted(parameters, key=lambda name: -parameters[name].ndim)
-    readout = Readout(layer, weight, bias[0] if bias else None)
+    return next(name for name, module in model.module.named_modules() if module is layer), layer
 
-    generator = torch.Generator(model.theta.device).manual_seed(0)
-    probes = {name: torch.empty_like(model.values[name]).normal_(generator=generator) for name in readout.names}
-    arguments, outputs = inputs_of(layer, model, {**model.values, **probes}, inputs)
-    if len(arguments) != 1 or not isinstance(arguments[0], Tensor):
-        raise ValueError(f"{where} is called several times, or with several arguments, in one pass: {REMEDY}.")
-    expected = nn.functional.linear(arguments[0], *(probes[name] for name in readout.names))
-    slack = model.eps**0.5 * (outputs.abs().max() + arguments[0].abs().max())
-    if expected.shape != outputs.shape or not bool(((outputs - expected).abs() <= slack).all()):  # also for NaN
+
+@torch.no_grad()
+def _with_factors(readout: Readout, model: Model, inputs: Inputs, where: str) -> Readout:
+    """Return the readout with its factors, measured at random weights and checked; two forward passes per parameter."""
+    values = model.values
+    drawn = torch.Generator(model.theta.device).manual_seed(0)
+    probes = {
+        name: torch.randn(values[name].shape, generator=drawn, dtype=model.theta.dtype, device=model.theta.device)
+        for name in readout.names
+    }
+    zeros = {name: torch.zeros_like(probe) for name, probe in probes.items()}
+
+    def outputs(**changed: Tensor) -> tuple[Tensor, Tensor]:
+        arguments, f = inputs_of(readout.layer, model, {**values, **zeros, **changed}, inputs)
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if len(arguments) != 1 or not tensors:
+            raise ValueError(f"{where} is called several times, or with several arguments, in one pass: {REMEDY}.")
+        return tensors[0], f
+
+    h, offset = outputs()
+    W = probes[readout.weight]
+    if h.shape != (len(offset), W.shape[1]) or offset.shape[1] != W.shape[0]:
+        raise ValueError(f"{where} does not return the model's output, {tuple(offset.shape)}: {REMEDY}.")
+    expected = {readout.weight: h @ W.mT}
+    if readout.bias is not None:
+        expected[readout.bias] = probes[readout.bias].expand_as(offset)
+    factors, total = [], torch.zeros_like(offset)
+    for name, product in expected.items():
+        response = outputs(**{name: probes[name]})[1].double()
+        factor = float((response * product).sum() / product.double().square().sum())
+        factors.append(1.0 if abs(factor - 1) < 8 * model.eps else factor)  # rounding only
+        total = total + factors[-1] * product
+    together = outputs(**probes)[1]
+    slack = model.eps**0.5 * (together.abs().max() + h.abs().max())
+    linear = ((together - total).abs() <= slack).all() & (offset.abs() <= slack).all()  # False for NaN
+    if not bool(linear) or 0.0 in factors:
         raise ValueError(
-            f"{where} is not linear in its parameters, or another operation follows it, or its inputs are not finite: "
-            f"the outputs are not its inputs times its weight plus its bias; {REMEDY}."
+            f"{where} is not linear in its parameters, or another operation follows it, or its inputs are zero or not "
+            f"finite: the outputs are not its inputs times its weight plus its bias; {REMEDY}."
         )
-    return readout
+    return Readout(readout.path, readout.layer, readout.weight, readout.bias, (factors[0], (*factors, 1.0)[1]))
 
 
 class MappedWeights(NamedTuple):

@@ -162,6 +162,38 @@ class Reprior:
         """Return log|det ∂θ/∂φ|, in float64."""
         return self._change.forward(self._checked(phi)).logdet + self._problem.log_scale
 
+    def estimated_logdet(
+        self,
+        phi: Mapping[str, Tensor],
+        *,
+        rtol: float = 0.01,
+        max_matvecs: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Estimate:
+        """Estimate `logdet` of the tangent-kernel form, with an error bar, for use if a (D, D) matrix is too large.
+
+        Only log|det(I + H_α)| is estimated, by stochastic Lanczos quadrature (of the square if I + H_α is indefinite).
+        J (N·C, D) is formed, and `minres` solves with I + H_α once for each output of each point.
+
+        Args:
+            phi: φ by parameter name.
+            rtol: the relative accuracy to reach.
+            max_matvecs: a limit on products; None is none.
+            generator: the source of the probes.
+
+        Returns:
+            An Estimate in nats.
+
+        Raises:
+            ValueError: the form is another one, whose exact log-determinant is free.
+            ConvergenceError: a solve failed.
+        """
+        check_generator(generator)
+        if not isinstance(self._change, TangentMap):
+            raise ValueError(f"form={self.form!r} has its log-determinant in closed form: use logdet(phi).")
+        estimate = self._change.estimated_logdet(self._checked(phi), rtol, max_matvecs, generator)
+        return estimate + float(self._problem.log_scale)
+
     def energy(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return −log p̃(φ) = −log p(y | T(φ)) − log p(T(φ)) − log|det ∂T/∂φ| in nats, with all constants, in float64.
 
@@ -303,6 +335,7 @@ def reprior(
     noise: float | None = None,
     reg: float | None = None,
     form: Form | None = None,
+    last: str | None = None,
     prior_precision: PriorPrecision = 1.0,
     *,
     likelihood: LikelihoodChoice | None = None,
@@ -327,9 +360,10 @@ def reprior(
         form: "feature" factorises a matrix (width, width), "data" one (N, N); None uses the smaller one. "ntk" changes
             all weights of any model, by the tangent kernel at φ: T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)). Its
             log-determinant is exact and needs a (D, D) matrix of second derivatives, for networks of some hundred
-            weights. A linear model gets N(μ, Σ²) instead of N(μ, Σ). For small λ, T may
+            weights (`estimated_logdet` for more). A linear model gets N(μ, Σ²) instead of N(μ, Σ). For small λ, T may
             fold, so that two φ have the same image and a chain counts it twice: check that inverse(map(φ)) is φ, or
             raise reg.
+        last: the name of the readout's module; None finds it by running the model.
         prior_precision: A as in `co.laplace`: a number, a vector (D,) or a mapping {glob: number}, with one value for
             all outputs of the readout; `co.sampling.ntk_precision(model)` is the prior of the theory.
         likelihood: None for a Gaussian of variance `noise`; "classification", `nn.CrossEntropyLoss(...)` or
@@ -356,6 +390,8 @@ def reprior(
     """
     if form is not None:
         check_choice("form", form, get_args(Form))
+    if last is not None and form == "ntk":
+        raise ValueError("last= names a readout, but form='ntk' changes all weights alike: leave out one of them.")
     stated = None if noise is None else checked_number("noise", noise)
     level = None if reg is None else checked_number("reg", reg, "(0, inf)" if form == "ntk" else "(0, inf]")
     lin = linearize(model, data, _likelihood(likelihood, stated), weights=weights)
@@ -368,7 +404,7 @@ def reprior(
     model_of_targets = problem, problem.regression_targets(), problem.root
     if form == "ntk":
         return Reprior("ntk", level, variance, (), lin.num_data, problem, TangentMap(*model_of_targets, level))
-    readout = find_readout(lin.model, problem.inputs[0])
+    readout = find_readout(lin.model, problem.inputs[0], last)
     for name in readout.names:
         scale = problem.scale[name]
         if bool((scale != scale[:1]).any()):
