@@ -471,6 +471,21 @@ def block_of(tensor: Tensor) -> Any:
     return unwrapped(tensor) if is_dtensor(tensor) else tensor
 
 
+# Products of matrices with blocks. Those that have a better way than to gather whole columns register it.
+
+
+@functools.singledispatch
+def times_block(A: Any, block: Sharded) -> Sharded:
+    """Return A V, some columns at a time on each rank."""
+    return block.multiplied(A._product)
+
+
+@functools.singledispatch
+def transposed_times_block(A: Any, block: Sharded) -> Sharded:
+    """Return Aᵀ U, some columns at a time on each rank."""
+    return block.multiplied(A._transposed_product)
+
+
 # The doors between DTensors and blocks.
 
 

@@ -48,6 +48,8 @@ class ShardedWalk(Walk):
     by Lᵀ J.
     """
 
+    model: ShardedModel
+    shard: Shard
     progress = None
 
     def __init__(self, layers: ShardedLayers, shard: Shard, memory_budget: int) -> None:

@@ -443,7 +443,7 @@ class SingularTriplets(Summarised, Pairs):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FunctionProduct(Summarised, Reasoned):
+class FunctionProduct(Summarised, ByColumn):
     """The columns f(A) b, with an estimate of the relative error ‖value − f(A) b‖/‖f(A) b‖ of each.
 
     ``error_estimates`` adds the truncation error of the method and the effect of rounding in A's dtype; it is ``inf``

@@ -61,6 +61,8 @@ from curvops.ranks.sharded_vectors import (
     over_ranks,
     ranks_together,
     stored,
+    times_block,
+    transposed_times_block,
     unwrapped,
 )
 from curvops.summary import name_of, summary
@@ -77,8 +79,6 @@ SHOWN = (
 
 def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
     """Apply a product defined on (n, K) blocks to a vector (n,) or to a batch (..., n, K), as further columns."""
-    if isinstance(rhs, Sharded):
-        return rhs.multiplied(product)
     if rhs.ndim == 1:
         return product(rhs.unsqueeze(-1)).squeeze(-1)
     if rhs.ndim == 2:
@@ -216,10 +216,12 @@ class Operator(LinearOperatorContract):
         return self._product(block)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return by_columns(self._product, rhs)
+        return by_columns(self._product, rhs) if isinstance(rhs, Tensor) else times_block(self, rhs)
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return by_columns(self._transposed_product, rhs)
+        if isinstance(rhs, Tensor):
+            return by_columns(self._transposed_product, rhs)
+        return transposed_times_block(self, rhs)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else algebra.Transposed(self)

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from torch.utils.flop_counter import flop_registry
 
-from curvops.eager_mode import EagerMode
 from curvops.network.data.inputs import components, in_pieces, normalise, num_points, take
-from curvops.network.engines.replay import Recorder, Replay, bytes_beside, tensors_in
+from curvops.network.engines.replay import EagerMode, Recorder, Replay, bytes_beside, tensors_in
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks, FlatLayout, OneBlock, as_stored
@@ -191,9 +190,9 @@ class _Graph:
         if not self.outputs.requires_grad:
             return {name: leaf.new_zeros(len(cotangents), *leaf.shape) for name, leaf in self._leaves.items()}
         layout = FlatLayout(self.names, tuple(leaf.shape for leaf in leaves))
-        block = OneBlock.if_large(layout, len(cotangents), leaves[0].detach())
         rows: list[list[Tensor]] = []
         with self.model.differentiating(), self.model.holding(self._leaves):
+            block = OneBlock.if_large(layout, len(cotangents), leaves[0].detach())
             for k, u in enumerate(cotangents):
                 retain = keep or k + 1 < len(cotangents)
                 # A copy: a custom backward that writes into its argument would write into the caller's vector.
@@ -221,8 +220,8 @@ class _Graph:
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         """Return J V by double backward passes."""
         columns = len(next(iter(tangents.values())))
-        pushed = self.outputs.detach().new_zeros(columns, *self.outputs.shape)
         with self.model.differentiating(), self.model.holding(self._leaves):
+            pushed = self.outputs.detach().new_zeros(columns, *self.outputs.shape)
             dummy, pulled = self._adjoint if self.outputs.requires_grad else (self.outputs, {})
             for k in range(columns if pulled else 0):  # without any, the derivative is zero whatever the cotangent
                 along = [_leave_inference(tangent) for tangent in _one_of(tangents, pulled, k).values()]

@@ -61,10 +61,10 @@ class Engine(Protocol):
 class Engines:
     """A builder of engines for batches of a model, which is probed on the first two points of the inputs `first`.
 
-    The probe determines the number of outputs, which derivatives exist and are right (see `routes`), which layers run
-    as layers, and how many bytes an engine keeps. The layer rules are checked on some points of the first batch, and on
-    all points of a later one whose recorded pass takes another path. With `whole`, the pass over all of `first` is kept
-    for a caller that needs its rows (`pop_first`).
+    The probe determines the number of outputs, which derivatives exist and are right (`self_check.py`), which layers
+    run as layers, and how many bytes an engine keeps. The layer rules are checked on some points of the first batch,
+    and on all points of a later one whose recorded pass takes another path. With `whole`, the pass over all of `first`
+    is kept for a caller that needs its rows (`pop_first`).
     """
 
     plan: Plan
@@ -86,12 +86,11 @@ class Engines:
         recording = record(model, seen, self._owned)
         outputs, calls, misfits = recording
         self.model, self._first = model, (seen, recording) if whole else None
-        if whole and (path := path_of(model, recording)) is not None:
-            run = path, outputs.shape[1], [call.layer.output[1:] for call in calls], misfits
-            if run == self._run:
-                return  # the network runs as it did at the weights before: what was found then holds
-            self._run = run
-        self._num_outputs = outputs.shape[1]
+        path = path_of(model, recording) if whole else None
+        run = None if path is None else (path, outputs.shape[1], [call.layer.output[1:] for call in calls], misfits)
+        if run is not None and run == self._run:
+            return  # the network runs as it did at the weights before: what was found then holds
+        self._run, self._num_outputs = run, outputs.shape[1]
         self._few = copied(take(first, slice(0, 2))) if whole else seen  # engines may outlive the batch
         self._unlike: frozenset[str] = frozenset()
         self._first_differs: bool | None = None
@@ -101,17 +100,16 @@ class Engines:
         self._paths: dict[int, frozenset[str]] = {}  # the parameters with wrong layers, by the path of a checked pass
         names = model.selection.names
         self._routes = {names: find_routes(model, self._few, names)}
-        # One point in addition to two, so that a dimension of length two is not mistaken for the points.
-        alone = record(model, take(self._few, slice(0, 1)), self._owned)[2] if self._owned else set()
-        self._rejected = dict.fromkeys(misfits | alone | never_ran(calls, self._owned), NO_LAYER)
+        # A layer that takes another dimension of length two for the points is found out before it is used.
+        self._rejected = dict.fromkeys(misfits | never_ran(calls, self._owned), NO_LAYER)
         self._make_plan(calls)
 
     def pop_first(self) -> tuple[Tensor, list[Call]] | None:
         """Return the outputs and calls of the pass over all first points, once; None without right rules for all."""
-        found, self._first = self._first, None
-        if self.checked_others(self._few) or found is None:
+        first, self._first = self._first, None
+        if self.checked_others(self._few) or first is None:
             return None
-        inputs, recording = found
+        inputs, recording = first
         if self._first_differs is None:
             self._first_differs = bool(self._differing(inputs, recording))
         return None if self._first_differs else recording[:2]
@@ -195,8 +193,8 @@ class Engines:
         these are computed for fewer points at a time, so that Kronecker factors do not depend on earlier calls.
         """
         self.checked_others(inputs, whole=root is IDENTITY)
-        if self.plan.is_last_layer and root is IDENTITY and (found := self._build_last_layer(inputs)):
-            return found
+        if self.plan.is_last_layer and root is IDENTITY and (engine := self._build_last_layer(inputs)):
+            return engine
         if self.plan.layers:
             recording = self.record(inputs)
             if not recording[2]:
@@ -289,17 +287,17 @@ class Engines:
 
         Return None if all points are in one pass, or if the layer was not the last one in some pass.
         """
-        found: list[Layerwise] = []
+        engines: list[Layerwise] = []
         for part in in_pieces(inputs, self.forward_points):
             if part is inputs:
                 return None
             recording = self.record(part)
             if recording[2]:
                 return None
-            found.append(Layerwise(self.model, recording, None, LEAST_CHUNK))
-            if found[-1].features is None:
+            engines.append(Layerwise(self.model, recording, None, LEAST_CHUNK))
+            if engines[-1].features is None:
                 return None
-        return Layerwise.of_last_layers(found)
+        return Layerwise.of_last_layers(engines)
 
     def _build_layerwise(self, inputs: Any, room: int, root: Root, recording: Recording) -> Layerwise:
         others = tuple(self.plan.others)

@@ -101,12 +101,12 @@ class Layer:
 
     def from_matrix(self, matrix: Tensor) -> Blocks:
         """Return tensors by parameter name, the inverse of `to_matrix`."""
-        found = {}
+        tensors = {}
         if "bias" in self.names:
             matrix, bias = matrix.tensor_split((-1,), -1)
-            found[self.names["bias"]] = bias.flatten()
+            tensors[self.names["bias"]] = bias.flatten()
         turned = matrix[0].mT if self.rule.matrix_is_transposed else matrix
-        return found | {self.names["weight"]: turned.reshape(self.shape_of("weight"))}
+        return tensors | {self.names["weight"]: turned.reshape(self.shape_of("weight"))}
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,8 +335,8 @@ class Layerwise:
     @classmethod
     def of_last_layers(cls, engines: Sequence[Layerwise]) -> Layerwise:
         """Return the engine of consecutive points from those of some of them, whose only parts are `features`."""
-        whole, found = copy(engines[0]), [engine.features for engine in engines]
-        pieces = [features for features in found if features is not None]
+        whole, features_of = copy(engines[0]), [engine.features for engine in engines]
+        pieces = [features for features in features_of if features is not None]
         whole.outputs, whole.parts = torch.cat([engine.outputs for engine in engines]), [Features.concatenate(pieces)]
         whole.nbytes = whole.parts[0].nbytes
         return whole
@@ -500,13 +500,13 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, r
                 rows = delta if delta is None or not as_rows[i] else _rows(calls[i], delta)
                 stores[i][:, some] = 0 if rows is None else rows
         del deltas, delta, rows  # before the next pass
-    found = [
+    parts = [
         Rows(call.layer, store) if rows else Factors(call.layer, call.kept, store)
         for call, store, rows, is_reached in zip(calls, stores, as_rows, reached)
         if is_reached
     ]
     feeding = [_slopes(model, call, last[0]) for call in before]
-    return [*found, *feeding, *(Features(call.layer, call.kept) for call in last)]
+    return [*parts, *feeding, *(Features(call.layer, call.kept) for call in last)]
 
 
 def _slopes(model: Model, call: Call, last: Call) -> Factors:

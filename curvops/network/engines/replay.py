@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvops.eager_mode import EagerMode
 from curvops.network.model.parameters import Blocks
 
 READS = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
@@ -50,10 +50,10 @@ class _Step:
         args = _fill(self.args, held)
         if self.keywords:
             count = len(args) - len(self.keywords)
-            found = self.run(*args[:count], **dict(zip(self.keywords, args[count:])))
+            results = self.run(*args[:count], **dict(zip(self.keywords, args[count:])))
         else:
-            found = self.run(*args)
-        return found if self.in_list else (found,)
+            results = self.run(*args)
+        return results if self.in_list else (results,)
 
 
 class Replay:
@@ -86,6 +86,14 @@ class Replay:
         return bytes_beside([tensor for step in self._steps for tensor in tensors_in(step.args)], apart)
 
 
+class EagerMode(TorchDispatchMode):
+    """A dispatch mode that torch does not wrap for its compiler, whose 800 modules the first operation would load."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 class Recorder(EagerMode):
     """A context that records the operations on the tangents passed to `follow`.
 
@@ -113,27 +121,27 @@ class Recorder(EagerMode):
         written = _find_written(func, args, kwargs) if func._schema.is_mutable else []
         for tensor in written:
             self._copy_what_shares(tensor)
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if not any(id(tensor) in self._slot_of for tensor in tensors_in([args, kwargs])):
-            return found
+            return result
         self._broken = self._broken or func in READS
         given = set(self._given.values())
         slots = [self._slot_of.get(id(tensor)) for tensor in written]
         self._writes = self._writes or bool(written)
         self._broken = self._broken or any(slot is None or slot in given for slot in slots)
         if func is torch.ops.aten.add.Tensor and not kwargs and (tangent := self._beside_zeros(args)) is not None:
-            if tangent.shape != found.shape:
-                func, args = torch.ops.aten.expand.default, (tangent, found.shape)
-            elif tangent.stride() == found.stride():  # what follows may need the strides of the sum
-                self._name(found, self._slot(tangent))
-                return found
-        in_list = isinstance(found, tuple | list)
-        results = found if in_list else (found,)
+            if tangent.shape != result.shape:
+                func, args = torch.ops.aten.expand.default, (tangent, result.shape)
+            elif tangent.stride() == result.stride():  # what follows may need the strides of the sum
+                self._name(result, self._slot(tangent))
+                return result
+        in_list = isinstance(result, tuple | list)
+        results = result if in_list else (result,)
         if any(isinstance(result, Tensor) for result in results):
             places = tuple(self._slot(result) if isinstance(result, Tensor) else None for result in results)
             values = self._referring([*args, *kwargs.values()])
             self._steps.append(_Step(func, values, tuple(kwargs), places, in_list))
-        return found
+        return result
 
     def replay(self, result: Tensor | None) -> Replay | None:
         """Return the steps that lead to the tangent of the outputs."""
@@ -188,22 +196,22 @@ class Recorder(EagerMode):
 
 def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
-    found: list[Tensor] = []
+    written: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            found += tensors_in([value])
-    return found
+            written += tensors_in([value])
+    return written
 
 
 def _leading_to(end: int, steps: Sequence[_Step]) -> list[_Step]:
     """Return the steps without those whose results are not used."""
-    needed, found = {end}, []
+    needed, needed_steps = {end}, []
     for step in reversed(steps):
         if needed.intersection(step.results):
             needed.update(slot.index for slot in _slots(step.args))
-            found.append(step)
-    return found[::-1]
+            needed_steps.append(step)
+    return needed_steps[::-1]
 
 
 def _fill(values: Sequence[Any], held: Sequence[Any]) -> list[Any]:
@@ -217,7 +225,7 @@ def _of_kind(values: Any, kind: type) -> list[Any]:
     if isinstance(values, kind):
         return [values]
     parts = values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ()
-    return [found for part in parts for found in _of_kind(part, kind)]
+    return [value for part in parts for value in _of_kind(part, kind)]
 
 
 def tensors_in(values: Any) -> list[Tensor]:

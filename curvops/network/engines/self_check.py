@@ -253,14 +253,14 @@ def custom_functions(tensor: Tensor, seen: set[Node]) -> list[str]:
 def named_custom_functions(model: Model, inputs: Any) -> str:
     """Return "'act' (Round)", the modules with the custom functions that ran in them, or "the model". One pass."""
     seen: set[Node] = set()
-    found: dict[str, None] = {}
+    places: dict[str, None] = {}
     running = ["the model"]
     paths = model.paths
 
     def note(values: Any) -> None:
         """Assign nodes that are new in the graph behind these values to the running module."""
         for tensor in tensors_in(values):
-            found.update(dict.fromkeys(f"{running[-1]} ({name})" for name in custom_functions(tensor, seen)))
+            places.update(dict.fromkeys(f"{running[-1]} ({name})" for name in custom_functions(tensor, seen)))
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         note([args, kwargs])
@@ -278,7 +278,7 @@ def named_custom_functions(model: Model, inputs: Any) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return ", ".join(found) or "the model"
+    return ", ".join(places) or "the model"
 
 
 # Layer rules
@@ -352,8 +352,8 @@ def bypassed(model: Model, recording: Recording) -> set[str]:
         new = [parent for parent in dict.fromkeys(parents) if parent is not None and parent not in seen]
         todo += new
         seen.update(new)
-    found = {name for name, leaf in model.leaves().items() if model.place_of(leaf) in places}
-    return found & {name for call in calls for name in call.layer.names.values()}
+    used = {name for name, leaf in model.leaves().items() if model.place_of(leaf) in places}
+    return used & {name for call in calls for name in call.layer.names.values()}
 
 
 def path_of(model: Model, recording: Recording) -> int | None:

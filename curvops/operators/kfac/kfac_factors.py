@@ -128,7 +128,7 @@ class OuterSum:
 
     def join(self, passes: Passes) -> None:
         """End the walk: extend the sum, or the kept rows, over all points of all ranks."""
-        if passes.shard is not None:
+        if passes.is_shared:
             self._add_kept()  # ranks with many points keep none
         self.rows = [passes.line_up(self.rows, 1)] if self.rows else []
         self.total = None if self.total is None else passes.add_up(self.total)
@@ -294,8 +294,7 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
             lefts = [torch.stack([left.sum(3, keepdim=True) for left in lefts]).sum(0)]
         for left in lefts:
             block.left.add(left)
-    if lin.passes.shard is not None:
-        lin.passes.shard.ranks.require_equal({"the layers that ran": [block.kind for block in blocks.values()]})
+    lin.passes.agree({"the layers that ran": [block.kind for block in blocks.values()]})
     for block in blocks.values():
         block.join(lin.passes)
     _warn_of_diagonals(lin, blocks.values())
@@ -312,7 +311,7 @@ class SummedWalk:
     def __init__(self, lin: Linearization, fisher: OutputFisher, name: str) -> None:
         self.lin, self.fisher = lin, fisher
         # These are sums over this process's own points; they can be reused for the same points in the same batches.
-        own = lin.data.prints if lin.passes.shard is None else lin.passes.shard.own
+        own = lin.data.own_prints
         mark = digest([torch.tensor([own.order, *lin.data.sizes])])[:16]
         self.kept = kept = part_of_rank(f"{name} {mark}", lin.theta.device)
         state = kept.state or {"points": 0, "chunk": lin.passes.chunk_bytes, "sums": kept.outcome}

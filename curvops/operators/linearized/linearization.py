@@ -16,8 +16,7 @@ from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf3
 from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
 from curvops.network import EngineChoice, TrainedNetwork
-from curvops.operators.linearized.gradients import Gradients
-from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.jacobian import Gradients, Jacobian
 from curvops.progress import Progress, check_progress
 from curvops.ranks.process_group import holds_shards
 from curvops.ranks.sharded_linearization import ShardedLinearization

@@ -12,6 +12,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import curvops as co
 from curvops.network.data.inputs import num_points
 from curvops.network.engines.autodiff import Recorded, Streamed, record_graph, record_replay, saved_bytes
 from curvops.network.engines.plan import Routes
@@ -192,6 +193,15 @@ def test_model_and_inputs_made_in_inference_mode(way: str) -> None:
     for _ in range(2):
         assert agree(push(passes, V), J @ V)
         assert agree(pull(passes, U), J.mT @ U)
+
+
+def test_a_network_of_many_megabytes_inside_inference_mode() -> None:
+    """Its gradients are written into one block of memory."""
+    model, x = nn.Sequential(nn.Linear(2900, 2900), nn.Tanh(), nn.Linear(2900, 2)), torch.randn(3, 2900)
+    with torch.inference_mode():
+        lin = co.linearize(model, (x, torch.arange(3) % 2), "classification", engine="streamed")
+        inside = co.GGN(lin) @ torch.ones_like(lin.theta)
+    assert torch.equal(inside, co.GGN(lin) @ torch.ones_like(lin.theta))
 
 
 def test_saved_bytes_count_neither_the_model_nor_the_rest_of_the_data() -> None:
