@@ -40,9 +40,7 @@ def regression(
         The axes.
 
     Raises:
-        TypeError: `post` is not a posterior, or `ax` is not a matplotlib Axes.
-        ValueError: `x` is not a vector or a column, the network has several input features, or it has several outputs
-            and `output` names none of them.
+        ValueError: The network has several input features, or it has several outputs and `output` names none of them.
 
     Examples:
         >>> import torch, curvops as co
@@ -53,9 +51,7 @@ def regression(
         >>> plots.regression(post, torch.linspace(-3, 3, 50)).get_ylabel()
         'target y'
     """
-    if not hasattr(post, "predict") or not hasattr(post, "lin"):
-        raise TypeError(f"regression draws a posterior from co.laplace, then inputs; got {type(post).__name__} first.")
-    points = np.sort(style.vector("x", x))
+    points = np.sort(style.vector(x))
     lin, outputs = post.lin, post.lin.num_outputs
     if output not in range(outputs) and (output is not None or outputs > 1):
         raise ValueError(f"regression draws one output of {outputs}: pass output=0 to {outputs - 1}, got {output}.")
@@ -133,8 +129,7 @@ def reliability(
         The axes.
 
     Raises:
-        TypeError, ValueError: There are no predictions, they are not probabilities and labels of these shapes, or `ax`
-            is not a matplotlib Axes.
+        TypeError, ValueError: There are no predictions, or they are not probabilities and labels of these shapes.
 
     Examples:
         >>> import torch
@@ -203,15 +198,14 @@ def ray(
         The axes.
 
     Raises:
-        TypeError: The confidences are not named.
-        ValueError: The vectors differ in length, or a number is not finite.
+        ValueError: The vectors differ in length.
 
     Examples:
         >>> from curvops import plots
         >>> plots.ray([1.0, 10.0, 100.0], {"network": [0.7, 0.9, 1.0]}, radius=2.0).get_xscale()
         'log'
     """
-    distances, confidence = style.vectors("ray", distances, confidence)
+    distances, confidence = style.vector(distances), {name: style.vector(c) for name, c in confidence.items()}
     axes = style.axes_of(ax, 7.6, 4.6)
     if radius is not None:
         axes.axvspan(float(distances.min()), radius, color=style.LIGHT, alpha=0.6, linewidth=0, label="training data")
