@@ -247,6 +247,10 @@ def test_what_a_product_a_preconditioner_or_a_listener_does_counts_for_nothing()
 
     found = linalg.lanczos(PRECISION, 5, start=RIGHT[:, 0], progress=listen)
     assert heard == [("lanczos", done, 5) for done in range(1, found.matvecs + 1)]
+    heard.clear()
+    called = lambda depth, errors: linalg.trace(PRECISION, method="exact")  # noqa: E731
+    root = linalg.sqrt(PRECISION, RIGHT, callback=called, progress=lambda *step: heard.append(step))
+    assert heard[-1] == ("sqrt", root.matvecs, None)
 
 
 def test_an_interrupted_algorithm_takes_its_bar_away_and_the_next_one_shows_its_own(monkeypatch):

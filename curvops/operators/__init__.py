@@ -9,7 +9,7 @@ from curvops.operators.kfac.kfac import EKFAC, KFAC
 from curvops.operators.linearized.jacobian import Gradients, Jacobian
 from curvops.operators.linearized.linearization import Linearization, linearize
 from curvops.operators.subsample import subsample
-from curvops.ranks import sharded_curvature  # noqa: F401  (registers curvatures of sharded parameters)
+from curvops.ranks import rows_over_ranks, sharded_curvature  # noqa: F401  (register what they add to operators)
 from curvops.ranks.sharded_linearization import ShardedLinearization
 
 __all__ = [

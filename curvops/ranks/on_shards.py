@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
@@ -19,9 +20,19 @@ from curvops.linalg.core.vectors import entries, gram, product, transposed_produ
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator, by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, closed_form
-from curvops.linalg.operators.dense import Dense
+from curvops.linalg.operators.dense import Dense, Diagonal
 from curvops.ranks.process_group import Ranks, is_dtensor
-from curvops.ranks.sharded_vectors import Layouts, RowLayout, Sharded, layouts_of, over_ranks, unwrapped, wrapped
+from curvops.ranks.sharded_vectors import (
+    Layouts,
+    RowLayout,
+    Sharded,
+    layouts_of,
+    over_ranks,
+    times_block,
+    transposed_times_block,
+    unwrapped,
+    wrapped,
+)
 
 
 def form_on_shards(A: OnShards, shift: Tensor) -> ClosedForm | None:
@@ -123,6 +134,12 @@ class Agreed:
     def expect_many(self) -> None:
         """Announce many products."""
         self.memory.expect_many()
+
+
+@times_block.register
+@transposed_times_block.register
+def _(A: Diagonal, block: Sharded) -> Any:
+    return block * (A.entries.unsqueeze(1) if block.ndim == 2 else A.entries)
 
 
 @over_ranks.register
@@ -264,15 +281,25 @@ class SharedRows:
         return entries(self._columns, first).diagonal()
 
 
+@functools.singledispatch
+def columns_over_ranks(A: Any, index: Int[Tensor, " b"], layout: RowLayout) -> Sharded:
+    """Return some columns of a matrix, with their rows over ranks in this layout."""
+    return Sharded(columns_of(A, index)[layout.own], layout)
+
+
+@functools.singledispatch
+def formed_over_ranks(A: LinearOperator, layout: RowLayout) -> BlockRows:
+    """Form a positive semi-definite matrix with its rows over ranks in this layout."""
+    return BlockRows(A.to_dense()[layout.own].clone(), layout=layout, psd=True)
+
+
 @rows.register
 def _(A: OnShards) -> Callable[[Tensor], SharedRows]:
     base, layout = A.base, A._kwargs["row_layout"]
 
     @torch.no_grad()
     def take(index: Tensor) -> SharedRows:
-        if hasattr(base, "columns_over_ranks"):
-            return SharedRows(base.columns_over_ranks(index, layout))
-        return SharedRows(Sharded(columns_of(base, index)[layout.own], layout))
+        return SharedRows(columns_over_ranks(base, index, layout))
 
     return take
 

@@ -8,14 +8,19 @@ fewer than there are weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.network import Passes, accumulate
-from curvops.ranks.sharded_vectors import PANEL_BYTES, RowLayout, Sharded
+from curvops.operators.curvatures.ggn import Curvature
+from curvops.operators.function_space.gram_matrix import gram_matrix
+from curvops.operators.function_space.tangent_kernel import TangentKernel
+from curvops.operators.linearized.jacobian import Jacobian
+from curvops.ranks.on_shards import BlockRows, columns_over_ranks, formed_over_ranks
+from curvops.ranks.sharded_vectors import PANEL_BYTES, RowLayout, Sharded, times_block, transposed_times_block
 
 
 def layout_of_points(passes: Passes, beside: RowLayout) -> RowLayout:
@@ -69,29 +74,78 @@ def pull_own(passes: Passes, block: Float[Tensor, "own K"]) -> Float[Tensor, "D 
     return reduce(accumulate, (J.pull(z[:, J.points.start - start : J.points.stop - start]) for _, J in passes.each(K)))
 
 
-def push(passes: Passes, V: Sharded) -> Sharded:
-    """Return J V for V sharded over weights: each rank gathers some columns and multiplies for its own points."""
-    points = layout_of_points(passes, V.rows)
-    found = by_panels(V, points, V.shape[0], lambda own: push_own(passes, V.like(own).whole()))
-    return found.moved(V.rows.beside(points.length))
+@times_block.register
+def _(A: Curvature, block: Sharded) -> Sharded:
+    """Add up the products of the ranks' own points: one reduce-scatter for some columns."""
+    if A.passes.shard is None or type(A)._product is not Curvature._product:
+        return block.multiplied(A._product)
+    return block.multiplied(partial(A._product, own=True), partial=True)
 
 
-def pull(passes: Passes, U: Sharded) -> Sharded:
-    """Return Jᵀ U, sharded over weights: one reduce-scatter for some columns of U."""
-    weights, ranks = U.rows.beside(len(passes.model.theta)), U.rows.ranks
-    own = U.moved(layout_of_points(passes, U.rows))
-    return by_panels(
-        own, weights, weights.length, lambda part: ranks.scatter_rows(pull_own(passes, part), weights.counts)
-    )
+@times_block.register
+def _(J: Jacobian, block: Sharded) -> Sharded:
+    """Multiply for a rank's own points, with some columns gathered."""
+    passes = J.passes
+    if passes.shard is None:
+        return block.multiplied(J._product)
+    points = layout_of_points(passes, block.rows)
+    own = by_panels(block, points, block.shape[0], lambda V: push_own(passes, block.like(V).whole()))
+    return own.moved(block.rows.beside(points.length))
 
 
-def push_pulled(passes: Passes, U: Sharded, scale: Callable[[Float[Tensor, "D w"]], Tensor]) -> Sharded:
-    """Return J S Jᵀ U for a map `scale` of weights: one all-reduce for some columns of U."""
-    points, ranks = layout_of_points(passes, U.rows), U.rows.ranks
-    found = by_panels(
-        U.moved(points),
-        points,
-        len(passes.model.theta),
-        lambda part: push_own(passes, scale(ranks.add_up(pull_own(passes, part)))),
-    )
-    return found.moved(U.rows)
+@transposed_times_block.register
+def _(J: Jacobian, block: Sharded) -> Sharded:
+    """Add up the products of the ranks' own points: one reduce-scatter for some columns."""
+    passes = J.passes
+    if passes.shard is None:
+        return block.multiplied(J._transposed_product)
+    weights, ranks = block.rows.beside(len(J.theta)), block.rows.ranks
+    own = block.moved(layout_of_points(passes, block.rows))
+    return by_panels(own, weights, weights.length, lambda U: ranks.scatter_rows(pull_own(passes, U), weights.counts))
+
+
+def _is_of_ranks(kernel: TangentKernel) -> bool:
+    """Return whether a kernel is of the training points of several ranks, each of which holds its own."""
+    return kernel.psd and kernel._args[0].passes.is_shared
+
+
+@transposed_times_block.register
+def _(K: TangentKernel, block: Sharded) -> Sharded:
+    return times_block(K, block) if K.psd else block.multiplied(K._transposed_product)
+
+
+@times_block.register
+def _(K: TangentKernel, block: Sharded) -> Sharded:
+    """Return J A⁻¹ Jᵀ U: one all-reduce for some columns."""
+    if not _is_of_ranks(K):
+        return block.multiplied(K._product)
+    passes, ranks = K._args[0].passes, block.rows.ranks
+    points = layout_of_points(passes, block.rows)
+
+    def multiply(U: Tensor) -> Tensor:
+        return push_own(passes, K.scaled(ranks.add_up(pull_own(passes, U))))
+
+    return by_panels(block.moved(points), points, len(passes.model.theta), multiply).moved(block.rows)
+
+
+@columns_over_ranks.register
+def _(K: TangentKernel, index: Int[Tensor, " b"], layout: RowLayout) -> Sharded:
+    """Return columns from a rank's own points: one all-reduce of D·b numbers."""
+    if not _is_of_ranks(K):
+        return columns_over_ranks.dispatch(object)(K, index, layout)
+    J = K._args[0]
+    return Sharded(push_own(J.passes, K.scaled(J.rows_at(index))), layout_of_points(J.passes, layout)).moved(layout)
+
+
+@formed_over_ranks.register
+def _(K: TangentKernel, layout: RowLayout) -> BlockRows:
+    """Form the rows of a rank's own points, beside the points of one other rank at a time."""
+    if not _is_of_ranks(K):
+        return formed_over_ranks.dispatch(object)(K, layout)
+    J, shard = K._args[0], K._args[0].passes.shard
+    points, own, rows = layout_of_points(J.passes, layout), J.apart(), []
+    for inputs, count in zip(shard.in_turn(), filter(None, points.counts), strict=True):
+        other = own if inputs is None else J.at(J.passes.over([(inputs, None)]), count)
+        rows.append(gram_matrix(own, other, K.prior))
+    whole = Sharded(torch.cat(rows, 1)[: points.counts[points.ranks.rank]], points)
+    return BlockRows(whole.moved(layout).local, layout=layout, psd=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from linear_operator import LinearOperator
@@ -24,12 +24,12 @@ class ShardedCurvature(Curvature):
     Cost: that of a product, and 2·D numbers sent per vector. `to_dense` is for small networks only.
     """
 
-    _shown = ("lin",)
+    _shown: ClassVar[tuple[str, ...]] = ("lin",)
 
     # The stored form has this rank's slices of θ, `lin`, the `output` H, and the walk over `rows` of Lᵀ J, or None.
 
     @classmethod
-    def of(cls, lin: ShardedLinearization, output: OutputFisher, by_rows: bool = True) -> ShardedCurvature:
+    def with_output(cls, lin: ShardedLinearization, output: OutputFisher, by_rows: bool = True) -> ShardedCurvature:
         """Return the curvature with the given H, whose products are by rows of Lᵀ J or by J."""
         return cls(lin.model.theta, lin=lin, output=output, rows=lin.passes.with_root(output) if by_rows else None)
 
@@ -78,14 +78,14 @@ def _ggn(
     lin: ShardedLinearization, mc_samples: int | None = None, generator: torch.Generator | None = None
 ) -> LinearOperator:
     if mc_samples is None:
-        return ShardedCurvature.of(lin, Exact(lin.likelihood), by_rows=False)
-    return ShardedCurvature.of(lin, Sampled(lin.likelihood, lin.draw_residuals(mc_samples, generator)))
+        return ShardedCurvature.with_output(lin, Exact(lin.likelihood), by_rows=False)
+    return ShardedCurvature.with_output(lin, Sampled(lin.likelihood, lin.draw_residuals(mc_samples, generator)))
 
 
 @builds_sharded(EmpiricalFisher)
 def _empirical_fisher(lin: ShardedLinearization, per_token: bool = False) -> LinearOperator:
     check_flag("per_token", per_token)
-    return ShardedCurvature.of(lin, Empirical(lin.likelihood, lin.positions_apart(per_token)))
+    return ShardedCurvature.with_output(lin, Empirical(lin.likelihood, lin.positions_apart(per_token)))
 
 
 @builds_sharded(DiagonalGGN)
@@ -93,6 +93,6 @@ def _diagonal(
     lin: ShardedLinearization, fisher: str = "exact", mc_samples: int = 1, generator: torch.Generator | None = None
 ) -> LinearOperator:
     """Return the diagonal of the curvature named by `fisher`, an operator on sharded vectors, whole on each rank."""
-    curvature = ShardedCurvature.of(lin, lin.output_fisher(fisher, mc_samples, generator))
+    curvature = ShardedCurvature.with_output(lin, lin.output_fisher(fisher, mc_samples, generator))
     entries = Diagonal(curvature.diagonal(), space=curvature.spaces[0], sources=curvature.sources)
     return entries.sharded(lin.model.shards.mesh)

@@ -61,7 +61,7 @@ class ShardedLinearization(NetworkOnData):
 
     model: ShardedModel
     data: Shard
-    passes: ShardedWalk
+    passes: ShardedWalk  # type: ignore[assignment]  # the other walk, with the same verbs
 
     def __init__(
         self, passes: ShardedWalk, likelihood: Likelihood, shape: torch.Size, memory: Budget, token: str

@@ -20,12 +20,13 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import SMALL_BYTES
 from curvops.fingerprints import fingerprint
 from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description, Vectors
 from curvops.ranks.process_group import Ranks, even_share, is_dtensor
 
-PANEL_BYTES = 2**24
+PANEL_BYTES = SMALL_BYTES
 """The bytes that whole columns may take in addition to a block, whatever its size."""
 PANEL_COPIES = 8
 """The number of arrays of a panel's size that may exist at once: sent, received, multiplied, result, and copies."""
@@ -469,6 +470,21 @@ def stored(block: Vectors) -> Tensor:
 def block_of(tensor: Tensor) -> Any:
     """Return a stored tensor as a block."""
     return unwrapped(tensor) if is_dtensor(tensor) else tensor
+
+
+# Products of matrices with blocks. Those that have a better way than to gather whole columns register it.
+
+
+@functools.singledispatch
+def times_block(A: Any, block: Sharded) -> Sharded:
+    """Return A V, some columns at a time on each rank."""
+    return block.multiplied(A._product)
+
+
+@functools.singledispatch
+def transposed_times_block(A: Any, block: Sharded) -> Sharded:
+    """Return Aᵀ U, some columns at a time on each rank."""
+    return block.multiplied(A._transposed_product)
 
 
 # The doors between DTensors and blocks.

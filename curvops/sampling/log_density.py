@@ -1,20 +1,26 @@
-"""The log posterior of a network in the form of samplers: mean log-likelihood of a batch + log prior / N."""
+"""The log posterior of a network in the form of samplers: mean log-likelihood of a batch + log prior / N.
+
+A sampler evaluates it and its gradient at the vectors of a state: one point, or k points together or one by one
+(`Evaluation`).
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from curvops.argument_types import GivenBatch, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import identify
 from curvops.checks import check_like, check_shape, checked_whole
+from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
 from curvops.network.data.batches import Batches, Reading, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
@@ -29,8 +35,10 @@ from curvops.posterior.core.terms import Prior
 from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.shard import Shard
-from curvops.sampling.state import State
+from curvops.sampling.state import State, Structure
+from curvops.summary import summary
 
+LogDensity = Callable[[Any, Any], Tensor]
 SUBNETWORK = "subnetwork"
 """The name of the single vector of parameters if a subnetwork is selected."""
 
@@ -290,6 +298,90 @@ class SharedLogPosterior(LogPosterior):
         if n != held:
             raise ValueError(f"this batch has {n} of the {held} points of this rank: see co.sampling.minibatches.")
         return self.data_size, batch
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Evaluation:
+    """A log posterior at one point or at k points: together (`torch.vmap`), one by one, or (None) as possible."""
+
+    log_posterior: LogDensity
+    vectorized: bool | None = None
+    _together: list[bool] = field(default_factory=lambda: [True], repr=False)
+
+    def __repr__(self) -> str:
+        return summary(self.log_posterior)
+
+    def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
+        """Return the value of log_posterior."""
+        if theta.ndim > 1 and not self._together[0]:
+            return torch.stack([self.value(row, structure, batch) for row in theta])
+        f, at_one, parts = self.log_posterior, partial(self._at_one, structure, batch), structure.parts(theta)
+        try:
+            with torch.no_grad():
+                value: Tensor = at_one(*parts) if theta.ndim == 1 else torch.vmap(at_one)(*parts)
+        except (RuntimeError, NotImplementedError) as error:
+            self._fall_back(error, theta)
+            return self.value(theta, structure, batch)
+        return f.completed(value, None, theta)[0] if isinstance(f, LogPosterior) else value
+
+    def gradient(
+        self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
+    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
+        """Return log_posterior and its gradient, each in new memory."""
+        if theta.ndim > 1 and not self._together[0]:
+            values, gradients = zip(*[self.gradient(row, structure, batch) for row in theta])
+            return torch.stack(values), torch.stack(gradients)
+        f, at_one, leaves = self.log_posterior, partial(self._at_one, structure, batch), structure.parts(theta.detach())
+        for leaf in leaves:
+            leaf.requires_grad_()
+        of_network = isinstance(f, LogPosterior)  # its prior depends on all parameters
+        try:
+            with torch.enable_grad():
+                value = at_one(*leaves) if theta.ndim == 1 else torch.vmap(at_one)(*leaves)
+            if value.requires_grad:
+                ones = torch.ones_like(value)
+                slopes = torch.autograd.grad(value, leaves, ones, allow_unused=True, materialize_grads=of_network)
+            elif of_network:
+                slopes = tuple(map(torch.zeros_like, leaves))
+            else:
+                raise ValueError(
+                    "log_posterior has no gradient in params: compute it from the params that it receives."
+                )
+        except (RuntimeError, NotImplementedError) as error:
+            self._fall_back(error, theta)
+            return self.gradient(theta, structure, batch)
+        if any(slope is None for slope in slopes):
+            missing = ", ".join(name for name, slope in zip(structure.names, slopes) if slope is None)
+            raise ValueError(f"log_posterior does not depend on {missing}: leave them out of params.")
+        value, gradient = value.detach(), structure.concatenate(slopes, theta.ndim - 1)
+        return f.completed(value, gradient, theta) if isinstance(f, LogPosterior) else (value, gradient)
+
+    def _fall_back(self, error: Exception, theta: Tensor) -> None:
+        """Evaluate k points one by one from now on; raise the error if that is no remedy."""
+        if theta.ndim == 1 or isinstance(error, torch.OutOfMemoryError):
+            raise error
+        if "running_mean" in str(error):
+            raise ValueError("the model normalises by batch statistics in train mode: call model.eval().") from error
+        if self.vectorized:
+            raise ValueError(f"vectorized=True, but torch.vmap cannot run log_posterior: {error}") from error
+        warn(
+            f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
+            "To choose this from the start, pass chains(..., vectorized=False).",
+            NotVectorizedWarning,
+        )
+        self._together[:] = [False]
+
+    def _at_one(self, structure: Structure, batch: Any, *parts: Tensor) -> Tensor:
+        """Return what is differentiated at one point; raise TypeError unless it is one real number."""
+        f = self.log_posterior.differentiated if isinstance(self.log_posterior, LogPosterior) else self.log_posterior
+        value = f(pytree.tree_unflatten(parts, structure.spec), batch)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim:
+            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"log_posterior must return one real number (), the mean log-likelihood of the batch + log prior / N, "
+                f"got {kind}: take the mean over the batch."
+            )
+        return value
 
 
 def log_posterior(

@@ -61,6 +61,8 @@ from curvops.ranks.sharded_vectors import (
     over_ranks,
     ranks_together,
     stored,
+    times_block,
+    transposed_times_block,
     unwrapped,
 )
 from curvops.summary import name_of, summary
@@ -77,8 +79,6 @@ SHOWN = (
 
 def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
     """Apply a product defined on (n, K) blocks to a vector (n,) or to a batch (..., n, K), as further columns."""
-    if isinstance(rhs, Sharded):
-        return rhs.multiplied(product)
     if rhs.ndim == 1:
         return product(rhs.unsqueeze(-1)).squeeze(-1)
     if rhs.ndim == 2:
@@ -216,10 +216,12 @@ class Operator(LinearOperatorContract):
         return self._product(block)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return by_columns(self._product, rhs)
+        return by_columns(self._product, rhs) if isinstance(rhs, Tensor) else times_block(self, rhs)
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return by_columns(self._transposed_product, rhs)
+        if isinstance(rhs, Tensor):
+            return by_columns(self._transposed_product, rhs)
+        return transposed_times_block(self, rhs)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else algebra.Transposed(self)
@@ -243,7 +245,7 @@ class Operator(LinearOperatorContract):
             return algebra.Product(self, other)
         if isinstance(other, Sharded):
             return self._matmul(other)
-        if is_dtensor(other):
+        if type(other) is not Tensor and is_dtensor(other):
             return self._times_shards(unwrapped(other))
         if not isinstance(other, Tensor):
             named = " lin.flatten(mapping) makes a vector from named tensors." if isinstance(other, Mapping) else ""

@@ -24,7 +24,6 @@ from curvops.linalg.operators.closed_form import (
     warn_of_rounding,
 )
 from curvops.linalg.operators.draws import normal, require_not_negative
-from curvops.ranks.sharded_vectors import Sharded
 
 
 class DenseForm(ClosedForm):
@@ -274,9 +273,6 @@ class Diagonal(Operator):
 
     def _product(self, block: Tensor) -> Tensor:
         return self.entries.unsqueeze(-1) * block
-
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        return self._product(rhs) if isinstance(rhs, Sharded) and rhs.ndim == 2 else super()._matmul(rhs)
 
     def _diagonal(self) -> Tensor:
         return self.entries

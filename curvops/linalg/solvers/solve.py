@@ -207,7 +207,7 @@ def solve(
     tolerance, tensors = default_rtol(operator.dtype) if rtol is None else float(rtol), operator.representation()
     recorded = carries_graph((B, *tensors))
     if taken == "closed form" and recorded and hasattr(A, "definite") and System(rows=operator.shape[-1]).small:
-        A.require_definite()  # the dense matrix has more gradients, for example those of eigenvectors
+        cast(Any, A).require_definite()  # the dense matrix has more gradients, for example those of eigenvectors
         taken = "dense"
     if taken == "dense":
         # A curvature is positive semidefinite by its formula, a matrix only by its user's word.

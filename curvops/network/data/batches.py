@@ -202,6 +202,11 @@ class Batches:
         """The fingerprints of the points; they stay the same for data moved to another device or dtype."""
         return DataPrints(*self._sums.tolist())
 
+    @property
+    def own_prints(self) -> DataPrints:
+        """The fingerprints of the points of this process."""
+        return self.prints
+
     def are(self, inputs: object, targets: object) -> bool:
         """Return whether all points are those of these inputs and targets, in any order; False if they have weights.
 
@@ -311,6 +316,11 @@ class AbsentBatches:
     weighted: bool
     is_present: ClassVar[bool] = False
     start: ClassVar[int] = 0
+
+    @property
+    def own_prints(self) -> DataPrints:
+        """The fingerprints of the points of this process."""
+        return self.prints
 
     @property
     def largest(self) -> int:

@@ -45,7 +45,7 @@ class DrawnFisher(FromColumns):
 
     def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
         if self.draws is None:
-            whole = self.passes.shard is None and len(f) == self.num_data
+            whole = not self.passes.is_shared and len(f) == self.num_data
             self.draws = self._draw(f.detach(), batch.targets, batch.weights) if whole else self.draw()
         return Sampled(self.likelihood, self.draws).all_columns(f, batch)
 

@@ -34,7 +34,7 @@ from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
-from curvops.network.walks.walk import Walk, accumulate
+from curvops.network.walks.walk import accumulate
 from curvops.progress import Progress
 from curvops.ranks.process_group import Ranks, warn_without_group
 from curvops.ranks.shard import Shard
@@ -74,7 +74,7 @@ class NetworkOnData:
     data: Batches | AbsentBatches
     likelihood: Likelihood
     output_shape: torch.Size
-    passes: Walk
+    passes: Passes
     token: str
     _results: tuple[list[Tensor] | None, dict[str, Any]]
 

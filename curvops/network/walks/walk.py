@@ -1,13 +1,13 @@
 """A walk over the data has three verbs: a sum over batches, rows over points, and each batch.
 
-Data that ranks share enter here alone: every sum over the data ends in `add_up`, every concatenation in `line_up`, and
-what all ranks have enters a sum through `replicated`, for the sake of its gradient.
+Data that ranks share enter here alone: every sum over the data ends in `add_up`, every concatenation in `line_up`, what
+all ranks have enters a sum through `replicated`, for the sake of its gradient, and what must not differ is in `agree`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
@@ -80,6 +80,16 @@ class Walk(ABC):
         """Concatenate the parts of all batches in the order of the points."""
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         return whole if self.shard is None else self.shard.line_up(whole, dim)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks share the data, each with its own."""
+        return self.shard is not None
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Raise RanksDifferError, on all ranks that share the data, if a fact differs between them."""
+        if self.shard is not None:
+            self.shard.ranks.require_equal(facts)
 
     def replicated(self, tensor: Tensor) -> Tensor:
         """Return a tensor that all ranks have; its gradient is the sum of the gradients from each rank."""

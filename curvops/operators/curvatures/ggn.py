@@ -8,7 +8,7 @@ its bias.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +30,6 @@ from curvops.network import Empirical, Exact, OutputFisher, Passes, Plan, Sample
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.user_operator import UserOperator, require_no_gradient
-from curvops.ranks.sharded_vectors import Sharded
 
 
 class Curvature(UserOperator, NetworkOperator):
@@ -40,7 +39,7 @@ class Curvature(UserOperator, NetworkOperator):
     through the vectors and the likelihood's hyperparameters.
     """
 
-    _shown = ()
+    _shown: ClassVar[tuple[str, ...]] = ()
     psd = True
     STORED = "lin"
     CARRIED = True
@@ -81,11 +80,6 @@ class Curvature(UserOperator, NetworkOperator):
             return J.pull(u if rows is not None else output.product(J.outputs, u, batch))
 
         return walk.total(term, V.shape[1], own=own)
-
-    def _times_sharded(self, rhs: Sharded) -> Sharded:
-        if self.passes.shard is None or type(self)._product is not Curvature._product:
-            return super()._times_sharded(rhs)
-        return rhs.multiplied(partial(self._product, own=True), partial=True)
 
     def _diagonal(self) -> Float[Tensor, " D"]:
         """Compute the diagonal from the rows of Lᵀ J, or by products if a hyperparameter's gradient is recorded."""
@@ -166,7 +160,7 @@ class CurvatureRoot(NetworkOperator):
         """
         if isinstance(self.output, Sampled):
             raise ValueError("minibatches need the exact root: use co.GGN(lin) or method='cg'.")
-        if self.lin.passes.shard is not None:
+        if self.lin.passes.is_shared:
             raise ValueError("minibatches are not available for data of a process group: use method='cg' or 'dual'.")
         for chosen, walk in shuffled(self.lin.passes, size, generator):
             kept = {"walk": walk, "points": len(chosen), "reduced": False}

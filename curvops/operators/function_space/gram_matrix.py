@@ -77,7 +77,7 @@ def gram_terms(
 
     If the inputs x belong to several ranks, each computes the rows of its own, and nothing is saved.
     """
-    if left.is_sharded:
+    if left.passes.is_shared:
         own = gram_terms(left.apart(), right.gathered(), prior, term_of)
         lined_up = left.passes.line_up([own], 1)
         return mirror(lined_up) if left.passes is right.passes else lined_up

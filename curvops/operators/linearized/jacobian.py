@@ -19,8 +19,6 @@ from curvops.network import Empirical, InputGraph, Passes, at_points, by_points
 from curvops.network.data.inputs import move
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.progress import Progress
-from curvops.ranks import rows_over_ranks
-from curvops.ranks.sharded_vectors import Sharded
 
 
 class Jacobian(NetworkOperator):
@@ -74,23 +72,17 @@ class Jacobian(NetworkOperator):
     def progress(self) -> Progress:
         return self.passes.progress
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether its inputs belong to several ranks, each with its own."""
-        return self.passes.shard is not None
-
     def gathered(self) -> Jacobian:
         """Return the same Jacobian with the inputs of all ranks on this one; itself if there is only one rank."""
-        return self if self.passes.shard is None else self._of(self.passes.gathered(), self.shape[-2])
+        return self.at(self.passes.gathered(), self.shape[-2]) if self.passes.is_shared else self
 
     def apart(self) -> Jacobian:
         """Return the rows of this rank's own inputs."""
-        walk = self.passes
-        if walk.shard is None:
-            return self
-        return self._of(walk.over(walk.source), sum(walk.shard.sizes) * self._num_outputs)
+        walk, shard = self.passes, self.passes.shard
+        return self if shard is None else self.at(walk.over(walk.source), sum(shard.sizes) * self._num_outputs)
 
-    def _of(self, passes: Passes, rows: int) -> Jacobian:
+    def at(self, passes: Passes, rows: int) -> Jacobian:
+        """Return the Jacobian of the same network over another walk."""
         return Jacobian(*self._args, **self._kwargs | {"passes": passes, "rows": rows})
 
     def by_points(self, count: int, together: int = 1) -> Iterator[Jacobian]:
@@ -133,7 +125,7 @@ class Jacobian(NetworkOperator):
 
         Cost: C backward passes for each point, or one for each pair of b rows if memory has no room for C rows.
         """
-        if self.is_sharded:
+        if self.passes.is_shared:
             return self._rows_of_ranks_at(index)
         C, rows_there = self._num_outputs, empty_block(self.theta.unsqueeze(1), len(index))
         fit = max(0, self.passes.memory.room()) // (2 * C * self.theta.nbytes)
@@ -158,24 +150,6 @@ class Jacobian(NetworkOperator):
         if len(inside):
             put_columns(rows_there, inside, own.rows_at(index[inside] - rows.start))
         return self.passes.add_up(rows_there)
-
-    def in_turn(self) -> Iterator[Jacobian | None]:
-        """Yield the Jacobian of each rank's points in turn, for ranks that have points; None for this rank's own."""
-        shard = self.passes.shard
-        assert shard is not None
-        for inputs, count in zip(shard.in_turn(), filter(None, shard.counts), strict=True):
-            walk = None if inputs is None else self.passes.over([(inputs, None)])
-            yield None if walk is None else self._of(walk, count * self._num_outputs)
-
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        if isinstance(rhs, Sharded) and self.is_sharded:
-            return rows_over_ranks.push(self.passes, rhs)
-        return super()._matmul(rhs)
-
-    def _t_matmul(self, rhs: Tensor) -> Tensor:
-        if isinstance(rhs, Sharded) and self.is_sharded:
-            return rows_over_ranks.pull(self.passes, rhs)
-        return super()._t_matmul(rhs)
 
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))

@@ -12,12 +12,12 @@ from torch import Tensor
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Space, Spaces
-from curvops.linalg.operators.base import Operator, by_columns
+from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.contract import convert
 from curvops.network import Passes, likelihoods
 from curvops.progress import Progress
 from curvops.ranks.process_group import Ranks
-from curvops.ranks.sharded_vectors import RowLayout, Sharded
+from curvops.ranks.sharded_vectors import RowLayout
 
 
 class NetworkOperator(Operator):
@@ -105,15 +105,12 @@ class NetworkOperator(Operator):
         return progress
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        product = self._times_sharded(rhs) if isinstance(rhs, Sharded) else by_columns(self._product, rhs)
+        product = super()._matmul(rhs)
         return self._attached(product) if self.theta.requires_grad else product
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        product = by_columns(self._transposed_product, rhs)
+        product = super()._t_matmul(rhs)
         return self._attached(product) if self.theta.requires_grad else product
-
-    def _times_sharded(self, rhs: Sharded) -> Any:
-        return by_columns(self._product, rhs)
 
     def _attached(self, product: Tensor) -> Tensor:
         """Return a product with a zero gradient for θ, which linear_operator differentiates by, too."""

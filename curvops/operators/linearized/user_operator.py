@@ -111,15 +111,15 @@ class UserOperator(LinearOperator):
     @classmethod
     def _require_equal_on_ranks(cls, bound: inspect.BoundArguments) -> None:
         """Raise RanksDifferError on all ranks that share the data unless they build the same operator."""
-        lin, shard = bound.arguments["lin"], bound.arguments["lin"].passes.shard
-        if shard is None:
+        lin = bound.arguments["lin"]
+        if not lin.passes.is_shared:
             return
         given = inspect.BoundArguments(bound.signature, bound.arguments.copy())
         given.apply_defaults()
         options = {name: value for name, value in given.arguments.items() if name not in ("lin", "checkpoint")}
         name, facts = f"co.{cls.__name__}", {"the likelihood": identify(lin.likelihood)}
         facts |= {f"{option} of {name}": identify(value) for option, value in options.items()}
-        shard.ranks.require_equal({"the operator": name} | facts)
+        lin.passes.agree({"the operator": name} | facts)
 
     @classmethod
     def _is_stored(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

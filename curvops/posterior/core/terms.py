@@ -93,7 +93,7 @@ class CurvatureCache:
         self._values = dict[str, Any]()
         self._seen = [tensor.detach().clone() for _, tensor in self.hyperparameters]
         # When an earlier cache is collected differs between ranks, which must agree on what is known.
-        self.of_data = OfData() if lin.passes.shard is not None else _of_data.setdefault(id(lin.passes), OfData())
+        self.of_data = OfData() if lin.passes.is_shared else _of_data.setdefault(id(lin.passes), OfData())
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "lock"} | {"generator": None}

@@ -36,7 +36,7 @@ from curvops.operators import Linearization
 from curvops.operators.function_space.point_covariance import row_covariances
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior.predictions.answers import ErrorOfMean, Uncertainty, decompose_numbers, error_of_mean
-from curvops.posterior.predictions.split_points import SplitPoints
+from curvops.ranks.split_points import SplitPoints
 
 OUTPUT_DRAWS = 1000
 """The number of draws of the outputs at each point for averages over them, if no samples are given."""
