@@ -11,6 +11,7 @@ from curvops.errors import (
 )
 from curvops.network import likelihoods
 from curvops.network.data.batches import Batch
+from curvops.network.data.inputs import move
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.autodiff import saved_bytes
@@ -31,7 +32,7 @@ from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns
 from curvops.network.walks.some_points import at_points, by_points, shuffled
-from curvops.network.walks.walk import Walk, accumulate
+from curvops.network.walks.walk import accumulate
 
 __all__ = [
     "LEAST_ROOM",
@@ -61,7 +62,6 @@ __all__ = [
     "TrainedNetwork",
     "SharedPointsWarning",
     "NoProcessGroupWarning",
-    "Walk",
     "accumulate",
     "at_points",
     "by_points",
@@ -69,6 +69,7 @@ __all__ = [
     "gaps_and_weights",
     "likelihoods",
     "mean_squares",
+    "move",
     "needs_noise",
     "own_randomness",
     "read_mean",

@@ -10,7 +10,7 @@ import curvops
 from curvops import network
 
 ROOT = Path(curvops.__file__).parent
-MOST = 15
+MOST = 19
 """Names that operators may need."""
 
 
