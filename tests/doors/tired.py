@@ -296,7 +296,7 @@ DOORS = [
             "a preconditioner as an array": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=np.eye(27)),
                 TypeError,
-                "preconditioner must be a matrix.*got ndarray of shape",
+                "preconditioner must be a matrix of torch.*got ndarray of shape",
             ),
             "a preconditioner's image of another shape": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=lambda V: V[:3]),

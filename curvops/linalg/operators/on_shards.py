@@ -16,8 +16,19 @@ from torch import Tensor
 from curvops.distributed_types import is_dtensor
 from curvops.linalg.core.entries import columns_of, rows
 from curvops.linalg.core.memory import Memories, Memory, memories_of
-from curvops.linalg.core.sharded import Layouts, RowLayout, Sharded, layouts_of, over_ranks, unwrapped, wrapped
-from curvops.linalg.core.vectors import entries, gram, product, transposed_product
+from curvops.linalg.core.sharded import (
+    LaidOut,
+    Layouts,
+    OverSharedData,
+    RowLayout,
+    Sharded,
+    layouts_of,
+    over_ranks,
+    ranks_together,
+    unwrapped,
+    wrapped,
+)
+from curvops.linalg.core.vectors import Description, described_for_ranks, entries, gram, product, transposed_product
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator, by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, closed_form
@@ -126,6 +137,14 @@ class Agreed:
         self.memory.expect_many()
 
 
+@described_for_ranks.register
+def _(A: Operator, facts: Description) -> Description:
+    layouts, ranks = A.layouts, ranks_together(A)
+    if layouts is not None:
+        return LaidOut.of(facts, *layouts)
+    return facts if ranks is None else OverSharedData.of(facts, ranks)
+
+
 @over_ranks.register
 def _(A: LinearOperator, layout: RowLayout) -> LinearOperator:
     known = layouts_of(A)
@@ -231,10 +250,10 @@ class BlockRows(Operator):
         if self.psd:
             return self._matmul(rhs)
         if isinstance(rhs, Sharded):
-            found = self.layouts[1]  # type: ignore[index]
+            layout = self.layouts[1]  # type: ignore[index]
             if rhs.ndim == 1:
                 return self._t_matmul(rhs.unsqueeze(1)).squeeze(1)
-            return Sharded(found.ranks.scatter_rows(self.own.mT @ rhs.local, found.counts), found)
+            return Sharded(layout.ranks.scatter_rows(self.own.mT @ rhs.local, layout.counts), layout)
         own = self._kwargs["layout"].own
         return by_columns(lambda block: self._kwargs["layout"].ranks.add_up(self.own.mT @ block[own]), rhs)
 
