@@ -244,7 +244,7 @@ DOORS = [
             "a list for a method": (
                 lambda: precision().solve([1.0] * 27),
                 TypeError,
-                "right_tensor must be a tensor, got",
+                "B must be a tensor, got",
             ),
             "a list to solve for": (lambda: co.linalg.solve(precision(), [1.0] * 27), TypeError, "B must be a tensor"),
             "an array as matrix": (

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.checkpoint import Checkpoint, begin, resumable
+from curvops.checkpoint import Checkpoint, begin
 from curvops.linalg.core import solve_routes as routes
+from curvops.linalg.core.algorithm import algorithm
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
 from curvops.operators.function_space.function_space import NAME, FunctionSpace
@@ -210,7 +211,7 @@ def test_a_kernel_that_was_half_formed_goes_on(what, tmp_path, saved_at_each_ste
         assert state["made"] == panels - kept
 
 
-@resumable
+@algorithm
 def kept_in(checkpoint, kernel):
     begin("test", checkpoint, dict, torch.device("cpu"), parts=True, kernel=None)
     kernel.keep()

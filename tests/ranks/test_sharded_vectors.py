@@ -1,6 +1,6 @@
 """Vectors whose rows are shared among processes: every answer is that of whole vectors in one process.
 
-Tests `sharded.py`, `on_shards.py`.
+Tests `sharded_vectors.py`, `on_shards.py`, `algorithm.py`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import curvops as co
 from curvops import linalg
 from curvops.errors import RanksDifferError
 from curvops.linalg import cg, lsmr, minres
-from curvops.linalg.core import sharded
-from curvops.linalg.core.sharded import unwrapped
 from curvops.linalg.core.vectors import gram
-from curvops.process_group import Ranks
+from curvops.ranks import sharded_vectors
+from curvops.ranks.process_group import Ranks
+from curvops.ranks.sharded_vectors import unwrapped
 from tests.linalg.matrices import symmetric
 from tests.memory import peak_of
 from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, run_on_ranks
@@ -311,7 +311,7 @@ class Whole(linalg.Operator):
 
 def peak_of_rank(group: Any, size: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "PANEL_BYTES", 0)
+        patch.setattr(sharded_vectors, "PANEL_BYTES", 0)
         return peak_of_sketch(init_device_mesh("cpu", (size,)))
 
 

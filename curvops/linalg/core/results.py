@@ -111,12 +111,6 @@ class Reasoned(Tabular):
         return {}
 
     @property
-    def converged(self) -> Bool[Tensor, " K"]:
-        """Whether each column reached the tolerance."""
-        reached = Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE
-        return torch.tensor([reason in reached for reason in self.reasons], dtype=torch.bool)
-
-    @property
     def accepted(self) -> bool:
         """Whether each column converged, or is as accurate as the dtype allows."""
         return ACCEPTED.issuperset(self.reasons)
@@ -139,8 +133,18 @@ class Reasoned(Tabular):
         )
 
 
+class ByColumn(Reasoned):
+    """A result whose columns converge one by one."""
+
+    @property
+    def converged(self) -> Bool[Tensor, " K"]:
+        """Whether each column reached the tolerance."""
+        reached = Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE
+        return torch.tensor([reason in reached for reason in self.reasons], dtype=torch.bool)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Solution(Summarised, Reasoned):
+class Solution(Summarised, ByColumn):
     """The solution of A x = b, with one reason, flag and residual per column of b.
 
     ``relative_residuals`` are true residuals ‖b − Ax‖/‖b‖, recomputed by a product, not those of the recursion.
@@ -368,7 +372,7 @@ def add_estimates(one: Estimate, other: Estimate) -> Estimate:
 AnyPairs = TypeVar("AnyPairs", bound="Pairs")
 
 
-class Pairs(Reasoned):
+class Pairs(ByColumn):
     """A result of pairs of vectors, each with its true residual."""
 
     values: Float[Tensor, " k"]
@@ -438,7 +442,7 @@ class SingularTriplets(Summarised, Pairs):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FunctionProduct(Summarised, Reasoned):
+class FunctionProduct(Summarised, ByColumn):
     """The columns f(A) b, with an estimate of the relative error ‖value − f(A) b‖/‖f(A) b‖ of each.
 
     ``error_estimates`` adds the truncation error of the method and the effect of rounding in A's dtype; it is ``inf``

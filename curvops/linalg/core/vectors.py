@@ -9,7 +9,7 @@ primitives that create blocks (``like``) also for a subclass of `Description`. F
 `described_for_ranks`, which returns that subclass. A block has ``shape, dtype, device, ndim, to(dtype), detach()`` and
 ``+ - * /`` with a block, a number, or a tensor of K numbers, one per column. `Vectors` annotates arguments that may be
 blocks of any type.
-`linalg/core/sharded.py` is an example.
+`ranks/sharded_vectors.py` is an example.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.sharded import Layouts, layouts_of
 from curvops.linalg.core.sources import Sources, scale_sources, sources_of, sources_of_sum
 from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
@@ -20,6 +19,7 @@ from curvops.linalg.functions.root_gradients import inverse_root_product
 from curvops.linalg.operators.base import Operator, as_part, joined, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, ScaledForm, closed_form
 from curvops.linalg.operators.draws import draw_together, normal
+from curvops.ranks.sharded_vectors import Layouts, layouts_of
 
 
 class UnaryOperator(Operator):

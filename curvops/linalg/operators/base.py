@@ -21,19 +21,9 @@ from torch import Tensor
 
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, checked_whole, refuse_modes, refuse_tangents, shown
-from curvops.distributed_types import is_dtensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
 from curvops.linalg.core.memory import Memories
-from curvops.linalg.core.sharded import (
-    Layouts,
-    RowLayout,
-    Sharded,
-    layouts_of,
-    over_ranks,
-    stored,
-    unwrapped,
-)
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.vectors import ROUNDINGS, Vectors, as_columns, has_rows, multiply_adds_of, product, shaped_as
@@ -48,6 +38,18 @@ from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
 from curvops.progress import Progress
+from curvops.ranks.process_group import is_dtensor
+from curvops.ranks.sharded_vectors import (
+    Layouts,
+    RowLayout,
+    Sharded,
+    layouts_of,
+    over_ranks,
+    stored,
+    times_block,
+    transposed_times_block,
+    unwrapped,
+)
 from curvops.summary import name_of, summary
 
 SHOWN = (
@@ -60,8 +62,6 @@ SHOWN = (
 
 def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
     """Apply a product defined on (n, K) blocks to a vector (n,) or to a batch (..., n, K), as further columns."""
-    if isinstance(rhs, Sharded):
-        return rhs.multiplied(product)
     if rhs.ndim == 1:
         return product(rhs.unsqueeze(-1)).squeeze(-1)
     if rhs.ndim == 2:
@@ -199,10 +199,12 @@ class Operator(LinearOperatorContract):
         return self._product(block)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return by_columns(self._product, rhs)
+        return by_columns(self._product, rhs) if isinstance(rhs, Tensor) else times_block(self, rhs)
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return by_columns(self._transposed_product, rhs)
+        if isinstance(rhs, Tensor):
+            return by_columns(self._transposed_product, rhs)
+        return transposed_times_block(self, rhs)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else algebra.Transposed(self)
@@ -226,7 +228,7 @@ class Operator(LinearOperatorContract):
             return algebra.Product(self, other)
         if isinstance(other, Sharded):
             return self._matmul(other)
-        if is_dtensor(other):
+        if type(other) is not Tensor and is_dtensor(other):
             return self._times_shards(unwrapped(other))
         if not isinstance(other, Tensor):
             named = " lin.flatten(mapping) makes a vector from named tensors." if isinstance(other, Mapping) else ""
@@ -564,4 +566,5 @@ def number_of(value: Tensor, name: str) -> str:
 
 
 # The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here.
-from curvops.linalg.operators import algebra, damped, dense, on_shards  # noqa: E402
+from curvops.linalg.operators import algebra, damped, dense  # noqa: E402
+from curvops.ranks import on_shards  # noqa: E402

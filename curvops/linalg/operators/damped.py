@@ -17,7 +17,6 @@ from curvops.checkpoint import Place
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import keep, room_in
-from curvops.linalg.core.sharded import RowLayout, over_ranks
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
 from curvops.linalg.core.spaces import Spaces, common, spaces_of
@@ -32,6 +31,7 @@ from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_to
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
 from curvops.linalg.solvers.solve import solve
+from curvops.ranks.sharded_vectors import RowLayout, over_ranks
 
 
 class Damped(UnaryOperator):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from curvops.checks import check_tensor
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.functions.root_gradients import inverse_root
@@ -274,9 +273,6 @@ class Diagonal(Operator):
 
     def _product(self, block: Tensor) -> Tensor:
         return self.entries.unsqueeze(-1) * block
-
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        return self._product(rhs) if isinstance(rhs, Sharded) and rhs.ndim == 2 else super()._matmul(rhs)
 
     def _diagonal(self) -> Tensor:
         return self.entries

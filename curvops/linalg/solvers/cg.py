@@ -21,10 +21,10 @@ from torch import Tensor
 from curvops.ambient import current_run, hold
 from curvops.checkpoint import NOTHING, Place, begin
 from curvops.checks import checked_whole
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.solve_routes import KEPT_SHARE, LEAST_KEPT, MOST_KEPT
 from curvops.linalg.core.vectors import (
     Given,

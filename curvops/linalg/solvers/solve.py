@@ -34,10 +34,10 @@ from torch.autograd import Function
 
 from curvops.ambient import current_run, running
 from curvops.checks import carries_graph, check_choice, check_limits, check_tensor, in_forward_mode, refuse_tangents
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept
-from curvops.linalg.core.sharded import Sharded, algorithm
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, SKETCHED, System, chosen, routes
 from curvops.linalg.core.symmetry import clearly_indefinite, is_psd, is_symmetric
 from curvops.linalg.core.vectors import (
@@ -64,6 +64,7 @@ from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import Preconditioner, precision_limited
 from curvops.progress import Progress
+from curvops.ranks.sharded_vectors import Sharded
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
 
@@ -202,7 +203,7 @@ def solve(
     tolerance, tensors = default_rtol(operator.dtype) if rtol is None else float(rtol), operator.representation()
     recorded = carries_graph((B, *tensors))
     if taken == "closed form" and recorded and hasattr(A, "definite") and System(rows=operator.shape[-1]).small:
-        A.require_definite()  # the dense matrix has more gradients, for example those of eigenvectors
+        cast(Any, A).require_definite()  # the dense matrix has more gradients, for example those of eigenvectors
         taken = "dense"
     if taken == "dense":
         # A curvature is positive semidefinite by its formula, a matrix only by its user's word.

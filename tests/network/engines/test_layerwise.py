@@ -66,7 +66,8 @@ def test_what_the_self_check_finds_depends_on_no_unit_of_the_outputs(
 
     def found() -> set[str]:
         engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
-        return mismatches(engine, layerwise.Streamed(network, inputs, network.selection.names, "forward mode")).wrong
+        reference = layerwise.Streamed(network, inputs, network.selection.names, "forward mode")
+        return mismatches(engine, reference.pull).wrong
 
     assert found() == set()
     monkeypatch.setattr(LinearRule, method, wrong_by_one_percent(method, factor))
@@ -86,7 +87,7 @@ def test_the_check_behind_rows_rejects_a_rule_that_is_wrong_by_one_percent(monke
     """It looks at one cotangent: rows are then taken from autodiff for this layer alone."""
     monkeypatch.setattr(LinearRule, "pull", wrong_by_one_percent("pull"))
     J, passes = reference("mlp"), walk("mlp", "auto")
-    others = passes.engines.checked_others(next(iter(passes.batches()))[0])
+    others = passes.engines.checked_others(next(iter(passes.source))[0])
     assert set(others) == {"2.weight", "2.bias"}
     assert "self-check" in passes.plan.others["2.weight"]
     norms = torch.zeros(J.shape[0], dtype=J.dtype)
@@ -164,7 +165,7 @@ def test_hooks_never_stay_after_an_exception_in_forward() -> None:
     )
     network.module.fail = False
     V = columns(43, 1)
-    inputs = torch.cat([inputs for inputs, _ in passes._source])
+    inputs = torch.cat([inputs for inputs, _ in passes.source])
     assert agree(push(passes, V), dense_jacobian(model, inputs) @ V)
 
 
@@ -284,7 +285,7 @@ def test_mismatches_names_nothing_for_right_rules() -> None:
         network = Model(model)
         engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
         reference = layerwise.Streamed(network, inputs, network.selection.names, "forward mode")
-        assert mismatches(engine, reference).wrong == set()
+        assert mismatches(engine, reference.pull).wrong == set()
 
 
 def engine_of(model: nn.Module, inputs: Tensor, parameters: Any = None) -> Layerwise:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,14 +10,19 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.distributed_types import is_dtensor
 from curvops.linalg.core.entries import columns_of, rows
 from curvops.linalg.core.memory import Memories, Memory, memories_of
-from curvops.linalg.core.sharded import (
+from curvops.linalg.core.vectors import Description, described_for_ranks, entries, gram, product, transposed_product
+from curvops.linalg.operators.algebra import UnaryOperator
+from curvops.linalg.operators.base import Operator, by_columns
+from curvops.linalg.operators.closed_form import ClosedForm, closed_form
+from curvops.linalg.operators.dense import Dense, Diagonal
+from curvops.ranks.process_group import Ranks, is_dtensor
+from curvops.ranks.sharded_vectors import (
     LaidOut,
     Layouts,
     OverSharedData,
@@ -25,15 +31,11 @@ from curvops.linalg.core.sharded import (
     layouts_of,
     over_ranks,
     ranks_together,
+    times_block,
+    transposed_times_block,
     unwrapped,
     wrapped,
 )
-from curvops.linalg.core.vectors import Description, described_for_ranks, entries, gram, product, transposed_product
-from curvops.linalg.operators.algebra import UnaryOperator
-from curvops.linalg.operators.base import Operator, by_columns
-from curvops.linalg.operators.closed_form import ClosedForm, closed_form
-from curvops.linalg.operators.dense import Dense
-from curvops.process_group import Ranks
 
 
 def form_on_shards(A: OnShards, shift: Tensor) -> ClosedForm | None:
@@ -135,6 +137,12 @@ class Agreed:
     def expect_many(self) -> None:
         """Announce many products."""
         self.memory.expect_many()
+
+
+@times_block.register
+@transposed_times_block.register
+def _(A: Diagonal, block: Sharded) -> Any:
+    return block * (A.entries.unsqueeze(1) if block.ndim == 2 else A.entries)
 
 
 @described_for_ranks.register
@@ -250,10 +258,10 @@ class BlockRows(Operator):
         if self.psd:
             return self._matmul(rhs)
         if isinstance(rhs, Sharded):
-            layout = self.layouts[1]  # type: ignore[index]
+            found = self.layouts[1]  # type: ignore[index]
             if rhs.ndim == 1:
                 return self._t_matmul(rhs.unsqueeze(1)).squeeze(1)
-            return Sharded(layout.ranks.scatter_rows(self.own.mT @ rhs.local, layout.counts), layout)
+            return Sharded(found.ranks.scatter_rows(self.own.mT @ rhs.local, found.counts), found)
         own = self._kwargs["layout"].own
         return by_columns(lambda block: self._kwargs["layout"].ranks.add_up(self.own.mT @ block[own]), rhs)
 
@@ -284,15 +292,25 @@ class SharedRows:
         return entries(self._columns, first).diagonal()
 
 
+@functools.singledispatch
+def columns_over_ranks(A: Any, index: Int[Tensor, " b"], layout: RowLayout) -> Sharded:
+    """Return some columns of a matrix, with their rows over ranks in this layout."""
+    return Sharded(columns_of(A, index)[layout.own], layout)
+
+
+@functools.singledispatch
+def formed_over_ranks(A: LinearOperator, layout: RowLayout) -> BlockRows:
+    """Form a positive semi-definite matrix with its rows over ranks in this layout."""
+    return BlockRows(A.to_dense()[layout.own].clone(), layout=layout, psd=True)
+
+
 @rows.register
 def _(A: OnShards) -> Callable[[Tensor], SharedRows]:
     base, layout = A.base, A._kwargs["row_layout"]
 
     @torch.no_grad()
     def take(index: Tensor) -> SharedRows:
-        if hasattr(base, "columns_over_ranks"):
-            return SharedRows(base.columns_over_ranks(index, layout))
-        return SharedRows(Sharded(columns_of(base, index)[layout.own], layout))
+        return SharedRows(columns_over_ranks(base, index, layout))
 
     return take
 
