@@ -26,8 +26,8 @@ from curvops.errors import BlockSizeWarning, MemoryBudgetWarning, warn
 from curvops.progress import Progress, Steps, check_progress, in_force, is_wanted
 from curvops.ranks.process_group import Ranks
 
-UNTOLD_BYTES = 2**24
-"""The least that an algorithm needs may exceed a budget without a warning up to this many bytes."""
+SMALL_BYTES = 2**24
+"""Up to this many bytes are allocated whatever a budget is, and without a warning: there is nothing worth saving."""
 NO_ROOM = (
     "Not even one column fits: pass linearize a smaller memory_budget, so that less is kept of the data, linearise "
     "on smaller batches, or free other memory."
@@ -189,7 +189,7 @@ def columns_at_a_time(count: int, column_bytes: int, room: int | None) -> int:
 
 def warn_below(budget: int, least: int) -> None:
     """Warn if a budget is less than the bytes that an algorithm needs at least."""
-    if least > max(UNTOLD_BYTES, budget):
+    if least > max(SMALL_BYTES, budget):
         warn(
             f"the memory budget is {budget:,} bytes, but the working vectors take at least {least:,}, and will be "
             "allocated: pass a memory_budget of that size, or linearise fewer parameters.",

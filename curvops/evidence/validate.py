@@ -24,7 +24,7 @@ from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence import Validation
 from curvops.posterior.predictions.answers import LABELS, targets_by_position
-from curvops.posterior.predictions.split_points import split_points
+from curvops.ranks.split_points import split_points
 
 PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
 AT_EDGE = {

@@ -11,6 +11,7 @@ from jaxtyping import Real
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from curvops.checks import check_kind
 from curvops.plots import style
 from curvops.sampling import diagnostics
 
@@ -27,13 +28,17 @@ def trace(draws: Mapping[str, Chains]) -> np.ndarray:
     Returns:
         The axes, an array (quantities, 2).
 
+    Raises:
+        TypeError: The draws are not named.
+        ValueError: There are no draws, or they are not an array (chains, draws).
+
     Examples:
         >>> import torch
         >>> from curvops import plots
         >>> plots.trace({"weight": torch.randn(3, 100)}).shape
         (1, 2)
     """
-    draws = {name: style.as_array(chains) for name, chains in draws.items()}
+    draws = _checked(draws, "trace")
     shape: dict[str, Any] = {"squeeze": False, "sharey": "row", "width_ratios": [3, 1]}
     panels = style.panels(9.6, 0.6 + 2.1 * len(draws), 2, rows=len(draws), **shape)
     for i_row, (row, (name, chains)) in enumerate(zip(panels, draws.items())):
@@ -64,13 +69,17 @@ def autocorrelation(draws: Mapping[str, Chains], *, lags: int = 100, ax: Axes | 
     Returns:
         The axes.
 
+    Raises:
+        TypeError: The draws are not named.
+        ValueError: There are no draws, or they are not an array (chains, draws).
+
     Examples:
         >>> import torch
         >>> from curvops import plots
         >>> plots.autocorrelation({"weight": torch.randn(3, 100)}, lags=20).get_xlabel()
         'lag (draws)'
     """
-    draws = {name: style.as_array(chains) for name, chains in draws.items()}
+    draws = _checked(draws, "autocorrelation")
     axes = style.axes_of(ax, 8.0, 4.4)
     for (name, look), chains in zip(style.looks(draws).items(), draws.values()):
         series = torch.as_tensor(chains, dtype=torch.float64)
@@ -84,3 +93,15 @@ def autocorrelation(draws: Mapping[str, Chains], *, lags: int = 100, ax: Axes | 
     style.dress(axes, "lag (draws)", "autocorrelation (no unit)", "Autocorrelation: mean and range of the chains")
     axes.legend(fontsize=style.SMALL, framealpha=0.9)
     return axes
+
+
+def _checked(draws: Mapping[str, Chains], what: str) -> dict[str, np.ndarray]:
+    """Return the draws as arrays (chains, draws), or raise TypeError or ValueError."""
+    check_kind(what, draws, Mapping, "{name: array (chains, draws)}")
+    arrays = {name: style.as_array(chains) for name, chains in draws.items()}
+    if not arrays or any(chains.ndim != 2 or not chains.size for chains in arrays.values()):
+        shapes = {name: chains.shape for name, chains in arrays.items()}
+        raise ValueError(
+            f"{what} draws numbers, each an array (chains, draws), such as draws[name][..., i]; got {shapes}."
+        )
+    return arrays

@@ -40,7 +40,9 @@ def regression(
         The axes.
 
     Raises:
-        ValueError: The network has several input features, or it has several outputs and `output` names none of them.
+        TypeError: `post` is not a posterior, or `ax` is not a matplotlib Axes.
+        ValueError: `x` is not a vector or a column, the network has several input features, or it has several outputs
+            and `output` names none of them.
 
     Examples:
         >>> import torch, curvops as co
@@ -51,7 +53,9 @@ def regression(
         >>> plots.regression(post, torch.linspace(-3, 3, 50)).get_ylabel()
         'target y'
     """
-    points = np.sort(style.vector(x))
+    if not hasattr(post, "predict") or not hasattr(post, "lin"):
+        raise TypeError(f"regression draws a posterior from co.laplace, then inputs; got {type(post).__name__} first.")
+    points = np.sort(style.vector("x", x))
     lin, outputs = post.lin, post.lin.num_outputs
     if output not in range(outputs) and (output is not None or outputs > 1):
         raise ValueError(f"regression draws one output of {outputs}: pass output=0 to {outputs - 1}, got {output}.")
@@ -129,7 +133,8 @@ def reliability(
         The axes.
 
     Raises:
-        TypeError, ValueError: There are no predictions, or they are not probabilities and labels of these shapes.
+        TypeError, ValueError: There are no predictions, they are not probabilities and labels of these shapes, or `ax`
+            is not a matplotlib Axes.
 
     Examples:
         >>> import torch
@@ -198,14 +203,15 @@ def ray(
         The axes.
 
     Raises:
-        ValueError: The vectors differ in length.
+        TypeError: The confidences are not named.
+        ValueError: The vectors differ in length, or a number is not finite.
 
     Examples:
         >>> from curvops import plots
         >>> plots.ray([1.0, 10.0, 100.0], {"network": [0.7, 0.9, 1.0]}, radius=2.0).get_xscale()
         'log'
     """
-    distances, confidence = style.vector(distances), {name: style.vector(c) for name, c in confidence.items()}
+    distances, confidence = style.vectors("ray", distances, confidence)
     axes = style.axes_of(ax, 7.6, 4.6)
     if radius is not None:
         axes.axvspan(float(distances.min()), radius, color=style.LIGHT, alpha=0.6, linewidth=0, label="training data")

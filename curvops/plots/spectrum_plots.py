@@ -39,8 +39,8 @@ def spectral_density(
         The axes.
 
     Raises:
-        TypeError: The first argument is not a SpectralDensity.
-        ValueError: The scale is unknown, or does not fit the density.
+        TypeError: The first argument is not a SpectralDensity, or `ax` is not a matplotlib Axes.
+        ValueError: The eigenvalues are not a vector, or the scale is unknown.
 
     Examples:
         >>> import torch, curvops as co
@@ -78,7 +78,7 @@ def spectral_density(
     axes.set_yscale("log")
     axes.set_ylim(floor, 3 * peak)
     if top is not None:
-        values = style.vector(top)
+        values = style.vector("top", top)
         at = (values, np.full(len(values), 0.035))
         marks: dict[str, Any] = {
             "linestyle": "none",
@@ -173,6 +173,10 @@ def convergence(solutions: Mapping[str, Solution], *, rtol: float | None = None,
     Returns:
         The axes.
 
+    Raises:
+        TypeError: The values are not solutions, or `ax` is not a matplotlib Axes.
+        ValueError: There are no solutions.
+
     Examples:
         >>> import torch, curvops as co
         >>> from curvops import plots
@@ -180,6 +184,7 @@ def convergence(solutions: Mapping[str, Solution], *, rtol: float | None = None,
         >>> plots.convergence({"conjugate gradients": A.cg(torch.ones(20).double())}).get_yscale()
         'log'
     """
+    style.check_named("convergence", solutions, Solution, "the result of A.cg(b)")
     axes = style.axes_of(ax, 7.6, 5.0)
     for (name, look), solution in zip(style.looks(solutions).items(), solutions.values()):
         residual = style.as_array(solution.history).max(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,8 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Figure
 from torch import Tensor
+
+from curvops.checks import shown
 
 # Okabe and Ito's colours, and Tol's wine: distinct for every common kind of colour vision. Line styles and markers
 # also differ, for print without colour.
@@ -90,12 +92,17 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
 
 def axes_of(ax: Axes | None, width: float, height: float) -> Axes:
     """Return the axes that the user gave, or those of a new figure of pyplot, which a notebook shows."""
-    return pyplot.figure(figsize=(width, height), layout="constrained").subplots() if ax is None else ax
+    if ax is None:
+        return pyplot.figure(figsize=(width, height), layout="constrained").subplots()
+    if not isinstance(ax, Axes):
+        raise TypeError(f"ax must be the axes of one panel, got {shown(ax)}; pass ax from fig, ax = plt.subplots().")
+    return ax
 
 
-def panels(width: float, height: float, columns: int, rows: int = 1, **options: Any) -> np.ndarray:
+def panels(width: float, height: float, columns: int, **options: Any) -> np.ndarray:
     """Return the panels of a new figure of pyplot, by default in a row."""
     figure = pyplot.figure(figsize=(width, height), layout="constrained")
+    rows = options.pop("rows", 1)
     return np.asarray(figure.subplots(rows, columns, **options))
 
 
@@ -107,10 +114,37 @@ def as_array(values: Any) -> np.ndarray:
     return (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values).numpy()
 
 
-def vector(values: Any) -> Real[np.ndarray, " N"]:
-    """Return the numbers (N,) of an array, a tensor or a list, or of a column (N, 1)."""
+def vector(name: str, values: Any) -> Real[np.ndarray, " N"]:
+    """Return finite or missing numbers (N,) of an array, a tensor or a list, or of a column (N, 1)."""
     array = as_array(values)
-    return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+    array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+    if array.ndim != 1 or not array.size or not (np.issubdtype(array.dtype, np.number) or array.dtype == bool):
+        kind = f"shape {array.shape}" if np.issubdtype(array.dtype, np.number) else type(values).__name__
+        raise ValueError(f"{name} must be a vector (N,), or a column (N, 1), of at least one number, got {kind}.")
+    return array
+
+
+def vectors(what: str, common: Any, named: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return a vector and named vectors of its length as finite arrays, or raise TypeError or ValueError."""
+    if not isinstance(named, Mapping):
+        raise TypeError(f"{what} draws a vector against {{name: vector}}, got {type(named).__name__} for the latter.")
+    first, arrays = vector("the first argument", common), {name: vector(repr(name), v) for name, v in named.items()}
+    if not arrays or any(values.shape != first.shape for values in arrays.values()):
+        shapes = {name: values.shape for name, values in arrays.items()}
+        raise ValueError(f"{what} draws a vector against named vectors of equal length, got {first.shape}, {shapes}.")
+    for name, values in {"the first argument": first, **arrays}.items():
+        if not np.isfinite(values).all():
+            raise ValueError(f"{what} needs finite numbers, and {name} has others.")
+    return first, arrays
+
+
+def check_named(what: str, named: Any, kind: type, source: str) -> None:
+    """Raise TypeError or ValueError unless at least one object of a kind is given, each by its name."""
+    if not isinstance(named, Mapping) or not all(isinstance(value, kind) for value in named.values()):
+        kinds = [type(v).__name__ for v in named.values()] if isinstance(named, Mapping) else type(named).__name__
+        raise TypeError(f"{what} draws {{name: {kind.__name__}}}, each {source}; got {kinds}.")
+    if not named:
+        raise ValueError(f"{what} draws {{name: {kind.__name__}}}, each {source}; got none.")
 
 
 def save(drawn: Figure | Axes | np.ndarray, path: str | os.PathLike[str]) -> None:
@@ -126,7 +160,8 @@ def save(drawn: Figure | Axes | np.ndarray, path: str | os.PathLike[str]) -> Non
     Examples:
         >>> plots.save(plots.influence([1.0, 2.0], {"GGN": [1.1, 1.8]}), "influence.png")  # doctest: +SKIP
     """
-    figure: Any = getattr(drawn.flat[0] if isinstance(drawn, np.ndarray) else drawn, "figure", None)
+    first = drawn.flat[0] if isinstance(drawn, np.ndarray) and drawn.size else drawn
+    figure = first.figure if isinstance(first, Axes) else first
     if not isinstance(figure, Figure):
         raise TypeError(f"plots.save takes axes or a figure, then a path; got {type(drawn).__name__} first.")
     figure.savefig(path, dpi=150)

@@ -30,7 +30,7 @@ def evidence(found: Grid | Validation, *, chosen: float | None = None, ax: Axes 
         The axes.
 
     Raises:
-        TypeError: `found` is another object.
+        TypeError: `found` is another object, or `ax` is not a matplotlib Axes.
 
     Examples:
         >>> from curvops import plots
@@ -87,7 +87,8 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
         The axes, an array (3,).
 
     Raises:
-        ValueError: A tuning has no steps.
+        TypeError: The values are not posteriors with such a tuning.
+        ValueError: There is no tuning, or a tuning has no steps.
 
     Examples:
         >>> import torch, curvops as co
@@ -98,7 +99,10 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
         >>> plots.evidence_trace({"MacKay": co.evidence.mackay(post, None)}).shape
         (3,)
     """
-    runs: Any = {name: run.tuning if isinstance(run, Laplace) else run for name, run in tunings.items()}
+    runs: Any = tunings
+    if isinstance(tunings, Mapping):
+        runs = {name: run.tuning if isinstance(run, Laplace) else run for name, run in tunings.items()}
+    style.check_named("evidence_trace", runs, Tuning, "a posterior from co.evidence.mackay or its tuning")
     if not all(tuning.steps for tuning in runs.values()):
         raise ValueError("evidence_trace needs tunings of at least one step, {name: post.tuning}.")
     axes_of_all = style.panels(12.5, 4.4, 3)
@@ -148,14 +152,16 @@ def influence(truth: NumberSequence, predicted: Mapping[str, NumberSequence], *,
         The axes.
 
     Raises:
-        ValueError: The number of predicted changes differs from that of true changes.
+        TypeError: The predictions are not named.
+        ValueError: There are no methods, the number of predicted changes differs from that of true changes, or one of
+            them is not finite.
 
     Examples:
         >>> from curvops import plots
         >>> plots.influence([1.0, 2.0, 4.0], {"GGN": [1.1, 1.8, 3.9]}).get_ylabel()
         'predicted change'
     """
-    truth, predicted = style.vector(truth), {name: style.vector(values) for name, values in predicted.items()}
+    truth, predicted = style.vectors("influence", truth, predicted)
     axes = style.axes_of(ax, 6.4, 5.4)
     ends = np.array([np.min(truth), np.max(truth)])
     axes.plot(ends, ends, label="equal", **style.REFERENCE)
@@ -183,18 +189,19 @@ def pruning(
         The axes.
 
     Raises:
-        ValueError: A rule has another number of errors than there are shares.
+        TypeError: The errors are not named.
+        ValueError: There are no rules, one has another number of errors than there are shares, or a number is not
+            finite.
 
     Examples:
         >>> from curvops import plots
         >>> plots.pruning([0.0, 0.5, 0.9], {"magnitude": [0.1, 0.12, 0.5]}, full=0.1).get_ylabel()
         'test error (fraction)'
     """
+    sparsity, errors = style.vectors("pruning", sparsity, errors)
     axes = style.axes_of(ax, 7.6, 4.6)
     for (name, look), values in zip(style.looks(errors).items(), errors.values()):
-        axes.plot(
-            style.vector(sparsity), style.vector(values), markersize=5, linewidth=1.8, label=name, **look._asdict()
-        )
+        axes.plot(sparsity, values, markersize=5, linewidth=1.8, label=name, **look._asdict())
     if full is not None:
         axes.axhline(full, label="all weights", **style.REFERENCE)
     axes.set_ylim(bottom=0)

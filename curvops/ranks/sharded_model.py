@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from curvops.checks import check_tensor
 from curvops.network.data.inputs import Inputs
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls
@@ -160,14 +161,13 @@ class ShardedParameters:
 
     def _columns(self, name: str, tensor: Any, like: Tensor) -> int | None:
         """Return the number K of vectors of a named tensor, None for a single one, after checking it."""
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name!r} is {type(tensor).__name__}, expected a tensor.")
+        check_tensor(name, tensor)
         shape = self.shapes[name]
         extra = tensor.ndim - len(shape)
-        if extra not in (0, 1) or tensor.shape[extra:] != shape:
-            raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}, expected {tuple(shape)}, or K of these.")
-        if tensor.dtype != like.dtype:
-            raise ValueError(f"{name!r} is {tensor.dtype}, expected {like.dtype}, the dtype of the parameters.")
+        if extra not in (0, 1) or tensor.shape[extra:] != shape or tensor.dtype != like.dtype:
+            raise ValueError(
+                f"{name!r} is {tuple(tensor.shape)}, {tensor.dtype}: expected {tuple(shape)}, or K of it, {like.dtype}."
+            )
         if is_dtensor(tensor):
             dim = self._dim[name] + extra
             held: Any = tensor
@@ -314,18 +314,6 @@ class ShardedModel(Model):
 
     def _checked_call(self, inputs: Any) -> Any:
         return self._call({}, inputs)
-
-    def at(self, weights: Tensor) -> NoReturn:
-        raise ValueError("a model that is sharded over ranks takes no other weights: set the weights of the module.")
-
-    def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> NoReturn:
-        raise ValueError("a model that is sharded over ranks cannot be converted: convert it before fully_shard.")
-
-    def unflatten(self, weights: Tensor) -> NoReturn:
-        raise ValueError("weights of a model that is sharded over ranks are named DTensors, not one vector.")
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError("a model that is sharded over ranks cannot be pickled or copied.")
 
     def _require_known(self, tensors: Mapping[str, Any]) -> None:
         """Raise ValueError for several meshes, meshes of several dimensions, other ranks, offloading, low precision."""

@@ -20,12 +20,13 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import SMALL_BYTES
 from curvops.fingerprints import fingerprint
 from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description, Vectors
 from curvops.ranks.process_group import Ranks, even_share, is_dtensor
 
-PANEL_BYTES = 2**24
+PANEL_BYTES = SMALL_BYTES
 """The bytes that whole columns may take in addition to a block, whatever its size."""
 PANEL_COPIES = 8
 """The number of arrays of a panel's size that may exist at once: sent, received, multiplied, result, and copies."""

@@ -34,10 +34,9 @@ from curvops.network.walks.row_squares import squares_of
 from curvops.network.walks.walk import Walk, accumulate
 from curvops.ranks.shard import Shard
 from curvops.ranks.sharded_model import ShardedModel
+from curvops.ranks.sharded_vectors import PANEL_BYTES
 
 KNOWN = "Linear, convolution, embedding and normalisation layers of torch, without hooks, each called by itself"
-PANEL_BYTES = 2**24
-"""The bytes that one layer's part of several vectors may take on each rank; at least one vector's."""
 
 
 class ShardedWalk(Walk):
@@ -211,7 +210,7 @@ class ShardedJacobian:
         return [[part for part in J.parts if wanted & set(part.layer.names.values())] for J in self.engines]
 
     def _panels(self, columns: int) -> Iterator[tuple[tuple[str, ...], slice]]:
-        """Yield the parameters of each layer with some columns of its part of K vectors."""
+        """Yield the parameters of each layer with the columns that are gathered at a time, of its part of K vectors."""
         itemsize = self.layers.model.theta.element_size()
         for names in self.layers.groups:
             width = max(1, PANEL_BYTES // (sum(self.shards.shapes[name].numel() for name in names) * itemsize))

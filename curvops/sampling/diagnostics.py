@@ -20,10 +20,10 @@ from torch import Tensor
 
 from curvops.argument_types import Density, Draws, GivenBatch
 from curvops.checkpoint import digest
-from curvops.checks import check_choice, check_generator, check_kind, checked_number
+from curvops.checks import check_choice, check_generator, check_kind, checked_number, checked_whole
 from curvops.linalg import Estimate
-from curvops.posterior.core.arguments import checked_count
-from curvops.sampling.chain_draws import Chain, Spread, checked_draws
+from curvops.ranks.spread_chains import Spread
+from curvops.sampling.chain_draws import Chain, checked_draws
 from curvops.sampling.log_density import Evaluation, LogPosterior
 from curvops.summary import Summarised
 
@@ -176,7 +176,7 @@ def random_projections(draws: Draws, count: int = 100, generator: torch.Generato
         >>> found.series.shape
         torch.Size([2, 100, 10])
     """
-    count = checked_count(count)
+    count = checked_whole("count", count)
     check_generator(generator)
     spread = draws.spread if isinstance(draws, Chain) else None
     checked = checked_draws(draws.params if isinstance(draws, Chain) and spread is not None else draws, least=2)

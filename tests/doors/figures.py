@@ -30,9 +30,24 @@ def spectrum(k: int = 2, **options: Any) -> Any:
 
 
 DOORS = [
+    Door("evidence_trace", rows={"no tuning": (lambda: plots.evidence_trace({}), "got none")}),
+    Door(
+        "trace and autocorrelation",
+        rows={
+            "a trace of nothing": (lambda: plots.trace({}), "got {}"),
+            "a trace of a matrix": (lambda: plots.trace({"weight": np.zeros((2, 5, 3))}), "each an array"),
+            "a trace without names": (lambda: plots.trace(np.zeros((2, 5))), TypeError, "got ndarray"),
+        },
+    ),
     Door(
         "regression by a tired user",
         rows={
+            "no posterior": (
+                lambda: plots.regression(GRID, GRID),
+                TypeError,
+                "a posterior from co.laplace.*got ndarray",
+            ),
+            "words": (lambda: plots.regression(posterior(), ["a"]), "at least one number, got list"),
             "a network of two features": (
                 lambda: plots.regression(posterior(features=2), GRID),
                 r"one input feature, and this network has inputs of shape \(6, 2\)",
@@ -54,15 +69,25 @@ DOORS = [
             ),
             "logits": (lambda: plots.reliability({"network": torch.randn(5, 3)}, LABELS), "probabilities"),
             "other points": (lambda: plots.reliability(torch.full((4, 2), 0.5), LABELS), "labels"),
+            "panels": (
+                lambda: plots.reliability(torch.full((5, 2), 0.5), LABELS, ax=plots.trace({"a": np.ones((1, 5))})),
+                TypeError,
+                r"ax must be the axes of one panel, got ndarray of shape \(1, 2\); pass ax",
+            ),
         },
     ),
     Door(
-        "evidence",
+        "evidence and convergence",
         rows={
             "a posterior": (
                 lambda: plots.evidence(posterior()),
                 TypeError,
                 r"the result of co.evidence.grid, or the tuning of validate",
+            ),
+            "residuals": (
+                lambda: plots.convergence({"plain": GRID}),
+                TypeError,
+                r"draws {name: Solution}, each the result of A.cg\(b\); got \['ndarray'\]",
             ),
         },
     ),
@@ -80,6 +105,14 @@ DOORS = [
     Door(
         "training_spectra",
         rows={"the log scale": (lambda: plots.training_spectra({0: spectrum(scale="log")}), "scale='linear'")},
+    ),
+    Door(
+        "influence and pruning",
+        rows={
+            "nothing predicted": (lambda: plots.influence(GRID, {}), "named vectors"),
+            "no names": (lambda: plots.influence(GRID, GRID), TypeError, "got ndarray for the latter"),
+            "not a number": (lambda: plots.influence(GRID, {"GGN": GRID * np.nan}), "and GGN has others"),
+        },
     ),
     Door(
         "progress",

@@ -175,6 +175,8 @@ def test_figures_of_one_panel_draw_into_given_axes(draw):
     figure, (left, right) = pyplot.subplots(1, 2)
     assert draw(ax=right) is right
     assert len(figure.axes) == 2 and len(pyplot.get_fignums()) == 1 and not left.lines and right.lines
+    with pytest.raises(TypeError, match="ax must be the axes of one panel, got <Figure .*pass ax"):
+        draw(ax=figure)
 
 
 @pytest.mark.usefixtures("annotations_unchecked")

@@ -245,7 +245,7 @@ class Operator(LinearOperatorContract):
             return algebra.Product(self, other)
         if isinstance(other, Sharded):
             return self._matmul(other)
-        if is_dtensor(other):
+        if type(other) is not Tensor and is_dtensor(other):
             return self._times_shards(unwrapped(other))
         if not isinstance(other, Tensor):
             named = " lin.flatten(mapping) makes a vector from named tensors." if isinstance(other, Mapping) else ""

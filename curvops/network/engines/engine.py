@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from curvops.ambient import SMALL_BYTES
 from curvops.network.data.inputs import copy as copied
 from curvops.network.data.inputs import in_pieces, num_points, take
 from curvops.network.engines.autodiff import KeptRows, Recorded, Streamed, record_replay
@@ -38,7 +39,7 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import MAPPED_BYTES, Blocks
 
 # The least number of bytes of sensitivities used at a time while a layerwise engine is built.
-LEAST_CHUNK = 16 * 2**20
+LEAST_CHUNK = SMALL_BYTES
 # On a CPU passes without a graph are over at least so many points at a time, for which weights are read only once.
 FORWARD_POINTS = 32
 NO_LAYER = "its layer does not run as a layer"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,10 +15,10 @@ from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.engine import LEAST_CHUNK
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording
 from curvops.network.likelihoods.output_fisher import OutputFisher, Unit
-from curvops.network.walks.engine_cache import BatchMap, EngineCache
+from curvops.network.walks.engine_cache import EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
+from curvops.network.walks.walk import Walk
 from curvops.progress import Progress, Steps, progress_bar
-from curvops.ranks.shard import Shard
 
 # On a CPU larger pieces are slower, since memory for them is allocated anew, page by page, for each layer.
 MOST_CHUNK = 2**27
@@ -32,21 +31,16 @@ MOST_RECORDED = 2**20
 """The bytes of a graph that may be kept until rows are used, or of outputs that a walk over rows finds."""
 
 
-class BatchRows(EngineCache, JacobianRows):
+class BatchRows(Walk, EngineCache, JacobianRows):
     """The rows of the batches of a `source`, by layer: those of J, and those of a square root of the curvature."""
 
     source: Iterable[tuple[Any, Any]]
-    shard: Shard | None
     progress: Progress
 
     def forget(self) -> None:
         super().forget()
         self._recorded: Recording | None = None
         self._outputs: Tensor | None = None
-
-    @abstractmethod
-    def each(self, columns: int) -> Iterator[tuple[Any, BatchMap]]:
-        """Yield (label, J of the batch) for every batch."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -123,7 +117,7 @@ class BatchRows(EngineCache, JacobianRows):
                         yield first, count * C, groups_at(points, part)
                     steps.advance(count)
                 total += num_points(inputs) * C
-        if seen and self.shard is None and sum(map(len, seen)) * C == total:
+        if seen and not self.is_shared and sum(map(len, seen)) * C == total:
             with self.model.lock:
                 self._outputs = torch.cat(seen)
 

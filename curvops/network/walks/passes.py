@@ -14,14 +14,13 @@ from curvops.network.model.model import Model
 from curvops.network.walks.batch_rows import BatchRows
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.engine_cache import BatchMap
-from curvops.network.walks.walk import Walk
 from curvops.progress import Progress
 from curvops.ranks.shard import Shard
 
 CACHES = ("_kept", "_asked", "_asked_when_chosen", "_complete", "_recorded", "_outputs", "_gathered")
 
 
-class Passes(Walk, BatchRows):
+class Passes(BatchRows):
     """The walk over a source of batches, which multiplies by engines.
 
     `source` is a re-iterable of (inputs, label); labels are passed through (targets, or None). `engines` may be

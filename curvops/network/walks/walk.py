@@ -1,7 +1,7 @@
 """A walk over the data has three verbs: a sum over batches, rows over points, and each batch.
 
-Data that ranks share enter here alone: every sum over the data ends in `add_up`, every concatenation in `line_up`, and
-what all ranks have enters a sum through `replicated`, for the sake of its gradient.
+Data that ranks share enter here alone: every sum over the data ends in `add_up`, every concatenation in `line_up`, what
+all ranks have enters a sum through `replicated`, for the sake of its gradient, and what must not differ is in `agree`.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_budget_below_what_an_algorithm_needs_at_least_is_named(name, monkeypatch):
-    monkeypatch.setattr(ambient, "UNTOLD_BYTES", 0)
+    monkeypatch.setattr(ambient, "SMALL_BYTES", 0)
     needed, call = NEEDED[name]
     message = f"budget is {5 * VECTOR:,} bytes, but the working vectors take at least {needed * VECTOR:,},"
     with pytest.warns(MemoryBudgetWarning, match=message):
