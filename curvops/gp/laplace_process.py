@@ -23,7 +23,7 @@ from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.function_space import DualInverse, FunctionSpace
 from curvops.operators.linearized.user_operator import require_no_gradient
-from curvops.posterior.core.arguments import check_linearization, checked_count
+from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior, read_prior
 from curvops.posterior.deviations import Noise, Systems, draw_deviations
 from curvops.posterior.gaussians.updating import with_left_out_noise
@@ -107,7 +107,7 @@ class LaplaceProcess(Summarised, Predictive):
             ConvergenceError: rtol was not reached.
             TypeError, ValueError: k is not a whole number of draws, or rtol is not a positive number.
         """
-        k = checked_count(k)
+        k = checked_whole("k", k)
         check_accuracy(rtol, generator)
         noise, terms = Noise.draw(self.lin, k, generator), self._terms
         if self._dual is None:

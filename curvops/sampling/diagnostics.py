@@ -20,9 +20,8 @@ from torch import Tensor
 
 from curvops.argument_types import Density, Draws, GivenBatch
 from curvops.checkpoint import digest
-from curvops.checks import check_choice, check_generator, check_kind, checked_number
+from curvops.checks import check_choice, check_generator, check_kind, checked_number, checked_whole
 from curvops.linalg import Estimate
-from curvops.posterior.core.arguments import checked_count
 from curvops.ranks.spread_chains import Spread
 from curvops.sampling.chain_draws import Chain, checked_draws
 from curvops.sampling.log_density import Evaluation, LogPosterior
@@ -177,7 +176,7 @@ def random_projections(draws: Draws, count: int = 100, generator: torch.Generato
         >>> found.series.shape
         torch.Size([2, 100, 10])
     """
-    count = checked_count(count)
+    count = checked_whole("count", count)
     check_generator(generator)
     spread = draws.spread if isinstance(draws, Chain) else None
     checked = checked_draws(draws.params if isinstance(draws, Chain) and spread is not None else draws, least=2)
@@ -307,7 +306,8 @@ def stein_discrepancy(draws: Draws, scores: Any, scale: float | str = 1.0) -> Es
     products, dimension = _products(points, slopes)
     if len(products[0]) < 4:
         raise ValueError(f"there are {len(products[0])} draws, but the standard error of a U-statistic needs four.")
-    squares = _squared_distances(products[0])
+    squares = products[0].diagonal()
+    squares = (squares.unsqueeze(1) + squares - 2 * products[0]).clamp_min_(0)  # the distances of all pairs
     u = stein_kernel(*products, squares, dimension, _checked_scale(scale, squares))
     return u_statistic(u)
 
@@ -365,11 +365,6 @@ def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tup
 def _parts(tensor: Tensor, n: int) -> Iterator[Float[Tensor, "n d"]]:
     flat = tensor.flatten(0, 1).reshape(n, -1)
     return (columns.double() for columns in flat.split(max(1, AT_A_TIME // n), 1))
-
-
-def _squared_distances(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    squares = products.diagonal()
-    return (squares.unsqueeze(1) + squares - 2 * products).clamp_min_(0)
 
 
 def _checked_scale(scale: Any, squares: Tensor) -> float:

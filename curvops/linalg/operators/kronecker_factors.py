@@ -22,8 +22,6 @@ from curvops.progress import PATIENCE, Progress, progress_bar
 
 AT_ONCE = 2**26
 """From this many operations on, eigendecompositions run in parallel, since LAPACK gains little from threads."""
-ASKED_SHARE = 4
-"""The share of a budget up to which decompositions do not ask for its room, which tries what engines would keep."""
 WORK_COPIES = 3
 """Matrices in float64 that a decomposition holds: the factor, whose memory its vectors take, and two for LAPACK."""
 
@@ -84,7 +82,7 @@ def decompositions(
     held = sorted((8 * WORK_COPIES * each for each in numbers), reverse=True)
     memories: Memories = frozenset() if memory is None else frozenset((memory,))
     workers = max(1, min(threads, math.ceil(sum(costs) / max(costs))))
-    if memory is not None and workers > 1 and ASKED_SHARE * sum(held[:workers]) > memory.budget:
+    if memory is not None and workers > 1:
         room = room_in(memories, 0)
         workers = max(1, min(workers, sum(total <= (room or 0) for total in accumulate(held))))
     inference = torch.is_inference_mode_enabled()
@@ -139,19 +137,6 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
             values, vectors = torch.linalg.eigh(matrix) if matrix is factor else eigh_in_place(matrix)
         vectors = vectors.to(factor.dtype)
     return without_rounding(values, factor, details, name), vectors
-
-
-def eigenvalues(factor: Tensor, details: Details, name: str) -> Tensor:
-    """Return the eigenvalues that `_eigh` returns, up to rounding, without the vectors."""
-    if factor.ndim == 2:
-        values = factor.double()
-    elif (root := details.root_of(factor)) is not None:
-        rows = root.double()
-        values = torch.linalg.eigvalsh(rows @ rows.mT)
-        values = torch.cat([values.new_zeros(len(values), factor.shape[2] - values.shape[1]), values], 1)
-    else:
-        values = torch.linalg.eigvalsh(to_double(factor, details))
-    return without_rounding(values, factor, details, name)
 
 
 def without_rounding(values: Tensor, factor: Tensor, details: Details, name: str) -> Tensor:

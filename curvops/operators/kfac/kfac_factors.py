@@ -14,6 +14,7 @@ from torch import Tensor
 from curvops.checkpoint import digest, part_of_rank
 from curvops.errors import NoFactorsWarning, warn
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
+from curvops.linalg.core.memory import CACHE_BYTES
 from curvops.linalg.core.symmetry import mirror
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
@@ -35,10 +36,6 @@ PARTS = {"weight": slice(None, -1), "bias": slice(-1, None)}
 LEAST_SYMMETRIC = 320
 MOST_EXACT = 512
 """The most columns whose outer products are summed in float64; for more, this would take most of a build's time."""
-ELEMENTS = 2**18
-"""How many numbers of few columns are converted to float64 at a time: they stay in a CPU's cache."""
-ELEMENTS_A_SUM = 2**19
-"""How many numbers are converted to float64 for one product of many columns."""
 ROWS_A_SUM = 2048
 """How many rows are summed at a time in single precision: few enough to lose little."""
 ROUNDING_UNITS = 1
@@ -66,9 +63,6 @@ class OuterSum:
 
     def add(self, side: Float[Tensor, "*m g t p"]) -> None:
         """Add the outer products of a side, read in the order in which it is stored in memory."""
-        if self._lies_by_points(side):
-            self._add_by_points(side.squeeze(-3).flatten(0, -3).mT)
-            return
         rows = _rows(side)
         p = rows.shape[-1]
         self.count += rows.shape[1]
@@ -91,23 +85,6 @@ class OuterSum:
         total[0].diagonal().copy_(diagonal)
         self.total = total
 
-    def _lies_by_points(self, side: Tensor) -> bool:
-        """Return whether columns are few and not contiguous (channels), so that rows would have to be copied."""
-        p, t = side.shape[-1], side.shape[-2]
-        few = side.shape[-3] == 1 and p < min(t, LEAST_SYMMETRIC, MOST_EXACT)
-        return few and side.stride(-2) == 1 and not side.is_cuda
-
-    def _add_by_points(self, points: Float[Tensor, "m p t"]) -> None:
-        """Add a product for each point."""
-        m, p, t = points.shape
-        self.count += m * t
-        self._add_kept()
-        if self.total is None:
-            self.total = points.new_zeros(1, p, p, dtype=torch.float64)
-        for piece in points.split(max(1, ELEMENTS // (p * t))):
-            double = piece.to(torch.float64)
-            self.total[0] += torch.bmm(double, double.mT).sum(0)
-
     def _add_kept(self) -> None:
         """Sum the rows that have been kept so far."""
         kept, self.rows = self.rows, []
@@ -122,7 +99,7 @@ class OuterSum:
         if not exact:
             _add_upper(self.total, rows)
             return
-        for piece in rows.split(max(1, ELEMENTS_A_SUM // p), 1):
+        for piece in rows.split(max(1, CACHE_BYTES // (8 * p)), 1):
             double = piece.to(torch.float64)
             self.total.baddbmm_(double.mT, double)
 

@@ -30,7 +30,6 @@ from curvops.operators import Linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value
 from curvops.posterior.core.arguments import (
     check_linearization,
-    checked_count,
     checked_curvature,
     checked_draws,
 )
@@ -220,7 +219,7 @@ class Laplace(GaussianWeights):
         Cost: a pull of J and the products that the result reports. Memory: the draws, the right-hand sides, and the
         method's working vectors within `lin.memory_budget`.
         """
-        k = checked_count(k)
+        k = checked_whole("k", k)
         check_accuracy(rtol, generator)
         self.cache.require_gradients()
         start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
@@ -283,7 +282,7 @@ class Laplace(GaussianWeights):
         if x0 is not None:
             check_tensor("x0", x0)
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
-        most = checked_count(maxiter)
+        most = checked_whole("maxiter", maxiter)
         kept = begin(
             "linear_mode", checkpoint, partial(problem_of_mode, self.terms), self.mean.device, True, self.lin.ranks
         )

@@ -30,7 +30,6 @@ from curvops.network import Blocks
 from curvops.network.likelihoods import Categorical, Gaussian
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.operators import Linearization, linearize
-from curvops.posterior.core.arguments import checked_count
 from curvops.posterior.core.terms import Prior, read_prior
 from curvops.sampling.repriorisation.ntk import TangentMap
 from curvops.sampling.repriorisation.problem import RepriorProblem, log_normal
@@ -211,7 +210,7 @@ class Reprior:
     def normal(self, k: int, generator: torch.Generator | None = None) -> Blocks:
         """Draw k times φ ~ N(0, I), {name: (k, *shape)}."""
         check_generator(generator)
-        k, theta = checked_count(k), self._problem.model.theta
+        k, theta = checked_whole("k", k), self._problem.model.theta
         options: dict[str, Any] = {"dtype": theta.dtype, "device": theta.device, "generator": generator}
         return {name: torch.randn(k, *scale.shape, **options) for name, scale in self._problem.scale.items()}
 
@@ -401,7 +400,10 @@ def reprior(
         raise ValueError("classes need reg=λ, or noise= of the regression onto one-hot targets, such as 0.1.")
     level = (variance if stated is None else stated) if level is None else level
     assert level is not None
-    problem = RepriorProblem.of(lin, _diagonal_precision(prior_precision, lin))
+    precision = read_prior(prior_precision, 0.0, lin.model).diagonal
+    if precision is None:
+        raise TypeError("prior_precision must be a number, a vector or a mapping {glob: number}.")
+    problem = RepriorProblem.of(lin, precision)
     model_of_targets = problem, problem.regression_targets(), problem.root
     if form == "ntk":
         return Reprior("ntk", level, variance, (), lin.num_data, problem, TangentMap(*model_of_targets, level))
@@ -444,13 +446,6 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
     if len(set(likelihood.noise.flatten().tolist())) > 1:
         raise ValueError(f"reprior needs one noise variance for all outputs, got {likelihood.noise.tolist()}.")
     return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise
-
-
-def _diagonal_precision(prior_precision: Any, lin: Linearization) -> Tensor:
-    precision = read_prior(prior_precision, 0.0, lin.model).diagonal
-    if precision is None:
-        raise TypeError("prior_precision must be a number, a vector or a mapping {glob: number}.")
-    return precision
 
 
 @torch.no_grad()
