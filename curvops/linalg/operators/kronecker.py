@@ -17,7 +17,7 @@ from torch import Tensor
 from curvops.checks import carries_graph, check_tensor
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import CACHE_BYTES, Memory
-from curvops.linalg.core.rounding import ROUNDING_SEEN
+from curvops.linalg.core.vectors import ROUNDING_SEEN
 from curvops.linalg.operators import kronecker_factors
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding

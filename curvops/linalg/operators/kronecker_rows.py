@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import carries_graph
-from curvops.linalg.core.rounding import ROUNDING_SEEN
+from curvops.linalg.core.vectors import ROUNDING_SEEN
 from curvops.linalg.operators import kronecker_factors
 from curvops.linalg.operators.kronecker import Kronecker, KroneckerForm
 from curvops.linalg.operators.kronecker_factors import Details, Factor, noise_of, to_double, without_rounding
