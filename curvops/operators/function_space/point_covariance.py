@@ -31,8 +31,7 @@ from curvops.checks import carries_graph
 from curvops.linalg import Damped, Inverse, Operator
 from curvops.linalg.core.memory import Memories, hold, holding, solve_width
 from curvops.linalg.core.vectors import unit_block
-from curvops.linalg.operators.algebra import ScaledForm
-from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
+from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, ScaledForm
 from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
