@@ -100,7 +100,7 @@ CALLS = {
     "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 58, 370),
     "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 45, 200),
     "post.sample(4), KFAC": (sample, 32, 108),
-    "sgld.update": (sgld, 13, 56),
+    "sgld.update": (sgld, 11, 45),
 }
 """Each call with the files and functions that its third run enters."""
 

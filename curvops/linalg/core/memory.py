@@ -20,6 +20,8 @@ from curvops.linalg.core.vectors import Vectors, describe, empty_block, part, pr
 __all__ = ["Memories", "Memory", "columns_at_a_time", "hold", "room_in"]
 Multiply: TypeAlias = Callable[[Vectors], Vectors]
 
+CACHE_BYTES = 4 * 2**20
+"""The bytes, on a CPU, of numbers that are made and used at once: they stay in a cache."""
 CALLER_VECTORS = 3
 """How many of the `SOLVE_VECTORS` vectors of a block solve its caller holds."""
 PRODUCT_VECTORS = 4

@@ -333,8 +333,8 @@ class FunctionRun:
                 if met and not verified:
                     self.unverified.add(k)
                 elif verified and (met or bool(approximation.settled[i])):
-                    finite = math.isfinite(float(approximation.rounding[i]))
-                    limit = Reason.PRECISION_LIMIT if finite else Reason.SINGULAR
+                    bounded = math.isfinite(float(approximation.rounding[i]))
+                    limit = Reason.PRECISION_LIMIT if bounded else Reason.SINGULAR
                     self._stop(k, Reason.UNVERIFIED if bool(doubtful[i]) else Reason.CONVERGED if met else limit)
 
     def _leaves_doubt(self, approximation: Approximants, beta: Tensor, rtol: float) -> Tensor:
