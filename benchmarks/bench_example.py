@@ -19,7 +19,7 @@ from benchmarks.study_page import Study
 from benchmarks.tables import table
 from curvops.cli import sweep
 from curvops.cli.problems import build
-from curvops.cli.runs import Settings
+from curvops.cli.sweep import Settings
 
 USUAL = sweep.Choice(problems=("digits-ggn", "indefinite"))
 SETTINGS = Settings()

@@ -20,7 +20,7 @@ import curvops as co
 from benchmarks.machine import PROMPT, reset_peak, resident
 from benchmarks.study_page import Study
 from benchmarks.tables import table
-from curvops.linalg.core.sharded import RowLayout
+from curvops.ranks.sharded_vectors import RowLayout
 from tests.ranks.processes import run_on_ranks
 
 

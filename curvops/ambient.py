@@ -13,6 +13,7 @@ whole budget; only the rest is limited.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,11 +23,11 @@ import torch
 
 from curvops.checks import checked_number
 from curvops.errors import BlockSizeWarning, MemoryBudgetWarning, warn
-from curvops.process_group import Ranks
 from curvops.progress import Progress, Steps, check_progress, in_force, is_wanted
+from curvops.ranks.process_group import Ranks
 
-UNTOLD_BYTES = 2**24
-"""The least that an algorithm needs may exceed a budget without a warning up to this many bytes."""
+SMALL_BYTES = 2**24
+"""Up to this many bytes are allocated whatever a budget is, and without a warning: there is nothing worth saving."""
 NO_ROOM = (
     "Not even one column fits: pass linearize a smaller memory_budget, so that less is kept of the data, linearise "
     "on smaller batches, or free other memory."
@@ -71,8 +72,8 @@ class Run:
     """The steps that products count as; None if nobody is shown them."""
     silent: bool = False
     """Whether no bar is shown by anything inside."""
-    sharded: bool = False
-    """Whether vectors inside may be `Sharded`, and become DTensors where the outermost algorithm ends."""
+    distributed: bool = False
+    """Whether DTensors are blocks inside, and blocks become DTensors where the outermost algorithm ends."""
     memory_budget: int | None = None
     """The caller's bytes for working vectors."""
     memories: Memories = frozenset()
@@ -118,7 +119,7 @@ def running(
     memory_budget: int | None = None,
     total: int | None = None,
     call: Any = None,
-    sharded: bool = False,
+    distributed: bool = False,
 ) -> Iterator[Run]:
     """Put a run of the algorithm ``what`` on A in force, inside the one that is.
 
@@ -128,7 +129,7 @@ def running(
     """
     check_progress(progress)
     if memory_budget is not None:
-        checked_number("memory_budget", memory_budget, "[0, inf]")
+        memory_budget = int(min(checked_number("memory_budget", memory_budget, "[0, inf]"), sys.maxsize))
     outer = current_run()
     own: Steps | None = None
     silent, steps = outer.silent, outer.steps
@@ -136,7 +137,7 @@ def running(
         progress = getattr(A, "progress", None) if progress is None else progress
         silent = silent or progress is False
         steps = own = Steps(what, total, progress, " products") if not silent and is_wanted(progress) else None
-    aside = Run(True, silent=silent, sharded=sharded or outer.sharded)
+    aside = Run(True, silent=silent, distributed=distributed or outer.distributed)
     aside.aside = aside
     run = replace(
         aside,
@@ -188,7 +189,7 @@ def columns_at_a_time(count: int, column_bytes: int, room: int | None) -> int:
 
 def warn_below(budget: int, least: int) -> None:
     """Warn if a budget is less than the bytes that an algorithm needs at least."""
-    if least > max(UNTOLD_BYTES, budget):
+    if least > max(SMALL_BYTES, budget):
         warn(
             f"the memory budget is {budget:,} bytes, but the working vectors take at least {least:,}, and will be "
             "allocated: pass a memory_budget of that size, or linearise fewer parameters.",

@@ -1,11 +1,11 @@
 """Checkpoints of long runs: the state, saved in a folder as a run proceeds, from which it resumes after a crash.
 
-A public function with the keyword `checkpoint` is an `algorithm` of linear algebra, or `resumable`. Once it has checked
-its arguments it calls `begin`, looks up the state or the result of an earlier run, and calls `save` at each of its
-steps. Most of these calls do nothing: a save comes at most every `PAUSE` seconds, and later saves take no more than
-`SHARE` of the run. The folders are those of `storage`, which are complete whenever the process is killed.
+A public function with the keyword `checkpoint` is an `algorithm` (`linalg/core/sharded.py`). Once it has checked its
+arguments it calls `begin`, looks up the state or the result of an earlier run, and calls `save` at each of its steps.
+Most of these calls do nothing: a save comes at most every `PAUSE` seconds, and later saves take no more than `SHARE` of
+the run. The folders are those of `storage`, which are complete whenever the process is killed.
 
-In a run with `parts`, each resumable function that it calls saves its progress in a folder inside the run's own,
+In a run with `parts`, each algorithm that it calls saves its progress in a folder inside the run's own,
 without being given an argument, just as progress bars work. These parts are numbered in the order in which they run,
 and a resumed run continues the numbering from where it was saved; parts are deleted once the state that follows them
 is written. Computations done `aside` (products, preconditioners, callbacks) save nothing.
@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import math
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -40,11 +39,10 @@ from torch.utils._pytree import tree_map, tree_map_only
 from curvops import storage
 from curvops.ambient import current_run
 from curvops.errors import CheckpointWarning, warn
-from curvops.process_group import Ranks
-from curvops.progress import in_force
+from curvops.ranks.process_group import Ranks
 from curvops.records import from_record, record_of
 
-KIND, VERSION = "checkpoint", 6
+KIND, VERSION = "checkpoint", 7
 PAUSE = 30.0
 """The least number of seconds between two saves."""
 SHARE = 0.02
@@ -63,7 +61,6 @@ TOLD = (Tensor, LinearOperator, str, int, float, tuple, list, torch.Size)
 
 Place = str | os.PathLike[str]
 T = TypeVar("T")
-Arguments = ParamSpec("Arguments")
 
 
 class Checkpoint:
@@ -262,21 +259,6 @@ NOTHING = Checkpoint(None, "")
 """The checkpoint of a run that has none, which saves nothing."""
 
 
-def resumable(work: Callable[Arguments, T]) -> Callable[Arguments, T]:
-    """Make a function able to `begin` a checkpoint, which is in force until the function returns."""
-    signature = inspect.signature(work)
-
-    @wraps(work)
-    def call(*args: Arguments.args, **options: Arguments.kwargs) -> T:
-        token = in_force.set(replace(current_run(), call=(signature, args, options)))
-        try:
-            return work(*args, **options)
-        finally:
-            in_force.reset(token)
-
-    return call
-
-
 def begin(
     what: str,
     path: Place | None,
@@ -286,7 +268,7 @@ def begin(
     ranks: Ranks | None = None,
     **instead: Any,
 ) -> Checkpoint:
-    """Return the checkpoint of the current `resumable` function: at this path, or a part of the run it is a step of.
+    """Return the checkpoint of the current `algorithm`: at this path, or a part of the run it is a step of.
 
     Args:
         what: the algorithm.

@@ -27,55 +27,55 @@ IN_WORDS = {
 }
 
 
-def shown(given: object) -> str:
+def shown(value: object) -> str:
     """Return a value as an error message shows it: an array of numbers by its shape, a long value by its type."""
-    if isinstance(given, torch.Tensor | np.ndarray) and given.ndim:
-        return f"{type(given).__name__} of shape {tuple(given.shape)}"
-    text = repr(given)
-    return text if len(text) <= LONGEST else f"a {type(given).__name__}"
+    if isinstance(value, torch.Tensor | np.ndarray) and value.ndim:
+        return f"{type(value).__name__} of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"a {type(value).__name__}"
 
 
-def check_tensor(name: str, given: object) -> None:
-    """Raise TypeError unless a tensor is given, or another object with its attributes; a NumPy array is none."""
-    of_numpy = isinstance(given, np.ndarray | np.generic)
-    if of_numpy or not hasattr(given, "ndim"):
-        numbers_given = of_numpy or isinstance(given, list | tuple | numbers.Number)
-        hint = f"; pass torch.as_tensor({name})" if numbers_given else ""
-        raise TypeError(f"{name} must be a tensor, got {shown(given)}{hint}.")
+def check_tensor(name: str, value: object) -> None:
+    """Raise TypeError unless the value is a tensor, or another object with its attributes; a NumPy array is none."""
+    of_numpy = isinstance(value, np.ndarray | np.generic)
+    if of_numpy or not hasattr(value, "ndim"):
+        of_numbers = of_numpy or isinstance(value, list | tuple | numbers.Number)
+        hint = f"; pass torch.as_tensor({name})" if of_numbers else ""
+        raise TypeError(f"{name} must be a tensor, got {shown(value)}{hint}.")
 
 
-def checked_number(name: str, given: object, interval: str = "(0, inf)", kind: str = "a number") -> float:
-    """Return ``given`` as a float if it is a number in this interval; "[0, 1)" includes only its left end.
+def checked_number(name: str, value: object, interval: str = "(0, inf)", kind: str = "a number") -> float:
+    """Return ``value`` as a float if it is a number in this interval; "[0, 1)" includes only its left end.
 
     Raises:
         TypeError: it is not a number; the message says that it must be of this ``kind``.
         ValueError: it is outside the interval.
     """
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise TypeError(f"{name} must be {kind}, got {shown(given)}.")
-    value, (low, high) = float(given), map(float, interval[1:-1].split(","))
-    at_end = (interval[0] == "[" and value == low) or (interval[-1] == "]" and value == high)
-    if not (low < value < high or at_end):
-        raise ValueError(f"{name} must {IN_WORDS.get(interval, f'lie in {interval}')}, got {given}.")
-    return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be {kind}, got {shown(value)}.")
+    number, (low, high) = float(value), map(float, interval[1:-1].split(","))
+    at_end = (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
+    if not (low < number < high or at_end):
+        raise ValueError(f"{name} must {IN_WORDS.get(interval, f'lie in {interval}')}, got {value}.")
+    return number
 
 
 def checked_whole(
-    name: str, given: object, least: int = 1, most: int | None = None, kind: str = "a whole number"
+    name: str, value: object, least: int = 1, most: int | None = None, kind: str = "a whole number"
 ) -> int:
-    """Return ``given`` as an int if it is a whole number of at least ``least`` and at most ``most``.
+    """Return ``value`` as an int if it is a whole number of at least ``least`` and at most ``most``.
 
     Raises:
         TypeError: it is not a whole number; the message says that it must be of this ``kind``.
         ValueError: it is too small or too large.
     """
-    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-        raise TypeError(f"{name} must be {kind}, got {shown(given)}.")
-    value = int(given)
-    if value < least or (most is not None and value > most):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be {kind}, got {shown(value)}.")
+    number = int(value)
+    if number < least or (most is not None and number > most):
         limits = f"be at least {least}" if most is None else f"lie between {least} and the {most:,} there are"
-        raise ValueError(f"{name} must {limits}, got {value}.")
-    return value
+        raise ValueError(f"{name} must {limits}, got {number}.")
+    return number
 
 
 def check_limits(
@@ -100,10 +100,10 @@ def check_limits(
             checked_number(name, value, "[0, inf]")
 
 
-def check_callable(name: str, given: object) -> None:
-    """Raise TypeError unless a function or None is given."""
-    if not (given is None or callable(given)):
-        raise TypeError(f"{name} must be a function or None, got {shown(given)}.")
+def check_callable(name: str, value: object) -> None:
+    """Raise TypeError unless the value is a function or None."""
+    if not (value is None or callable(value)):
+        raise TypeError(f"{name} must be a function or None, got {shown(value)}.")
 
 
 def check_generator(generator: object) -> None:
@@ -154,35 +154,35 @@ def rounds_to_tf32(dtype: torch.dtype, device: torch.device) -> bool:
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-def check_flag(name: str, given: object, hint: str = "") -> None:
-    """Raise TypeError unless ``given`` is True or False; the ``hint`` is the end of the message."""
-    if not isinstance(given, bool):
-        raise TypeError(f"{name} must be True or False, got {shown(given)}.{hint and ' '}{hint}")
+def check_flag(name: str, value: object, hint: str = "") -> None:
+    """Raise TypeError unless ``value`` is True or False; the ``hint`` is the end of the message."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}.{hint and ' '}{hint}")
 
 
-def check_choice(name: str, given: object, known: Collection[str]) -> None:
-    """Raise ValueError, listing the choices, unless ``given`` is one of these names."""
-    if not isinstance(given, str) or given not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(given)}.")
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise ValueError, listing the choices, unless the value is one of them."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}.")
 
 
-def check_kind(name: str, given: object, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Raise TypeError unless ``given`` is of this type; the message says what is ``wanted``, and how it is made."""
-    if not isinstance(given, kind):
-        raise TypeError(f"{name} must be {wanted}, got {type(given).__name__}.")
+def check_kind(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
+    """Raise TypeError unless ``value`` is of this type; the message says what is ``wanted``, and how it is made."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}.")
 
 
-def check_shape(name: str, given: Any, shape: Sequence[int], hint: str = "") -> None:
+def check_shape(name: str, value: Any, shape: Sequence[int], hint: str = "") -> None:
     """Raise ValueError unless a tensor or an operator has this shape, where another would be broadcast."""
-    if tuple(given.shape) != tuple(shape):
-        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(given.shape)}.{hint and ' '}{hint}")
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}.{hint and ' '}{hint}")
 
 
-def check_like(name: str, given: Any, like: Any, owner: str) -> None:
+def check_like(name: str, value: Any, like: Any, owner: str) -> None:
     """Raise ValueError unless a tensor or an operator has the dtype and the device of the ``owner``'s."""
-    if (given.dtype, given.device) != (like.dtype, like.device):
+    if (value.dtype, value.device) != (like.dtype, like.device):
         raise ValueError(
-            f"{name} is {given.dtype} on {given.device}, but {owner} {like.dtype} on {like.device}: convert it."
+            f"{name} is {value.dtype} on {value.device}, but {owner} {like.dtype} on {like.device}: convert it."
         )
 
 

@@ -83,7 +83,7 @@ def ordered_sum(prints: Tensor, start: int = 0) -> Tensor:
 def join_sums(sums: Sequence[int], counts: Sequence[int]) -> int:
     """Return the `ordered_sum` of consecutive parts, given the sum of each from start 0 and its number of points."""
     starts = accumulate(counts, initial=0)
-    return in_64_bits(sum(part * pow(GENERATOR, start, 2**64) for part, start in zip(sums, starts)))
+    return in_64_bits(sum(total * pow(GENERATOR, start, 2**64) for total, start in zip(sums, starts)))
 
 
 def in_64_bits(number: int) -> int:

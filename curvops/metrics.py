@@ -139,7 +139,7 @@ class ReliabilityBins(Tabular):
         columns = self.edges[:-1], self.edges[1:], self.count, self.confidence, self.accuracy
         rows = [
             (f"{low:.3g} to {high:.3g}", f"{n:,}", f"{confidence:.4g}", f"{accuracy:.4g}")
-            for low, high, n, confidence, accuracy in zip(*(each.tolist() for each in columns))
+            for low, high, n, confidence, accuracy in zip(*(column.tolist() for column in columns))
             if n
         ]
         return [Table(("confidence", "points", "mean confidence", "accuracy"), rows)]

@@ -38,8 +38,6 @@ LAYOUT = 1
 """The version of the format, which does not depend on the tree."""
 TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 SCRATCH = ".writing-"
-STALE = 3600.0
-"""Seconds after which files without a reference count as those of a save that crashed."""
 
 
 def save(path: str | os.PathLike[str], kind: str, version: int, tree: Mapping[str, Any]) -> None:
@@ -259,12 +257,12 @@ def _file_of(contents: Mapping[str, Any]) -> str | None:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove the remains of crashed saves; recent files may belong to another process that is saving."""
+    """Remove the remains of crashed saves; files of the last hour may belong to another process that is saving."""
     current = _file_of(_contents(folder))
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             left = path.name.startswith(SCRATCH) or (TENSORS.fullmatch(path.name) and path.name != current)
-            if left and time.time() - path.stat().st_mtime > STALE:
+            if left and time.time() - path.stat().st_mtime > 3600:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -19,8 +19,9 @@ from torch import nn
 
 import curvops as co
 from curvops import storage
-from curvops.checkpoint import KIND, Checkpoint, begin, current, identify, named_part, resumable
+from curvops.checkpoint import KIND, Checkpoint, begin, current, identify, named_part
 from curvops.errors import CheckpointWarning
+from curvops.linalg.core.algorithm import algorithm
 from curvops.progress import aside
 from tests.linalg.interrupted import Killed
 
@@ -122,7 +123,7 @@ class Work:
     def __init__(self, left=99):
         self.left, self.made = left, []
 
-    @resumable
+    @algorithm
     def half(self, x, checkpoint=None):
         kept = begin("half", checkpoint, dict, CPU)
         assert not current()
@@ -134,7 +135,7 @@ class Work:
         self.made.append(x)
         return kept.finish(x + 1)
 
-    @resumable
+    @algorithm
     def whole(self, x, steps=3, checkpoint=None, generator=None):
         kept = begin("whole", checkpoint, dict, CPU, parts=True)
         if kept.done:
@@ -171,7 +172,7 @@ def test_steps_find_their_own_part_of_a_run_that_goes_on(tmp_path, killed):
 
 
 def test_a_step_with_a_folder_of_its_own_keeps_its_problem_there(tmp_path):
-    @resumable
+    @algorithm
     def outer(work, checkpoint):
         begin("outer", checkpoint, dict, CPU, parts=True)
         return work.half(3, checkpoint=tmp_path / "inner")
@@ -183,7 +184,7 @@ def test_a_step_with_a_folder_of_its_own_keeps_its_problem_there(tmp_path):
 
 
 def test_what_is_done_aside_keeps_nothing(tmp_path):
-    @resumable
+    @algorithm
     def outer(work, checkpoint):
         begin("outer", checkpoint, dict, CPU, parts=True)
         found = [aside(work.half)(1), aside(lambda: bool(named_part("x", CPU)))()]

@@ -247,6 +247,10 @@ def test_what_a_product_a_preconditioner_or_a_listener_does_counts_for_nothing()
 
     found = linalg.lanczos(PRECISION, 5, start=RIGHT[:, 0], progress=listen)
     assert heard == [("lanczos", done, 5) for done in range(1, found.matvecs + 1)]
+    heard.clear()
+    called = lambda depth, errors: linalg.trace(PRECISION, method="exact")  # noqa: E731
+    root = linalg.sqrt(PRECISION, RIGHT, callback=called, progress=lambda *step: heard.append(step))
+    assert heard[-1] == ("sqrt", root.matvecs, None)
 
 
 def test_an_interrupted_algorithm_takes_its_bar_away_and_the_next_one_shows_its_own(monkeypatch):
@@ -298,6 +302,22 @@ def test_algorithms_on_a_network_show_themselves_as_its_linearisation_was_asked_
     heard.clear()
     linalg.cg(P, v, progress=False)
     assert not heard  # not of the passes either
+
+
+def test_a_posterior_s_long_calls_count_the_products_of_all_their_solves():
+    heard, model = [], torch.nn.Sequential(torch.nn.Linear(4, 50), torch.nn.Tanh(), torch.nn.Linear(50, 2))
+    data = torch.randn(30, 4), torch.arange(30) % 2
+    lin = co.linearize(model, data, "classification", progress=lambda *step: heard.append(step))
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
+    heard.clear()
+    drawn = post.deviations(2, method="cg", generator=torch.Generator().manual_seed(0))
+    names = {what for what, _, _ in heard}
+    assert "deviations" in names and not {"cg", "nystrom"} & names and drawn.accepted
+    assert 0 < max(done for what, done, _ in heard if what == "deviations") <= drawn.matvecs
+    heard.clear()
+    post.linear_mode()
+    names = {what for what, _, _ in heard}
+    assert "linear_mode" in names and not {"cg", "nystrom"} & names
 
 
 def test_other_threads_have_their_own():

@@ -243,7 +243,7 @@ def test_young_files_of_another_save_are_left_alone(tmp_path: Path) -> None:
     left.write_text("")
     save(tmp_path, {})
     assert running.exists() and left.exists()
-    past = time.time() - 2 * storage.STALE
+    past = time.time() - 7200
     for each in (running, left):
         os.utime(each, (past, past))
     save(tmp_path)

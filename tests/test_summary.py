@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops import linalg
-from curvops.linalg.core.sharded import RowLayout
 from curvops.linalg.core.solve_routes import Route, SolvePlan
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
+from curvops.ranks.sharded_vectors import RowLayout
 from curvops.summary import MOST_ROWS, Table, by_columns_of, summary
 from tests.operators.test_conformance import RECTANGULAR, SQUARE, ggn, linearized, low_rank
 

@@ -85,7 +85,7 @@ def bench(
     with _exit_codes("Interrupted; finished problems have their figures in " + str(output)):
         from curvops.cli import sweep
         from curvops.cli.problems import NAMES, BenchError
-        from curvops.cli.runs import METHODS, PRECONDITIONERS, Settings
+        from curvops.cli.sweep import METHODS, PRECONDITIONERS, Settings
 
         if names:
             for what, table in (("problems", NAMES), ("methods", METHODS), ("preconditioners", PRECONDITIONERS)):

@@ -24,10 +24,7 @@ import curvops as co
 from curvops import metrics, plots
 from curvops.plots import style
 
-NOISE, GAP = 0.2, (-1.5, 1.5)
-KNOWN, WRONG = 8, 0.2
-"""The digits 0 to 7 are known, and this share of their labels is drawn at random."""
-TRAIN, HELD_OUT = 500, 200
+GAP = -1.5, 1.5
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ def regression(seed: int, size: Size) -> Regression:
 
     def points(n: int, *ranges: tuple[float, float]) -> tuple[Tensor, Tensor]:
         x = torch.cat([low + (high - low) * torch.rand(n, 1) for low, high in ranges])
-        return x, torch.sin(2 * x) + NOISE * torch.randn(x.shape)
+        return x, torch.sin(2 * x) + 0.2 * torch.randn(x.shape)
 
     sides = (-3.0, GAP[0]), (GAP[1], 3.0)
     x, y = points(50, *sides)
@@ -144,12 +141,12 @@ def classification(seed: int, size: Size) -> Classification:
     images, digits = load_digits()
     order = torch.randperm(len(images))
     images, digits = images[order], digits[order]
-    is_known = digits < KNOWN
+    is_known = digits < 8
     x, y, unseen = images[is_known], digits[is_known], images[~is_known]
-    y = torch.where(torch.rand(len(y)) < WRONG, torch.randint(KNOWN, y.shape), y)
-    parts = [TRAIN, HELD_OUT, len(y) - TRAIN - HELD_OUT]
+    y = torch.where(torch.rand(len(y)) < 0.2, torch.randint(8, y.shape), y)
+    parts = [500, 200, len(y) - 700]
     (x_train, x_held_out, x_test), (y_train, y_held_out, y_test) = x.split(parts), y.split(parts)
-    model = perceptron(64, 100, 100, KNOWN, activation=nn.ReLU)
+    model = perceptron(64, 100, 100, 8, activation=nn.ReLU)
     train(model, x_train, y_train, nn.functional.cross_entropy, size.epochs, rate=5e-3)
 
     lin = co.linearize(model, (x_train, y_train), "classification")

@@ -22,7 +22,6 @@ from curvops.linalg.solvers.solve import seems_symmetric
 KINDS = ("square", "symmetric", "positive semidefinite")
 """Kinds of matrix, each of which includes those after it."""
 DIGITS = "digits-ggn"
-DIGITS_PRIOR, DIGITS_POINTS = 0.1, 300
 Seed = int | torch.Generator
 """A number, or a generator that draws it."""
 
@@ -238,25 +237,26 @@ def _right_hand_sides(rows: int, columns: int, dtype: torch.dtype, generator: to
 
 def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Problem:
     """Make the GGN of a network 64-w-10 with about ``size`` weights, trained for a few seconds."""
+    prior = 0.1
     width = max(1, round((size - 10) / 75))
     from sklearn.model_selection import train_test_split  # of the extra, as the digits themselves
 
     images, labels = load_digits()
-    x, _, y, _ = train_test_split(images, labels, train_size=DIGITS_POINTS, stratify=labels, random_state=0)
+    x, _, y, _ = train_test_split(images, labels, train_size=300, stratify=labels, random_state=0)
     x = x.to(dtype)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10)).to(dtype)
     optimizer = torch.optim.Adam(network.parameters(), 0.02)
     for _ in range(100):
         optimizer.zero_grad()
-        penalty = DIGITS_PRIOR / 2 * sum(p.square().sum() for p in network.parameters())
+        penalty = prior / 2 * sum(p.square().sum() for p in network.parameters())
         ((nn.functional.cross_entropy(network(x), y, reduction="sum") + penalty) / len(x)).backward()
         optimizer.step()
     lin = co.linearize(network.eval(), (x, y), "classification")
-    text = f"GGN of a digits network 64-{width}-10 with {len(x)} points, prior precision {DIGITS_PRIOR}"
+    text = f"GGN of a digits network 64-{width}-10 with {len(x)} points, prior precision {prior}"
     diagonal, layers = co.DiagonalGGN(lin).entries, co.BlockDiagonal(lin)
     B = _right_hand_sides(lin.num_parameters, columns, dtype, generator)
-    return Problem(DIGITS, text, CountingOperator(co.GGN(lin)), DIGITS_PRIOR, B, DIGITS_PRIOR, True, diagonal, layers)
+    return Problem(DIGITS, text, CountingOperator(co.GGN(lin)), prior, B, prior, True, diagonal, layers)
 
 
 def _of_user(name: str) -> Problem:

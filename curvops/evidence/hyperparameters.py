@@ -154,7 +154,7 @@ class Hyperparameters:
         if exact.value.ndim:
             gamma, spread, error = map(groups.totals, parts)
         else:  # a sum over at most as many directions as there are outputs
-            gamma, spread, error = (part.reshape(1).to(counts) for part in parts)
+            gamma, spread, error = (number.reshape(1).to(counts) for number in parts)
             lins = post.cache.known_data("the log evidence")
             counts = counts.clamp_max(sum(lin.num_data * lin.num_outputs for lin in lins))
         # Fifty units of rounding per weight of a group count as zero, and so does a millionth if the error exceeds it.

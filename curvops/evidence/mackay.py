@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, digest, resumable
+from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, digest
 from curvops.checks import check_accuracy, check_choice, check_flag, checked_whole
 from curvops.errors import OscillationWarning, warn
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, precision_groups
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
 from curvops.posterior.core.terms import CurvatureCache
@@ -27,7 +28,7 @@ PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"
 STATE = ("noise", "records", "past", "changes", "targets", "halved", "ending")
 
 
-@resumable
+@algorithm
 def mackay(
     post: Laplace,
     samples: int | None = 8,

@@ -117,7 +117,7 @@ def _read(over: Any) -> tuple[str | None, bool]:
     """Return which precisions are tuned (None: none of them), and whether the noise is."""
     accepted = f"one of {', '.join(map(repr, OVER))}, 'noise', or a pair such as ('layers', 'noise')"
     parts = [over] if isinstance(over, str) else over
-    precisions = [part for part in parts if part in OVER]
+    precisions = [name for name in parts if name in OVER]
     if len(set(parts)) < len(parts) or len(precisions) > 1 or not parts or not set(parts) <= {*OVER, "noise"}:
         raise ValueError(f"over must be {accepted}; got {over!r}.")
     return (precisions[0] if precisions else None), "noise" in parts
@@ -155,10 +155,6 @@ def _search(
     )
 
 
-# Precisions of single weights stay within this factor: beyond it, a weight is practically fixed, or free.
-FURTHEST_WEIGHT = 1e6
-
-
 @dataclass(eq=False)
 class Ascent:
     """Steps along the gradient of the log evidence in the logarithms of the hyperparameters.
@@ -180,12 +176,16 @@ class Ascent:
     solutions: Tensor | None = None
     average: Tensor | None = None
 
+    @property
+    def furthest(self) -> float:
+        """The largest factor between a precision and its start; beyond 1e6, a weight is practically fixed, or free."""
+        return 1e6 if self.over == "weights" else FURTHEST
+
     def run(self, steps: int) -> Laplace:
         """Take at most the given number of steps; return the posterior at the maximum."""
         start, post = self.now, self.now.origin
         theta = post.mean
         scatter, data = self._at(theta)
-        furthest = FURTHEST_WEIGHT if self.over == "weights" else FURTHEST
         ending = Ending.STEPS_SPENT
         for _ in range(steps):
             alpha, noise = self.now.alpha, self.now.noise
@@ -198,7 +198,7 @@ class Ascent:
             if self.over:
                 up, down = gamma - alpha * scatter, gamma + alpha * scatter
                 change = torch.where(down > 0, up / down, change)
-                moved = (alpha * change.exp()).clamp(start.alpha / furthest, start.alpha * furthest)
+                moved = (alpha * change.exp()).clamp(start.alpha / self.furthest, start.alpha * self.furthest)
                 change, alpha = (moved / alpha).log(), moved
             largest = float(change.abs().max())
             if noise is not None and start.noise is not None and data is not None:
@@ -272,10 +272,10 @@ class Ascent:
         if self.over != "weights":
             self.now.require_near(start)
             return
-        stuck = (self.now.alpha / start.alpha).log().abs() > math.log(FURTHEST_WEIGHT) * (1 - 1e-6)
+        stuck = (self.now.alpha / start.alpha).log().abs() > math.log(self.furthest) * (1 - 1e-6)
         if bool(stuck.any()):
             warn(
                 f"the evidence has no maximum in the precision of {int(stuck.sum()):,} of {len(stuck):,} weights "
-                f"within a factor {FURTHEST_WEIGHT:.0g} of the start; these precisions now have the limiting value.",
+                f"within a factor {self.furthest:.0g} of the start; these precisions now have the limiting value.",
                 UndeterminedWarning,
             )

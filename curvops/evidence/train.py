@@ -23,14 +23,14 @@ from curvops.evidence.maximize import maximize
 from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.chosen_points import ChosenPoints
 from curvops.network.data.inputs import move, move_tensor, normalise
-from curvops.network.data.shard import Shard
 from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice
 from curvops.posterior.log_evidence import Tuning
 from curvops.posterior.solves.linear_mode import TOLERATED, in_words, nats_below_mode
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
+from curvops.ranks.shard import Shard
 
 Parameters = Iterable[nn.Parameter]
 

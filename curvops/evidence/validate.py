@@ -24,7 +24,7 @@ from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence import Validation
 from curvops.posterior.predictions.answers import LABELS, targets_by_position
-from curvops.posterior.predictions.split_points import split_points
+from curvops.ranks.split_points import split_points
 
 PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
 AT_EDGE = {
@@ -121,8 +121,8 @@ def validate(
             return search.result()
         if "noise" in parts and not isinstance(post.lin.likelihood.of_position, Gaussian):
             _ = post.observation_noise  # raises an error that names the likelihood
-        for part in parts:
-            search.along(part, xtol)
+        for name in parts:
+            search.along(name, xtol)
         if len(parts) > 1:
             search.together(xtol)
         return search.result("held-out data" if "scalar" in parts else post.prior.chosen_by)
@@ -175,11 +175,11 @@ class _Search:
         """The trial with the largest score so far."""
         return max(self.trials, key=lambda trial: -math.inf if math.isnan(trial.score) else trial.score).post
 
-    def along(self, part: str, xtol: float) -> None:
+    def along(self, name: str, xtol: float) -> None:
         """Search around the best trial so far, in one hyperparameter."""
         from scipy.optimize import minimize_scalar  # a slow import, needed for tuning only
 
-        move = _moves(self.best if self.trials else self.post)[part]
+        move = _moves(self.best if self.trials else self.post)[name]
         scores = {power: self.score(move(10.0**power)) for power in range(-4, 5)}
         for step in (-1, 1):
             end = 4 * step
@@ -189,9 +189,9 @@ class _Search:
                 scores[end] = self.score(move(10.0**end))
         best = max(scores, key=scores.__getitem__)
         if best in (min(scores), max(scores)):
-            value = _precision(self.best.prior.diagonal) if part == "scalar" else _noise(self.best)
+            value = _precision(self.best.prior.diagonal) if name == "scalar" else _noise(self.best)
             warn(
-                f"held-out data are predicted the better, {AT_EDGE[part][best > 0]}. The returned posterior has the "
+                f"held-out data are predicted the better, {AT_EDGE[name][best > 0]}. The returned posterior has the "
                 f"last value tried, {value:.3g}.",
                 UndeterminedWarning,
             )

@@ -3,9 +3,8 @@
 from typing import Any
 
 from curvops.errors import ModeNotFoundError
-from curvops.gp.exact_process import LinearizedGP
 from curvops.gp.infinite_width import InfiniteWidthKernel
-from curvops.gp.kernel import LinearizedKernel, LinearizedMean
+from curvops.gp.kernel import LinearizedGP, LinearizedKernel, LinearizedMean
 from curvops.gp.laplace_process import LaplaceProcess, laplace_gp
 from curvops.gp.operator_kernel import ComposedKernel
 from curvops.gp.reduction import ReducedPosterior, reduced_posterior

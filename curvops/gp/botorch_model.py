@@ -99,7 +99,7 @@ class LaplaceModel(Model, FantasizeMixin):
     @property
     def batch_shape(self) -> torch.Size:
         """The batch shape of the observations that the model was conditioned on."""
-        return torch.broadcast_shapes(*(part.shape[:-2] for seen in self._observed for part in seen[:3]))
+        return torch.broadcast_shapes(*(values.shape[:-2] for seen in self._observed for values in seen[:3]))
 
     def extra_repr(self) -> str:
         """Return the posterior, which torch prints among a module's parts."""
@@ -243,8 +243,8 @@ class LaplaceModel(Model, FantasizeMixin):
         if not self._observed:
             return self._moments(X)
         sets = [X, *(seen.X.to(X) for seen in self._observed)]
-        shared = torch.broadcast_shapes(*(part.shape[:-2] for part in sets))
-        mean, covariance = self._moments(torch.cat([part.expand(*shared, -1, -1) for part in sets], -2))
+        shared = torch.broadcast_shapes(*(points.shape[:-2] for points in sets))
+        mean, covariance = self._moments(torch.cat([points.expand(*shared, -1, -1) for points in sets], -2))
         batch = torch.broadcast_shapes(shared, self.batch_shape)
         q, C = X.shape[-2], mean.shape[-1]
         rows, start = [], q
@@ -271,6 +271,6 @@ class LaplaceModel(Model, FantasizeMixin):
 
 
 def _joined(parts: Sequence[Tensor]) -> Float[Tensor, "*c nm"]:
-    """Return the values of points and outputs, each part with its batches, as one row for each batch."""
-    batch = torch.broadcast_shapes(*(part.shape[:-2] for part in parts))
-    return torch.cat([part.expand(*batch, -1, -1).flatten(-2) for part in parts], -1)
+    """Return the values of points and outputs, each with its batches, as one row for each batch."""
+    batch = torch.broadcast_shapes(*(values.shape[:-2] for values in parts))
+    return torch.cat([values.expand(*batch, -1, -1).flatten(-2) for values in parts], -1)

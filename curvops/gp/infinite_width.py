@@ -206,10 +206,6 @@ def _next_distance(a: Tensor, b: Tensor, bias: Tensor, gap: Tensor) -> Tensor:
     return root(2 * (bias * (root(a) - root(b)).square() / (some + bias + middle) + middle * gap) / some)
 
 
-SAME = 64
-"""Directions closer than this many roundings count as equal, since their difference has no direction."""
-
-
 # E[φ(u) φ(v)] and E[φ'(u) φ'(v)] for zero-mean Gaussian u, v in closed form, one row of `ACTIVATIONS` per φ. No formula
 # takes a difference of close numbers when u and v nearly coincide, and all derivatives are finite there.
 
@@ -245,8 +241,9 @@ def relu(of: Covariance) -> Expectations:
 
     Source: Cho and Saul 2009, the arc-cosine kernels of order 1 and 0; Kahan 2006 for the angle.
     """
-    r = of.r.masked_fill(of.r <= SAME * torch.finfo(of.r.dtype).eps, 0)
-    half = root((1 - r * r / 4).masked_fill(r * r >= 4 * (1 - SAME * torch.finfo(r.dtype).eps), 0))  # cos(θ/2)
+    same = 64 * torch.finfo(of.r.dtype).eps  # closer directions count as equal: their difference has no direction
+    r = of.r.masked_fill(of.r <= same, 0)
+    half = root((1 - r * r / 4).masked_fill(r * r >= 4 * (1 - same), 0))  # cos(θ/2)
     theta, sine, cosine = 2 * torch.atan2(r / 2, half), r * half, 1 - r * r / 2
     product = root(of.a) * root(of.b) * (sine + (math.pi - theta) * cosine) / (2 * math.pi)
     gap = r * r / 2 - (sine - theta * cosine) / math.pi

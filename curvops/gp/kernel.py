@@ -1,4 +1,4 @@
-"""The tangent kernel and the prior mean of a linearised network, as a kernel and a mean of gpytorch."""
+"""A linearised network in gpytorch: its tangent kernel, its prior mean, and both with its data as an `ExactGP`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from gpytorch.constraints import Interval
+from gpytorch.constraints import Interval, Positive
+from gpytorch.kernels import Kernel
+from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
 from gpytorch.means import Mean
+from gpytorch.models import ExactGP
 from gpytorch.priors import Prior
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.argument_types import PriorMean, PriorPrecision
+from curvops.argument_types import LikelihoodChoice, PriorMean, PriorPrecision
 from curvops.checks import check_choice, checked_number
 from curvops.gp.operator_kernel import (
     OUTPUTS,
@@ -25,11 +28,13 @@ from curvops.gp.operator_kernel import (
     same_points,
 )
 from curvops.linalg import Dense, LowRank
+from curvops.network.likelihoods import Gaussian
 from curvops.network.model.parameters import layer_of, matching
 from curvops.network.model.weight_vectors import read_mean, read_precision
 from curvops.operators import Linearization, TangentKernel
 from curvops.operators.function_space.gram_matrix import gram_terms, gram_with_graph
-from curvops.posterior.core.arguments import require_linearized
+from curvops.posterior.core.arguments import check_linearization, require_linearized
+from curvops.posterior.predictions.normals import MultitaskNormal, Normal
 
 OVER = ("scalar", "layers", "tensors")
 
@@ -93,7 +98,7 @@ class LinearizedKernel(OperatorKernel):
         super().__init__()
         require_linearized(lin)
         check_choice("outputs", outputs, OUTPUTS)
-        self.lin, self._kept = lin, KeptMatrices()
+        self.lin, self._matrices = lin, KeptMatrices()
         if outputs == "independent":
             self.batch_shape = torch.Size((lin.num_outputs,))
         self._group_of, start = _groups(lin, prior_precision, over)
@@ -202,21 +207,23 @@ class LinearizedKernel(OperatorKernel):
         (rows, columns), weights = kernel.shape, self.lin.num_parameters
         room = left.passes.memory.room() // self.lin.theta.element_size()
         if x2 is x1 and weights < rows and rows * weights <= room:
-            rows_of_J = left.formed().mT if left.is_recorded else self._kept.get("J", x1, x2, lambda: left.formed().mT)
+            rows_of_J = (
+                left.formed().mT if left.is_recorded else self._matrices.get("J", x1, x2, lambda: left.formed().mT)
+            )
             return LowRank(rows_of_J, self._entries())
         if rows * columns * (len(self.raw_prior_precision) + 1) > room:
-            return kernel.keeping_in(self._kept.get("store", x1, x2, dict))
+            return kernel.keeping_in(self._matrices.get("store", x1, x2, dict))
         if left.is_recorded or right.is_recorded:
             scales = self._scales()
             scale_of = {name: scales[group] for name, group in self._group_of.items()}
             return Dense(gram_with_graph(left, right, scale_of), psd=x2 is x1)
         one = torch.ones_like(self.lin.theta[0])  # J_g(x) J_g(x')ᵀ for each group of weights
-        units = self._kept.get("grams", x1, x2, lambda: gram_terms(left, right, one, self._group_of))
+        units = self._matrices.get("grams", x1, x2, lambda: gram_terms(left, right, one, self._group_of))
         return Dense(torch.tensordot(self._scales(), units, 1), psd=x2 is x1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedKernel:
         """Return a copy with its own parameters that shares the linearisation."""
-        memo[id(self.lin)], memo[id(self._kept)] = self.lin, KeptMatrices()
+        memo[id(self.lin)], memo[id(self._matrices)] = self.lin, KeptMatrices()
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         new.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
@@ -305,3 +312,93 @@ class LinearizedMean(Mean):
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedMean:
         """Return a copy that shares the linearisation."""
         return LinearizedMean(self.lin, self._prior_mean, outputs=self._outputs)
+
+
+class LinearizedGP(ExactGP):
+    """A linearised network as gpytorch's `ExactGP`, trained on the inputs and targets of its linearisation.
+
+    The mean is a `LinearizedMean` and the kernel a `LinearizedKernel` of the same linearisation, so that predictions
+    are those of `co.laplace` at the linear model's mode, and `ExactMarginalLogLikelihood` times N is
+    `log_evidence(mode="linear")`. Its distributions are gpytorch's without the floor under variances; densities of
+    targets of another shape are rejected.
+
+    Cost: that of the kernel's matrix, and its solves.
+
+    Args:
+        lin: the linearised network, with a Gaussian likelihood.
+        likelihood: a Gaussian likelihood of gpytorch; None makes one with the noise of `lin`, for several outputs a
+            `MultitaskGaussianLikelihood` with one noise.
+        kernel: the kernel, which may be composed of others; None is `LinearizedKernel(lin, **options)`.
+        mean: the mean; None is `LinearizedMean(lin)`.
+        options: options of `LinearizedKernel`.
+
+    Raises:
+        TypeError: an argument is of another kind, or the inputs are not a single tensor per point.
+        ValueError: the likelihood of `lin` is not Gaussian with one noise (`co.gp.laplace_gp` takes any), gpytorch's
+            is for another number of outputs, points have weights, or the kernel or mean belongs to a network linearised
+            at other weights.
+
+    Examples:
+        >>> lin = co.linearize(nn.Linear(2, 1), (x, torch.zeros(8, 1)), "regression")
+        >>> process = co.gp.LinearizedGP(lin).eval()
+        >>> process(x).mean.shape
+        torch.Size([8])
+    """
+
+    def __init__(
+        self,
+        lin: Linearization,
+        likelihood: LikelihoodChoice | None = None,
+        kernel: Kernel | None = None,
+        mean: Mean | None = None,
+        **options: Any,
+    ) -> None:
+        check_linearization(lin)
+        if kernel is not None and options:
+            raise ValueError(f"the given kernel has its own {', '.join(options)}: leave these out.")
+        x, y = _training_data(lin)
+        super().__init__(x, y, _likelihood_of(lin) if likelihood is None else likelihood)
+        C = lin.num_outputs
+        if getattr(self.likelihood, "num_tasks", None) != (C if C > 1 else None):
+            fits = f"MultitaskGaussianLikelihood({C})" if C > 1 else "GaussianLikelihood()"
+            raise ValueError(f"a network of {C} outputs needs likelihood={fits}, or None.")
+        self.mean_module = LinearizedMean(lin) if mean is None else mean
+        self.covar_module = LinearizedKernel(lin, **options) if kernel is None else kernel
+        for name, module in self.named_modules():
+            other = getattr(module, "lin", None)
+            if isinstance(other, Linearization) and lin.tangent_space.difference(other.tangent_space) is not None:
+                raise ValueError(f"{name} belongs to another linearisation: make both from one.")
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Normal:
+        """Return the prior distribution of the outputs at x."""
+        mean, kernel = self.mean_module(x), self.covar_module(x)
+        several = mean.ndim == x.ndim
+        return MultitaskNormal(mean, kernel) if several else Normal(mean, kernel)
+
+
+def _training_data(lin: Linearization) -> tuple[Float[Tensor, "N d"], Tensor]:
+    """Return the inputs, one row per point, and the targets, (N,) for one output; raise for those that do not fit."""
+    if not isinstance(lin.likelihood, Gaussian):
+        raise ValueError("an exact Gaussian process needs a Gaussian likelihood: see co.gp.laplace_gp.")
+    batches = list(lin.gathered().data)
+    if any(batch.weights is not None for batch in batches):
+        raise ValueError("gpytorch's likelihoods take no weights of points: linearise without them, or use co.laplace.")
+    inputs = [batch.inputs for batch in batches if isinstance(batch.inputs, Tensor)]
+    if len(inputs) < len(batches):
+        as_points(lin, torch.empty(0))  # raises an error that says what to do
+    y = torch.cat([batch.targets for batch in batches])
+    return torch.cat(inputs).flatten(1), y.squeeze(1) if y.shape[1] == 1 else y
+
+
+def _likelihood_of(lin: Linearization) -> GaussianLikelihood | MultitaskGaussianLikelihood:
+    """Return gpytorch's likelihood with the noise of the linearisation's likelihood."""
+    noise, C = lin.likelihood.single_noise, lin.num_outputs
+    if noise is None:
+        raise ValueError(f"{lin.likelihood!r} has several noises: pass likelihood=MultitaskGaussianLikelihood({C}).")
+    options: dict[str, Any] = {"noise_constraint": Positive()}  # gpytorch's own constraint is at least 1e-4
+    made: Any = GaussianLikelihood(**options)
+    if C > 1:
+        made = MultitaskGaussianLikelihood(C, has_task_noise=False, **options)
+    made = made.to(lin.theta)
+    made.noise = noise.detach().clone()
+    return made

@@ -23,7 +23,7 @@ from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.function_space import DualInverse, FunctionSpace
 from curvops.operators.linearized.user_operator import require_no_gradient
-from curvops.posterior.core.arguments import check_linearization, checked_count
+from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior, read_prior
 from curvops.posterior.deviations import Noise, Systems, draw_deviations
 from curvops.posterior.gaussians.updating import with_left_out_noise
@@ -31,7 +31,7 @@ from curvops.posterior.log_evidence import Evidence, add_up, count_parameters, l
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.solves.linear_mode import DualMode, dual_mode, find_mode
-from curvops.posterior.solves.precision import inverse_for_rows
+from curvops.posterior.solves.precision import inverse_for
 from curvops.summary import Summarised
 
 SPENT = "Newton's method spent its steps: raise maxiter, or use a larger prior precision."
@@ -107,7 +107,7 @@ class LaplaceProcess(Summarised, Predictive):
             ConvergenceError: rtol was not reached.
             TypeError, ValueError: k is not a whole number of draws, or rtol is not a positive number.
         """
-        k = checked_count(k)
+        k = checked_whole("k", k)
         check_accuracy(rtol, generator)
         noise, terms = Noise.draw(self.lin, k, generator), self._terms
         if self._dual is None:
@@ -155,7 +155,7 @@ class LaplaceProcess(Summarised, Predictive):
 
     def _inverse(self, rows: int, rtol: float | None) -> LinearOperator:
         if self._dual is None:
-            return inverse_for_rows(self._terms, rows, rtol)
+            return inverse_for(self._terms, rows, rtol)
         return DualInverse(self.precision, *self._dual, rtol=rtol)
 
 

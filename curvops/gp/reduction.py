@@ -211,7 +211,7 @@ def reduced_posterior(
         reduction = choice.reduce(points)
     made = make_laplace(lin, reduction.curvature, prior_precision, prior_mean, temperature)
     whole = checked_posterior(made, check_mode)
-    return ReducedPosterior(**{each.name: getattr(whole, each.name) for each in fields(whole)}, reduction=reduction)
+    return ReducedPosterior(**{field.name: getattr(whole, field.name) for field in fields(whole)}, reduction=reduction)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,6 @@ from curvops.linalg.operators.draws import draw
 from curvops.linalg.operators.given_products import as_operator
 from curvops.linalg.operators.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.operators.low_rank import LowRank, low_rank
-from curvops.linalg.operators.on_shards import BlockRows
 from curvops.linalg.preconditioners.cholesky import PivotedCholesky, cholesky
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner, LowRankPreconditioner
@@ -51,6 +50,7 @@ from curvops.linalg.solvers.solve import method_for, solve
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
+from curvops.ranks.on_shards import BlockRows
 
 __all__ = [
     "BlockSizeWarning",

@@ -23,13 +23,15 @@ from curvops.network.model.parameters import Blocks
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.model.weight_vectors import read_mean, read_precision
 from curvops.network.trained.network_record import record_of_network, recorded_network
-from curvops.network.trained.sharded_network import ShardedNetwork
 from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.engine_cache import BatchMap
+from curvops.network.walks.input_graphs import InputGraph
 from curvops.network.walks.layer_roots import Group, JacobianRows
-from curvops.network.walks.passes import Passes, accumulate
+from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns
+from curvops.network.walks.some_points import at_points, by_points, shuffled
+from curvops.network.walks.walk import Walk, accumulate
 
 __all__ = [
     "LEAST_ROOM",
@@ -41,6 +43,7 @@ __all__ = [
     "EngineChoice",
     "Exact",
     "Group",
+    "InputGraph",
     "JacobianRows",
     "Layer",
     "Model",
@@ -54,12 +57,14 @@ __all__ = [
     "PointNormals",
     "RanksDifferError",
     "Sampled",
-    "ShardedNetwork",
     "TangentSpace",
     "TrainedNetwork",
     "SharedPointsWarning",
     "NoProcessGroupWarning",
+    "Walk",
     "accumulate",
+    "at_points",
+    "by_points",
     "estimated_noise",
     "gaps_and_weights",
     "likelihoods",
@@ -72,6 +77,7 @@ __all__ = [
     "recorded_network",
     "saved_bytes",
     "score_and_diagonal",
+    "shuffled",
     "squared_columns",
     "tensors_of",
 ]

@@ -6,11 +6,11 @@ from curvops.operators.curvatures.hessian import Hessian
 from curvops.operators.curvatures.subnetwork import BlockDiagonal, Subnetwork
 from curvops.operators.function_space.tangent_kernel import TangentKernel
 from curvops.operators.kfac.kfac import EKFAC, KFAC
-from curvops.operators.linearized.gradients import Gradients
-from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.jacobian import Gradients, Jacobian
 from curvops.operators.linearized.linearization import Linearization, linearize
-from curvops.operators.linearized.sharded_linearization import ShardedLinearization
 from curvops.operators.subsample import subsample
+from curvops.ranks import rows_over_ranks, sharded_curvature  # noqa: F401  (register what they add to operators)
+from curvops.ranks.sharded_linearization import ShardedLinearization
 
 __all__ = [
     "EKFAC",

@@ -39,8 +39,7 @@ def subsample(
     """
     check_kind("lin", lin, Linearization, "a linearisation, co.linearize(…)")
     chosen = _positions(m, lin.num_data, generator)
-    if lin.passes.shard is not None:
-        lin.passes.shard.ranks.require_equal({"the chosen points, from m and generator": chosen.tolist()})
+    lin.passes.agree({"the chosen points, from m and generator": chosen.tolist()})
     return lin.restrict(chosen, lin.num_data / len(chosen))
 
 

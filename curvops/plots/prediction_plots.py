@@ -63,7 +63,7 @@ def regression(
     inputs = torch.as_tensor(points, dtype=lin.theta.dtype, device=lin.theta.device).reshape(shape)
     predicted = post.predict(inputs)
     mean, std = (
-        style.as_array(part.reshape(-1, outputs)[:, output or 0]) for part in (predicted.mean, predicted.stddev)
+        style.as_array(numbers.reshape(-1, outputs)[:, output or 0]) for numbers in (predicted.mean, predicted.stddev)
     )
     axes, blue = style.axes_of(ax, 8.4, 4.8), style.COLOURS[0]
     if isinstance(lin.likelihood, likelihoods.Gaussian):
@@ -155,7 +155,9 @@ def reliability(
     axes = style.axes_of(ax, 5.6, 5.4)
     axes.plot([0, 1], [0, 1], color=style.GREY, linestyle=":", linewidth=1.5, label="perfect calibration")
     for (name, look), (bin_, error) in zip(style.looks(probabilities).items(), counted):
-        confidence, accuracy, count = (style.as_array(part) for part in (bin_.confidence, bin_.accuracy, bin_.count))
+        confidence, accuracy, count = (
+            style.as_array(column) for column in (bin_.confidence, bin_.accuracy, bin_.count)
+        )
         held = count > 0
         label = f"{name}, ECE {100 * error:.1f} %"
         axes.plot(confidence[held], accuracy[held], linewidth=1.8, label=label, **look._asdict(), markersize=5)

@@ -58,7 +58,7 @@ def spectral_density(
         size = top.vectors.shape[0] if size is None else size
         top = top.values
     x, middle, low, high = (
-        style.as_array(part) for part in (density.grid, density.density, density.lower, density.upper)
+        style.as_array(curve) for curve in (density.grid, density.density, density.lower, density.upper)
     )
     bandwidth, zero_mass = density.bandwidth, density.zero_mass
     axes = style.axes_of(ax, 8.0, 5.0)
@@ -135,7 +135,7 @@ def training_spectra(
     floor = 1e-5 * peak
     for i, look in zip(shown, style.looks(map(str, shown)).values()):
         x, middle, low, high = (
-            style.as_array(getattr(densities[i], part)) for part in ("grid", "density", "lower", "upper")
+            style.as_array(getattr(densities[i], name)) for name in ("grid", "density", "lower", "upper")
         )
         edges = np.maximum(low, floor), np.clip(high, floor, 10 * peak)
         left.fill_between(x, *edges, color=look.color, alpha=style.BAND, linewidth=0)

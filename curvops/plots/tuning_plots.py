@@ -115,8 +115,8 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
     for (name, look), (tuning, g) in zip(style.looks(lines).items(), lines.values()):
         options = look._asdict() | {"label": name, "markersize": 4, "linewidth": 2}
         alpha, gamma, error = (
-            np.array([float(getattr(step, part)[g]) for step in tuning.steps])
-            for part in ("prior_precision", "effective_parameters", "stderr")
+            np.array([float(getattr(step, name)[g]) for step in tuning.steps])
+            for name in ("prior_precision", "effective_parameters", "stderr")
         )
         x = np.arange(len(tuning.steps))
         left.plot(x, alpha, **options)

@@ -29,8 +29,7 @@ from curvops.errors import DivergenceError, NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
 from curvops.linalg.core.memory import PRODUCT_VECTORS, Memories, hold, solve_width
 from curvops.linalg.core.results import Reasoned
-from curvops.linalg.core.sharded import SEED
-from curvops.linalg.core.solve_routes import CLOSED_FORM, EPOCHS, METHODS, SKETCHED, directions_pay
+from curvops.linalg.core.solve_routes import CLOSED_FORM, EPOCHS, METHOD_OF, METHODS, SKETCHED, directions_pay
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import inner, join, norm
 from curvops.linalg.estimators.trace import sample_mean
@@ -41,6 +40,7 @@ from curvops.operators.curvatures.ggn import CurvatureRoot, root_of
 from curvops.posterior.core.terms import PrecisionTerms, Prior
 from curvops.posterior.solves.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
 from curvops.progress import as_step, remark
+from curvops.ranks.sharded_vectors import SEED
 from curvops.summary import Summarised
 
 DRAWN_TOGETHER = 8
@@ -68,8 +68,7 @@ class Noise:
     def draw(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
         """Make new noise for the posteriors of a linearisation."""
         seed = drawn_seed(generator)
-        if lin.ranks is not None:
-            lin.ranks.require_equal({SEED: seed})
+        lin.passes.agree({SEED: seed})
         return cls(seed, count, len(lin.theta), lin.num_data, lin.data.prints.order)
 
     def require_of(self, lin: Linearization, k: int) -> None:
@@ -100,24 +99,21 @@ class Noise:
         scale = prior.diagonal.sqrt()
         rows = torch.empty(len(columns), self.num_parameters, dtype=like.dtype, device=like.device)
         for column, row in zip(columns, rows):
-            row.normal_(generator=self._generator(column, OF_PRIOR, like.device))
+            row.normal_(generator=self.generator(like.device, OF_PRIOR, column))
         return rows.mT * (scale if scale.ndim == 0 else scale.unsqueeze(-1))
 
-    def generator(self, device: Any) -> torch.Generator:
-        """Return a generator of further numbers."""
-        return self._generator(0, FURTHER, device)
-
-    def _drawn(self, part: int, operator: LinearOperator, columns: range) -> Tensor:
+    def _drawn(self, stream: int, operator: LinearOperator, columns: range) -> Tensor:
         if not is_psd(operator):  # its parts have no root, but a shift makes the whole definite
             operator = operator.add_diagonal(0.0)
         blocks = []
         for start in range(columns.start - columns.start % DRAWN_TOGETHER, columns.stop, DRAWN_TOGETHER):
-            drawn = draw(operator, DRAWN_TOGETHER, self._generator(start, part, operator.device))
+            drawn = draw(operator, DRAWN_TOGETHER, self.generator(operator.device, stream, start))
             blocks.append(drawn[:, max(0, columns.start - start) : columns.stop - start])
         return join(*blocks)
 
-    def _generator(self, column: int, part: int, device: Any) -> torch.Generator:
-        return torch.Generator(device=device).manual_seed(self.seed + len(STREAMS) * column + part)
+    def generator(self, device: Any, stream: int = FURTHER, column: int = 0) -> torch.Generator:
+        """Return a generator of the numbers of one stream of a draw."""
+        return torch.Generator(device=device).manual_seed(self.seed + len(STREAMS) * column + stream)
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,7 +361,6 @@ class _Problem:
         return Solution(
             at.average,
             reasons,
-            final <= rtol,
             final,
             torch.full_like(final, math.nan),
             at.count,
@@ -423,15 +418,10 @@ def draw_deviations(
 ) -> Deviations:
     """Draw from N(0, T P⁻¹); "cg" and closed forms have gradients in P.
 
-    Raises NotSolvedError if a draw failed, ValueError for a method that does not fit, and TypeError for one that does
-    not exist.
+    Raises NotSolvedError if a draw failed, and ValueError for a method that does not fit or does not exist.
     """
     root = math.sqrt(temperature)
     asked = "sgd" if isinstance(method, StochasticDescent) else method
-    if not (asked is None or isinstance(asked, str)):
-        raise TypeError(
-            f"method must be one of {tuple(METHODS)}, a co.posterior.StochasticDescent or None, got {method!r}."
-        )
     if asked is not None:
         check_choice("method", asked, METHODS)
     route, why_not = route_of(terms, k, asked)
@@ -439,18 +429,22 @@ def draw_deviations(
         kind = type(terms.curvature).__name__
         raise ValueError(f"method={asked!r} does not fit {kind} + prior: {why_not}; use method='cg'.")
     P = formed_precision(terms) if route.name == "formed matrix" else terms.precision
-    named = asked or next(name for name, served in METHODS.items() if route.name in served)
-    x0 = x0 if x0 is None or root == 1 else x0 / root
+    named = asked or METHOD_OF[route.name]
     if current() and carries_graph(P.representation()):
         raise ValueError(
             "a checkpoint saves no gradient, but the prior precision or the noise requires one: detach it, or leave "
             "out checkpoint."
         )
-    if named == CLOSED_FORM:
-        found = _by_closed_form(terms, P, k, noise, x0, rtol)
+    if named == CLOSED_FORM:  # its own root of P⁻¹ loses fewer digits than a perturbation and a solve
+        if x0 is not None:
+            raise ValueError("x0 is the start of an iteration, and a closed form has none: leave x0 out.")
+        draws = draw(P.inverse(rtol), k, noise.generator(P.device), frozenset((terms.lin.memory,)))
+        none = torch.zeros(k, dtype=torch.float64)
+        found = Solution(draws, (Reason.CONVERGED,) * k, none, none, 0, 0, none.new_zeros(0, k))
     else:
         chosen = method if isinstance(method, StochasticDescent) else StochasticDescent() if named == "sgd" else named
-        found = _solve(Systems(terms, noise, range(k), route.name, P), chosen, x0, rtol)
+        start = x0 if x0 is None or root == 1 else x0 / root
+        found = _solve(Systems(terms, noise, range(k), route.name, P), chosen, start, rtol)
     draws, history = found.x.mT, found.history
     drawn = Deviations(draws, noise, named, found.reasons, found.relative_residuals, found.matvecs, history)
     if not found.accepted:
@@ -487,15 +481,6 @@ def _solve_together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: floa
         return _in_function_space(systems, x0, rtol)
 
 
-def _by_closed_form(terms: PrecisionTerms, P: Any, k: int, noise: Noise, x0: Tensor | None, rtol: float) -> Solution:
-    """Draw by the closed form's own root of P⁻¹, which loses fewer digits than a perturbation and a solve."""
-    if x0 is not None:
-        raise ValueError("x0 is the start of an iteration, and a closed form has none: leave x0 out.")
-    draws = draw(P.inverse(rtol), k, noise.generator(P.device), frozenset((terms.lin.memory,)))
-    none = torch.zeros(k, dtype=torch.float64)
-    return Solution(draws, (Reason.CONVERGED,) * k, none == 0, none, none, 0, 0, none.new_zeros(0, k))
-
-
 def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
     P, right = systems.precision, systems.right_sides()
     if systems.route in (SKETCHED, "cg") and not carries_graph(P.representation()):
@@ -508,7 +493,7 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
     reasons = tuple(Reason.CONVERGED if r <= rtol else Reason.PRECISION_LIMIT for r in residuals.tolist())
     none = residuals.new_full(residuals.shape, math.nan)
     matvecs = len(z) + systems.count
-    return Solution(z, reasons, residuals <= rtol, residuals, none, 1, matvecs, residuals.unsqueeze(0))
+    return Solution(z, reasons, residuals, none, 1, matvecs, residuals.unsqueeze(0))
 
 
 def _directions(systems: Systems, M: Any, rtol: float) -> int | None:
@@ -549,12 +534,10 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
             break
         goal, guess = max(goal * min(0.1, float(rtol / residuals.max())), 2 * torch.finfo(z.dtype).eps), found.x
     reasons = tuple(
-        reason if reason is not Reason.CONVERGED or residual <= rtol else Reason.PRECISION_LIMIT
+        Reason.CONVERGED if residual <= rtol else Reason.PRECISION_LIMIT if reason is Reason.CONVERGED else reason
         for reason, residual in zip(found.reasons, residuals.tolist())
     )
-    return Solution(
-        z, reasons, residuals <= rtol, residuals, found.backward_errors, found.iterations, spent, found.history
-    )
+    return Solution(z, reasons, residuals, found.backward_errors, found.iterations, spent, found.history)
 
 
 def _relative(residual: Float[Tensor, "D k"], right: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:

@@ -13,9 +13,8 @@ from curvops.sampling.repriorisation.problem import ntk_precision
 from curvops.sampling.repriorisation.reprior import GradientGap, Reprior, reprior
 from curvops.sampling.running import chains, run
 from curvops.sampling.state import Info, MomentumState, State
-from curvops.sampling.step_options import Constant, Cosine, RobbinsMonro
 from curvops.sampling.torch_optimizer import optimizer
-from curvops.sampling.transition import Transition
+from curvops.sampling.transition import Constant, Cosine, RobbinsMonro, Transition
 from curvops.sampling.variational import FitEnding, Variational, VariationalInfo, VariationalState, vi
 
 __all__ = [

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from curvops.argument_types import Density, Draws, GivenBatch
 from curvops.checkpoint import digest
-from curvops.checks import check_choice, check_generator, check_kind, checked_number
+from curvops.checks import check_choice, check_generator, check_kind, checked_number, checked_whole
 from curvops.linalg import Estimate
-from curvops.posterior.core.arguments import checked_count
-from curvops.sampling.chain_draws import Chain, Spread, checked_draws
-from curvops.sampling.log_density import LogPosterior
-from curvops.sampling.transition import Evaluation
+from curvops.ranks.spread_chains import Spread
+from curvops.sampling.chain_draws import Chain, checked_draws
+from curvops.sampling.log_density import Evaluation, LogPosterior
 from curvops.summary import Summarised
 
 __all__ = ["RandomProjections", "ess", "random_projections", "rhat", "scores", "stein_discrepancy", "to_inference_data"]
@@ -177,7 +176,7 @@ def random_projections(draws: Draws, count: int = 100, generator: torch.Generato
         >>> found.series.shape
         torch.Size([2, 100, 10])
     """
-    count = checked_count(count)
+    count = checked_whole("count", count)
     check_generator(generator)
     spread = draws.spread if isinstance(draws, Chain) else None
     checked = checked_draws(draws.params if isinstance(draws, Chain) and spread is not None else draws, least=2)
@@ -364,7 +363,7 @@ def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tup
 
 def _parts(tensor: Tensor, n: int) -> Iterator[Float[Tensor, "n d"]]:
     flat = tensor.flatten(0, 1).reshape(n, -1)
-    return (part.double() for part in flat.split(max(1, AT_A_TIME // n), 1))
+    return (columns.double() for columns in flat.split(max(1, AT_A_TIME // n), 1))
 
 
 def _squared_distances(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:

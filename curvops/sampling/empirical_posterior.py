@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Draws
-from curvops.checks import check_accuracy, check_choice, check_like
+from curvops.checks import check_accuracy, check_choice, check_like, checked_whole
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
-from curvops.posterior.core.arguments import check_linearization, checked_count
+from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.predictions.answers import Uncertainty, decompose_drawn_numbers
 from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments, network_outputs
 from curvops.posterior.predictions.predictive import Predictive
@@ -69,7 +69,7 @@ class EmpiricalPosterior(Predictive):
         """
         check_accuracy(rtol, generator)
         device = None if generator is None else generator.device
-        chosen = torch.randint(len(self.draws), (checked_count(k),), generator=generator, device=device)
+        chosen = torch.randint(len(self.draws), (checked_whole("k", k),), generator=generator, device=device)
         return self.draws[chosen.to(self.draws.device)]
 
     def _outputs(self) -> EmpiricalOutputs:
@@ -91,10 +91,10 @@ class EmpiricalOutputs(DrawnOutputs):
     through: str = field(kw_only=True)
 
     def functions(self) -> Float[Tensor, "k N C"]:
-        return self._found
+        return self._values
 
     @cached_property
-    def _found(self) -> Float[Tensor, "k N C"]:
+    def _values(self) -> Float[Tensor, "k N C"]:
         return network_outputs(self.lin, self.x, self.weights) if self.through == "network" else super().functions()
 
     def moments(self, together: int | None = 1) -> OutputMoments:

@@ -19,7 +19,6 @@ from curvops.operators.curvatures.ggn import root_of
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior, compress_precision
 from curvops.sampling.log_density import LogPosterior, order_at_mean
-from curvops.sampling.normal_families import RANK
 from curvops.sampling.state import Info, NoiseSource, State
 from curvops.sampling.transition import Transition, common_arguments
 
@@ -157,7 +156,7 @@ class ExtendedKalmanFilter(Transition):
         move = precision.solve(slope.unsqueeze(1)).squeeze(1)  # uses the whole batch: only the stored root is truncated
         if W.shape[1] <= self.rank:
             return {"diagonal": diagonal, "root": W}, move
-        seed = int(noise.each(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
+        seed = int(noise.per_chain(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
         generator = torch.Generator(W.device).manual_seed(seed)
         compressed: Any = compress_precision("low_rank_diagonal", precision, self.rank, generator)[0]
         return {"diagonal": compressed.shift, "root": compressed.base.root}, move
@@ -252,7 +251,7 @@ def ekf(
         form=form,
         fisher=fisher,
         transition_noise=checked_number("transition_noise", transition_noise, "[0, inf)"),
-        rank=RANK if rank is None else checked_whole("rank", rank, 1),
+        rank=10 if rank is None else checked_whole("rank", rank, 1),
     )
 
 

@@ -1,24 +1,29 @@
-"""The log posterior of a network in the form of samplers: mean log-likelihood of a batch + log prior / N."""
+"""The log posterior of a network in the form of samplers: mean log-likelihood of a batch + log prior / N.
+
+A sampler evaluates it and its gradient at the vectors of a state: one point, or k points together or one by one
+(`Evaluation`).
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from curvops.argument_types import GivenBatch, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import identify
 from curvops.checks import check_like, check_shape, checked_whole
+from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
 from curvops.network.data.batches import Batches, Reading, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
-from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
 from curvops.network.likelihoods.conversions import interpretation_of
@@ -28,9 +33,12 @@ from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.terms import Prior
 from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
-from curvops.process_group import Ranks
-from curvops.sampling.state import State
+from curvops.ranks.process_group import Ranks
+from curvops.ranks.shard import Shard
+from curvops.sampling.state import State, Structure
+from curvops.summary import summary
 
+LogDensity = Callable[[Any, Any], Tensor]
 SUBNETWORK = "subnetwork"
 """The name of the single vector of parameters if a subnetwork is selected."""
 
@@ -80,6 +88,11 @@ class LogPosterior:
         return self.model.selection.names if self.model.selection.index is None else (SUBNETWORK,)
 
     @cached_property
+    def _place(self) -> tuple[torch.device, torch.dtype]:
+        """The device and the dtype of the parameters."""
+        return self.model.theta.device, self.model.theta.dtype
+
+    @cached_property
     def _closed_prior(self) -> tuple[Tensor, Tensor] | None:
         """The precision and the mean of a diagonal prior, in which the log prior has a closed form for all chains."""
         return None if self.prior.diagonal is None else (self.prior.diagonal, self.prior.mean)
@@ -116,16 +129,16 @@ class LogPosterior:
         points, targets, weights = parts_of(batch, self.weighted)
         if not len(targets):
             raise ValueError("the batch has no points, so its mean log-likelihood is undefined: leave it out.")
-        theta = self.model.theta
-        inputs = move(normalise(points), theta.device, theta.dtype)
+        place = self._place
+        inputs = move(normalise(points), *place)
         likelihood = self._likelihood[0] if self._likelihood else self._likelihood_at(inputs, targets)
         values = params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
         outputs, layout = self.model(values, inputs), self.model.layout
         assert layout is not None
         if len(outputs) != len(targets):
             raise ValueError(f"the batch has {len(outputs)} inputs, but targets of shape {tuple(targets.shape)}.")
-        y = layout.targets(move_tensor(targets, theta.device, theta.dtype))
-        w = None if weights is None else layout.weights(weights.to(theta))
+        y = layout.targets(move_tensor(targets, *place))
+        w = None if weights is None else layout.weights(weights.to(*place))
         return likelihood.log_prob(outputs, y, w)
 
     def num_points(self, batch: GivenBatch) -> int:
@@ -178,7 +191,7 @@ class LogPosterior:
         """
         likelihood, network, reading = self._reading(weights, batch)
         data = Batches([batch], reading, hold=True)
-        memory = Budget(self._budget, self.model.theta.device)
+        memory = Budget(self._budget, self._place[0])
         if engines is None:
             engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget)
         assert network.layout is not None
@@ -204,10 +217,9 @@ class LogPosterior:
         """Return the likelihood, the network at these weights, and the form of its batches."""
         if self.ranks is not None:
             raise ValueError("over a process group no batch is linearised: use co.linearize(..., process_group=).")
-        theta = self.model.theta
         if not self._likelihood:
             points, targets, _ = parts_of(batch, self.weighted)
-            self._likelihood_at(move(normalise(points), theta.device, theta.dtype), targets)
+            self._likelihood_at(move(normalise(points), *self._place), targets)
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         return likelihood, network, reading_for(network, likelihood, layout, self.weighted)
@@ -215,15 +227,15 @@ class LogPosterior:
     @cached_property
     def _budget(self) -> int:
         """The bytes for each linearisation, determined once: asking the system takes as long as a small pass."""
-        return default_budget(self.model.theta.device)
+        return default_budget(self._place[0])
 
     def _likelihood_at(self, inputs: Inputs, targets: Tensor) -> Likelihood:
         """Return the likelihood for the model's positions, from the first batch, which is checked against it."""
-        theta = self.model.theta
+        device, dtype = self._place
         few = take(inputs, few_of(num_points(inputs)))
         interpreted, self.model.layout, _ = likelihood_at(self.model, few, self._spec)
-        likelihood = interpreted.to(device=theta.device, dtype=theta.dtype)
-        y = self.model.layout.targets(move_tensor(targets, theta.device, theta.dtype))
+        likelihood = interpreted.to(device=device, dtype=dtype)
+        y = self.model.layout.targets(move_tensor(targets, device, dtype))
         likelihood.check_targets(y, self.model.layout.output_shape.numel())
         self._likelihood.append(likelihood)
         return likelihood
@@ -232,7 +244,7 @@ class LogPosterior:
 class Share(NamedTuple):
     """The points of a minibatch that one rank holds, and the number of points that the minibatch has on all ranks."""
 
-    own: Any
+    local: Any
     points: int
 
 
@@ -251,15 +263,15 @@ class SharedLogPosterior(LogPosterior):
         return self.shard.ranks
 
     def log_likelihood(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
-        points, own = self._own(batch)
+        points, local = self._of_rank(batch)
         replicas = {name: self.ranks.replicate(value) for name, value in self.ordered(params).items()}
-        return self.ranks.add_up(self._sum(replicas, own)) / points
+        return self.ranks.add_up(self._sum(replicas, local)) / points
 
     def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return this rank's part of the log posterior; the parts add up to the whole over the ranks."""
-        points, own = self._own(batch)
+        points, local = self._of_rank(batch)
         params = self.ordered(params)
-        return self._sum(params, own) / points + self.log_prior(params) / (self.data_size * self.ranks.size)
+        return self._sum(params, local) / points + self.log_prior(params) / (self.data_size * self.ranks.size)
 
     def completed(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
@@ -270,22 +282,106 @@ class SharedLogPosterior(LogPosterior):
         return both[..., -1].clone(), both[..., :-1]
 
     def num_points(self, batch: GivenBatch) -> int:
-        return self._own(batch)[0]
+        return self._of_rank(batch)[0]
 
-    def _sum(self, params: dict[str, Tensor], own: Any) -> Float[Tensor, ""]:
+    def _sum(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, ""]:
         """Return the sum of log p(y | x, params) over the points of a batch, which may have none."""
-        if own is not None and len(parts_of(own, self.weighted)[1]):
-            return self._log_probabilities(params, own).sum()
+        if batch is not None and len(parts_of(batch, self.weighted)[1]):
+            return self._log_probabilities(params, batch).sum()
         return 0 * torch.stack([value.sum() for value in params.values()]).sum()
 
-    def _own(self, batch: Any) -> tuple[int, Any]:
-        """Return the number of points of a batch, of all ranks, and this rank's part of it."""
+    def _of_rank(self, batch: Any) -> tuple[int, Any]:
+        """Return the number of points of a batch, of all ranks, and those that this rank holds."""
         if isinstance(batch, Share):
-            return batch.points, batch.own
+            return batch.points, batch.local
         n, held = len(parts_of(batch, self.weighted)[1]), self.shard.num_own
         if n != held:
             raise ValueError(f"this batch has {n} of the {held} points of this rank: see co.sampling.minibatches.")
         return self.data_size, batch
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Evaluation:
+    """A log posterior at one point or at k points: together (`torch.vmap`), one by one, or (None) as possible."""
+
+    log_posterior: LogDensity
+    vectorized: bool | None = None
+    _together: list[bool] = field(default_factory=lambda: [True], repr=False)
+
+    def __repr__(self) -> str:
+        return summary(self.log_posterior)
+
+    def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
+        """Return the value of log_posterior."""
+        if theta.ndim > 1 and not self._together[0]:
+            return torch.stack([self.value(row, structure, batch) for row in theta])
+        f, at_one, parts = self.log_posterior, partial(self._at_one, structure, batch), structure.parts(theta)
+        try:
+            with torch.no_grad():
+                value: Tensor = at_one(*parts) if theta.ndim == 1 else torch.vmap(at_one)(*parts)
+        except (RuntimeError, NotImplementedError) as error:
+            self._fall_back(error, theta)
+            return self.value(theta, structure, batch)
+        return f.completed(value, None, theta)[0] if isinstance(f, LogPosterior) else value
+
+    def gradient(
+        self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
+    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
+        """Return log_posterior and its gradient, each in new memory."""
+        if theta.ndim > 1 and not self._together[0]:
+            values, gradients = zip(*[self.gradient(row, structure, batch) for row in theta])
+            return torch.stack(values), torch.stack(gradients)
+        f, at_one, leaves = self.log_posterior, partial(self._at_one, structure, batch), structure.parts(theta.detach())
+        for leaf in leaves:
+            leaf.requires_grad_()
+        of_network = isinstance(f, LogPosterior)  # its prior depends on all parameters
+        try:
+            with torch.enable_grad():
+                value = at_one(*leaves) if theta.ndim == 1 else torch.vmap(at_one)(*leaves)
+            if value.requires_grad:
+                ones = torch.ones_like(value)
+                slopes = torch.autograd.grad(value, leaves, ones, allow_unused=True, materialize_grads=of_network)
+            elif of_network:
+                slopes = tuple(map(torch.zeros_like, leaves))
+            else:
+                raise ValueError(
+                    "log_posterior has no gradient in params: compute it from the params that it receives."
+                )
+        except (RuntimeError, NotImplementedError) as error:
+            self._fall_back(error, theta)
+            return self.gradient(theta, structure, batch)
+        if any(slope is None for slope in slopes):
+            missing = ", ".join(name for name, slope in zip(structure.names, slopes) if slope is None)
+            raise ValueError(f"log_posterior does not depend on {missing}: leave them out of params.")
+        value, gradient = value.detach(), structure.concatenate(slopes, theta.ndim - 1)
+        return f.completed(value, gradient, theta) if isinstance(f, LogPosterior) else (value, gradient)
+
+    def _fall_back(self, error: Exception, theta: Tensor) -> None:
+        """Evaluate k points one by one from now on; raise the error if that is no remedy."""
+        if theta.ndim == 1 or isinstance(error, torch.OutOfMemoryError):
+            raise error
+        if "running_mean" in str(error):
+            raise ValueError("the model normalises by batch statistics in train mode: call model.eval().") from error
+        if self.vectorized:
+            raise ValueError(f"vectorized=True, but torch.vmap cannot run log_posterior: {error}") from error
+        warn(
+            f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
+            "To choose this from the start, pass chains(..., vectorized=False).",
+            NotVectorizedWarning,
+        )
+        self._together[:] = [False]
+
+    def _at_one(self, structure: Structure, batch: Any, *parts: Tensor) -> Tensor:
+        """Return what is differentiated at one point; raise TypeError unless it is one real number."""
+        f = self.log_posterior.differentiated if isinstance(self.log_posterior, LogPosterior) else self.log_posterior
+        value = f(pytree.tree_unflatten(parts, structure.spec), batch)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim:
+            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"log_posterior must return one real number (), the mean log-likelihood of the batch + log prior / N, "
+                f"got {kind}: take the mean over the batch."
+            )
+        return value
 
 
 def log_posterior(

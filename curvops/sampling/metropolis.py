@@ -18,8 +18,7 @@ from curvops.linalg import Diagonal, Inverse
 from curvops.posterior.core.terms import Prior
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Info, MomentumState, NoiseSource, State, flatten, long_dot
-from curvops.sampling.step_options import Constant, as_metric
-from curvops.sampling.transition import Transition, common_arguments
+from curvops.sampling.transition import Constant, Transition, as_metric, common_arguments
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -13,21 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvops.argument_types import GivenBatch, SamplingMethod
-from curvops.checkpoint import Checkpoint, Place, begin, identify, resumable, seed_of
+from curvops.checkpoint import Checkpoint, Place, begin, identify, seed_of
 from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole
 from curvops.errors import DivergenceError
-from curvops.process_group import Ranks
-from curvops.progress import Progress, check_progress, progress_bar
+from curvops.linalg.core.algorithm import algorithm
+from curvops.progress import Progress, as_step, check_progress, progress_bar
+from curvops.ranks.process_group import Ranks
+from curvops.ranks.spread_chains import Spread
 from curvops.records import from_record
-from curvops.sampling.chain_draws import Chain, Spread
+from curvops.sampling.chain_draws import Chain
 from curvops.sampling.feed import Feed, require_repeatable
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Info, State
-from curvops.sampling.step_options import Constant
-from curvops.sampling.transition import LOOK_EVERY, Transition
-
-PATIENCE = 100
-"""The number of steps without an accepted proposal after which a Metropolis sampler counts as stuck."""
+from curvops.sampling.transition import Constant, Transition
 
 
 class Watch:
@@ -48,7 +46,7 @@ class Watch:
 
     def before(self, state: State, batch: Any) -> None:
         """Store the state before a step, after checking the energies every few steps."""
-        if self._steps % LOOK_EVERY == 0:
+        if self._steps % self._transition.check_every == 0:
             self.look(state)
             self._held = state.clone(), batch
         self._steps += 1
@@ -59,12 +57,12 @@ class Watch:
         if info.acceptance is None or adapting:
             return
         self._accepted.append(info.acceptance)
-        if len(self._accepted) == PATIENCE:
+        if len(self._accepted) == 100:
             mean = float(torch.stack(self._accepted).mean())
             self._accepted.clear()
             if mean < 1e-3:
                 raise DivergenceError(
-                    f"of {PATIENCE} proposals with step_size={adapted.step_size(self._steps - 1):g} none was likely to "
+                    f"of 100 proposals with step_size={adapted.step_size(self._steps - 1):g} none was likely to "
                     f"be accepted (mean probability {mean:.2g}){self.remedy()} Or use a warm-up to find one: "
                     "run(..., warmup=500, target_acceptance=0.6)."
                 )
@@ -127,7 +125,7 @@ def largest_curvature(transition: Transition, theta: Tensor, state: State, batch
 TRACES = ("log_posterior", "acceptance", "energy_error")
 
 
-@resumable
+@algorithm
 def run(
     sampler: SamplingMethod,
     start: Any,
@@ -288,7 +286,7 @@ def _take_steps(
                 if sampler.metropolis and feed.position["index"] > 1:
                     raise ValueError("a pass gives several batches, but this sampler needs all data, [(X, y)].")
                 watch.before(now.state, batch)
-                state, info = adapted.update(now.state, batch, inplace=not saved)
+                state, info = as_step(0, adapted.update, now.state, batch, inplace=not saved)
                 watch.after(info, adapted, now.adaptation is not None and warming_up)
                 now = now.advance(state, info, warmup, thin, feed.position, sampler.spread)
                 if warming_up:
@@ -335,7 +333,7 @@ def _problem(sampler: Transition) -> dict[str, Any]:
 
 def _options(sampler: Transition) -> dict[str, Any]:
     """Return by name the kind and the options of a sampler, in words."""
-    options = {each.name: getattr(sampler, each.name) for each in fields(sampler) if each.name != "density"}
+    options = {field.name: getattr(sampler, field.name) for field in fields(sampler) if field.name != "density"}
     options["preconditioner or covariance"] = options.pop("metric")
     names = {f"the sampler's {name}": identify(value) for name, value in options.items()}
     return {"the sampler": type(sampler).__name__, **names}
@@ -444,4 +442,5 @@ def chains(
         sampler = replace(sampler, spread=spread)
     elif not gather:
         raise ValueError("gather=False is for chains that the ranks of a process_group share: leave it out.")
-    return replace(sampler, chains=count, density=replace(sampler.density, vectorized=vectorized, _together=[]))
+    density = replace(sampler.density, vectorized=vectorized, _together=[vectorized is not False])
+    return replace(sampler, chains=count, density=density)

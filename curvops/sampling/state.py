@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -25,13 +25,9 @@ class Structure(FlatLayout):
     def __repr__(self) -> str:
         return f"Structure({len(self.names)} tensors, d={self.size})"
 
-    def tree(self, parts: Sequence[Tensor]) -> Any:
-        """Return the tensors as the user's tree: a mapping by name, a tuple, one tensor, …"""
-        return pytree.tree_unflatten(list(parts), self.spec)
-
     def unflatten(self, vector: Float[Tensor, "*k d"]) -> Any:
-        """Return the tree of a vector, with tensors (*k, *shape) that are views of it."""
-        return self.tree(self.parts(vector))
+        """Return the user's tree (a mapping by name, a tuple, one tensor, …), whose tensors are views of a vector."""
+        return pytree.tree_unflatten(self.parts(vector), self.spec)
 
 
 def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
@@ -200,14 +196,14 @@ class NoiseSource:
             row.normal_(generator=generator)
         return numbers
 
-    def each(self, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
-        """Call `draw` with each generator and stack the results."""
+    def per_chain(self, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
+        """Return the results of `draw` with the generator of each chain, stacked."""
         numbers = [draw(generator) for generator in self._generators]
         return numbers[0] if self._single else torch.stack(numbers)
 
     def uniform(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k"]:
         """Draw one number in [0, 1) for each chain, in float64."""
-        return self.each(lambda g: torch.rand((), generator=g, dtype=torch.float64, device=like.device))
+        return self.per_chain(lambda g: torch.rand((), generator=g, dtype=torch.float64, device=like.device))
 
     def keep(self) -> None:
         """Write the generators' states back."""

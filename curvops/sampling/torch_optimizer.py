@@ -12,8 +12,7 @@ from torch import Tensor
 
 from curvops.argument_types import Density
 from curvops.sampling.state import Info, NoiseSource, State
-from curvops.sampling.step_options import Schedule, as_schedule, at
-from curvops.sampling.transition import Transition, common_arguments
+from curvops.sampling.transition import Schedule, Transition, as_schedule, at, common_arguments
 
 Slots = dict[str, dict[str, dict[str, Any]]]
 

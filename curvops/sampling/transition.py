@@ -1,16 +1,17 @@
 """The protocol of samplers: `init` makes a state, `update` takes a step with a batch; methods are interchangeable.
 
-A sampler evaluates `log_posterior` and its gradient at the vectors of a state: one point, or k points together or one
-by one (`Evaluation`).
+All steps have the same options: schedules of step size and temperature, and a preconditioner D, which enters as D g in
+the drift, D^½ ξ in the noise and D⁻¹ m in kinetic energies.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -19,109 +20,216 @@ from torch import Tensor, nn
 
 from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
 from curvops.checkpoint import digest
-from curvops.checks import check_generator, checked_whole
-from curvops.errors import DivergenceError, NotVectorizedWarning, warn
-from curvops.process_group import Ranks
-from curvops.sampling.chain_draws import Spread
-from curvops.sampling.log_density import LogPosterior
+from curvops.checks import check_generator, check_kind, check_like, check_shape, checked_number, checked_whole
+from curvops.errors import DivergenceError
+from curvops.linalg import Diagonal, Inverse, Operator
+from curvops.linalg.core.spaces import spaces_of
+from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.operators.closed_form import Eigenbasis
+from curvops.linalg.operators.draws import draw
+from curvops.network import TangentSpace
+from curvops.ranks.process_group import Ranks
+from curvops.ranks.spread_chains import Spread
+from curvops.sampling.log_density import Evaluation, LogDensity, LogPosterior
 from curvops.sampling.state import Info, NoiseSource, State, Structure, flatten, flatten_starts, generator_states
-from curvops.sampling.step_options import Constant, Isotropic, Schedule, as_metric, as_schedule, at
-from curvops.summary import Summarised, summary
+from curvops.summary import Summarised
 
-LogDensity = Callable[[Any, Any], Tensor]
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A schedule with the same value at every step.
+
+    Args:
+        value: the value at every step.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, co.sampling.Constant(1e-3))  # as sgld(density, 1e-3)
+    """
+
+    value: float
+
+    def __call__(self, step: int) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class RobbinsMonro:
+    """The schedule a (b + t)^−γ: for γ in (½, 1] steps sum to ∞, but their squares do not (Robbins & Monro 1951).
+
+    Args:
+        a: a > 0, the scale.
+        b: b > 0, the offset of the step.
+        gamma: γ, the exponent.
+
+    Raises:
+        TypeError, ValueError: a number is of another kind or out of range.
+
+    Examples:
+        >>> schedule = co.sampling.RobbinsMonro(a=1e-2, b=10.0)
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, schedule)
+    """
+
+    a: float
+    b: float = 1.0
+    gamma: float = 0.55
+
+    def __post_init__(self) -> None:
+        checked_number("a", self.a)
+        checked_number("b", self.b)
+        if not 0.5 < checked_number("gamma", self.gamma) <= 1:
+            raise ValueError(
+                f"gamma must lie in (½, 1], got {self.gamma}: at ½ or below, the squared steps add up to ∞."
+            )
+
+    def __call__(self, step: int) -> float:
+        return self.a * (self.b + step) ** -self.gamma
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """A schedule from `first` to `last` along half a cosine, restarted every `period` steps (Zhang et al. 2020).
+
+    Args:
+        first: the value at the start of each period.
+        period: the number of steps of a period.
+        last: the value towards its end.
+
+    Examples:
+        >>> schedule = co.sampling.Cosine(first=1e-2, period=100)
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, schedule)
+    """
+
+    first: float
+    period: int
+    last: float = 0.0
+
+    def __post_init__(self) -> None:
+        checked_number("first", self.first)
+        checked_number("last", self.last, "[0, inf)")
+        checked_whole("period", self.period, kind="a whole number of steps")
+
+    def __call__(self, step: int) -> float:
+        share = (1 + math.cos(math.pi * (step % self.period) / self.period)) / 2
+        return self.last + (self.first - self.last) * share
+
+
+def as_schedule(name: str, value: Any, zero: bool = False) -> Schedule:
+    """Return the schedule for a number, which is checked, or for a function of the step, whose values `at` checks."""
+    if callable(value) and not isinstance(value, type):
+        return value
+    kind = "a number or a function of the step, such as RobbinsMonro(a)"
+    return Constant(checked_number(name, value, "[0, inf)" if zero else "(0, inf)", kind))
+
+
+def at(name: str, schedule: Schedule, step: int) -> float:
+    """Return the schedule's value at a step, 0 or more; the value is checked unless the schedule is constant."""
+    if isinstance(schedule, Constant):
+        return schedule.value
+    return checked_number(f"{name} at step {step}", schedule(step), "[0, inf)")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Evaluation:
-    """A log posterior and how chains evaluate it: together (`torch.vmap`), one by one, or (None) as possible."""
+class Isotropic(Summarised):
+    """The metric D = scale · I, for vectors (d,) or (k, d)."""
 
-    log_posterior: LogDensity
-    vectorized: bool | None = None
-    _together: list[bool] = field(default_factory=list, repr=False)
+    scale: float = 1.0
 
-    def __repr__(self) -> str:
-        return summary(self.log_posterior)
+    def check(self, structure: Structure, theta: Tensor) -> None:
+        """Raise ValueError unless D is a matrix (d, d) on these parameters."""
 
-    def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
-        """Return the value of log_posterior."""
-        compute = self._value if theta.ndim == 1 else partial(self._of_chains, self._value)
-        with torch.no_grad():
-            (value,) = compute(theta, structure, batch)
-        f = self.log_posterior
-        return f.completed(value, None, theta)[0] if isinstance(f, LogPosterior) else value
+    def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """Return D v; v itself if D is the identity."""
+        return v if self.scale == 1 else v * self.scale
 
-    def gradient(
-        self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
-    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
-        """Return log_posterior and its gradient, each in new memory."""
-        compute = self._gradient if theta.ndim == 1 else partial(self._of_chains, self._gradient)
-        value, gradient = compute(theta, structure, batch)
-        f = self.log_posterior
-        return f.completed(value, gradient, theta) if isinstance(f, LogPosterior) else (value, gradient)
+    def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """Return D⁻¹ v; v itself if D is the identity."""
+        return v if self.scale == 1 else v / self.scale
 
-    def _of_chains(self, compute: Any, theta: Float[Tensor, "k d"], structure: Structure, batch: Any) -> Any:
-        """Return the results of `compute` at all points together, or one by one."""
-        if self._together[0] if self._together else self.vectorized is not False:
-            try:
-                return compute(theta, structure, batch)
-            except (RuntimeError, NotImplementedError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                self._fall_back(error)
-        return map(torch.stack, zip(*[compute(row, structure, batch) for row in theta]))
+    def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """Draw D^½ ξ for standard normal ξ, in new memory."""
+        drawn = source.normal(like)
+        return drawn if self.scale == 1 else drawn.mul_(self.scale**0.5)
 
-    def _fall_back(self, error: Exception) -> None:
-        """Evaluate chains one by one from now on; raise ValueError if a batch changes what the chains share."""
-        if "running_mean" in str(error):
-            raise ValueError("the model normalises by batch statistics in train mode: call model.eval().") from error
-        if self.vectorized:
-            raise ValueError(f"vectorized=True, but torch.vmap cannot run log_posterior: {error}") from error
-        warn(
-            f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
-            "To choose this from the start, pass chains(..., vectorized=False).",
-            NotVectorizedWarning,
-        )
-        self._together[:] = [False]
+    def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
+        """Add drift · D g + spread · D^½ ξ to target, in place; nothing is drawn if spread is 0."""
+        target.add_(g, alpha=drift * self.scale)
+        if spread:
+            target.add_(source.normal(g), alpha=spread * self.scale**0.5)
 
-    def _value(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor]:
-        at_one, parts = partial(self._at_one, structure, batch), structure.parts(theta)
-        return (at_one(*parts) if theta.ndim == 1 else torch.vmap(at_one)(*parts),)
 
-    def _gradient(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, Tensor]:
-        at_one, leaves = partial(self._at_one, structure, batch), structure.parts(theta.detach())
-        for leaf in leaves:
-            leaf.requires_grad_()
-        with torch.enable_grad():
-            value = at_one(*leaves) if theta.ndim == 1 else torch.vmap(at_one)(*leaves)
-        of_network = isinstance(self.log_posterior, LogPosterior)  # its prior depends on all parameters
-        if of_network and not value.requires_grad:
-            return value, torch.zeros_like(theta)
-        if not value.requires_grad:
-            raise ValueError("log_posterior has no gradient in params: compute it from the params that it receives.")
-        ones = torch.ones_like(value)
-        slopes = torch.autograd.grad(value, leaves, ones, allow_unused=True, materialize_grads=of_network)
-        if not of_network and any(slope is None for slope in slopes):
-            missing = ", ".join(name for name, slope in zip(structure.names, slopes) if slope is None)
-            raise ValueError(f"log_posterior does not depend on {missing}: leave them out of params.")
-        return value.detach(), structure.concatenate(slopes, theta.ndim - 1)
+@dataclass(frozen=True, eq=False, repr=False)
+class OperatorMetric(Isotropic):
+    """A metric D given by an operator, constant between two refreshes: terms with its derivative are not needed."""
 
-    def _at_one(self, structure: Structure, batch: Any, *parts: Tensor) -> Tensor:
-        """Return what is differentiated at one point; raise TypeError unless it is one real number."""
-        f = self.log_posterior.differentiated if isinstance(self.log_posterior, LogPosterior) else self.log_posterior
-        value = f(structure.tree(parts), batch)
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim:
-            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"log_posterior must return one real number (), the mean log-likelihood of the batch + log prior / N, "
-                f"got {kind}: take the mean over the batch."
-            )
-        return value
+    D: Operator = field(kw_only=True)
+
+    def check(self, structure: Structure, theta: Tensor) -> None:
+        kind, d = type(self.D).__name__, structure.size
+        check_shape(f"preconditioner {kind}", self.D, (d, d))
+        check_like(f"preconditioner {kind}", self.D, theta, "params")
+        space = spaces_of(self.D)[0]
+        if isinstance(space, TangentSpace) and space.index is None and structure.shapes != space.shapes:
+            raise ValueError(f"preconditioner {kind} and params have the parameters in different orders.")
+
+    @cached_property
+    def _basis(self) -> Eigenbasis | None:
+        """The eigenbasis of D, if its closed form has one: drift and noise then share one rotation back."""
+        inverse = isinstance(self.D, Inverse)
+        form = (self.D.base if inverse else self.D)._closed_form()
+        basis = None if form is None else form.eigenbasis()
+        if form is None or basis is None or not inverse:
+            return basis
+        form.require_definite()
+        return replace(basis, values=basis.values.reciprocal())
+
+    @cached_property
+    def _root(self) -> Tensor:
+        """The square roots of the eigenvalues."""
+        assert self._basis is not None
+        return self._basis.values.clamp_min(0).sqrt()
+
+    def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        return self.D._matmul(torch.atleast_2d(v).mT).mT.reshape(v.shape)
+
+    def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        return self.D.inverse()._matmul(torch.atleast_2d(v).mT).mT.reshape(v.shape)
+
+    def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        return source.per_chain(lambda generator: draw(self.D, 1, generator).squeeze(-1))
+
+    def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
+        basis = self._basis
+        if basis is None:
+            target.add_(self.product(g), alpha=drift)
+            if spread:
+                target.add_(self.noise(source, g), alpha=spread)
+            return
+        rotated = basis.rotate_back(g.reshape(-1, g.shape[-1]).mT).mT.mul(basis.values).mul_(drift)
+        if spread:
+            rotated.addcmul_(source.normal(g).reshape(rotated.shape), self._root, value=spread)
+        target.add_(basis.rotate(rotated.mT).mT.reshape(g.shape))
+
+
+def as_metric(D: Any, name: str = "preconditioner") -> Isotropic:
+    """Return the metric for None, a number, a vector (d,) or an operator known to be positive semidefinite."""
+    if D is None:
+        return Isotropic()
+    if isinstance(D, numbers.Real) and not isinstance(D, bool):
+        return Isotropic(checked_number(name, D))
+    if isinstance(D, Tensor) and D.ndim == 1:
+        D = Diagonal(D.detach().clone())
+    check_kind(name, D, Operator, "a number, a vector or an operator, such as co.linalg.Dense(matrix, psd=True)")
+    if not is_psd(D):
+        raise ValueError(f"{name} must be positive semidefinite: pass co.linalg.Dense(matrix, psd=True).")
+    return OperatorMetric(D=D)
 
 
 AnyTransition = TypeVar("AnyTransition", bound="Transition")
-
-LOOK_EVERY = 20
-"""The number of steps between two checks of the numbers, each of which waits for the device."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -200,7 +308,7 @@ class Transition(Summarised, ABC):
         if self.chains is not None:
             theta = theta.expand(self.chains, -1).clone()
         if self.spread is not None:
-            theta, random = theta[self.spread.own].clone(), random[self.spread.own].clone()
+            theta, random = theta[self.spread.indices].clone(), random[self.spread.indices].clone()
         state = State(theta, torch.zeros((), dtype=torch.int64), random, structure)
         noise = NoiseSource(random, theta.device)
         further = self._initial_tensors(state, noise)
@@ -250,6 +358,8 @@ class Transition(Summarised, ABC):
     cold: ClassVar[str] = ""
     """The error message at temperature 0, for methods that need a positive temperature."""
     largest_step: ClassVar[float] = math.inf
+    check_every: ClassVar[int] = 20
+    """The number of steps between two checks of the numbers, each of which waits for an accelerator."""
 
     def step_length(self, step: int) -> tuple[str, float]:
         """Return the name of the option that sets the step size, and its value."""
@@ -281,7 +391,7 @@ class Transition(Summarised, ABC):
         """Return log_posterior and its gradient at the state; raise an error if they are not finite."""
         value, gradient = self.density.gradient(state.theta, state.structure, batch)
         step = int(state.step)
-        if (state.theta.device.type == "cpu" or step % LOOK_EVERY == 0) and not bool(value.isfinite().all()):
+        if (state.theta.device.type == "cpu" or step % self.check_every == 0) and not bool(value.isfinite().all()):
             raise self._not_finite(value, step)
         return value, gradient
 

@@ -1,6 +1,6 @@
 """The benchmark in a tiny setting: every row of its tables runs, counts honestly, and is written and drawn.
 
-Tests `problems.py`, `runs.py`, `sweep.py`.
+Tests `problems.py`, `sweep.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from curvops.cli import app, sweep
 from curvops.cli.problems import DIGITS, KINDS, NAMES, SPECTRA, CountingOperator, build
-from curvops.cli.runs import METHODS, PRECONDITIONERS, BenchEstimator, BenchSolver, Settings, estimate, solve
+from curvops.cli.sweep import METHODS, PRECONDITIONERS, BenchEstimator, BenchSolver, Settings, estimate, solve
 from curvops.linalg import Dense, as_preconditioner
 
 SIZE = 90

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.checkpoint import begin, resumable
+from curvops.checkpoint import begin
 from curvops.linalg.core import solve_routes as routes
+from curvops.linalg.core.algorithm import algorithm
 from curvops.operators.function_space.function_space import NAME, FunctionSpace
 from curvops.posterior.solves.precision import solving_kernel
 from tests.linalg.interrupted import Killed
@@ -168,7 +169,7 @@ def test_a_kernel_that_was_half_formed_goes_on(what, tmp_path, after, saved_at_e
         assert killed < 7 or after["made"] < work
 
 
-@resumable
+@algorithm
 def kept_in(checkpoint, kernel):
     begin("test", checkpoint, dict, torch.device("cpu"), parts=True, kernel=None)
     kernel.keep()

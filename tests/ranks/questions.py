@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.distributed_types import is_dtensor
+from curvops.ranks.process_group import is_dtensor
 
 DOUBLE = torch.float64
 N = 14

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import curvops as co
 from curvops.checkpoint import identify
 from curvops.fingerprints import fingerprint
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 from tests.ranks.processes import run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
 

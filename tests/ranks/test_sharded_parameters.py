@@ -1,7 +1,6 @@
 """Models whose parameters are shared among processes (`fully_shard`): every answer is that of one process, or none.
 
-Tests `distributed_types.py`, `shards.py`, `sharded_model.py`, `sharded_layers.py`, `sharded_passes.py`,
-`sharded_network.py`, `sharded_linearization.py`, `sharded_curvature.py`.
+Tests `sharded_model.py`, `sharded_walk.py`, `sharded_linearization.py`, `sharded_curvature.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Vectors whose rows are shared among processes: every answer is that of whole vectors in one process.
 
-Tests `sharded.py`, `on_shards.py`.
+Tests `sharded_vectors.py`, `on_shards.py`, `algorithm.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import curvops as co
 from curvops import linalg
 from curvops.errors import RanksDifferError
 from curvops.linalg import cg, lsmr, minres
-from curvops.linalg.core.sharded import unwrapped
 from curvops.linalg.core.vectors import gram
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
+from curvops.ranks.sharded_vectors import unwrapped
 from tests.linalg.matrices import symmetric
 from tests.memory import peak_of
 from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, run_on_ranks

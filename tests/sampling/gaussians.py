@@ -110,7 +110,7 @@ class Given:
         self._patches = [
             patch.object(NoiseSource, "normal", normal),
             patch.object(NoiseSource, "uniform", lambda source, like: torch.zeros((), dtype=torch.float64)),
-            patch.object(NoiseSource, "each", each),
+            patch.object(NoiseSource, "per_chain", each),
             patch.object(ColumnNoise, "fill", fill),
         ]
         for one in self._patches:

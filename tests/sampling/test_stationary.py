@@ -1,6 +1,6 @@
 """Stationary laws without chains: a step on a Gaussian is z' = F z + B w, and its law solves V = F V Fᵀ + B Bᵀ.
 
-Tests `langevin.py`, `metropolis.py`, `step_options.py`.
+Tests `langevin.py`, `metropolis.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Variational families come to the known optimum of linear models; their parts are exact.
-
-Tests `normal_families.py`.
-"""
+"""Variational families come to the known optimum of linear models; their parts are exact."""
 
 from __future__ import annotations
 

@@ -92,11 +92,6 @@ class Reason(Enum):
 ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PRECISION_LIMIT})
 
 
-def converged(reasons: Sequence[Reason]) -> Bool[Tensor, " K"]:
-    """Return which columns have converged."""
-    return torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons], dtype=torch.bool)
-
-
 def join_histories(histories: Sequence[Tensor]) -> Float[Tensor, "steps K"]:
     """Put the columns of several histories side by side, repeating the last row of shorter ones."""
     steps = max(map(len, histories))
@@ -139,8 +134,18 @@ class Reasoned(Tabular):
         )
 
 
+class ByColumn(Reasoned):
+    """A result whose columns converge one by one."""
+
+    @property
+    def converged(self) -> Bool[Tensor, " K"]:
+        """Whether each column reached the tolerance."""
+        reached = Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE
+        return torch.tensor([reason in reached for reason in self.reasons], dtype=torch.bool)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Solution(Summarised, Reasoned):
+class Solution(Summarised, ByColumn):
     """The solution of A x = b, with one reason, flag and residual per column of b.
 
     ``relative_residuals`` are true residuals ‖b − Ax‖/‖b‖, recomputed by a product, not those of the recursion.
@@ -161,7 +166,6 @@ class Solution(Summarised, Reasoned):
 
     x: Vectors
     reasons: tuple[Reason, ...]
-    converged: Bool[Tensor, " K"] = field(repr=False)
     relative_residuals: Float[Tensor, " K"]
     backward_errors: Float[Tensor, " K"]
     iterations: int
@@ -369,7 +373,7 @@ def add_estimates(one: Estimate, other: Estimate) -> Estimate:
 AnyPairs = TypeVar("AnyPairs", bound="Pairs")
 
 
-class Pairs(Reasoned):
+class Pairs(ByColumn):
     """A result of pairs of vectors, each with its true residual."""
 
     values: Float[Tensor, " k"]
@@ -439,7 +443,7 @@ class SingularTriplets(Summarised, Pairs):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FunctionProduct(Summarised, Reasoned):
+class FunctionProduct(Summarised, ByColumn):
     """The columns f(A) b, with an estimate of the relative error ‖value − f(A) b‖/‖f(A) b‖ of each.
 
     ``error_estimates`` adds the truncation error of the method and the effect of rounding in A's dtype; it is ``inf``
@@ -460,11 +464,6 @@ class FunctionProduct(Summarised, Reasoned):
 
     def _numbers(self) -> dict[str, Tensor]:
         return {"estimate of the relative error": self.error_estimates}
-
-    @property
-    def converged(self) -> Bool[Tensor, " K"]:
-        """Whether each column reached the tolerance."""
-        return converged(self.reasons)
 
     def raise_if_failed(self, rtol: float) -> FunctionProduct:
         """Return self if every column is accepted, otherwise raise FunctionConvergenceError."""

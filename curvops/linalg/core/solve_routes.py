@@ -74,6 +74,8 @@ METHODS = {
     "sgd": ("sgd",),
 }
 """The routes that each method of a posterior's draws allows."""
+METHOD_OF = {route: method for method in reversed(METHODS) for route in METHODS[method]}
+"""The first method that allows each route."""
 
 
 @dataclass(frozen=True)

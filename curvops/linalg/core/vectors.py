@@ -8,7 +8,7 @@ function whose default is for tensors. Register yours for your type of block (``
 primitives that create blocks (``like``) also for a subclass of `Description`. For your operators register `describe`,
 which returns that subclass. A block has ``shape, dtype, device, ndim, to(dtype), detach()`` and ``+ - * /`` with a
 block, a number, or a tensor of K numbers, one per column. `Vectors` annotates arguments that may be blocks of any type.
-`linalg/core/sharded.py` is an example.
+`ranks/sharded_vectors.py` is an example.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.probed import Limits, Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import rounding_level
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,

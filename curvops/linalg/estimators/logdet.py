@@ -25,10 +25,10 @@ from torch import Tensor
 
 from curvops.ambient import current_run
 from curvops.checks import checked_number
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, indefinite
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
 from curvops.linalg.estimators.adaptive import LEAST_VECTORS
 from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs

@@ -25,10 +25,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from curvops.ambient import current_run
 from curvops.checks import checked_whole
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import Multiply, columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import (
     Given,
@@ -328,7 +328,8 @@ def run(
     half = probed.with_half_memory()  # the sketch uses half and stays in memory with the probes
     apart, sketch, spent = half.apart(), None, 0
     if rank:
-        sketch = grow(apart, min(rank, probed.limits.products // 2), min(probed.facts.rows, rank))
+        rank = min(rank, probed.limits.products // 2)
+        sketch = grow(apart, rank, min(probed.facts.rows, rank))
         spent = sketch.matvecs
     sampler = Sampler((probed if rank == 0 else half).after(spent), [of_shift(mu) for mu in sorted(shifts)])
     sampler.first(probes or FIRST_PROBES)
@@ -384,7 +385,8 @@ class Sampler:
 
     def first(self, count: int) -> None:
         """Deepen the first probes until their bracket is half as wide as the expected error of the probes."""
-        Z = self._probes(min(count, self.budget // 2), FIRST_DEPTH)
+        few = min(self.budget, max(2, self.budget // 2))  # two, for an error bar, if there are two products
+        Z = self._probes(min(count, few), FIRST_DEPTH)
         steps = self.budget // Z.shape[1]
         lanczos = LockStep.within(self.probed.multiply, Z, 4 * FIRST_DEPTH, steps, self.memory_budget)
 

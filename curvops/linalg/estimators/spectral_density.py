@@ -19,11 +19,11 @@ from torch import Tensor
 
 from curvops.ambient import current_run
 from curvops.checks import check_choice, checked_number, checked_whole
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.rounding import NEAR_ZERO
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import is_psd, narrow_root
 from curvops.linalg.core.vectors import Given, Matrix, as_matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep

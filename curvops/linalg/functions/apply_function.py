@@ -20,9 +20,9 @@ from torch import Tensor
 
 from curvops.ambient import current_run
 from curvops.checks import check_limits, checked_number
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -41,7 +41,7 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.functions.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
 from curvops.linalg.solvers.systems import Callback, UsableColumns, check
 from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, LEAST_VECTORS, LockStep
-from curvops.progress import Progress, remark
+from curvops.progress import Progress, as_step, remark
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
@@ -280,7 +280,7 @@ class FunctionRun:
             self.active = [k for k in self.active if not self.stopped[k]]
             remark(lambda: f"error {float(self.errors.amax()):.1e}")
             if callback is not None:
-                callback(self.depth, self.errors.clone())
+                as_step(0, callback, self.depth, self.errors.clone())
 
     def _cost(self, target: int) -> int:
         """Return the products in total if the active columns go to depth ``target``, with those for the result."""

@@ -13,7 +13,6 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.sharded import Layouts, layouts_of
 from curvops.linalg.core.sources import Sources, scale_sources, sources_of, sources_of_sum
 from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
@@ -21,6 +20,7 @@ from curvops.linalg.functions.root_gradients import inverse_root_product
 from curvops.linalg.operators.base import Operator, as_part, joined, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis, closed_form
 from curvops.linalg.operators.draws import draw_together, normal
+from curvops.ranks.sharded_vectors import Layouts, layouts_of
 
 MOST_CANCELLATION = 1e-4
 """Relative errors of Woodbury's identity that a step of refinement can correct."""

@@ -22,24 +22,11 @@ from torch import Tensor
 
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
-from curvops.distributed_types import is_dtensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
-from curvops.linalg.core.sharded import (
-    LaidOut,
-    Layouts,
-    OverSharedData,
-    RowLayout,
-    Sharded,
-    layouts_of,
-    over_ranks,
-    ranks_together,
-    stored,
-    unwrapped,
-)
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.vectors import (
@@ -58,11 +45,26 @@ from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.contract import LinearOperatorContract, positions, takes_all
 from curvops.linalg.operators.draws import draw_by_products, draw_dense
 from curvops.linalg.solvers.cg import cg
-from curvops.linalg.solvers.solve import Promises, solve, system_of
+from curvops.linalg.solvers.solve import solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
 from curvops.progress import Progress
+from curvops.ranks.process_group import is_dtensor
+from curvops.ranks.sharded_vectors import (
+    LaidOut,
+    Layouts,
+    OverSharedData,
+    RowLayout,
+    Sharded,
+    layouts_of,
+    over_ranks,
+    ranks_together,
+    stored,
+    times_block,
+    transposed_times_block,
+    unwrapped,
+)
 from curvops.summary import name_of, summary
 
 PARTS = 4
@@ -77,8 +79,6 @@ SHOWN = (
 
 def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
     """Apply a product defined on (n, K) blocks to a vector (n,) or to a batch (..., n, K), as further columns."""
-    if isinstance(rhs, Sharded):
-        return rhs.multiplied(product)
     if rhs.ndim == 1:
         return product(rhs.unsqueeze(-1)).squeeze(-1)
     if rhs.ndim == 2:
@@ -133,6 +133,16 @@ class Operator(LinearOperatorContract):
     @property
     def psd(self) -> bool:
         """Whether A is known to be symmetric positive semi-definite."""
+        return False
+
+    @property
+    def definite(self) -> bool:
+        """Whether A is solved by CG, for which negative curvature is an error."""
+        return self.psd
+
+    @property
+    def stored(self) -> bool:
+        """Whether the dense matrix exists."""
         return False
 
     @property
@@ -206,10 +216,12 @@ class Operator(LinearOperatorContract):
         return self._product(block)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return by_columns(self._product, rhs)
+        return by_columns(self._product, rhs) if isinstance(rhs, Tensor) else times_block(self, rhs)
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return by_columns(self._transposed_product, rhs)
+        if isinstance(rhs, Tensor):
+            return by_columns(self._transposed_product, rhs)
+        return transposed_times_block(self, rhs)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else algebra.Transposed(self)
@@ -233,7 +245,7 @@ class Operator(LinearOperatorContract):
             return algebra.Product(self, other)
         if isinstance(other, Sharded):
             return self._matmul(other)
-        if is_dtensor(other):
+        if type(other) is not Tensor and is_dtensor(other):
             return self._times_shards(unwrapped(other))
         if not isinstance(other, Tensor):
             named = " lin.flatten(mapping) makes a vector from named tensors." if isinstance(other, Mapping) else ""
@@ -435,7 +447,7 @@ class Operator(LinearOperatorContract):
     @property
     def _is_formed(self) -> bool:
         """Whether the dense matrix exists, or is small enough to be formed, so that it is factorised."""
-        return self._is_small
+        return self.stored or self._is_small
 
     def require_small(self, purpose: str, instead: str = "") -> None:
         """Raise ValueError if `purpose` needs a dense matrix of more than `DENSE_SIZE` columns."""
@@ -469,10 +481,6 @@ class Operator(LinearOperatorContract):
     def _lower_bound(self) -> float | None:
         """Return a positive lower bound of A's eigenvalues, if one is known."""
         return None
-
-    def promises(self) -> Promises:
-        """Return the properties that `co.linalg.solve` may rely on."""
-        return Promises(self.symmetric, self.psd)
 
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
         """Return the function block -> A⁻¹ block of a closed form, or None."""
@@ -602,4 +610,5 @@ def _(A: Operator) -> Description:
 
 
 # The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here.
-from curvops.linalg.operators import algebra, damped, dense, on_shards  # noqa: E402
+from curvops.linalg.operators import algebra, damped, dense  # noqa: E402
+from curvops.ranks import on_shards  # noqa: E402

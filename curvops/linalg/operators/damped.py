@@ -17,7 +17,6 @@ from curvops.checkpoint import Place
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import keep, room_in, vector_bytes
-from curvops.linalg.core.sharded import RowLayout, over_ranks
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
 from curvops.linalg.core.spaces import Spaces, common, spaces_of
@@ -31,7 +30,7 @@ from curvops.linalg.operators.dense import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
-from curvops.linalg.solvers.solve import Promises
+from curvops.ranks.sharded_vectors import RowLayout, over_ranks
 
 NEAR = 1e3
 """The largest condition number for which a nearby closed form saves a log-determinant more products than a sketch."""
@@ -116,6 +115,10 @@ class Damped(UnaryOperator):
     @property
     def psd(self) -> bool:
         return super().psd and bool((self.shift >= 0).all())
+
+    @property
+    def definite(self) -> bool:
+        return self.symmetric  # P is a precision: an indefinite one is an error
 
     def _size(self) -> torch.Size:
         size: torch.Size = self.base.shape
@@ -291,9 +294,6 @@ class Damped(UnaryOperator):
         require_precision(self.dtype, self.device)
         tensors = (*self.base.representation(), self.shift)
         return self._cache.get_or_compute("form", tensors, lambda: form if form.holds else None, (self.shift,))
-
-    def promises(self) -> Promises:
-        return Promises(self.symmetric, definite=self.symmetric)  # P is a precision: an indefinite one is an error
 
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
         form = self._closed_form()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from curvops.checks import check_tensor
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.functions.root_gradients import inverse_root
@@ -25,7 +24,6 @@ from curvops.linalg.operators.closed_form import (
     warn_of_rounding,
 )
 from curvops.linalg.operators.draws import normal, require_not_negative
-from curvops.linalg.solvers.solve import Promises
 
 
 class DenseForm(ClosedForm):
@@ -123,7 +121,6 @@ class Dense(Operator):
     """
 
     _shown = ("tensor",)
-    _is_formed = True
     _damped_form: ClassVar[type[ClosedForm] | None] = DenseForm
 
     def __init__(
@@ -140,8 +137,9 @@ class Dense(Operator):
             raise ValueError(f"tensor must be a matrix (m, n) or a batch of them, got {tuple(tensor.shape)}.")
         super().__init__(tensor, psd=psd, space=space, rest=rest, sources=sources)
 
-    def promises(self) -> Promises:
-        return super().promises()._replace(at_hand=True)
+    @property
+    def stored(self) -> bool:
+        return True
 
     @property
     def tensor(self) -> Tensor:
@@ -275,9 +273,6 @@ class Diagonal(Operator):
 
     def _product(self, block: Tensor) -> Tensor:
         return self.entries.unsqueeze(-1) * block
-
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        return self._product(rhs) if isinstance(rhs, Sharded) and rhs.ndim == 2 else super()._matmul(rhs)
 
     def _diagonal(self) -> Tensor:
         return self.entries

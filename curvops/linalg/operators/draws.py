@@ -8,11 +8,12 @@ from torch import Tensor
 
 from curvops.checks import refuse_modes
 from curvops.errors import NotPositiveSemidefiniteError
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import Memories, hold, memories_of, solve_width
-from curvops.linalg.core.sharded import SEED, algorithm, ranks_together
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
 from curvops.linalg.functions.apply_function import sqrt
+from curvops.ranks.sharded_vectors import SEED, ranks_together
 
 # Draws of an operator without a root: the number of columns that run at once, and their relative error.
 DRAW_BLOCK = 32

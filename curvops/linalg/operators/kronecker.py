@@ -25,16 +25,12 @@ from curvops.linalg.operators.kronecker_factors import (
     Details,
     Factor,
     decompositions,
-    eigenvalues,
     noise_of,
     operations,
     to_double,
 )
 from curvops.progress import Progress
 
-VALUES_ALONE = 2**22
-"""Up to this many operations, eigenvalues are computed without vectors, which take most of the time and may never be
-needed; beyond, computing both would take noticeably longer."""
 PART = 2**16
 """The number of eigenvalues whose bounds are computed at a time: they stay in a CPU's cache."""
 
@@ -169,10 +165,6 @@ class KroneckerForm(EigenKroneckerForm):
     @cached_property
     def eigen(self) -> EigenKronecker:
         return cast(Kronecker, self.base).eigen()
-
-    @cached_property
-    def values(self) -> Tensor:
-        return cast(Kronecker, self.base).eigenvalues()
 
     @cached_property
     def accuracy(self) -> tuple[float, float]:
@@ -342,13 +334,8 @@ class Kronecker(_GroupedBlocks):
         return self._kwargs["cache"].get_or_compute("eigen", self._args, self._eigen)
 
     def eigenvalues(self) -> Float[Tensor, "g p q"]:
-        """Return the eigenvalues, and keep them.
-
-        They are the same whether or not the vectors are known, so that results do not depend on earlier calls.
-        """
-        if carries_graph(self._args) or sum(map(operations, self.factors)) > VALUES_ALONE:
-            return self.eigen().values
-        return self._kwargs["cache"].get_or_compute("eigenvalues", self._args, self._eigenvalues)
+        """Return the eigenvalues."""
+        return self.eigen().values
 
     @property
     def known_eigen(self) -> EigenKronecker | None:
@@ -379,14 +366,8 @@ class Kronecker(_GroupedBlocks):
         return self._assemble(*decompositions(self.factors))
 
     def _assemble(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> EigenKronecker:
-        values = self._products(left[0], right[0])
+        values = (left[0].unsqueeze(2) * right[0].unsqueeze(1)).to(self.dtype)
         return EigenKronecker(left[1], right[1], values, self.rounding, self.of_rows)
-
-    def _eigenvalues(self) -> Tensor:
-        return self._products(*(eigenvalues(*factor) for factor in self.factors))
-
-    def _products(self, left: Float[Tensor, "g p"], right: Float[Tensor, "g q"]) -> Float[Tensor, "g p q"]:
-        return (left.unsqueeze(2) * right.unsqueeze(1)).to(self.dtype)
 
     def heuristic_damping(self, shift: float | Tensor) -> Kronecker:
         """Return (left + √λ/π I) ⊗ (right + π√λ I), π² = mean diag(right) / mean diag(left).

@@ -141,19 +141,6 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     return without_rounding(values, factor, details, name), vectors
 
 
-def eigenvalues(factor: Tensor, details: Details, name: str) -> Tensor:
-    """Return the eigenvalues that `_eigh` returns, up to rounding, without the vectors."""
-    if factor.ndim == 2:
-        values = factor.double()
-    elif (root := details.root_of(factor)) is not None:
-        rows = root.double()
-        values = torch.linalg.eigvalsh(rows @ rows.mT)
-        values = torch.cat([values.new_zeros(len(values), factor.shape[2] - values.shape[1]), values], 1)
-    else:
-        values = torch.linalg.eigvalsh(to_double(factor, details))
-    return without_rounding(values, factor, details, name)
-
-
 def without_rounding(values: Tensor, factor: Tensor, details: Details, name: str) -> Tensor:
     """Return eigenvalues with zeros in place of those within rounding of zero; raise if one is below that."""
     m, eps = factor.shape[-1], torch.finfo(factor.dtype).eps

@@ -22,12 +22,12 @@ from curvops.checks import (
     require_no_graph,
 )
 from curvops.errors import RankWarning, warn
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS, rounding_level
-from curvops.linalg.core.sharded import Sharded, algorithm, block_of, stored
 from curvops.linalg.core.sources import Sources, scale_sources, sources_of
 from curvops.linalg.core.spaces import Space, spaces_of
 from curvops.linalg.core.symmetry import is_psd
@@ -57,6 +57,7 @@ from curvops.linalg.operators.draws import draw, normal, require_not_negative
 from curvops.linalg.preconditioners.nystrom import KEPT, MOST_RANK, grow
 from curvops.linalg.solvers.solve import default_rtol
 from curvops.progress import Progress
+from curvops.ranks.sharded_vectors import Sharded, block_of, stored
 
 FEWEST_PROBES = 4
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from curvops.ambient import current_run
 from curvops.checks import check_choice, check_limits, check_shape, check_tensor, checked_number, checked_whole
 from curvops.errors import NotPositiveSemidefiniteError
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import Reason, indefinite
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.symmetry import require_symmetric, skew_tolerance
 from curvops.linalg.core.vectors import (
     Matrix,

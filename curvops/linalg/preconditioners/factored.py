@@ -25,9 +25,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.distributed_types import is_dtensor
-from curvops.linalg.core.sharded import Sharded, exchanged, is_block, unwrapped, wrapped
 from curvops.linalg.core.vectors import ScalarFunction, Vectors, as_columns, combine, gram, shaped_as
+from curvops.ranks.process_group import is_dtensor
+from curvops.ranks.sharded_vectors import Sharded, exchanged, is_block, unwrapped, wrapped
 from curvops.summary import Summarised
 
 P = ParamSpec("P")

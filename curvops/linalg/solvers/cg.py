@@ -20,12 +20,12 @@ from torch import Tensor
 
 from curvops.ambient import current_run, hold
 from curvops.checkpoint import NOTHING, Place, begin
-from curvops.checks import check_flag, checked_whole
+from curvops.checks import checked_whole
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.solve_routes import KEPT_SHARE, LEAST_KEPT, MOST_KEPT
 from curvops.linalg.core.vectors import (
     Given,
@@ -153,7 +153,6 @@ def cg(
     goal = check(facts, B, rtol, maxiter, x0, callback)
     if not isinstance(refine, bool) and refine is not torch.float32 and refine is not torch.float64:
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
-    check_flag("block", block)
     if checkpoint is not None and refine is not False:
         raise ValueError(f"cg saves no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
     run, vector, K = current_run(), facts.vector_bytes, 1 if B.ndim == 1 else B.shape[1]
@@ -162,36 +161,30 @@ def cg(
         fitting = (room - VECTORS * vector * K) // (KEPT_SHARE * 2 * vector)
         # What is left of a small space is rounding.
         most = min(MOST_KEPT, fitting, facts.rows // 2) if fitting >= LEAST_KEPT else 0
-    apply, saved = as_function(preconditioner, facts), begin("cg", checkpoint, lambda: problem_of(A), facts.device)
+    precondition = None if preconditioner is None else as_function(preconditioner, facts)
+    saved = begin("cg", checkpoint, lambda: problem_of(A), facts.device)
     if saved is not NOTHING:
         if saved.done:
             return saved.result(Solution)
         B, x0, most = saved.attach("right-hand sides, guess and directions", lambda: [B, x0, most]) or (B, x0, most)
 
-    def solve(
-        B: Vectors,
-        X0: Vectors | None,
-        resumption: Resumption | None,
-        A: Matrix = A,
-        precondition: Multiply = apply,
-        goal: Goal = goal,
-    ) -> Solution:
+    def solve(B: Vectors, X0: Vectors | None, resumption: Resumption | None) -> Solution:
         records = Records(B, X0, B, goal)
-        ConjugateGradients(product(A), precondition, block, most, records, resumption).solve()
-        return records.solution()
+        return ConjugateGradients(product(A), precondition, block, most, records, resumption).solve()
 
-    def refined(B: Vectors, X0: Vectors | None, _: Resumption | None) -> Solution:
+    def solve_refined(B: Vectors, X0: Vectors | None, _: object) -> Solution:
         low = facts.dtype if isinstance(refine, bool) else refine
-        rounded = A.to(low)
+        multiply = product(A.to(low))
+        M = None if precondition is None else lambda V: precondition(V.to(facts.dtype)).to(V.dtype)
 
-        def correct(R: Vectors, start: Vectors | None, inner_goal: Goal) -> Solution:
-            return solve(R, start, None, rounded, lambda V: apply(V.to(facts.dtype)).to(V.dtype), inner_goal)
+        def correct(R: Vectors, goal: Goal) -> Solution:
+            return ConjugateGradients(multiply, M, block, most, Records(R, None, R, goal)).solve()
 
         return Refinement(A.to(torch.float64), low, B, X0).solve(correct, goal)
 
     with hold(run.memories, 2 * most * vector):
         if refine is not False:
-            return saved.finish(solve_in_groups(refined, facts, B, x0, VECTORS + REFINED, saved))
+            return saved.finish(solve_in_groups(solve_refined, facts, B, x0, VECTORS + REFINED, saved))
         return saved.finish(solve_in_groups(solve, facts, B, x0, VECTORS, saved))
 
 
@@ -206,7 +199,7 @@ class ConjugateGradients:
     def __init__(
         self,
         multiply: Multiply,
-        precondition: Multiply,
+        precondition: Multiply | None,
         block: bool,
         most: int,
         records: Records,
@@ -248,8 +241,8 @@ class ConjugateGradients:
             for W, AW in state["panels"]:
                 self.append(W, AW)
 
-    def solve(self) -> None:
-        """Iterate until every column has a reason."""
+    def solve(self) -> Solution:
+        """Iterate until every column has a reason; return the solution."""
         records = self.records
         while self.active:
             P, residuals, overlap = self.propose()
@@ -260,7 +253,7 @@ class ConjugateGradients:
                 del P  # the product does not need it, and most columns end here
                 self.inspect(due, {})
                 if not self.active:
-                    return
+                    break
                 P, _, overlap = self.propose()
             if records.iteration >= records.maxiter:
                 self.stop_all(Reason.ITERATION_LIMIT)
@@ -273,6 +266,7 @@ class ConjugateGradients:
                 self.step(Q)
                 if self.resumption is not None:
                     self.resumption.save(self.state)
+        return records.solution()
 
     def state(self) -> dict[str, Any]:
         """Return the state from which a run continues."""
@@ -281,7 +275,7 @@ class ConjugateGradients:
 
     def propose(self) -> tuple[Vectors, list[float], Tensor]:
         """Return preconditioned residuals, conjugate to the last directions, with ‖r‖ and their products on the CPU."""
-        P = self.precondition(self.r)
+        P = self.r if self.precondition is None else self.precondition(self.r)
         if self.last:
             W, AW = self.last
             P = axpy(as_block(P), W, -self.products(AW, P))

@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Float, Shaped
 
 from curvops.checks import check_generator
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.entries import rows
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,

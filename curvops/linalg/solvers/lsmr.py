@@ -20,9 +20,9 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from curvops.checks import check_flag, checked_number
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.sharded import algorithm
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.linalg.core.results import Reason, Solution, converged
+from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -28,7 +28,7 @@ from curvops.progress import as_step
 
 # Relative residuals that float32 reaches: for well-conditioned systems, and for nearly all systems.
 FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3
-CorrectionSolver: TypeAlias = Callable[[Vectors, Vectors | None, Goal], Solution]
+CorrectionSolver: TypeAlias = Callable[[Vectors, Goal], Solution]
 
 
 class Refinement:
@@ -60,7 +60,7 @@ class Refinement:
         self.iterations = self.matvecs = self.exact_matvecs = 0
 
     def solve(self, solver: CorrectionSolver, goal: Goal) -> Solution:
-        """Correct as long as this halves the residual; ``solver(B, X0, goal)`` works in ``dtype``."""
+        """Correct as long as this halves the residual; ``solver(B, goal)`` works in ``dtype``."""
         todo = self.usable.live
         while len(todo):
             todo = self.look(todo, goal.rtol)
@@ -93,7 +93,7 @@ class Refinement:
         sizes = self.sizes[todo.to(self.sizes.device)]
         unit = columns(self.residual, todo) / sizes
         inner = min(max(self.digits, 0.5 * goal.rtol / float(self.last[todo].amax())), 0.5)
-        part = solver(unit.to(self.dtype), None, Goal(inner, goal.maxiter - self.iterations))
+        part = solver(unit.to(self.dtype), Goal(inner, goal.maxiter - self.iterations))
         self.iterations, self.matvecs = self.iterations + part.iterations, self.matvecs + part.matvecs
         if Reason.PRECISION_LIMIT in part.reasons:
             self.digits = FEWER_DIGITS
@@ -118,7 +118,6 @@ class Refinement:
         return Solution(
             X,
             reasons,
-            converged(reasons),
             self.last,
             backward,
             self.iterations,

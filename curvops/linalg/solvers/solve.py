@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from jaxtyping import Shaped
@@ -33,14 +33,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.ambient import current_run, running
-from curvops.checks import carries_graph, check_choice, check_limits, check_tensor, in_forward_mode, refuse_tangents
+from curvops.checks import carries_graph, check_choice, check_tensor, in_forward_mode, refuse_tangents
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.memory import longest
-from curvops.linalg.core.results import Reason, Solution, accept, converged
+from curvops.linalg.core.results import Reason, Solution, accept
 from curvops.linalg.core.rounding import rounding_level
-from curvops.linalg.core.sharded import Sharded, algorithm
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, SKETCHED, System, chosen, routes
-from curvops.linalg.core.symmetry import clearly_indefinite, is_psd
+from curvops.linalg.core.symmetry import clearly_indefinite, is_psd, is_symmetric
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -64,38 +64,9 @@ from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import Preconditioner, precision_limited
 from curvops.progress import Progress
+from curvops.ranks.sharded_vectors import Sharded
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
-
-
-class Promises(NamedTuple):
-    """The known properties of an operator; a ``definite`` one is solved by CG, and negative curvature is an error."""
-
-    symmetric: bool
-    definite: bool
-    at_hand: bool = False
-    """Whether the matrix exists and need not be formed."""
-
-
-class TaggedOperator(Protocol):
-    """An operator that declares its properties."""
-
-    def promises(self) -> Promises:
-        """Return the known properties."""
-
-    def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
-        """Return the function block -> A⁻¹ block if there is a closed form."""
-
-    def require_definite(self) -> None:
-        """Raise an error if a closed form shows that A is singular or indefinite."""
-
-    def preconditioner(self, columns: int = 1, *, memory_budget: int | None = None) -> Any:
-        """Return M ≈ A⁻¹ for ``columns`` right-hand sides, None if none pays off."""
-
-
-def is_tagged(A: Any) -> TypeGuard[TaggedOperator]:
-    """Return whether A declares its properties."""
-    return hasattr(A, "promises")
 
 
 def default_rtol(dtype: torch.dtype) -> float:
@@ -135,26 +106,34 @@ def _method_for(system: System) -> Method:
 
 def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
     """Collect the facts about A that decide the route: those needed now, or all of them (`whole`)."""
-    square, informed = A.shape[-1] == A.shape[-2], is_tagged(A)
-    form = square and is_tagged(A) and A.exact_solver() is not None
-    known = Promises(False, False)
-    if is_tagged(A) and (whole or not form):  # this may read numbers from a device
-        known = A.promises()
-    found = System(
+    square = A.shape[-1] == A.shape[-2]
+    form = square and exact_solver(A) is not None
+    tagged = whole or not form  # tags may read numbers from a device
+    system = System(
         rows=max(A.shape[-2:]),
         columns=columns,
         square=square,
         longest=longest(A) if whole else 0,
         itemsize=A.dtype.itemsize,
         closed_form=form,
-        at_hand=isinstance(A, Tensor) or known.at_hand,
-        symmetric=known.symmetric,
-        definite=known.definite,
-        recorded=whole and informed and carries_graph(to_linear_operator(A).representation()),
+        at_hand=is_stored(A),
+        symmetric=tagged and is_symmetric(A),
+        definite=tagged and getattr(A, "definite", False),
+        recorded=whole and hasattr(A, "definite") and carries_graph(to_linear_operator(A).representation()),
     )
-    if square and len(A.shape) == 2 and not known.symmetric and _method_for(found) == "lsmr":
-        return replace(found, symmetric=seems_symmetric(A))
-    return found
+    if square and len(A.shape) == 2 and not system.symmetric and _method_for(system) == "lsmr":
+        return replace(system, symmetric=seems_symmetric(A))
+    return system
+
+
+def exact_solver(A: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return the function block -> A⁻¹ block of an operator's closed form, None if it has none or is foreign."""
+    return A.exact_solver() if hasattr(A, "exact_solver") else None
+
+
+def is_stored(A: Any) -> bool:
+    """Return whether the matrix exists and need not be formed."""
+    return isinstance(A, Tensor) or getattr(A, "stored", False)
 
 
 def seems_symmetric(A: Matrix) -> bool:
@@ -221,21 +200,19 @@ def solve(
     require_precision(A.dtype, A.device)
     if A.ndim < 2 or not A.shape.numel():
         raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
-    check_limits(rtol, maxiter)
     if not has_rows(B, A.shape[-2]):
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
     taken = _method_for(system_of(A)) if method == "auto" else cast(Method, method)
     tolerance, tensors = default_rtol(operator.dtype) if rtol is None else float(rtol), operator.representation()
     recorded = carries_graph((B, *tensors))
-    if taken == "closed form" and is_tagged(A) and recorded and System(rows=operator.shape[-1]).small:
-        A.require_definite()  # the dense matrix has more gradients, for example those of eigenvectors
+    if taken == "closed form" and recorded and hasattr(A, "definite") and System(rows=operator.shape[-1]).small:
+        cast(Any, A).require_definite()  # the dense matrix has more gradients, for example those of eigenvectors
         taken = "dense"
     if taken == "dense":
-        known = A.promises() if is_tagged(A) else Promises(symmetric=False, definite=False)
         # A curvature is positive semidefinite by its formula, a matrix only by its user's word.
-        promised = method == "auto" and known.definite and (known.at_hand or not is_psd(A))
-        dense = partial(solve_dense, operator, rtol=tolerance, symmetric=known.symmetric, definite=promised)
+        promised = method == "auto" and getattr(A, "definite", False) and (is_stored(A) or not is_psd(A))
+        dense = partial(solve_dense, operator, rtol=tolerance, symmetric=is_symmetric(A), definite=promised)
         return shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(as_columns(B)), B)
     if in_forward_mode():
         refuse_tangents((B, *tensors))
@@ -272,38 +249,35 @@ class Request:
         if operator.ndim > 2:
             return torch.stack([self(operator[i], rhs[i]) for i in range(operator.shape[0])])
         if rhs.ndim > 2:
-            found = self._columns(operator, rhs.movedim(-2, 0).flatten(1))
-            return found.reshape(len(found), *rhs.shape[:-2], rhs.shape[-1]).movedim(0, -2)
-        return shaped_as(self._columns(operator, as_columns(rhs)), rhs)
+            X = self(operator, rhs.movedim(-2, 0).flatten(1))
+            return X.reshape(len(X), *rhs.shape[:-2], rhs.shape[-1]).movedim(0, -2)
+        common: dict[str, Any] = {"rtol": self.rtol, "maxiter": self.maxiter}
+        if self.method == "closed form":
+            exact = exact_solver(operator)
+            if exact is None:
+                raise ValueError(f"no closed form of {type(operator).__name__} is known; use method='auto'.")
+            return shaped_as(exact(as_columns(rhs)), rhs)
+        if self.method == "lsmr":
+            return accept(lsmr(operator, rhs, consistent=operator.is_square, **common), self.rtol)
+        if self.method == "minres":
+            return accept(minres(operator, rhs, preconditioner=self.preconditioner, **common), self.rtol)
+        M, K = self.preconditioner, 1 if rhs.ndim == 1 else rhs.shape[1]
+        if M is None and hasattr(operator, "definite"):
+            for memory in current_run().memories:
+                memory.expect_many()  # one engine is used from the first product on, so that x depends on A and B alone
+            M = operator.preconditioner(K, memory_budget=self.memory_budget)
+        if K <= MOST_COLUMNS:
+            return accept(cg(operator, rhs, preconditioner=M, **common), self.rtol)
+        X = empty_block(rhs, K)
+        for start in range(0, K, MOST_COLUMNS):
+            block = part(rhs, start, start + MOST_COLUMNS)
+            put(X, start, accept(cg(operator, block, preconditioner=M, **common), self.rtol))
+        return X
 
     def in_backward(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
         """Solve in a backward pass, outside of the call that made the request."""
         with running("solve", operator, self.progress, self.memory_budget):
             return self(operator, rhs)
-
-    def _columns(self, operator: LinearOperator, B: Tensor) -> Tensor:
-        common: dict[str, Any] = {"rtol": self.rtol, "maxiter": self.maxiter}
-        if self.method == "closed form":
-            exact = operator.exact_solver() if is_tagged(operator) else None
-            if exact is None:
-                raise ValueError(f"no closed form of {type(operator).__name__} is known; use method='auto'.")
-            return exact(B)
-        if self.method == "lsmr":
-            return accept(lsmr(operator, B, consistent=operator.is_square, **common), self.rtol)
-        if self.method == "minres":
-            return accept(minres(operator, B, preconditioner=self.preconditioner, **common), self.rtol)
-        M, K = self.preconditioner, B.shape[1]
-        if M is None and is_tagged(operator):
-            for memory in current_run().memories:
-                memory.expect_many()  # one engine is used from the first product on, so that x depends on A and B alone
-            M = operator.preconditioner(K, memory_budget=self.memory_budget)
-        if K <= MOST_COLUMNS:
-            return accept(cg(operator, B, preconditioner=M, **common), self.rtol)
-        X = empty_block(B, K)
-        for start in range(0, K, MOST_COLUMNS):
-            block = part(B, start, start + MOST_COLUMNS)
-            put(X, start, accept(cg(operator, block, preconditioner=M, **common), self.rtol))
-        return X
 
 
 def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: bool, definite: bool) -> Tensor:
@@ -317,11 +291,10 @@ def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: boo
         matrix = (matrix + matrix.mT) / 2  # makes gradients inside A symmetric, too
     x, info = _solve_by_lu(matrix, B)
     with torch.no_grad():
-        found = certify_dense(matrix.detach(), x.detach(), B.detach(), info, rtol)
+        solution = certify_dense(matrix.detach(), x.detach(), B.detach(), info, rtol)
         if definite and clearly_indefinite(matrix.detach()):
-            reasons = (Reason.NOT_POSITIVE_DEFINITE,) * len(found.reasons)
-            found = replace(found, reasons=reasons, converged=converged(reasons))
-        accept(found, rtol)
+            solution = replace(solution, reasons=(Reason.NOT_POSITIVE_DEFINITE,) * len(solution.reasons))
+        accept(solution, rtol)
     return x
 
 
@@ -357,7 +330,7 @@ def certify_dense(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: floa
         reasons = tuple(_dense_reason(r, b, max(rtol, level), level, singular) for r, b in pairs)
     history = relative.unsqueeze(0)
     flat = x.movedim(-2, 0).reshape(x.shape[-2], -1)
-    return Solution(flat, reasons, converged(reasons), relative, backward, 0, len(reasons), history)
+    return Solution(flat, reasons, relative, backward, 0, len(reasons), history)
 
 
 def _dense_reason(residual: float, backward: float, rtol: float, level: float, singular: bool) -> Reason:

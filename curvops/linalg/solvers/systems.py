@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import partial
-from operator import matmul
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -22,9 +20,9 @@ from torch import Tensor
 
 from curvops.ambient import Groups, columns_at_a_time, current_run, hold
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.checks import check_callable, check_limits, check_tensor, checked_number, refuse_tangents, shown
+from curvops.checks import check_tensor, checked_number, refuse_tangents, shown
 from curvops.linalg.core.memory import Multiply
-from curvops.linalg.core.results import Reason, Solution, converged, join_histories
+from curvops.linalg.core.results import Reason, Solution, join_histories
 from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.vectors import (
     Description,
@@ -43,7 +41,7 @@ from curvops.linalg.core.vectors import (
     shaped_as,
     zero_block,
 )
-from curvops.progress import as_step, aside, remark, time_left
+from curvops.progress import as_step, remark, time_left
 from curvops.records import from_record, restore, state_of
 
 MOST_ITERATIONS = 10_000
@@ -105,10 +103,9 @@ def check(
         raise ValueError(f"B must have shape ({m},) or ({m}, K) for A of {m} x {n}, got {tuple(B.shape)}.")
     if x0 is not None and x0.shape != (n, *B.shape[1:]):
         raise ValueError(f"x0 must have shape {(n, *B.shape[1:])}, got {tuple(x0.shape)}.")
-    tolerance = checked_number("rtol", rtol, "[0, inf)")
-    check_limits(maxiter=maxiter)
-    check_callable("callback", callback)
-    return Goal(tolerance, iterations_allowed(min(m, n), maxiter), callback)
+    if maxiter is not None:
+        checked_number("maxiter", maxiter, "[0, inf]")
+    return Goal(checked_number("rtol", rtol, "[0, inf)"), iterations_allowed(min(m, n), maxiter), callback)
 
 
 def iterations_allowed(n: int, maxiter: int | None) -> int:
@@ -125,46 +122,45 @@ def shifted(A: Matrix, shift: float) -> Matrix:
     return A.add_diagonal(torch.tensor(shift, dtype=A.dtype, device=A.device))
 
 
-def as_function(preconditioner: Preconditioner | None, facts: Description) -> Multiply:
-    """Return the preconditioner of the matrix with these facts as a function on blocks.
+def as_function(preconditioner: Preconditioner, facts: Description) -> Multiply:
+    """Return a preconditioner of the matrix with these facts as a function on blocks, whose products are not counted.
 
     Raises:
         TypeError: it cannot be applied to a block, or is a sketch of A, which would be mistaken for its inverse.
-        ValueError: it has another size or dtype than A, or returns a block of another shape or dtype than it was given.
+        ValueError: it has another size or dtype than A, or returns a block unlike the one it was given.
     """
-    if preconditioner is None:
-        return lambda V: V
-    if isinstance(preconditioner, (Tensor, LinearOperator)):
+    multiply: Any = preconditioner
+    if isinstance(preconditioner, Tensor | LinearOperator):
         if tuple(preconditioner.shape) != (facts.rows, facts.rows) or preconditioner.dtype != facts.dtype:
             raise ValueError(
                 f"the preconditioner must be ({facts.rows}, {facts.rows}) and {facts.dtype}, as A is, got "
                 f"{tuple(preconditioner.shape)} and {preconditioner.dtype}."
             )
-        return aside(product(preconditioner))
-    if callable(getattr(preconditioner, "preconditioner", None)):
+        multiply = product(preconditioner)
+    elif callable(getattr(preconditioner, "preconditioner", None)):
         raise TypeError(
             f"a {type(preconditioner).__name__} approximates A, and a preconditioner must approximate its "
             "inverse: pass the result of its preconditioner(shift)."
         )
-    if isinstance(preconditioner, Multiplies) and not isinstance(preconditioner, np.ndarray):
-        return aside(partial(_applied, partial(matmul, preconditioner)))
-    if callable(preconditioner):
-        return aside(partial(_applied, preconditioner))
-    raise TypeError(
-        f"preconditioner must be a matrix, have __matmul__, or be a function on blocks, got {shown(preconditioner)}."
-    )
-
-
-def _applied(function: Multiply, V: Vectors) -> Vectors:
-    """Return the function's value at a block; raise ValueError unless it is like the block."""
-    found = function(V)
-    if getattr(found, "shape", None) != V.shape or found.dtype != V.dtype:
-        dtype = getattr(found, "dtype", None)
-        raise ValueError(
-            f"the preconditioner was given {V.dtype} of shape {tuple(V.shape)}, but returned "
-            f"{shown(found) if dtype in (None, V.dtype) else dtype}."
+    elif isinstance(preconditioner, Multiplies) and not isinstance(preconditioner, np.ndarray):
+        multiply = preconditioner.__matmul__
+    elif not callable(preconditioner):
+        raise TypeError(
+            "preconditioner must be a matrix, have __matmul__, or be a function on blocks, got "
+            f"{shown(preconditioner)}."
         )
-    return found
+
+    def precondition(V: Vectors) -> Vectors:
+        image = as_step(0, multiply, V)
+        if getattr(image, "shape", None) != V.shape or image.dtype != V.dtype:
+            dtype = getattr(image, "dtype", None)
+            raise ValueError(
+                f"the preconditioner was given {V.dtype} of shape {tuple(V.shape)}, but returned "
+                f"{shown(image) if dtype in (None, V.dtype) else dtype}."
+            )
+        return image
+
+    return precondition
 
 
 def precision_limited(residual: float, backward: float, level: float) -> bool:
@@ -353,18 +349,16 @@ class Records:
         history = torch.zeros(len(self.history), K, dtype=torch.float64)
         rows = torch.tensor(self.history, dtype=torch.float64)
         history[:, usable.live] = rows.reshape(len(history), len(usable.live))
-        found: list[Any] = list(map(usable.reasons.get, range(K)))
+        reasons = dict(usable.reasons)
         for i, j in enumerate(usable.live.tolist()):
-            found[j] = self.reasons[i]
+            reasons[j] = self.reasons[i]
         x, lost = usable.place(self.X * self.length * self.height)
         for j in lost:
-            found[j] = Reason.NON_FINITE
+            reasons[j] = Reason.NON_FINITE
             residuals[j] = backward[j] = math.inf
-        reasons = tuple(found)
         return Solution(
             x,
-            reasons,
-            converged(reasons),
+            tuple(reasons[j] for j in range(K)),
             residuals,
             backward,
             self.iteration,
@@ -438,7 +432,6 @@ def join_solutions(parts: Sequence[Solution], X: Vectors) -> Solution:
     return Solution(
         X,
         tuple(reason for part in parts for reason in part.reasons),
-        torch.cat([part.converged for part in parts]),
         torch.cat([part.relative_residuals for part in parts]),
         torch.cat([part.backward_errors for part in parts]),
         max(part.iterations for part in parts),

@@ -49,8 +49,6 @@ TARGETS = (
 NAMES = ("inputs", "targets", "weights")
 LABELS = ("labels", "label")
 """The names of the targets in Hugging Face collators and data sets."""
-IGNORED = -100
-"""The label of ignored positions in Hugging Face batches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,11 +120,9 @@ class Reading:
     def read(self, item: object, index: int = 0) -> Batch:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
         with _in_batch(index):
-            inputs: Any
-            inputs, targets, w = parts_of(item, self.weights)
-            if not isinstance(item, Batch):
-                inputs = normalise(inputs)
-                _require_aligned(inputs, targets, w)
+            given, targets, w = parts_of(item, self.weights)
+            inputs = normalise(given)
+            _require_aligned(inputs, targets, w)
             if w is not None and not w.is_floating_point():
                 w = w.to(self.dtype or torch.get_default_dtype())
             if self.layout is not None:
@@ -206,6 +202,11 @@ class Batches:
     def prints(self) -> DataPrints:
         """The fingerprints of the points; they stay the same for data moved to another device or dtype."""
         return DataPrints(*self._sums.tolist())
+
+    @property
+    def own_prints(self) -> DataPrints:
+        """The fingerprints of the points of this process."""
+        return self.prints
 
     def are(self, inputs: object, targets: object) -> bool:
         """Return whether all points are those of these inputs and targets, in any order; False if they have weights.
@@ -318,6 +319,11 @@ class AbsentBatches:
     start: ClassVar[int] = 0
 
     @property
+    def own_prints(self) -> DataPrints:
+        """The fingerprints of the points of this process."""
+        return self.prints
+
+    @property
     def largest(self) -> int:
         """The number of points of the largest batch."""
         return max(self.sizes)
@@ -332,17 +338,18 @@ class AbsentBatches:
 
 @dataclass(frozen=True, eq=False)
 class _InMemory:
-    """Re-iterable slices of tensors in memory."""
+    """Re-iterable slices of tensors in memory, as mappings with the three names that any batch may have."""
 
-    points: Batch
+    inputs: Inputs
+    others: dict[str, Tensor]
     batch_size: int
     mapping_type: type  # the type of the inputs, if they were a mapping
 
-    def __iter__(self) -> Iterator[Batch]:
-        inputs, targets, w = self.points.inputs, self.points.targets, self.points.weights
-        for start in range(0, len(targets), self.batch_size):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for start in range(0, len(self.others["targets"]), self.batch_size):
             chosen = slice(start, start + self.batch_size)
-            yield Batch(take(inputs, chosen), targets[chosen], None if w is None else w[chosen])
+            others = {name: tensor[chosen] for name, tensor in self.others.items()}
+            yield {"inputs": take(self.inputs, chosen), **others}
 
 
 def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[object]:
@@ -361,7 +368,8 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         given, targets, w = parts_of(data, weights)
         inputs = normalise(given)
         _require_aligned(inputs, targets, w)
-        return _InMemory(Batch(inputs, targets, w), batch_size, type(given))
+        others = {"targets": targets} if w is None else {"targets": targets, "weights": w}
+        return _InMemory(inputs, others, batch_size, type(given))
     if isinstance(data, Dataset):
         checked_whole("batch_size", batch_size)
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
@@ -391,8 +399,6 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
     weights: whether a third item was declared to be weights. Raises TypeError for another form, and for a third item
     that was not declared; ValueError for labels that a causal language model shifts.
     """
-    if isinstance(item, Batch):  # of data in memory, whose parts are known
-        return item.inputs, item.targets, item.weights
     if isinstance(item, (tuple, list)) and len(item) in (2, 3):
         if len(item) == 3 and not weights:
             raise TypeError(_describe_undeclared(item[2]))
@@ -426,7 +432,7 @@ def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
     inputs = {name: part for name, part in item.items() if name not in apart}
     y, ids = (tensor_of(item.get(name)) for name in (given[0], "input_ids"))
     alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
-    if alike and bool(((y == ids) | (y == IGNORED)).all()):
+    if alike and bool(((y == ids) | (y == -100)).all()):  # Hugging Face ignores this label
         raise ValueError(
             "the labels are the input_ids themselves: pass (inputs, targets) with the targets shifted, "
             "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."

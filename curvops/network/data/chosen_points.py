@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, default_collate
 
 from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.inputs import normalise, take
-from curvops.network.data.shard import Shard
+from curvops.ranks.shard import Shard
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -240,7 +241,7 @@ class Layout:
             return 1
         return self.shape[0 if self.class_dim == 1 else -1]
 
-    @property
+    @cached_property
     def positions(self) -> tuple[int, ...]:
         """The lengths of the dimensions that are positions; empty if a point has one position."""
         return tuple(self.shape[1:] if self.class_dim == 1 else self.shape[:-1])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -14,16 +14,14 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from torch.utils.flop_counter import flop_registry
 
-from curvops.eager_mode import EagerMode
 from curvops.network.data.inputs import components, in_pieces, normalise, num_points, take
-from curvops.network.engines.replay import Held, Recorder, Replay, extent, has_memory, tensors_in
+from curvops.network.engines.replay import EagerMode, Recorder, Replay, bytes_beside, tensors_in
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks, FlatLayout, OneBlock, as_stored
 
 Pushes = Literal["forward mode", "double backward", "rows"]
 """The ways to compute J v from a model's derivatives."""
-T = TypeVar("T")
 
 
 class Streamed:
@@ -71,21 +69,19 @@ class Streamed:
             return record_graph(self.model, self.inputs, self.names).push(tangents)
         if self.pushes == "rows":
             return self._push_by_rows(tangents)
-        columns = next(iter(tangents.values())).shape[0]
-        return _stack([self._push_one(_one_of(tangents, self.names, k)) for k in range(columns)])
+        pushed, values = [], self.model.values
+        for k in range(len(next(iter(tangents.values())))):
+            with self.model.differentiating(), torch.no_grad(), forward_ad.dual_level():
+                duals = {name: _dual(values[name], as_stored(tangents[name][k])) for name in self.names}
+                outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, self.inputs))
+            self._outputs = outputs.detach()
+            pushed.append(torch.zeros_like(outputs) if result is None else result.detach())
+        return _stack(pushed)
 
     def _push_by_rows(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         points = range(num_points(self.inputs))
         graphs = (record_graph(self.model, take(self.inputs, slice(n, n + 1)), self.names) for n in points)
         return torch.stack([graph.push_by_rows(tangents) for graph in graphs], 1)
-
-    def _push_one(self, tangent: Blocks) -> Float[Tensor, "n C"]:
-        with self.model.differentiating(), torch.no_grad(), forward_ad.dual_level():
-            values = self.model.values
-            duals = {n: forward_ad.make_dual(_own_storage(values[n]), _own_storage(tangent[n])) for n in self.names}
-            outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, self.inputs))
-        self._outputs = outputs.detach()
-        return torch.zeros_like(outputs) if result is None else result.detach()
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
         """Return Jᵀ U for K cotangents, by name, (K, *shape) each."""
@@ -104,7 +100,7 @@ class Recorded:
 
     def __init__(self, model: Model, inputs: Any, names: Sequence[str], replay: Replay | None) -> None:
         self.model, self.names, self._replay = model, tuple(names), replay
-        self._graph, saved = count_saved(model, inputs, lambda: record_graph(model, inputs, names))
+        self._graph, saved = count_saved(model, inputs, names)
         given = [tensor for _, tensor in components(normalise(inputs))]
         # The graph of a pull, for a double backward pass, kept at most twice as much again when measured.
         self.nbytes = saved * 3 if replay is None else saved + replay.nbytes([*model.tensors(), *given])
@@ -176,8 +172,7 @@ def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | N
         values = model.values
         duals = {}
         for name in names:
-            # Any tangent serves, such as the weights, which exist already.
-            duals[name] = forward_ad.make_dual(_own_storage(values[name]), _own_storage(values[name]))
+            duals[name] = _dual(values[name], values[name])  # any tangent serves, such as the weights, which exist
             recorder.follow(name, forward_ad.unpack_dual(duals[name]).tangent)
         return recorder.replay(forward_ad.unpack_dual(model({**values, **duals}, inputs)).tangent)
     return None
@@ -191,29 +186,26 @@ class _Graph:
 
     def pull(self, cotangents: Float[Tensor, "K n C"], keep: bool = True) -> Blocks:
         """Return Jᵀ U; without `keep` the last backward pass frees the graph behind it, and must be the last one."""
-        last = None if keep else len(cotangents) - 1
-        layout = FlatLayout(self.names, tuple(leaf.shape for leaf in self._leaves.values()))
-        found = OneBlock.if_large(layout, len(cotangents), next(iter(self._leaves.values())).detach())
-        if found is not None:
-            self._differentiating(lambda: self._fill(found, cotangents, last))
-            return found
-        rows = self._differentiating(lambda: [self._backward(u, k != last) for k, u in enumerate(cotangents)])
-        return {name: _stack([row.pop(name) for row in rows]) for name in self.names}  # freed as they are stacked
-
-    def _fill(self, found: OneBlock, cotangents: Float[Tensor, "K n C"], last: int | None) -> None:
-        for k, u in enumerate(cotangents):
-            row = self._backward(u, k != last)
-            for name, gradients in found.items():
-                gradients[k] = row.pop(name)
-
-    def _backward(self, cotangent: Tensor, keep: bool) -> Blocks:
-        leaves = list(self._leaves.values())
+        leaves = [*self._leaves.values()]
         if not self.outputs.requires_grad:
-            return {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items()}
-        # A copy: a custom backward that writes into its argument would write into the caller's vector.
-        given = cotangent.clone()
-        gradients = torch.autograd.grad(self.outputs, leaves, given, retain_graph=keep, materialize_grads=True)
-        return {name: gradient.detach() for name, gradient in zip(self.names, gradients)}
+            return {name: leaf.new_zeros(len(cotangents), *leaf.shape) for name, leaf in self._leaves.items()}
+        layout = FlatLayout(self.names, tuple(leaf.shape for leaf in leaves))
+        rows: list[list[Tensor]] = []
+        with self.model.differentiating(), self.model.holding(self._leaves):
+            block = OneBlock.if_large(layout, len(cotangents), leaves[0].detach())
+            for k, u in enumerate(cotangents):
+                retain = keep or k + 1 < len(cotangents)
+                # A copy: a custom backward that writes into its argument would write into the caller's vector.
+                options: dict[str, Any] = {"retain_graph": retain, "materialize_grads": True}
+                row = [g.detach() for g in torch.autograd.grad(self.outputs, leaves, u.clone(), **options)]
+                if block is None:
+                    rows.append(row)
+                    continue
+                for target in block.values():
+                    target[k] = row.pop(0)
+        if block is not None:
+            return block
+        return {name: _stack([row.pop(0) for row in rows]) for name in self.names}  # freed as they are stacked
 
     @cached_property
     def _adjoint(self) -> tuple[Tensor, Blocks]:
@@ -226,8 +218,16 @@ class _Graph:
         return dummy, {name: g for name, g in pairs if g is not None and g.requires_grad}
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
-        columns = next(iter(tangents.values())).shape[0]
-        return torch.stack(self._differentiating(lambda: [self._forward(tangents, k) for k in range(columns)]))
+        """Return J V by double backward passes."""
+        columns = len(next(iter(tangents.values())))
+        with self.model.differentiating(), self.model.holding(self._leaves):
+            pushed = self.outputs.detach().new_zeros(columns, *self.outputs.shape)
+            dummy, pulled = self._adjoint if self.outputs.requires_grad else (self.outputs, {})
+            for k in range(columns if pulled else 0):  # without any, the derivative is zero whatever the cotangent
+                along = [_leave_inference(tangent) for tangent in _one_of(tangents, pulled, k).values()]
+                (result,) = torch.autograd.grad(list(pulled.values()), dummy, along, retain_graph=True)
+                pushed[k] = result.detach()
+        return pushed
 
     def push_by_rows(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K C"]:
         """Return J V at the one point of this graph; its rows come one at a time from backward passes."""
@@ -240,18 +240,6 @@ class _Graph:
             result[:, c] = sum(tangents[name].flatten(1) @ row[name].flatten() for name in self.names)
         return result
 
-    def _forward(self, tangents: Mapping[str, Tensor], k: int) -> Float[Tensor, "n C"]:
-        dummy, pulled = self._adjoint if self.outputs.requires_grad else (self.outputs, {})
-        if not pulled:  # the derivative is zero whatever the cotangent
-            return torch.zeros_like(self.outputs)
-        along = [_leave_inference(tangent) for tangent in _one_of(tangents, pulled, k).values()]
-        (result,) = torch.autograd.grad(list(pulled.values()), dummy, along, retain_graph=True)
-        return result.detach()
-
-    def _differentiating(self, run: Callable[[], Any]) -> Any:
-        with self.model.differentiating():
-            return self.model.holding(self._leaves, run)
-
 
 def record_graph(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
     """Return one forward pass with its graph."""
@@ -259,11 +247,6 @@ def record_graph(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
         values = model.values
         leaves = {name: values[name].detach().requires_grad_() for name in names}
         return _Graph(model, leaves, model({**values, **leaves}, inputs))
-
-
-def saved_bytes(model: Model, inputs: Any) -> int:
-    """Return the bytes that one recorded forward pass keeps for these inputs, inputs included."""
-    return count_saved(model, inputs, lambda: record_graph(model, inputs, model.selection.names))[1]
 
 
 def _stack(rows: list[Tensor]) -> Tensor:
@@ -277,6 +260,11 @@ def _as_matrix(block: Float[Tensor, "K *shape"]) -> Float[Tensor, "K d"]:
 
 def _one_of(tangents: Mapping[str, Tensor], names: Iterable[str], k: int) -> Blocks:
     return {name: as_stored(tangents[name][k]) for name in names}
+
+
+def _dual(value: Tensor, tangent: Tensor) -> Tensor:
+    dual: Tensor = forward_ad.make_dual(_own_storage(value), _own_storage(tangent))
+    return dual
 
 
 def _own_storage(view: Tensor) -> Tensor:
@@ -294,31 +282,34 @@ def _leave_inference(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def count_saved(model: Model, inputs: Any, run: Callable[[], T]) -> tuple[T, int]:
-    """Return what `run` returns, and the bytes of the inputs and of the distinct storages that autograd saves in it.
+def saved_bytes(model: Model, inputs: Any) -> int:
+    """Return the bytes that one recorded forward pass keeps for these inputs, inputs included."""
+    return count_saved(model, inputs, model.selection.names)[1]
+
+
+def count_saved(model: Model, inputs: Any, names: Sequence[str]) -> tuple[_Graph, int]:
+    """Return a pass with its graph, and the bytes of the inputs and of the distinct storages that autograd saves in it.
 
     The model's own storages are not counted, and for inputs, which may be slices of all data, only their own bytes are.
     A model that differentiates itself by `torch.func` allows no hooks of saved tensors: it runs again, and the results
     of all operations count, of which the saved ones are a part.
     """
     given = [tensor for _, tensor in components(normalise(inputs))]
-    own = sum(tensor.nbytes for tensor in given)
-    held = Held([*model.tensors(), *given])
-    extents: set[tuple[int, int]] = set()
+    own = sum([tensor.nbytes for tensor in given])
+    saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        if has_memory(tensor) and tensor not in held:
-            extents.add(extent(tensor))
-        return tensor.detach()  # an operation that saves its own output would never be freed
+        saved.append(tensor.detach())  # an operation that saves its own output would never be freed
+        return saved[-1]
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            found = run()
-        return found, own + sum(end - start for start, end in extents)
+            graph = record_graph(model, inputs, names)
+        return graph, own + bytes_beside(saved, [*model.tensors(), *given])
     except RuntimeError:
         with Operations() as operations:
-            found = run()
-        return found, own + operations.nbytes
+            graph = record_graph(model, inputs, names)
+        return graph, own + operations.nbytes
 
 
 class Operations(EagerMode):

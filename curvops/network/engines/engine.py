@@ -10,11 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from curvops.ambient import SMALL_BYTES
 from curvops.network.data.inputs import copy as copied
 from curvops.network.data.inputs import in_pieces, num_points, take
 from curvops.network.engines.autodiff import KeptRows, Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import (
-    MAPPED_BYTES,
     Call,
     Layerwise,
     Owners,
@@ -23,17 +23,23 @@ from curvops.network.engines.layerwise import (
     owners_of,
     record,
 )
-from curvops.network.engines.plan import EngineChoice, EngineKind, Plan, rates_of
-from curvops.network.engines.routes import Routes, find_routes, proves_itself, try_recording
-from curvops.network.engines.self_check import Checked, bypassed, mismatches, path_of, random_root
+from curvops.network.engines.plan import CPU, GPU, EngineChoice, EngineKind, Plan, Routes
+from curvops.network.engines.self_check import (
+    Checked,
+    bypassed,
+    find_routes,
+    mismatches,
+    path_of,
+    proves_itself,
+    random_root,
+    try_recording,
+)
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import Blocks
+from curvops.network.model.parameters import MAPPED_BYTES, Blocks
 
 # The least number of bytes of sensitivities used at a time while a layerwise engine is built.
-LEAST_CHUNK = 16 * 2**20
-# The number of points on which layer rules are checked before use.
-CHECKED_POINTS = 8
+LEAST_CHUNK = SMALL_BYTES
 # On a CPU passes without a graph are over at least so many points at a time, for which weights are read only once.
 FORWARD_POINTS = 32
 NO_LAYER = "its layer does not run as a layer"
@@ -56,10 +62,10 @@ class Engine(Protocol):
 class Engines:
     """A builder of engines for batches of a model, which is probed on the first two points of the inputs `first`.
 
-    The probe determines the number of outputs, which derivatives exist and are right (see `routes`), which layers run
-    as layers, and how many bytes an engine keeps. The layer rules are checked on some points of the first batch, and on
-    all points of a later one whose recorded pass takes another path. With `whole`, the pass over all of `first` is kept
-    for a caller that needs its rows (`pop_first`).
+    The probe determines the number of outputs, which derivatives exist and are right (`self_check.py`), which layers
+    run as layers, and how many bytes an engine keeps. The layer rules are checked on some points of the first batch,
+    and on all points of a later one whose recorded pass takes another path. With `whole`, the pass over all of `first`
+    is kept for a caller that needs its rows (`pop_first`).
     """
 
     plan: Plan
@@ -81,9 +87,9 @@ class Engines:
         recording = record(model, seen, self._owned)
         outputs, calls, misfits = recording
         self.model, self._first = model, (seen, recording) if whole else None
-        path = path_of(model, recording)
-        run = path, outputs.shape[1], [call.layer.output[1:] for call in calls], misfits
-        if path is not None and run == self._run:
+        path = path_of(model, recording) if whole else None
+        run = None if path is None else (path, outputs.shape[1], [call.layer.output[1:] for call in calls], misfits)
+        if run is not None and run == self._run:
             return  # the network runs as it did at the weights before: what was found then holds
         self._run, self._num_outputs = run, outputs.shape[1]
         self._few = copied(take(first, slice(0, 2))) if whole else seen  # engines may outlive the batch
@@ -95,17 +101,16 @@ class Engines:
         self._paths: dict[int, frozenset[str]] = {}  # the parameters with wrong layers, by the path of a checked pass
         names = model.selection.names
         self._routes = {names: find_routes(model, self._few, names)}
-        # One point in addition to two, so that a dimension of length two is not mistaken for the points.
-        alone = record(model, take(self._few, slice(0, 1)), self._owned)[2] if self._owned else set()
-        self._rejected = dict.fromkeys(misfits | alone | never_ran(calls, self._owned), NO_LAYER)
+        # A layer that takes another dimension of length two for the points is found out before it is used.
+        self._rejected = dict.fromkeys(misfits | never_ran(calls, self._owned), NO_LAYER)
         self._make_plan(calls)
 
     def pop_first(self) -> tuple[Tensor, list[Call]] | None:
         """Return the outputs and calls of the pass over all first points, once; None without right rules for all."""
-        found, self._first = self._first, None
-        if self.checked_others(self._few) or found is None:
+        first, self._first = self._first, None
+        if self.checked_others(self._few) or first is None:
             return None
-        inputs, recording = found
+        inputs, recording = first
         if self._first_differs is None:
             self._first_differs = bool(self._differing(inputs, recording))
         return None if self._first_differs else recording[:2]
@@ -150,7 +155,8 @@ class Engines:
         rest = Streamed(self.model, inputs, others) if others else None
         root = IDENTITY if whole else random_root(num_points(inputs), self._num_outputs, self.model.theta)
         engine = Layerwise(self.model, recording, rest, LEAST_CHUNK, root)
-        return mismatches(engine, reference if whole else RootJacobian(reference, root), self._in_layers)
+        pull = reference.pull if whole else RootJacobian(reference, root).pull
+        return mismatches(engine, pull, self._in_layers)
 
     @property
     def _in_layers(self) -> list[str]:
@@ -188,8 +194,8 @@ class Engines:
         these are computed for fewer points at a time, so that Kronecker factors do not depend on earlier calls.
         """
         self.checked_others(inputs, whole=root is IDENTITY)
-        if self.plan.is_last_layer and root is IDENTITY and (found := self._build_last_layer(inputs)):
-            return found
+        if self.plan.is_last_layer and root is IDENTITY and (engine := self._build_last_layer(inputs)):
+            return engine
         if self.plan.layers:
             recording = self.record(inputs)
             if not recording[2]:
@@ -207,7 +213,7 @@ class Engines:
         the graph tells which layers are left out by a path.
         """
         with self.model.lock:
-            count = min(CHECKED_POINTS, num_points(inputs))
+            count = min(8, num_points(inputs))
             while self.plan.layers and not self._checked & {True, whole}:
                 alone = [take(inputs, slice(i, i + 1)) for i in range(count)]
                 wrong = self._wrong_at([take(inputs, slice(0, count))], whole) and self._wrong_at(alone, whole)
@@ -256,7 +262,7 @@ class Engines:
         On a CPU, where the results of all operations then fit into memory that is used again.
         """
         made = self.plan.routes.made_bytes
-        return 0 if self.model.theta.is_cuda else max(FORWARD_POINTS, MAPPED_BYTES // max(1, made))
+        return 0 if self.model.theta.is_cuda else max(FORWARD_POINTS, (MAPPED_BYTES - 1) // max(1, made))
 
     def _build_streamed(self, inputs: Any) -> Streamed:
         return Streamed(self.model, inputs, self.model.selection.names, self.plan.routes.pushes, self.forward_points)
@@ -282,17 +288,17 @@ class Engines:
 
         Return None if all points are in one pass, or if the layer was not the last one in some pass.
         """
-        found: list[Layerwise] = []
+        engines: list[Layerwise] = []
         for part in in_pieces(inputs, self.forward_points):
             if part is inputs:
                 return None
             recording = self.record(part)
             if recording[2]:
                 return None
-            found.append(Layerwise(self.model, recording, None, LEAST_CHUNK))
-            if found[-1].features is None:
+            engines.append(Layerwise(self.model, recording, None, LEAST_CHUNK))
+            if engines[-1].features is None:
                 return None
-        return Layerwise.of_last_layers(found)
+        return Layerwise.of_last_layers(engines)
 
     def _build_layerwise(self, inputs: Any, room: int, root: Root, recording: Recording) -> Layerwise:
         others = tuple(self.plan.others)
@@ -334,7 +340,7 @@ class Engines:
             routes=self._routes_of(names),
             rest=self._routes_of(tuple(others)) if calls and others and layerwise else None,
             memory_budget=self.memory_budget,
-            rates=rates_of(self.model.theta.device),
+            rates=CPU if self.model.theta.device.type == "cpu" else GPU,
             half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
             unlike=self._unlike,
         )

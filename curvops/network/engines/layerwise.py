@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,13 +33,11 @@ from curvops.network.engines.rules import Local, Rule, rule_for, rule_of
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import NOTHING, Model
-from curvops.network.model.parameters import Blocks, FlatLayout, OneBlock
+from curvops.network.model.parameters import MAPPED_BYTES, Blocks, FlatLayout, OneBlock
 
 Owners = dict[nn.Module, dict[str, str]]
 COLUMN_BYTES = 2**22
 """Bytes of δ per cotangent above which, on a CPU, each gets its own backward pass, since batching rules copy."""
-# On a CPU a larger tensor is allocated anew each time, page by page, which costs more than reading δ again.
-MAPPED_BYTES = 2**25 - 1
 # Operations that change the shape of numbers, but not their order.
 RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
 # Functions of one number at a time.
@@ -103,12 +101,12 @@ class Layer:
 
     def from_matrix(self, matrix: Tensor) -> Blocks:
         """Return tensors by parameter name, the inverse of `to_matrix`."""
-        found = {}
+        tensors = {}
         if "bias" in self.names:
             matrix, bias = matrix.tensor_split((-1,), -1)
-            found[self.names["bias"]] = bias.flatten()
+            tensors[self.names["bias"]] = bias.flatten()
         turned = matrix[0].mT if self.rule.matrix_is_transposed else matrix
-        return found | {self.names["weight"]: turned.reshape(self.shape_of("weight"))}
+        return tensors | {self.names["weight"]: turned.reshape(self.shape_of("weight"))}
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,21 +148,17 @@ class Part(ABC):
     def nbytes(self) -> int:
         """The bytes that are kept."""
 
-    @property
+    @cached_property
     def work(self) -> int:
         """The numbers that a product makes for each vector."""
         return self.layer.output.numel()
 
-    def some_of(self, block: Tensor) -> list[slice]:
-        """Return ranges of a block's vectors that take at most `MAPPED_BYTES` each on a CPU."""
-        return in_parts(len(block), self.work * block.element_size(), block.is_cuda)
-
 
 def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
-    """Return ranges of a block's vectors, each as wide as fits into this many bytes of memory that is used again."""
-    if is_cuda or columns * column_bytes <= MAPPED_BYTES:
+    """Return ranges of a block's vectors, each as wide as fits into memory that is used again."""
+    if is_cuda or columns * column_bytes < MAPPED_BYTES:
         return [slice(0, columns)]
-    width = math.ceil(columns / math.ceil(columns * column_bytes / MAPPED_BYTES))
+    width = math.ceil(columns / math.ceil(columns * column_bytes / (MAPPED_BYTES - 1)))
     return [slice(start, start + width) for start in range(0, columns, width)]
 
 
@@ -216,7 +210,7 @@ class Factors(Part):
     def nbytes(self) -> int:
         return self.delta.nbytes + self.kept.nbytes
 
-    @property
+    @cached_property
     def work(self) -> int:
         # Through a weight nothing is read again for some of the vectors, so that fewer of them stay in a cache.
         return self.layer.output.numel() * (1 if self.weight is None else 8)
@@ -250,7 +244,7 @@ class Rows(Part):
     def nbytes(self) -> int:
         return self.jacobian.nbytes
 
-    @property
+    @cached_property
     def work(self) -> int:
         return 0
 
@@ -341,8 +335,8 @@ class Layerwise:
     @classmethod
     def of_last_layers(cls, engines: Sequence[Layerwise]) -> Layerwise:
         """Return the engine of consecutive points from those of some of them, whose only parts are `features`."""
-        whole, found = copy(engines[0]), [engine.features for engine in engines]
-        pieces = [features for features in found if features is not None]
+        whole, features_of = copy(engines[0]), [engine.features for engine in engines]
+        pieces = [features for features in features_of if features is not None]
         whole.outputs, whole.parts = torch.cat([engine.outputs for engine in engines]), [Features.concatenate(pieces)]
         whole.nbytes = whole.parts[0].nbytes
         return whole
@@ -353,7 +347,8 @@ class Layerwise:
             total = None if self.rest is None else self.rest.push(tangents)
             for part in self.parts:
                 names = part.layer.names.values()
-                some = part.some_of(tangents[next(iter(names))])
+                block = tangents[next(iter(names))]
+                some = in_parts(len(block), part.work * block.element_size(), block.is_cuda)
                 if len(some) == 1:
                     pushed = part.push(tangents)
                 else:
@@ -372,7 +367,7 @@ class Layerwise:
             if block is not None:
                 total = {name: block[name].copy_(gradient) for name, gradient in total.items()}
             for part in self.parts:
-                some = part.some_of(cotangents)
+                some = in_parts(len(cotangents), part.work * cotangents.element_size(), cotangents.is_cuda)
                 if len(some) == 1:
                     pulled = part.pull(cotangents)
                 else:
@@ -505,20 +500,20 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, r
                 rows = delta if delta is None or not as_rows[i] else _rows(calls[i], delta)
                 stores[i][:, some] = 0 if rows is None else rows
         del deltas, delta, rows  # before the next pass
-    found = [
+    parts = [
         Rows(call.layer, store) if rows else Factors(call.layer, call.kept, store)
         for call, store, rows, is_reached in zip(calls, stores, as_rows, reached)
         if is_reached
     ]
     feeding = [_slopes(model, call, last[0]) for call in before]
-    return [*found, *feeding, *(Features(call.layer, call.kept) for call in last)]
+    return [*parts, *feeding, *(Features(call.layer, call.kept) for call in last)]
 
 
 def _slopes(model: Model, call: Call, last: Call) -> Factors:
     """Return the part of a call that feeds the last layer, by one backward pass between the two."""
     h, layer = last.a, last.layer
-    run = partial(torch.autograd.grad, h, call.edge, torch.ones_like(h), retain_graph=True)
-    (slopes,) = model.holding(model.leaves(), run)
+    with model.holding(model.leaves()):
+        (slopes,) = torch.autograd.grad(h, call.edge, torch.ones_like(h), retain_graph=True)
     weight = model.values[layer.names["weight"]]
     weight = weight.mT if layer.rule.matrix_is_transposed else weight
     return Factors(call.layer, call.kept, slopes.detach(), weight)
@@ -540,9 +535,8 @@ def sensitivities(
         return [None] * len(calls)
     edges = [call.edge for call in calls]
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
-
-    def run() -> list[Tensor | None]:
-        small = outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES
+    small = outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES
+    with model.differentiating(), model.holding(model.leaves()):
         if small and len(cotangents) > 1:
             with suppress(RuntimeError):  # an operation without a batching rule
                 deltas = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
@@ -551,9 +545,6 @@ def sensitivities(
         by_call = [list(gradients) for gradients in zip(*passes)]
         del passes
         return [_side_by_side(by_call.pop(0)) for _ in calls]  # those of a call are freed once they are copied
-
-    with model.differentiating():
-        return model.holding(model.leaves(), run)
 
 
 def _side_by_side(gradients: list[Tensor | None]) -> Tensor | None:

@@ -32,10 +32,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-import torch
-
+from curvops.network.engines.autodiff import Pushes
 from curvops.network.engines.layerwise import Layer
-from curvops.network.engines.routes import Routes
 from curvops.summary import Table, Tabular
 
 EngineKind = Literal["streamed", "recorded", "layerwise", "formed"]
@@ -70,9 +68,26 @@ precision (half as many of both numbers in double precision), and ten operations
 each."""
 
 
-def rates_of(device: torch.device) -> Rates:
-    """Return the rates by which the rule weighs the costs of products on this device."""
-    return CPU if device.type == "cpu" else GPU
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """How J v is computed for some parameters, and what a recorded pass keeps. Bytes are per point.
+
+    `replayed` says whether a stored linearisation replays forward mode, `recordable` whether it may be stored at all
+    (rows are computed anew at each product). Until recording has been `tried`, both are assumed, with the bytes of the
+    graph alone. `made_bytes` are those of the results of all operations of a pass, `multiply_adds` (per point) those of
+    its matrix products and convolutions. `why` is the reason why only rows remain, without forward mode and double
+    backward.
+    """
+
+    pushes: Pushes
+    replayed: bool
+    recordable: bool
+    saved_bytes: int
+    recorded_bytes: int
+    made_bytes: int
+    multiply_adds: int
+    why: str = ""
+    tried: bool = True
 
 
 @dataclass(frozen=True)

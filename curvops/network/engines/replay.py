@@ -13,12 +13,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvops.eager_mode import EagerMode
 from curvops.network.model.parameters import Blocks
 
 READS = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
@@ -49,10 +50,10 @@ class _Step:
         args = _fill(self.args, held)
         if self.keywords:
             count = len(args) - len(self.keywords)
-            found = self.run(*args[:count], **dict(zip(self.keywords, args[count:])))
+            results = self.run(*args[:count], **dict(zip(self.keywords, args[count:])))
         else:
-            found = self.run(*args)
-        return found if self.in_list else (found,)
+            results = self.run(*args)
+        return results if self.in_list else (results,)
 
 
 class Replay:
@@ -82,10 +83,15 @@ class Replay:
 
     def nbytes(self, apart: Iterable[Tensor]) -> int:
         """Return the bytes of the constants, without those in the memory of the tensors in `apart`."""
-        held = Held(apart)
-        kept = (tensor for step in self._steps for tensor in tensors_in(step.args))
-        extents = {extent(tensor) for tensor in kept if has_memory(tensor) and tensor not in held}
-        return sum(end - start for start, end in extents)
+        return bytes_beside([tensor for step in self._steps for tensor in tensors_in(step.args)], apart)
+
+
+class EagerMode(TorchDispatchMode):
+    """A dispatch mode that torch does not wrap for its compiler, whose 800 modules the first operation would load."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class Recorder(EagerMode):
@@ -115,27 +121,27 @@ class Recorder(EagerMode):
         written = _find_written(func, args, kwargs) if func._schema.is_mutable else []
         for tensor in written:
             self._copy_what_shares(tensor)
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if not any(id(tensor) in self._slot_of for tensor in tensors_in([args, kwargs])):
-            return found
+            return result
         self._broken = self._broken or func in READS
         given = set(self._given.values())
         slots = [self._slot_of.get(id(tensor)) for tensor in written]
         self._writes = self._writes or bool(written)
         self._broken = self._broken or any(slot is None or slot in given for slot in slots)
         if func is torch.ops.aten.add.Tensor and not kwargs and (tangent := self._beside_zeros(args)) is not None:
-            if tangent.shape != found.shape:
-                func, args = torch.ops.aten.expand.default, (tangent, found.shape)
-            elif tangent.stride() == found.stride():  # what follows may need the strides of the sum
-                self._name(found, self._slot(tangent))
-                return found
-        in_list = isinstance(found, tuple | list)
-        results = found if in_list else (found,)
+            if tangent.shape != result.shape:
+                func, args = torch.ops.aten.expand.default, (tangent, result.shape)
+            elif tangent.stride() == result.stride():  # what follows may need the strides of the sum
+                self._name(result, self._slot(tangent))
+                return result
+        in_list = isinstance(result, tuple | list)
+        results = result if in_list else (result,)
         if any(isinstance(result, Tensor) for result in results):
             places = tuple(self._slot(result) if isinstance(result, Tensor) else None for result in results)
             values = self._referring([*args, *kwargs.values()])
             self._steps.append(_Step(func, values, tuple(kwargs), places, in_list))
-        return found
+        return result
 
     def replay(self, result: Tensor | None) -> Replay | None:
         """Return the steps that lead to the tangent of the outputs."""
@@ -173,7 +179,7 @@ class Recorder(EagerMode):
             if isinstance(value, Tensor) and id(value) in self._slot_of:
                 values[i] = _Slot(self._slot_of[id(value)])
             elif isinstance(value, Tensor) and has_memory(value):
-                self._kept_in[extent(value)[0]].append(values)
+                self._kept_in[_extent(value)[0]].append(values)
             elif isinstance(value, tuple | list) and any(isinstance(part, Tensor) for part in value):
                 values[i] = self._referring(list(value))
         return values
@@ -182,30 +188,30 @@ class Recorder(EagerMode):
         """Replace constants by copies if their memory is about to be written to."""
         if not has_memory(tensor):
             return
-        for values in self._kept_in.pop(extent(tensor)[0], []):
+        for values in self._kept_in.pop(_extent(tensor)[0], []):
             for i, value in enumerate(values):
-                if isinstance(value, Tensor) and has_memory(value) and extent(value)[0] == extent(tensor)[0]:
+                if isinstance(value, Tensor) and has_memory(value) and _extent(value)[0] == _extent(tensor)[0]:
                     values[i] = value.clone()
 
 
 def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
-    found: list[Tensor] = []
+    written: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            found += tensors_in([value])
-    return found
+            written += tensors_in([value])
+    return written
 
 
 def _leading_to(end: int, steps: Sequence[_Step]) -> list[_Step]:
     """Return the steps without those whose results are not used."""
-    needed, found = {end}, []
+    needed, needed_steps = {end}, []
     for step in reversed(steps):
         if needed.intersection(step.results):
             needed.update(slot.index for slot in _slots(step.args))
-            found.append(step)
-    return found[::-1]
+            needed_steps.append(step)
+    return needed_steps[::-1]
 
 
 def _fill(values: Sequence[Any], held: Sequence[Any]) -> list[Any]:
@@ -219,7 +225,7 @@ def _of_kind(values: Any, kind: type) -> list[Any]:
     if isinstance(values, kind):
         return [values]
     parts = values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ()
-    return [found for part in parts for found in _of_kind(part, kind)]
+    return [value for part in parts for value in _of_kind(part, kind)]
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -236,20 +242,17 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor._is_zerotensor()
 
 
-class Held:
-    """The memory of some tensors; it contains another tensor if that tensor's storage lies within one of theirs."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._extents = sorted(extent(tensor) for tensor in tensors if has_memory(tensor))
-        self._starts = [start for start, _ in self._extents]
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        start, end = extent(tensor)
-        i = bisect_right(self._starts, start) - 1
-        return i >= 0 and end <= self._extents[i][1]
+def bytes_beside(tensors: Iterable[Tensor], apart: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages of some tensors that are not within a storage of those in `apart`."""
+    held = [(0, 0), *sorted([_extent(tensor) for tensor in apart if has_memory(tensor)])]
+    total = 0
+    for start, end in {_extent(tensor) for tensor in tensors if has_memory(tensor)}:
+        _, end_of_held = held[bisect_right(held, start, key=itemgetter(0)) - 1]
+        total += end - start if end > end_of_held else 0
+    return total
 
 
-def extent(tensor: Tensor) -> tuple[int, int]:
+def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the start and the end of the memory of a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

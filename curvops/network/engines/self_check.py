@@ -1,35 +1,287 @@
-"""The check that the layerwise engine multiplies by the same Jacobian as automatic differentiation."""
+"""The self-check: each way to multiply by J is compared with a plain backward pass, which training used.
+
+Autodiff is tried at a point or two: J v comes from forward mode, a replay of it, the derivative of the backward pass,
+or rows of J, and each must be the adjoint, ⟨u, Jv⟩ = ⟨Jᵀu, v⟩. If the backward of a custom `autograd.Function` leaves
+autograd (numpy, no_grad, a detached part), its double backward pass is not right; if it is another function's
+derivative (a straight-through estimator), it nevertheless defines a J. Layer rules must multiply by the same J as
+autograd does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from curvops.network.data.batches import Batch
+from curvops.network.data.inputs import num_points, take
+from curvops.network.engines.autodiff import (
+    Operations,
+    Pushes,
+    Recorded,
+    Streamed,
+    count_saved,
+    record_graph,
+    record_replay,
+)
 from curvops.network.engines.layerwise import Layerwise, Recording
-from curvops.network.engines.routes import allowance, rounding, tolerance
+from curvops.network.engines.plan import Routes
+from curvops.network.engines.replay import tensors_in
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.output_fisher import Root, Sampled
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
+Push = Callable[[Mapping[str, Tensor]], Tensor]
+Pull = Callable[[Tensor], Blocks]
+T = TypeVar("T")
 MOVING = {
     *("Index", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut", "IndexReduce", "Gather", "Take", "Sort"),
     *("Scatter", "ScatterAdd", "ScatterReduce", "MaskedSelect", "MaskedScatter"),
 }
 """Operations that may reorder points, depending on the numbers they are given."""
 
+# Autodiff
 
-@runtime_checkable
-class Transpose(Protocol):
-    """A product with Jᵀ or Jᵀ L by another route."""
 
-    def pull(self, cotangents: Tensor) -> Blocks:
-        """Return the product by parameter name."""
+def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
+    """Return the fastest routes to J v that are right for these parameters at these points.
+
+    Raises ValueError if the model has no derivatives that an engine could use: if there is no backward pass, or if it
+    is not linear, so that no J exists.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Operations() as seen:
+            graph, saved = count_saved(model, inputs, names)
+    generator = torch.Generator(device=graph.outputs.device).manual_seed(0)
+    u = _randn_like(graph.outputs.detach().unsqueeze(0), generator)
+    # Far beyond the range in which a backward pass may clip, and exact in floating point.
+    factor = -(2.0**20) if model.eps <= torch.finfo(torch.float32).eps else -(2.0**6)
+    try:
+        # One after the other: together they would be stacked and take the memory of two more parameter vectors.
+        pulled = graph.pull(u)
+        scaled = graph.pull(factor * u, keep=False)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the model uses an operation with no backward-mode derivative: {error} Replace the operation (a "
+            "reentrant checkpoint by use_reentrant=False, the model's own autograd.grad by one with "
+            "create_graph=True), or leave the parameters before it out of the selection."
+        ) from error
+    if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
+        raise ValueError(
+            "a block under checkpoint(use_reentrant=True) would lose its gradients: pass use_reentrant=False."
+        )
+    # Not in place: gradients of two parameters may be one tensor.
+    linear = all(_close(scaled[name] / factor, value) for name, value in pulled.items())
+    has_custom = bool(custom_functions(graph.outputs, set()))
+    del scaled, graph
+    if not linear or (has_custom and not _adds_points(Streamed(model, inputs, names), u, pulled, generator)):
+        raise ValueError(
+            f"the backward pass of {named_custom_functions(model, inputs)} is not linear in its "
+            "incoming gradient (it clips, rounds or normalises it, or mixes the points of a batch), so there is "
+            "no Jacobian: give it a linear backward, remove hooks that change gradients, or leave the "
+            "parameters before it out of the selection."
+        )
+    v = _revealing(pulled, generator)
+    saved, made, work = (total // num_points(inputs) for total in (saved, seen.nbytes, seen.multiply_adds))
+    # Forward mode is wrong for a padding row, which later batches may contain even if this one does not.
+    streamed = Streamed(model, inputs, names)
+    if not seen.looks_up_padding and _try(lambda: is_adjoint(streamed.push, u, v, pulled, generator)):
+        return Routes("forward mode", True, True, saved, saved, made, work, tried=False)
+    pushes: Pushes = "double backward"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            right, why = is_adjoint(record_graph(model, inputs, names).push, u, v, pulled, generator), ""
+    except (RuntimeError, NotImplementedError) as error:
+        right, why = False, f"there is neither a forward-mode nor a second derivative ({str(error).splitlines()[0]})"
+    if not right:
+        where = named_custom_functions(model, inputs)
+        pushes, why = (
+            "rows",
+            why or (f"neither forward mode nor differentiating the backward pass gives the adjoint of Jᵀ ({where})"),
+        )
+    return Routes(pushes, False, right, saved, 3 * saved, made, work, why=why)
+
+
+def _adds_points(engine: Streamed, u: Tensor, pulled: Blocks, generator: torch.Generator) -> bool:
+    """Return whether Jᵀu is a sum over points; a custom backward may break this."""
+    total: Blocks = {}
+    for n in range(num_points(engine.inputs)):
+        graph = record_graph(engine.model, take(engine.inputs, slice(n, n + 1)), engine.names)
+        alone = graph.pull(u[:, n : n + 1], keep=False)
+        total = {name: value + total[name] if name in total else value for name, value in alone.items()}
+    if all(_close(total[name], value) for name, value in pulled.items()):
+        return True
+    noise = rounding(lambda block: engine.pull(block[""]), {"": u}, pulled, generator)
+    return all(_close(total[name], value, noise[name]) for name, value in pulled.items())
+
+
+def try_recording(routes: Routes, model: Model, inputs: Any, names: Sequence[str]) -> Routes:
+    """Return these routes after trying, at these points, whether a pass can be recorded."""
+    if routes.tried:
+        return routes
+    for replay in dict.fromkeys((record_replay(model, inputs, names), None)):
+        engine = Recorded(model, inputs, names, replay)
+        # Twice: a replay that changes its constants would be right only once.
+        if _try(partial(proves_itself, engine, times=2)):
+            size = -(-engine.nbytes // num_points(inputs))
+            return replace(routes, replayed=replay is not None, recorded_bytes=size, tried=True)
+        del engine
+    return replace(routes, replayed=False, recordable=False, tried=True)
+
+
+def proves_itself(engine: Recorded, times: int = 1) -> bool:
+    """Return whether an engine's pushes are the adjoint of its pulls at its own points. Costs one product."""
+    generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
+    u = _randn_like(engine.outputs.unsqueeze(0), generator)
+    pulled = engine.pull(u)
+    v = _revealing(pulled, generator)
+    return all(is_adjoint(engine.push, u, v, pulled, generator) for _ in range(times))
+
+
+def is_adjoint(push: Push, u: Tensor, v: Blocks, pulled: Blocks, generator: torch.Generator) -> bool:
+    """Return whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ for a route to J v, to the accuracy that the model's own rounding allows."""
+    pushed = push(v)
+    products = [_inner(value, v[name]) for name, value in pulled.items()]
+    gap, size = (_inner(pushed, u) - torch.stack(products).sum()).abs(), u.norm().double()
+    if bool(gap <= allowance(pushed) * size):
+        return True
+    noise = rounding(lambda block: {"": push(block)}, v, {"": pushed}, generator)[""]
+    return bool(gap <= allowance(pushed, noise) * size)
+
+
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    """Return ⟨left, right⟩, summed in float64 with few products in memory at a time."""
+    pairs = zip(left.flatten().split(2**16), right.flatten().split(2**16))
+    return torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs]).sum()
+
+
+def _revealing(pulled: Blocks, generator: torch.Generator) -> Blocks:
+    """Return a v that reveals errors of a route to J v, whichever blocks it concerns.
+
+    In each block, v is the part of Jᵀu plus noise of the same size, scaled so that all blocks contribute equally to
+    ⟨u, Jv⟩: a route that loses a block fails the check, however small the block's gradient.
+    """
+    norms = {name: value.norm() for name, value in pulled.items()}
+    largest = torch.stack(list(norms.values())).max()
+    floor = torch.where(largest > 0, 1e-4 * largest, torch.ones_like(largest))
+    blocks = {}
+    for name, value in pulled.items():
+        noise = _randn_like(value, generator)
+        noise.div_(noise.norm().clamp_min(torch.finfo(noise.dtype).tiny))
+        scale = norms[name].clamp_min(floor)
+        blocks[name] = noise.add_(value / scale).div_(scale).mul_(largest.clamp_min(floor))
+    return blocks
+
+
+def _try(run: Callable[[], T]) -> T | None:
+    """Return what `run` returns, without its warnings; None if some derivative does not exist."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+# Rounding
+
+
+def rounding(
+    product: Callable[[Blocks], Blocks], vectors: Blocks, results: Mapping[str, Tensor], generator: torch.Generator
+) -> Blocks:
+    """Return ‖Px − P(x − y) − Py‖ by name for a random y, with `results` = Px: the effect of rounding alone on Px.
+
+    It may exceed what the dtype of x explains, for example with a frozen base in half precision under adapters in
+    single precision.
+    """
+    part = {name: _randn_like(vector, generator) for name, vector in vectors.items()}
+    first, second = product(part), product({name: vectors[name] - part[name] for name in vectors})
+    return {name: (result - first[name] - second[name]).norm() for name, result in results.items()}
+
+
+def allowance(value: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+    """Return the allowed norm of the difference between two routes to `value`, by dtype or as a few times the noise.
+
+    It is at most a tenth of `value`, because noise of that size measures something other than rounding.
+    """
+    size = value.norm().double()
+    return torch.maximum(tolerance(value.dtype) * size, (8 * torch.as_tensor(noise).to(size)).clamp(max=0.1 * size))
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the relative difference that rounding may make between two routes to one product."""
+    return 10 * float(torch.finfo(dtype).eps) ** 0.5
+
+
+def _close(value: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool:
+    return bool((value - expected).norm() <= allowance(expected, noise))
+
+
+def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
+
+
+# Custom functions
+
+
+def custom_functions(tensor: Tensor, seen: set[Node]) -> list[str]:
+    """Return names of the custom functions among the nodes behind a tensor that were not seen yet. Needs no pass."""
+    names, waiting = [], [] if tensor.grad_fn is None else [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and not function.__module__.startswith("torch.nn.modules"):  # hooks of modules
+            names.append(function.__name__)
+        for parent, _ in node.next_functions:
+            if parent is not None:
+                waiting.append(parent)
+    return names
+
+
+def named_custom_functions(model: Model, inputs: Any) -> str:
+    """Return "'act' (Round)", the modules with the custom functions that ran in them, or "the model". One pass."""
+    seen: set[Node] = set()
+    places: dict[str, None] = {}
+    running = ["the model"]
+    paths = model.paths
+
+    def note(values: Any) -> None:
+        """Assign nodes that are new in the graph behind these values to the running module."""
+        for tensor in tensors_in(values):
+            places.update(dict.fromkeys(f"{running[-1]} ({name})" for name in custom_functions(tensor, seen)))
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        note([args, kwargs])
+        running.append(repr(paths[module]) if paths[module] else "the model")
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        note(output)
+        running.pop()
+
+    handles: list[Any] = [part.register_forward_pre_hook(enter, with_kwargs=True) for part in model.hookable]
+    handles += [part.register_forward_hook(leave) for part in model.hookable]
+    try:
+        with model.differentiating():
+            note(model(model.leaves(), inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ", ".join(places) or "the model"
+
+
+# Layer rules
 
 
 class Checked(NamedTuple):
@@ -39,16 +291,23 @@ class Checked(NamedTuple):
     shown: bool
 
 
-def mismatches(engine: Layerwise, reference: Transpose, names: Iterable[str] = ()) -> Checked:
+def mismatches(engine: Layerwise, reference: Pull, names: Iterable[str] = ()) -> Checked:
     """Find the parameters for which Jᵀu differs from autograd's, or J from the adjoint of Jᵀ.
 
     The random u of each point multiplies its rows alone, which shows that the rows are its own. `names` are the
     parameters that need a gradient to show it.
     """
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
-    shape = 1, len(engine.outputs), engine.num_columns
-    u = torch.randn(shape, dtype=engine.outputs.dtype, device=generator.device, generator=generator)
-    bad, expected = _differing(engine.pull(u), u, reference, generator)
+    u = _randn_like(engine.outputs.new_empty(()).expand(1, len(engine.outputs), engine.num_columns), generator)
+    pulled = engine.pull(u)
+    expected = {name: value for name, value in reference(u).items() if name in pulled}
+    tol = tolerance(u.dtype)
+    rest = tol**2 * torch.stack([value.norm() for value in expected.values()]).norm()
+    gaps = {name: (pulled[name] - value).norm() for name, value in expected.items()}
+    wrong = {name for name, value in expected.items() if not bool(gaps[name] <= allowance(value) + rest)}
+    if wrong:  # by more than the model rounds
+        noise = rounding(lambda block: reference(block[""]), {"": u}, expected, generator)
+        wrong = {name for name in wrong if not bool(gaps[name] <= allowance(expected[name], noise[name]))}
     for part in engine.parts:
         of_layer = part.layer.names
         tangents = {
@@ -56,12 +315,12 @@ def mismatches(engine: Layerwise, reference: Transpose, names: Iterable[str] = (
             for local, name in of_layer.items()
         }
         pushed = part.push(tangents)
-        pulled = part.pull(pushed)  # not relative to u: ⟨u, Jv⟩ may be small by chance and hide a wrong push
+        back = part.pull(pushed)  # not relative to u: ⟨u, Jv⟩ may be small by chance and hide a wrong push
         left = pushed.square().sum()
-        right = torch.stack([(pulled[local] * tangents[name]).sum() for local, name in of_layer.items()]).sum()
-        if not bool((left - right).abs() <= tolerance(u.dtype) * left):
-            bad |= set(of_layer.values())
-    return Checked(bad, all(bool(expected[name].any()) for name in names))
+        right = torch.stack([(back[local] * tangents[name]).sum() for local, name in of_layer.items()]).sum()
+        if not bool((left - right).abs() <= tol * left):
+            wrong |= set(of_layer.values())
+    return Checked(wrong, all(bool(expected[name].any()) for name in names))
 
 
 def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
@@ -93,21 +352,8 @@ def bypassed(model: Model, recording: Recording) -> set[str]:
         new = [parent for parent in dict.fromkeys(parents) if parent is not None and parent not in seen]
         todo += new
         seen.update(new)
-    found = {name for name, leaf in model.leaves().items() if model.place_of(leaf) in places}
-    return found & {name for call in calls for name in call.layer.names.values()}
-
-
-def _differing(ours: Blocks, u: Tensor, reference: Transpose, generator: torch.Generator) -> tuple[set[str], Blocks]:
-    """Find the gradients Jᵀu that differ from autograd's by more than the model rounds; return autograd's, too."""
-    expected = {name: value for name, value in reference.pull(u).items() if name in ours}
-    scale = torch.stack([value.norm() for value in expected.values()]).norm()
-    tol = tolerance(u.dtype)
-    differences = {name: (ours[name] - value).norm() for name, value in expected.items()}
-    bad = {name for name, value in expected.items() if not bool(differences[name] <= allowance(value) + tol**2 * scale)}
-    if bad:
-        noise = rounding(lambda block: reference.pull(block[""]), {"": u}, expected, generator)
-        bad = {name for name in bad if not bool(differences[name] <= allowance(expected[name], noise[name]))}
-    return bad, expected
+    used = {name for name, leaf in model.leaves().items() if model.place_of(leaf) in places}
+    return used & {name for call in calls for name in call.layer.names.values()}
 
 
 def path_of(model: Model, recording: Recording) -> int | None:

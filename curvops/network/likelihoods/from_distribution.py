@@ -75,7 +75,7 @@ class FromDistribution(ByAutograd):
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         p = self.distribution(f.detach())
         if generator is None:
-            return self._draw(p)
+            return p.sample().detach()
         # Distributions draw only from torch's default generators, which are seeded here and restored.
         seed = drawn_seed(generator)
         accelerator = [] if f.device.type == "cpu" else [f.device]
@@ -85,22 +85,13 @@ class FromDistribution(ByAutograd):
                 module = torch.get_device_module(f.device)
                 with module.device(f.device):
                     module.manual_seed(seed)
-            return self._draw(p)
+            return p.sample().detach()
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         p = self.distribution(f)
         if isinstance(p, distributions.Categorical):
             return p.probs
-        try:
-            return p.mean.reshape(len(f), -1)
-        except NotImplementedError as error:
-            raise TypeError(f"{self!r} gives a {type(p).__name__}, which has no mean.") from error
-
-    def _draw(self, p: Distribution) -> Tensor:
-        try:
-            return p.sample().detach()
-        except NotImplementedError as error:
-            raise TypeError(f"{self!r} gives a {type(p).__name__}, which has no sample().") from error
+        return p.mean.reshape(len(f), -1)
 
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the log-probabilities (n, F) of the F independent factors of each point."""
@@ -115,8 +106,8 @@ class FromDistribution(ByAutograd):
     def _score(self, p: Distribution, f: Tensor, y: Tensor) -> Tensor:
         try:
             log_p = _base(p).log_prob(y)
-        except NotImplementedError as error:
-            raise TypeError(f"{self!r} gives a {type(p).__name__}, which has no log_prob().") from error
+        except NotImplementedError:
+            raise  # the distribution has no log_prob
         except (ValueError, RuntimeError, IndexError) as error:
             raise ValueError(f"{self!r} cannot score targets of {y.dtype}: {error}") from error
         return log_p.reshape(len(f), -1).to(f.dtype)

@@ -11,12 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.network.likelihoods.likelihood import ByAutograd, Outputs
+from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Outputs
 from curvops.summary import summary
 
 TARGET_NAMES = ("target", "targets", "label", "labels", "y", "y_true", "truth")
-ROUNDINGS = 64.0
-"""Eigenvalues of H are computed to this many C·eps of the largest entry that H has at small outputs."""
 
 
 class FromLoss(ByAutograd):

@@ -15,6 +15,7 @@ from torch import Tensor
 from curvops.errors import NoiseWarning, warn
 from curvops.network.data.inputs import require_finite, tensor_of, within
 from curvops.network.likelihoods.likelihood import (
+    ROUNDINGS,
     Independent,
     Likelihood,
     Outputs,
@@ -167,10 +168,6 @@ class Gaussian(Independent):
         return new
 
 
-EXACT_FIT = 64.0
-"""Residuals within this many eps of the targets' root mean square are rounding, and tell nothing of the noise."""
-
-
 def gaps_and_weights(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "2 n c"]:
     """Return f − y and the weights, both in the outputs' shape."""
     unit = likelihood.with_hyperparameters([torch.ones_like(noise) for noise in likelihood.hyperparameters])
@@ -194,7 +191,8 @@ def mean_squares(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: float)
     if gaussian.estimated != "per_output" and gaussian.noise.numel() == 1:
         sums = sums.sum(1, keepdim=True)
     squares, sizes, weights = sums
-    shown = (weights > 0) & (squares > (EXACT_FIT * eps) ** 2 * sizes)
+    # Residuals that are rounding tell nothing of the noise.
+    shown = (weights > 0) & (squares > (ROUNDINGS * eps) ** 2 * sizes)
     return squares / weights if bool(shown.all()) else None
 
 

@@ -26,6 +26,8 @@ Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
 RootBlock = Float[Tensor, "*K n R"]
 Weights = Float[Tensor, " n"] | None
+ROUNDINGS = 64.0
+"""Numbers that differ by at most this many eps of their size count as equal."""
 
 
 class HessianParts(NamedTuple):

@@ -119,6 +119,9 @@ class Unit(OutputFisher):
     def counted(self, batch: Batch) -> None:
         return None
 
+    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
+        return unit_vectors(f, f.shape[1], start, stop)
+
     def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
         return u
 

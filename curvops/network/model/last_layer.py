@@ -28,8 +28,6 @@ LINEAR = {
 REDUCTIONS = {"ScatterReduce", "SegmentReduce"}
 # Linear in one factor if the others are constants.
 PRODUCTS = {"Addmm", "Baddbmm", "Bmm", "Convolution", "Div", "Dot", "Linear", "Mm", "Mul", "Mv", "SparseAddmm"}
-SHOWN = 3
-"""The number of layers that a message names."""
 
 
 def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
@@ -129,7 +127,7 @@ class _BehindOutputs:
     def remedy(self) -> str:
         """The parameters of the layers that ran last, as arguments."""
         ran = dict.fromkeys(layer for layer, _ in reversed(self.calls))
-        globs = [f"{self.paths[layer]}.*".lstrip(".") for layer in [*ran][:SHOWN]]
+        globs = [f"{self.paths[layer]}.*".lstrip(".") for layer in [*ran][:3]]
         first, *rest = globs or ["head.*"]
         return f"parameters={first!r}" + (f" (layers before it: {_listed(rest)})" if rest else "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
-from curvops.distributed_types import require_whole
 from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
@@ -30,6 +29,7 @@ from curvops.network.model.skeleton import (
     state_of,
 )
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
+from curvops.ranks.process_group import require_whole
 
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 NOTHING = contextlib.nullcontext()
@@ -212,7 +212,8 @@ class Model:
 
         Raises TypeError or ValueError unless the model returns (n, C) or (n, ..., C), in the layout that was fixed.
         """
-        return self.rows(self.raw(values, inputs))
+        outputs = self.raw(values, inputs)
+        return (self.layout or Layout(outputs.shape[1:])).rows(outputs).to(self._flat.dtype)
 
     def raw(self, values: Mapping[str, Tensor], inputs: Any, explained: str = OF_VALUES) -> Tensor:
         """Return the model's outputs (n, ...) in its own shape; errors that have this pattern are explained."""
@@ -260,7 +261,7 @@ class Model:
         few = first_of(inputs)
         self.calls.arguments(few)
         with torch.no_grad():
-            self.rows(self.raw(self.values, few, explained=""))
+            self.raw(self.values, few, explained="")
         self._admitted.add(form)
 
     def require_points_apart(self, outputs: Tensor, alone: Tensor) -> None:
@@ -275,14 +276,6 @@ class Model:
                 f"batch_first=True{where}."
             )
 
-    def rows(self, outputs: Tensor) -> Float[Tensor, "n C"]:
-        """Return the model's outputs as rows in θ's dtype. Raises ValueError if their layout is not the fixed one."""
-        layout = self.layout or Layout(outputs.shape[1:])
-        if layout.shape != outputs.shape[1:]:
-            expected = ", ".join(str(length) for length in layout.shape)
-            raise ValueError(f"the model returns {tuple(outputs.shape)}, but (N, {expected}) before: pad sequences.")
-        return layout.rows(outputs).to(self._flat.dtype)
-
     def _call(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
         """Call the model and return its result unchecked."""
         if self._differentiates and not torch.is_grad_enabled():
@@ -290,12 +283,12 @@ class Model:
                 outputs = self._call(values, inputs)
             return outputs.detach() if isinstance(outputs, Tensor) else outputs
         inputs = map_inputs(_recordable, inputs)
-        if self._function is not None:
-            tensors = self._as_held({**self.frozen, **values})
-            return self.holding(values, partial(self._function, tensors, self.calls.as_given(inputs)))
-        assert self.module is not None
-        args, kwargs = self.calls.arguments(inputs)
-        return self.holding(values, partial(self.module, *args, **kwargs))
+        with self.holding(values) as tensors:
+            if self._function is not None:
+                return self._function(tensors, self.calls.as_given(inputs))
+            assert self.module is not None
+            args, kwargs = self.calls.arguments(inputs)
+            return self.module(*args, **kwargs)
 
     def _checked_call(self, inputs: Any) -> Any:
         """Call the model at the snapshot; raise ValueError if it also reads the user's own parameters.
@@ -319,10 +312,12 @@ class Model:
             )
         return outputs
 
-    def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-        """Call `run` while the module holds `values` and its snapshot: backward passes rerun checkpointed blocks.
+    @contextlib.contextmanager
+    def holding(self, values: Mapping[str, Tensor]) -> Iterator[Blocks]:
+        """Make the module hold `values` and its snapshot, and give them by name as it holds them.
 
-        Random numbers are the library's own, and some of torch's functions are replaced by others of equal values.
+        Backward passes need this, too, since they rerun checkpointed blocks. Random numbers are the library's own, and
+        some of torch's functions are replaced by others of equal values.
         """
         with contextlib.ExitStack() as stack:
             if self.module is not None:
@@ -330,17 +325,18 @@ class Model:
             stack.enter_context(own_randomness(self._flat.device))
             for stand_in in self._stand_ins:
                 stack.enter_context(stand_in())
-            if self.module is None:
-                return run()
-            # As in `torch.func.functional_call`, which walks to each place by its path.
-            tensors = self._as_held({**self.frozen, **self._buffers, **self.values, **values})
+            tensors = {**self.frozen, **self._buffers, **self.values, **values}
+            for name in self._pairs:
+                pairs = at_even_place(tensors[name])
+                tensors[name] = torch.view_as_complex(pairs) if name in self.complex else pairs
             if self._written:  # no call may find what another one has computed from its values and cached
                 stack.callback(restore, state_of(self._written))
+            # As in `torch.func.functional_call`, which walks to each place by its path.
             before = [holder[key] for holder, key, _ in self._places]
             try:
                 for holder, key, name in self._places:
                     holder[key] = tensors[name]
-                return run()
+                yield tensors
             finally:
                 for (holder, key, _), tensor in zip(self._places, before):
                     holder[key] = tensor
@@ -352,13 +348,6 @@ class Model:
             for part, local, name in self.slots
         ]
         self._places += [(entries_of(container), key, name) for container, key, name in self._elsewhere]
-
-    def _as_held(self, tensors: Blocks) -> Blocks:
-        """Return tensors by name as the model's own: complex, or pairs that it may read as complex numbers."""
-        for name in self._pairs & tensors.keys():
-            pairs = at_even_place(tensors[name])
-            tensors[name] = torch.view_as_complex(pairs) if name in self.complex else pairs
-        return tensors
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -466,7 +455,7 @@ def slots_of(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks
 def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
     """Return the outputs; raise TypeError or ValueError unless they are a floating-point tensor (n, C) or (n, ..., C).
 
-    One number per point, (n,), is accepted if the layout allows it.
+    With a layout they must have its shape, which may be one number per point, (n,).
     """
     if not isinstance(outputs, Tensor):
         wanted = "outputs.logits" if hasattr(outputs, "logits") else "only the tensor of outputs"
@@ -479,6 +468,9 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
         raise ValueError(f"the model returns shape {tuple(outputs.shape)}, expected (N, C): add outputs.unsqueeze(1).")
     if outputs.shape[1:].numel() == 0:
         raise ValueError(f"the model returns shape {tuple(outputs.shape)}: a point has no outputs.")
+    if layout is not None and layout.shape != outputs.shape[1:]:
+        expected = ", ".join(str(length) for length in layout.shape)
+        raise ValueError(f"the model returns {tuple(outputs.shape)}, but (N, {expected}) before: pad sequences.")
     return outputs
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from curvops.checks import in_functorch, shown
 
 Blocks = dict[str, Tensor]
-LARGE_BYTES = 2**25
-"""Bytes of a block of vectors from which on it is filled tensor by tensor, which takes an operation for each."""
+MAPPED_BYTES = 2**25
+"""Tensors of so many bytes are allocated anew each time on a CPU, page by page, and are not copied without need."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class OneBlock(Blocks):
     @classmethod
     def if_large(cls, layout: FlatLayout, columns: int, like: Tensor) -> OneBlock | None:
         """Return a new block of a tensor's kind, not filled; None if a copy of its tensors takes little memory."""
-        if type(like) is not Tensor or columns * layout.size * like.element_size() < LARGE_BYTES:
+        if type(like) is not Tensor or columns * layout.size * like.element_size() < MAPPED_BYTES:
             return None
         return cls(layout, like.new_empty(columns, layout.size))
 
@@ -130,7 +130,7 @@ class Selection(FlatLayout):
         first = blocks[self.names[0]]
         if isinstance(blocks, OneBlock) and tuple(blocks) == self.names:
             rows = blocks.block
-        elif len(first) * self.size * first.element_size() < LARGE_BYTES or first.requires_grad:
+        elif len(first) * self.size * first.element_size() < MAPPED_BYTES or first.requires_grad:
             rows = self.concatenate([blocks[name] for name in self.names], 1)
         else:
             rows = first.new_empty(len(first), self.size)

@@ -13,32 +13,26 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 HeldTensor = tuple[Any, Any, Tensor]
-"""A container or `Attributes`, the key or position there, and the tensor that it holds."""
+"""A module, list or mapping, the attribute, position or key there, and the tensor that it holds."""
 Entries = list[tuple[Any, Any]]
-"""Lists, mappings and `Attributes`, each with a copy of its entries."""
-
-
-class Attributes(NamedTuple):
-    """The attributes of an object; a copy of the object has its own, which a reference to `__dict__` would miss."""
-
-    owner: Any
+"""Modules, lists and mappings, each with a copy of its entries."""
 
 
 def entries_of(container: Any) -> Any:
-    """Return what holds the entries: a list or a mapping."""
-    return vars(container.owner) if isinstance(container, Attributes) else container
+    """Return what holds the entries: a list or a mapping, for a module that of its attributes."""
+    return vars(container) if isinstance(container, nn.Module) else container
 
 
 def containers_in(module: nn.Module) -> list[Any]:
-    """Return the attributes of all modules, and the lists and mappings among them and inside each other."""
-    containers: list[Any] = [Attributes(part) for part in module.modules()]
+    """Return all modules, and the lists and mappings among their attributes and inside each other."""
+    containers: list[Any] = [*module.modules()]
     seen = set[int]()
     for container in containers:  # the list grows
         entries = entries_of(container)

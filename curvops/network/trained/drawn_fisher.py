@@ -20,14 +20,14 @@ from curvops.network.likelihoods.output_fisher import (
     Sampled,
     check_fisher_kind,
 )
-from curvops.network.walks.passes import Passes
+from curvops.network.walks.walk import Walk
 
 
 class DrawnFisher(FromColumns):
     """`Sampled` with targets drawn on first use, in the walk's own pass if that covers all points at once."""
 
     def __init__(
-        self, passes: Passes, num_data: int, likelihood: Likelihood, mc_samples: int, generator: torch.Generator | None
+        self, passes: Walk, num_data: int, likelihood: Likelihood, mc_samples: int, generator: torch.Generator | None
     ) -> None:
         checked_whole("mc_samples", mc_samples, kind="a whole number of targets per point")
         check_generator(generator)
@@ -45,7 +45,7 @@ class DrawnFisher(FromColumns):
 
     def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
         if self.draws is None:
-            whole = self.passes.shard is None and len(f) == self.num_data
+            whole = not self.passes.is_shared and len(f) == self.num_data
             self.draws = self._draw(f.detach(), batch.targets, batch.weights) if whole else self.draw()
         return Sampled(self.likelihood, self.draws).all_columns(f, batch)
 
@@ -61,15 +61,8 @@ class DrawnFisher(FromColumns):
     @torch.no_grad()
     def _draw(self, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "M N C"]:
         """Draw for all points at once: equal seeds give equal draws, however the data are batched."""
-        return drawn_residuals(self.likelihood, f, y, w, self.mc_samples, self.generator)
-
-
-def drawn_residuals(
-    likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None, mc_samples: int, generator: torch.Generator | None
-) -> Float[Tensor, "M N C"]:
-    """Return residuals at M targets per point drawn from the model with outputs f, divided by √M."""
-    draws = [likelihood.mc_residual(f, y, w, generator) for _ in range(mc_samples)]
-    return torch.stack(draws) / mc_samples**0.5
+        draws = [self.likelihood.mc_residual(f, y, w, self.generator) for _ in range(self.mc_samples)]
+        return torch.stack(draws) / self.mc_samples**0.5
 
 
 def output_fisher(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from curvops.errors import NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
 from curvops.network.data.batches import ACCEPTED, Reading, as_source, holds_all, parts_of
-from curvops.network.data.inputs import Inputs, Layout, first_of, move, move_tensor, num_points, take
+from curvops.network.data.inputs import Inputs, Layout, first_of, is_finite, move, move_tensor, num_points, take
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.likelihoods import (
     Bernoulli,
@@ -28,21 +28,17 @@ from curvops.network.likelihoods import (
 )
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
 from curvops.network.likelihoods.from_loss import shrunk
-from curvops.network.likelihoods.likelihood import ByAutograd, Likelihood
+from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Likelihood
 from curvops.network.model.model import Model
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 
 WRONG = "so that curvature, posterior and predictions are not those of your classifier"
-ROUNDING = 64.0
-"""Sums of probabilities within this many eps of 1 count as 1."""
 LOOKED_AT = 16
-"""How many positions of a point are looked at, or a few more: a text has thousands, each over a whole vocabulary."""
+"""How many points of a Dataset are looked at, or positions of a point: a text has thousands, over a vocabulary each."""
 SCORED = 2**16
 """How many numbers of targets, and of outputs, show whether a function of the user's couples the points of a batch."""
 OWN = (Categorical, BradleyTerry, Gaussian, Bernoulli, Poisson, HeteroscedasticGaussian)
 """Likelihoods that can score all targets which pass their checks."""
-FETCHED = 16
-"""How many points of a Dataset are fetched to look at some."""
 
 
 def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
@@ -108,29 +104,23 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
     These are the first two points, the middle and the last of the first batch (of all data in memory). For a shard they
     are of the first rank that has points, so that all ranks try the model on the same ones.
     """
-    if ranks is None:
-        return _own_first_points(data, theta, weights)
-    try:
-        own = _own_first_points(data, theta, weights)
-    except NoDataError:
-        own = None
-    points_of_ranks = [points for points in ranks.gather(own) if points is not None]
-    if not points_of_ranks:
-        raise NoDataError(f"the shards of all {ranks.size} ranks hold no points.")
-    inputs, targets, kind = points_of_ranks[0]
-    return move(inputs, theta.device), targets, kind
-
-
-def _own_first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
-    source, reading = as_source(data, sys.maxsize if holds_all(data) else FETCHED, weights), Reading(weights=weights)
+    # Of a Dataset some points are fetched, of tensors in memory all are looked at.
+    source, reading = as_source(data, sys.maxsize if holds_all(data) else LOOKED_AT, weights), Reading(weights=weights)
+    own: tuple[Inputs, Tensor, type] | None = None
     for index, item in enumerate(items(source, theta.device)):
         batch = reading.read(item, index)
         if batch.num_points:
             few = few_of(batch.num_points)
             kind = getattr(source, "mapping_type", None) or type(parts_of(item, weights)[0])
             inputs = move(take(batch.inputs, few), theta.device, theta.dtype)
-            return inputs, batch.targets[few.to(batch.targets.device)], kind
-    raise NoDataError(f"The data are empty: they hold no points. {ACCEPTED}")
+            own = inputs, batch.targets[few.to(batch.targets.device)], kind
+            break
+    points = [of_rank for of_rank in ([own] if ranks is None else ranks.gather(own)) if of_rank is not None]
+    if not points:
+        whose = "The data are empty: they" if ranks is None else f"the shards of all {ranks.size} ranks"
+        raise NoDataError(f"{whose} hold no points. {ACCEPTED}")
+    inputs, targets, kind = points[0]
+    return move(inputs, theta.device), targets, kind
 
 
 def few_of(points: int) -> Tensor:
@@ -234,7 +224,7 @@ def _warn_of_no_logits(model: Model, likelihood: Likelihood, f: Tensor, dtype: t
             return  # outputs of another shape are refused later
         rows = f.reshape(-1, C)
         rows = rows[:: max(1, len(rows) // (2 * LOOKED_AT))].double()
-        slack = min(ROUNDING * torch.finfo(dtype).eps, 1e-2)
+        slack = min(ROUNDINGS * torch.finfo(dtype).eps, 1e-2)
         if bool((rows == rows[:1]).all()):
             return
         if bool((rows >= 0).all() & ((rows.sum(-1) - 1).abs() <= slack).all()):
@@ -269,37 +259,36 @@ def checked_layout(
     Raises ValueError if outputs are random or depend on the other points of the batch. The first point is compared
     with itself before others and after them, as what runs along the points changes only later ones.
     """
-    device, few = model.theta.device, first_of(points)
-    with torch.no_grad(), model.differentiating(), torch.no_grad(), own_randomness(device):
+    device, few, total = model.theta.device, first_of(points), num_points(points)
+    with model.differentiating(), torch.no_grad(), own_randomness(device):
         layout, first = model.fix_layout(few, class_dim, numbers)
         state = _random_state(device)
-        returned = model.raw(model.values, few)
+        outputs = model.raw(model.values, few)
         drew = not torch.equal(state, _random_state(device))
-        outputs = model.rows(returned)
-        if outputs.shape[0] != num_points(few):
+        if len(outputs) != num_points(few):
             raise ValueError(f"{num_points(few)} points gave {tuple(outputs.shape)}, expected one row per point.")
-        if outputs.numel() and not bool(torch.stack(outputs.aminmax()).isfinite().all()):
+        if not is_finite(outputs):
             raise ValueError("the model's outputs hold NaN or Inf; check its buffers and the scale of the inputs.")
         # The first pass may prepare what later ones use, and goes through other calls, so its outputs prove nothing.
-        times = 17 if drew else 0 if torch.equal(first, returned) else 1
+        times = 17 if drew else 0 if torch.equal(first, outputs) else 1
         for _ in range(times):
-            if not torch.equal(outputs, model(model.values, few)):
+            if not torch.equal(outputs, model.raw(model.values, few)):
                 raise ValueError("two passes over the same points gave different outputs; call model.eval() first.")
         if drew and model.training:  # two masks of few entries are often the same
             raise ValueError("the model is in train mode and draws random numbers; call model.eval() first.")
         try:
-            alone = model(model.values, take(few, slice(0, 1)))
+            alone = model.raw(model.values, take(few, slice(0, 1)))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"the model rejects a single point ({error}): call model.eval(), and accept batches of any size."
             ) from error
         model.require_points_apart(outputs, alone)
         try:
-            turned = model(model.values, take(points, torch.arange(num_points(points) - 1, -1, -1)))
+            turned = model.raw(model.values, take(points, torch.arange(total - 1, -1, -1)))
         except (RuntimeError, ValueError):  # packed sequences may have to come in order of their lengths
-            return layout, returned
+            return layout, outputs
         model.require_points_apart(turned.flip(0), alone)
-    return layout, returned
+    return layout, outputs
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -17,7 +17,6 @@ from curvops.checkpoint import identify
 from curvops.checks import check_tensor
 from curvops.network.data.batches import AbsentBatches, Batch, Batches, Reading, as_source
 from curvops.network.data.inputs import Inputs, as_inputs, components, copy, in_pieces, map_inputs, num_points, take
-from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
@@ -32,11 +31,13 @@ from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.engine_cache import BatchMap, linear
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.passes import Passes, accumulate
+from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
-from curvops.process_group import Ranks, warn_without_group
+from curvops.network.walks.walk import accumulate
 from curvops.progress import Progress
+from curvops.ranks.process_group import Ranks, warn_without_group
+from curvops.ranks.shard import Shard
 from curvops.storage import WRITTEN_BY
 from curvops.summary import name_of
 
@@ -67,12 +68,15 @@ class Source:
 
 
 class NetworkOnData:
-    """A network with its data and its likelihood: its sizes and its printed form, with parameters sharded or not."""
+    """A network with its data and its likelihood: sizes, outputs and sums over data, with parameters sharded or not."""
 
     model: Model
     data: Batches | AbsentBatches
     likelihood: Likelihood
     output_shape: torch.Size
+    passes: Passes
+    token: str
+    _known: tuple[list[Tensor] | None, dict[str, Any]]
 
     @property
     def num_parameters(self) -> int:
@@ -92,6 +96,78 @@ class NetworkOnData:
     def positions_apart(self, per_token: bool) -> int:
         """Return T if the tokens of a sequence are to count one by one, otherwise 1."""
         return self.output_shape[0] if per_token and len(self.output_shape) == 2 else 1
+
+    @property
+    def tangent_space(self) -> TangentSpace:
+        """The selected parameters and their values; a sum of operators from different ones is rejected."""
+        return self.model.tangent_space
+
+    @property
+    def source(self) -> Source:
+        """The data and the likelihood, at its present hyperparameters, by fingerprints."""
+        known = self.known_now()
+        if "source" not in known:
+            likelihood = likelihood_state(self.likelihood, self.token)
+            known["source"] = Source(self.data.num_data, self.data.prints.contents, likelihood)
+        source: Source = known["source"]
+        return source
+
+    def outputs(self) -> Float[Tensor, "N C"]:
+        """Return f(θ*) at the training inputs, with each position as a point, (N·T, C). One forward pass."""
+        return self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0).reshape(-1, self.output_shape[-1])
+
+    def log_likelihood(self) -> Float[Tensor, ""]:
+        """Return Σ_n log p(y_n | f(x_n, θ*)) in nats.
+
+        Costs one forward pass; under no_grad it costs none once KFAC or a diagonal has been built.
+
+        (A likelihood that is a function may contain tensors that require a gradient.)
+        """
+        if not torch.is_grad_enabled() and (known := self.known_now().get("log likelihood")) is not None:
+            value: Tensor = known.clone()
+            return value
+        exact = self._exact
+        return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
+
+    @torch.no_grad()
+    def squared_residuals(self) -> Float[Tensor, "3 C"]:
+        """Return Σ w (y − f)², Σ w y² and Σ w for each output of a Gaussian likelihood. One forward pass."""
+
+        def term(batch: Batch, J: BatchMap) -> Tensor:
+            return sums_of_squares(self.likelihood, J.outputs, batch.targets, batch.weights)
+
+        return self.sum_over_batches(term, 0)
+
+    @property
+    def _exact(self) -> Exact:
+        """The likelihood in sums over the data, which have gradients in its hyperparameters."""
+        tensors = self.likelihood.hyperparameters
+        if self.passes.shard is None or not tensors:
+            return Exact(self.likelihood)
+        return Exact(self.likelihood.with_hyperparameters([self.passes.replicated(tensor) for tensor in tensors]))
+
+    def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
+        """Return the H named by `fisher=`; see `drawn_fisher.output_fisher`."""
+        return output_fisher(kind, self.likelihood, mc_samples, lambda: self._drawn(mc_samples, generator))
+
+    def draw_residuals(self, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
+        """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass."""
+        return self._drawn(mc_samples, generator).draw()
+
+    def _drawn(self, mc_samples: int, generator: torch.Generator | None) -> DrawnFisher:
+        return DrawnFisher(self.passes, self.num_data, self.likelihood, mc_samples, generator)
+
+    def known_now(self) -> dict[str, Any]:
+        """Return the values known at the present hyperparameters, which may change in place, as in training."""
+        present, (at, known) = self.likelihood.hyperparameters, self._known
+        if at is None or not all(map(torch.equal, at, present)):
+            known = {}
+            self._known = [tensor.detach().clone() for tensor in present], known
+        return known
+
+    def sum_over_batches(self, term: Callable[[Batch, BatchMap], Tensor], columns: int) -> Tensor:
+        """Return Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
+        return self.passes.total(term, columns)
 
     def _printed(self, dtype: torch.dtype, place: object) -> str:
         return (
@@ -210,21 +286,6 @@ class TrainedNetwork(NetworkOnData):
         """The selected parameters as one vector."""
         return self._theta
 
-    @property
-    def tangent_space(self) -> TangentSpace:
-        """The selected parameters and their values; a sum of operators from different ones is rejected."""
-        return self.model.tangent_space
-
-    @property
-    def source(self) -> Source:
-        """The data and the likelihood, at its present hyperparameters, by fingerprints."""
-        known = self.known_now()
-        if "source" not in known:
-            likelihood = likelihood_state(self.likelihood, self.token)
-            known["source"] = Source(self.data.num_data, self.data.prints.contents, likelihood)
-        source: Source = known["source"]
-        return source
-
     def name_of(self, value: Any) -> str | None:
         """Return "source" or "space" for a value that equals the network's own; records refer to it by this name."""
         if isinstance(value, Source):
@@ -287,70 +348,25 @@ class TrainedNetwork(NetworkOnData):
         self.model.admit(inputs)
         return inputs
 
-    def outputs(self) -> Float[Tensor, "N C"]:
-        """Return f(θ*) at the training inputs, with each position as a point, (N·T, C). One forward pass."""
-        return self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0).reshape(-1, self.output_shape[-1])
-
-    def log_likelihood(self) -> Float[Tensor, ""]:
-        """Return Σ_n log p(y_n | f(x_n, θ*)) in nats.
-
-        Costs one forward pass; under no_grad it costs none once KFAC or a diagonal has been built.
-
-        (A likelihood that is a function may contain tensors that require a gradient.)
-        """
-        if not torch.is_grad_enabled() and (known := self.known_now().get("log likelihood")) is not None:
-            value: Tensor = known.clone()
-            return value
-        exact = self._exact
-        return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
-
-    @torch.no_grad()
-    def squared_residuals(self) -> Float[Tensor, "3 C"]:
-        """Return Σ w (y − f)², Σ w y² and Σ w for each output of a Gaussian likelihood. One forward pass."""
-
-        def term(batch: Batch, J: BatchMap) -> Tensor:
-            return sums_of_squares(self.likelihood, J.outputs, batch.targets, batch.weights)
-
-        return self.sum_over_batches(term, 0)
-
     def gradient(self) -> Float[Tensor, " D"]:
         """Return the gradient of the negative log-likelihood (a sum over the data), Jᵀr. Costs one gradient."""
         exact = self._exact
         return self.sum_over_batches(lambda batch, J: J.pull_of(lambda f: exact.residual(f, batch)), 1).squeeze(1)
-
-    @property
-    def _exact(self) -> Exact:
-        """The likelihood in sums over the data, which have gradients in its hyperparameters."""
-        tensors = self.likelihood.hyperparameters
-        if self.passes.shard is None or not tensors:
-            return Exact(self.likelihood)
-        return Exact(self.likelihood.with_hyperparameters([self.passes.replicated(tensor) for tensor in tensors]))
 
     def hessian_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         """Return the Hessian of the negative log-likelihood times a block of vectors; see `hessian_product`."""
         if torch.is_grad_enabled() and block.requires_grad:
             return linear(block, self.hessian_product, self.hessian_product)
         total: Tensor | None = None
-        for inputs, batch in self.passes.batches():
+        for inputs, batch in self.passes.source:
             total = accumulate(total, hessian_product(self.model, self.likelihood, block.detach(), inputs, batch))
         assert total is not None  # linearize rejects empty data
         return self.passes.add_up(total)
 
     def require_symmetric_hessian(self) -> None:
         """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points."""
-        inputs, _ = next(self.passes.batches())
+        inputs, _ = next(iter(self.passes.source))
         require_symmetric(self.model, take(inputs, slice(0, 2)))
-
-    def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
-        """Return the H named by `fisher=`; see `drawn_fisher.output_fisher`."""
-        return output_fisher(kind, self.likelihood, mc_samples, lambda: self._drawn(mc_samples, generator))
-
-    def draw_residuals(self, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
-        """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass."""
-        return self._drawn(mc_samples, generator).draw()
-
-    def _drawn(self, mc_samples: int, generator: torch.Generator | None) -> DrawnFisher:
-        return DrawnFisher(self.passes, self.num_data, self.likelihood, mc_samples, generator)
 
     @torch.no_grad()
     def curvature_diagonal(self, fisher: OutputFisher) -> Float[Tensor, " D"]:
@@ -376,18 +392,6 @@ class TrainedNetwork(NetworkOnData):
                 fisher = Empirical(likelihood.with_hyperparameters(values), self.positions_apart(per_token))
                 held = self._gradient_rows[per_token] = values, self.passes.with_root(fisher)
             return held[1]
-
-    def known_now(self) -> dict[str, Any]:
-        """Return the values known at the present hyperparameters, which may change in place, as in training."""
-        present, (at, known) = self.likelihood.hyperparameters, self._known
-        if at is None or not all(map(torch.equal, at, present)):
-            known = {}
-            self._known = [tensor.detach().clone() for tensor in present], known
-        return known
-
-    def sum_over_batches(self, term: Callable[[Batch, BatchMap], Tensor], columns: int) -> Tensor:
-        """Return Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
-        return self.passes.total(term, columns)
 
     def root_pieces(
         self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import num_points, take
-from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import LEAST_CHUNK
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording
 from curvops.network.likelihoods.output_fisher import OutputFisher, Unit
-from curvops.network.walks.engine_cache import BatchMap, EngineCache
+from curvops.network.walks.engine_cache import EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
+from curvops.network.walks.walk import Walk
 from curvops.progress import Progress, Steps, progress_bar
 
 # On a CPU larger pieces are slower, since memory for them is allocated anew, page by page, for each layer.
@@ -32,21 +31,16 @@ MOST_RECORDED = 2**20
 """The bytes of a graph that may be kept until rows are used, or of outputs that a walk over rows finds."""
 
 
-class BatchRows(EngineCache, JacobianRows):
+class BatchRows(Walk, EngineCache, JacobianRows):
     """The rows of the batches of a `source`, by layer: those of J, and those of a square root of the curvature."""
 
-    _source: Iterable[tuple[Any, Any]]
-    shard: Shard | None
+    source: Iterable[tuple[Any, Any]]
     progress: Progress
 
     def forget(self) -> None:
         super().forget()
         self._recorded: Recording | None = None
         self._outputs: Tensor | None = None
-
-    @abstractmethod
-    def each(self, columns: int) -> Iterator[tuple[Any, BatchMap]]:
-        """Yield (label, J of the batch) for every batch."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -72,7 +66,7 @@ class BatchRows(EngineCache, JacobianRows):
         """
         total, columns = 0, fisher.num_columns(self.engines.plan.num_outputs)
         with self._steps("rows of the curvature's root", columns) as steps:
-            for inputs, batch in self._source:
+            for inputs, batch in self.source:
                 others = [n for n in self.engines.checked_others(inputs) if names is None or n in names]
                 width, most = columns, chunk if names is None else sys.maxsize
                 if apart and not others and not self.model.theta.is_cuda:
@@ -111,7 +105,7 @@ class BatchRows(EngineCache, JacobianRows):
             return list(each_group(*asked, names=names))
 
         with self._steps("rows of the Jacobian") as steps:
-            for index, (inputs, _) in enumerate(self._source):
+            for index, (inputs, _) in enumerate(self.source):
                 if last is None:
                     others = [n for n in self.engines.checked_others(inputs) if names is None or n in names]
                     pieces = self._pieces(inputs, C, self.chunk_bytes, of_others=True)
@@ -123,7 +117,7 @@ class BatchRows(EngineCache, JacobianRows):
                         yield first, count * C, groups_at(points, part)
                     steps.advance(count)
                 total += num_points(inputs) * C
-        if seen and self.shard is None and sum(map(len, seen)) * C == total:
+        if seen and not self.is_shared and sum(map(len, seen)) * C == total:
             with self.model.lock:
                 self._outputs = torch.cat(seen)
 
@@ -145,7 +139,7 @@ class BatchRows(EngineCache, JacobianRows):
             if self._outputs is not None:
                 found, self._outputs = self._outputs, None
                 return found
-            plan, parts = self.engines.plan, self._source if isinstance(self._source, list) else []
+            plan, parts = self.engines.plan, self.source if isinstance(self.source, list) else []
             if len(parts) != 1 or plan.is_last_layer or self._fisher is not None:
                 return None
             inputs = parts[0][0]

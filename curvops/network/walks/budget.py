@@ -11,12 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from curvops.process_group import Ranks
+from curvops.ambient import SMALL_BYTES
+from curvops.ranks.process_group import Ranks
 
 # If neither the kernel nor a control group reports it, a small machine is assumed.
 UNKNOWN = 4 * 2**30
-# Vectors may take this much whatever the budget is: below this size there is nothing worth saving.
-LEAST_ROOM = 16 * 2**20
+LEAST_ROOM = SMALL_BYTES
+"""Vectors may take this much whatever the budget is."""
 
 
 @runtime_checkable

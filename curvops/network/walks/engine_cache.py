@@ -61,6 +61,11 @@ class EngineCache(ABC):
         """The engines that are kept now, in the order of their batches."""
         return [engine for _, (_, engine) in sorted(self._kept.items(), key=itemgetter(0))]
 
+    def kept_engine(self, batch: int) -> Engine | None:
+        """Return the engine that is kept for a batch, by its number; None if there is none."""
+        _, engine = self._kept.get(batch, (None, None))
+        return engine
+
     @property
     def plan(self) -> Plan:
         """The plan, with the engines now in use for the batches."""
@@ -108,7 +113,7 @@ class EngineCache(ABC):
         return kept
 
     def _engine_for(self, index: int, inputs: Any, label: Any, asked: Counter[int], columns: int) -> Engine:
-        _, present = self._kept.get(index, (None, None))
+        present = self.kept_engine(index)
         built: EngineKind = present.kind if present is not None else "streamed"
         room = self._free() + (present.nbytes if present is not None else 0)
         kind = self._choose(built, asked, columns, num_points(inputs), room)

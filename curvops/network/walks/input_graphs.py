@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_map
 from curvops.network.data.inputs import Inputs, components, move, num_points, replace_tensors, take
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layerwise import Call, Features, sensitivities
-from curvops.network.engines.routes import has_custom_functions, named_custom_functions
+from curvops.network.engines.self_check import custom_functions, named_custom_functions
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, JacobianRows, groups_of, groups_of_calls, joined, unlike
@@ -47,7 +46,7 @@ class _ThroughInputs(Function):
 
     @staticmethod
     def forward(ctx: Any, model: Model, inputs: Inputs, names: list[str], compute: Compute, *tensors: Tensor) -> Tensor:
-        with model.lock, model.differentiating():
+        with model.differentiating():
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             value = compute(replace_tensors(inputs, dict(zip(names, leaves))), *leaves[len(names) :])
         ctx.model, ctx.leaves, ctx.value = model, leaves, value
@@ -61,12 +60,10 @@ class _ThroughInputs(Function):
             )
         model: Model = ctx.model
         wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
-
-        def run() -> tuple[Tensor | None, ...]:
-            return torch.autograd.grad(ctx.value, wanted, gradient, retain_graph=True, allow_unused=True)
-
-        with model.lock, model.differentiating():
-            found = model.holding(model.leaves(), run) if ctx.value.requires_grad else (None,) * len(wanted)
+        found: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if ctx.value.requires_grad:
+            with model.differentiating(), model.holding(model.leaves()):
+                found = torch.autograd.grad(ctx.value, wanted, gradient, retain_graph=True, allow_unused=True)
         gradients = iter(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(wanted, found))
         return None, None, None, None, *(next(gradients) if leaf.requires_grad else None for leaf in ctx.leaves)
 
@@ -142,9 +139,10 @@ class GraphRows(JacobianRows):
             )
             return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves.values(), found)]
 
-        rows = model.holding(leaves, lambda: [row(unit) for unit in units]) if outputs.requires_grad else []
-        if not rows:
-            rows = [[torch.zeros_like(leaf) for leaf in leaves.values()] for _ in units]
+        rows = [[torch.zeros_like(leaf) for leaf in leaves.values()] for _ in units]
+        if outputs.requires_grad:
+            with model.holding(leaves):
+                rows = [row(unit) for unit in units]
         given = {name: torch.stack(found).unsqueeze(0) for name, found in zip(names, zip(*rows))}
         return Group(names, (), True, given, point.start)
 
@@ -251,10 +249,10 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
             "this under torch.no_grad()."
         )
 
-    with model.lock, model.differentiating():
+    with model.differentiating():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in components(few) if tensor.requires_grad}
         given = replace_tensors(few, leaves)
-        if has_custom_functions(model(model.leaves(), given)):
+        if custom_functions(model(model.leaves(), given), set()):
             names = named_custom_functions(model, given)
             raise refuse(f"the second derivatives of {names} are not known to be right")
         rows = GraphRows(engines, given)
@@ -263,7 +261,8 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
                 row.sum() for _, _, groups in rows.jacobian_rows() for group in groups for row in group.rows().values()
             ]
             if sums and (total := torch.stack(sums).sum()).requires_grad:
-                model.holding(model.leaves(), lambda: torch.autograd.grad(total, [*leaves.values()], allow_unused=True))
+                with model.holding(model.leaves()):
+                    torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
         except (RuntimeError, NotImplementedError) as error:
             raise refuse(f"the model has no second derivatives ({str(error).splitlines()[0]})") from error
     engines.differentiated.add(asked)
@@ -272,6 +271,6 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
 def _pull(model: Model, outputs: Tensor, leaves: Blocks, u: Tensor) -> Blocks:
     if not outputs.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    run = partial(torch.autograd.grad, outputs, [*leaves.values()], u, create_graph=True, allow_unused=True)
-    found = model.holding(leaves, run)
+    with model.holding(leaves):
+        found = torch.autograd.grad(outputs, [*leaves.values()], u, create_graph=True, allow_unused=True)
     return {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), found)}

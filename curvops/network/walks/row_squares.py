@@ -24,8 +24,6 @@ from curvops.network.walks.passes import Passes
 
 # On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
 CACHE_BYTES = 2**23
-FEW = 2**14
-"""Up to this many numbers, squares are summed at once on a CPU, too."""
 
 
 def score_and_diagonal(
@@ -159,7 +157,7 @@ class OuterRows:
 
 def sum_of_squares(left: Float[Tensor, "n r *out"]) -> Float[Tensor, "n *out"]:
     """Return Σ_r left², on a CPU column by column: the sum stays in its cache, and no squares are stored."""
-    if left.is_cuda or left.numel() <= FEW:
+    if left.is_cuda or left[:, 0].numel() < left.shape[1]:  # many short columns
         return left.square().sum(1)
     total = left[:, 0].square()
     for column in left.unbind(1)[1:]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import num_points
-from curvops.network.engines.routes import tolerance
+from curvops.network.engines.self_check import tolerance
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.model.model import Model
@@ -22,16 +22,12 @@ def hessian_product(
 ) -> Float[Tensor, "D K"]:
     """Return the Hessian of one batch's negative log-likelihood times a block of vectors."""
     tangents, leaves = model.selection.split(block), model.leaves()
-
-    def products() -> Blocks:
+    with model.differentiating(), model.holding(leaves):
         loss = -likelihood.log_prob(model(leaves, inputs), batch.targets, batch.weights).sum()
         gradients = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
         used = {name: g for name, g in zip(leaves, gradients) if g is not None and g.requires_grad}
         rows = [_derivative(used, leaves, {name: tangents[name][k] for name in used}) for k in range(block.shape[1])]
-        return {name: torch.stack([row[name] for row in rows]) for name in leaves}
-
-    with model.lock, model.differentiating():
-        return model.selection.join(model.holding(leaves, products))
+        return model.selection.join({name: torch.stack([row[name] for row in rows]) for name in leaves})
 
 
 def _derivative(of: Blocks, leaves: Blocks, along: Blocks) -> Blocks:

@@ -20,9 +20,6 @@ from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.solvers.solve import certify_dense, default_rtol
 from curvops.operators.curvatures.subnetwork import principal_block
 
-INVERSE_STEPS = 4
-"""Steps of inverse iteration towards the lowest eigenvector, each as cheap as a solve for one column."""
-
 
 class FormedCholesky(DenseForm):
     """Cholesky factorisation of a formed operand; tensors inside the operand get no gradients."""
@@ -47,7 +44,7 @@ class FormedCholesky(DenseForm):
         L = super().chol
         with torch.no_grad():
             b = L.new_ones(len(L), 1)
-            for _ in range(INVERSE_STEPS):
+            for _ in range(4):  # inverse iterations towards the lowest eigenvector
                 b = torch.cholesky_solve(b / b.norm(), L)
             rtol = default_rtol(self.base.dtype)
             accept(certify_dense(self.dense, torch.cholesky_solve(b, L), b, torch.zeros(()), rtol), rtol)

@@ -8,7 +8,7 @@ its bias.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -21,17 +21,14 @@ from curvops.linalg import Dense, Diagonal
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import keep
-from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.solve_routes import DENSE_BLOCK, DENSE_SIZE, FEWER_OUTPUTS, FORMED_COPIES
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.direct_sum import DirectSum, DirectSumForm
-from curvops.network import Empirical, Exact, OutputFisher, Passes, Plan, Sampled
-from curvops.operators.curvatures.sharded_curvature import ShardedCurvature, diagonal_of
+from curvops.network import Empirical, Exact, OutputFisher, Passes, Plan, Sampled, shuffled
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
-from curvops.operators.linearized.sharded_linearization import ShardedLinearization
 from curvops.operators.linearized.user_operator import UserOperator, require_no_gradient
 
 
@@ -42,7 +39,7 @@ class Curvature(UserOperator, NetworkOperator):
     through the vectors and the likelihood's hyperparameters.
     """
 
-    _shown = ()
+    _shown: ClassVar[tuple[str, ...]] = ()
     psd = True
     STORED = "lin"
     CARRIED = True
@@ -83,11 +80,6 @@ class Curvature(UserOperator, NetworkOperator):
             return J.pull(u if rows is not None else output.product(J.outputs, u, batch))
 
         return walk.total(term, V.shape[1], own=own)
-
-    def _times_sharded(self, rhs: Sharded) -> Sharded:
-        if self.passes.shard is None or type(self)._product is not Curvature._product:
-            return super()._times_sharded(rhs)
-        return rhs.multiplied(partial(self._product, own=True), partial=True)
 
     def _diagonal(self) -> Float[Tensor, " D"]:
         """Compute the diagonal from the rows of Lᵀ J, or by products if a hyperparameter's gradient is recorded."""
@@ -168,9 +160,9 @@ class CurvatureRoot(NetworkOperator):
         """
         if isinstance(self.output, Sampled):
             raise ValueError("minibatches need the exact root: use co.GGN(lin) or method='cg'.")
-        if self.lin.passes.shard is not None:
+        if self.lin.passes.is_shared:
             raise ValueError("minibatches are not available for data of a process group: use method='cg' or 'dual'.")
-        for chosen, walk in self.lin.passes.minibatches(size, generator):
+        for chosen, walk in shuffled(self.lin.passes, size, generator):
             kept = {"walk": walk, "points": len(chosen), "reduced": False}
             yield chosen, CurvatureRoot(self.theta, **self._kwargs | kept)
 
@@ -189,17 +181,17 @@ class OutputBlocksForm(DirectSumForm):
     @cached_property
     def base(self) -> DirectSum:
         """The blocks, which priors share."""
-        G = self.curvature
-        found: DirectSum = G.cache.get_or_compute("by output", G.representation(), self._blocks, G.representation()[1:])
-        return found
+        G, tensors = self.curvature, self.curvature.representation()
+        blocks: DirectSum = G.cache.get_or_compute("by output", tensors, self._blocks, tensors[1:])
+        return blocks
 
     def nearby_shift(self) -> Tensor:
         return self.shift  # whether this form holds does not depend on it
 
     def _blocks(self) -> DirectSum:
-        found = output_blocks(self.curvature.lin, self.curvature.output)
-        keep(self.curvature, found, self._nbytes)
-        return found
+        blocks = output_blocks(self.curvature.lin, self.curvature.output)
+        keep(self.curvature, blocks, self._nbytes)
+        return blocks
 
     @property
     def _nbytes(self) -> int:
@@ -291,13 +283,6 @@ class GGN(Curvature):
         fixed = (tensor.detach() for tensor in hyperparameters)  # the draws do not change with them
         super().__init__(lin.theta, *fixed, lin=lin, draws=draws, rows=rows, cache=Cache())
 
-    @classmethod
-    def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
-        samples, generator = options.get("mc_samples"), options.get("generator")
-        if samples is None:
-            return ShardedCurvature.of(lin, Exact(lin.likelihood), by_rows=False)
-        return ShardedCurvature.of(lin, Sampled(lin.likelihood, lin.draw_residuals(samples, generator)), by_rows=True)
-
     @property
     def output(self) -> OutputFisher:
         """H, the output Fisher or its estimate from the draws."""
@@ -360,10 +345,6 @@ class DiagonalGGN(UserOperator, Diagonal):
     ) -> None:
         entries = lin.curvature_diagonal(lin.output_fisher(fisher, mc_samples, generator))
         super().__init__(entries, **lin.origin)
-
-    @classmethod
-    def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
-        return diagonal_of(lin, **options)
 
 
 class DisplacedGGN(Curvature):
@@ -428,12 +409,6 @@ class EmpiricalFisher(Curvature):
     def __init__(self, lin: Linearization, per_token: bool = False) -> None:
         check_flag("per_token", per_token)
         super().__init__(lin.theta, *lin.likelihood.hyperparameters, lin=lin, per_token=per_token)
-
-    @classmethod
-    def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
-        check_flag("per_token", options.get("per_token", False))
-        positions = lin.positions_apart(options.get("per_token", False))
-        return ShardedCurvature.of(lin, Empirical(lin.likelihood, positions), by_rows=True)
 
     @property
     def output(self) -> OutputFisher:

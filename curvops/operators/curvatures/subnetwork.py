@@ -212,21 +212,21 @@ def _rows_in(
             rows = group.rows(slice(first - group.start, max(first, start + step) - group.start))
             for name in places.keys() & rows.keys():
                 local, taken = places[name]
-                found = rows[name].flatten(2)[:, :, local]
-                block[first - start : first - start + len(found), :, taken] = found.double()
+                columns_of_S = rows[name].flatten(2)[:, :, local]
+                block[first - start : first - start + len(columns_of_S), :, taken] = columns_of_S.double()
         yield block.flatten(0, 1)
 
 
 def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return, by parameter name, which of its entries are selected and the position of each in the selection."""
     order = torch.full((lin.num_parameters,), -1).index_copy(0, indices.cpu(), torch.arange(len(indices)))
-    found = {}
+    places = {}
     for name, positions in lin.model.selection.positions().items():
         taken = torch.where(positions >= 0, order[positions.clamp_min(0)], -1).flatten()
         local = (taken >= 0).nonzero().squeeze(1)
         if len(local):
-            found[name] = local.to(indices.device), taken[local].to(indices.device)
-    return found
+            places[name] = local.to(indices.device), taken[local].to(indices.device)
+    return places
 
 
 def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:

@@ -400,7 +400,7 @@ class WeightSpaceForm(ClosedForm):
 
 def _sum(weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
     """Return Σ_i w_i J_i J_iᵀ over the rows of J; each rank adds up its own."""
-    D, start = len(walk.model.theta), walk.first_own * walk.engines.plan.num_outputs
+    D, start = len(walk.model.theta), walk.own_rows.start
     total = weights.new_zeros(D, D)
     for rows in walk.selected_rows():
         J = rows.to(weights)

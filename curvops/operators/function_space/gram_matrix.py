@@ -33,6 +33,7 @@ from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.symmetry import mirror
 from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.function_space.row_products import (
+    CACHE_BYTES,
     Sides,
     add_gram,
     add_row_products,
@@ -41,14 +42,16 @@ from curvops.operators.function_space.row_products import (
 )
 from curvops.operators.linearized.jacobian import Jacobian
 
-BLOCK_BYTES = 16 * 2**20
-"""Bytes, on a CPU, of a block (δ δ'ᵀ) over all pairs of positions; three passes go over it."""
 STRIPES = 16
 """The most steps in which pairs of points of a symmetric matrix are walked over, each from the diagonal on."""
-INNER_BYTES = 4 * 2**20
-"""Bytes, on a CPU, of the inner products (a_t·a'_u) that images are made from."""
-IMAGE_BYTES, ACROSS = 2**20, 16
-"""Bytes, on a CPU, of the images Σ_u (a_t·a'_u) δ'_u that are made at a time and stay in a cache; the least x'."""
+ACROSS = 16
+"""The least points x' whose images are made at a time: fewer make slow products."""
+TOUCHED = 100.0
+"""Multiply-adds of large matrix products in the time of a pass over one number, which memory limits."""
+SLOWER = 2.0
+"""Multiply-adds of large matrix products in the time of one of many small products."""
+WORK = 1 / 4
+"""The share of the memory for products of rows; the rows themselves take the rest."""
 
 Piece = tuple[int, Group]
 """The number of the first row, and the rows of one layer from that row on."""
@@ -58,7 +61,7 @@ def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint
     """Return J(x) A⁻¹ J(x')ᵀ, or its upper half if x is x'.
 
     If x is x' and the rows of all points do not fit into memory, the layers are walked over in sets that do. If x' is
-    another, or one layer is too much, x' is walked over once for each group of rows at x that takes 3/8 of the memory.
+    another, or one layer is too much, x' is walked over once for each group of rows at x that takes half of the memory.
 
     `kept` saves the sums of these walks and how far they have come; with as much memory, a resumed run gives the same
     bits.
@@ -74,7 +77,7 @@ def gram_terms(
 
     If the inputs x belong to several ranks, each computes the rows of its own, and nothing is saved.
     """
-    if left.is_sharded:
+    if left.passes.is_shared:
         own = gram_terms(left.apart(), right.gathered(), prior, term_of)
         lined_up = left.passes.line_up([own], 1)
         return mirror(lined_up) if left.passes is right.passes else lined_up
@@ -87,7 +90,7 @@ def gram_terms(
         begin, finished, of_sets = saved["rows"], saved["sets"], saved["bytes"]
         result = saved["sums"].view_as(result)
         most_bytes = min(of_sets, most_bytes)
-    sets, share = layer_sets(plan, total // plan.num_outputs, of_sets) if same else ([None], HELD_OF_SOME)
+    sets, share = layer_sets(plan, total // plan.num_outputs, of_sets) if same else ([None], 2 * WORK)
     scales = _scales(passes.model.selection.positions(), prior)
 
     def add(piece: Piece, other: Piece) -> None:
@@ -98,7 +101,7 @@ def gram_terms(
             target = result[term, row : row + group.num_rows, column : column + partner.num_rows]
             own = [name for name in group.names if term_of[name] == term]
             first = group.of(own)
-            _add(target, first, first if group is partner else partner.of(own), scales, round(WORK * most_bytes))
+            _add(target, first, first if group is partner else partner.of(own), scales, int(WORK * most_bytes))
 
     with passes.memory.holding(most_bytes):
         for number, names in enumerate(sets[finished:], finished):
@@ -106,9 +109,7 @@ def gram_terms(
                 for piece, other in product(panel, panel if same else ()):
                     add(piece, other)
                 if not same or end < total:
-                    for _, others in _panels(
-                        right.passes.jacobian_rows(end if same else 0, names), OTHERS * most_bytes
-                    ):
+                    for _, others in _panels(right.passes.jacobian_rows(end if same else 0, names), WORK * most_bytes):
                         for piece, other in product(panel, others):
                             add(piece, other)
                 kept.save(partial(dict, rows=end, sets=number, sums=result, bytes=of_sets))
@@ -253,7 +254,7 @@ def _add_by_pairs(
     """Add to target Σ over pairs of positions of (a a'ᵀ) ∘ (δ δ'ᵀ), group by group and some points at a time."""
     (n, r, g, t, _), (m, s, _, u, _) = one.left.shape, other.left.shape
     single, is_cuda = t * u == 1, one.left.is_cuda
-    limit = most_bytes if is_cuda else min(most_bytes, BLOCK_BYTES)
+    limit = most_bytes if is_cuda else min(most_bytes, CACHE_BYTES)
     pairs = max(1, limit // max(1, r * t * s * u * one.left.element_size()))
     step = max(1, min(-(-n // STRIPES) if half else n, math.isqrt(pairs)))
     for start in range(0, n, step):
@@ -277,13 +278,12 @@ def _add_by_images(
 ) -> None:
     """Add to target Σ_t δ_t·(Σ_u (a_t·a'_u) δ'_u): images of some points x' and output channels, for one point x."""
     (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
-    size, is_cuda = one.left.element_size(), one.left.is_cuda
-    most = max(1, (most_bytes if is_cuda else min(most_bytes, IMAGE_BYTES)) // max(1, s * t * size))
+    size, limit = one.left.element_size(), most_bytes if one.left.is_cuda else min(most_bytes, CACHE_BYTES)
+    most = max(1, limit // 4 // max(1, s * t * size))
     across = max(1, min(m, max(most // p, min(most, ACROSS))))
     channels = -(-p // -(-p * across // most))
     images = target.new_empty(across * channels * s * t)
-    inner = most_bytes // 4 if is_cuda else min(most_bytes, INNER_BYTES)
-    step = max(1, min(-(-2 * n // STRIPES) if half else n, inner // max(1, t * across * u * size)))
+    step = max(1, min(-(-2 * n // STRIPES) if half else n, limit // max(1, t * across * u * size)))
     for start in range(0, n, step):
         some = slice(start, min(n, start + step))
         a, mine = _by_position(one.right(some) * scale), one.left[some].mT.contiguous()
@@ -327,19 +327,6 @@ def _add_images(
 
 RowForm = Literal["rows", "pairs", "images"]
 
-PASS, TOUCHED = 1.5, 90.0
-"""Thirds of a gradient in the time of a pass for δ; multiply-adds in that of what a gradient does per layer output."""
-PRODUCT = 1.35
-"""Multiply-adds of a gradient in the time of one of a matrix product: 1.0 to 1.6, by processor and network."""
-FORMING, FORMED = 2.0, 80.0
-"""Multiply-adds of large matrix products in the time of one that forms rows, and of the passes over one number."""
-PAIRED = 200.0
-"""Multiply-adds in the time of the passes over one product of two sensitivities."""
-IMAGED, IMAGE = 1.6, 240.0
-"""Multiply-adds in the time of one that makes an image of δ', and of what each of its columns takes beside these."""
-HELD, HELD_OF_SOME, OTHERS, WORK = 5 / 8, 3 / 8, 1 / 4, 3 / 8
-"""Shares of the memory: for rows of all points, or of some points and of others beside them; for their products."""
-
 
 class Sizes(NamedTuple):
     """Sizes of one layer's rows on both sides: g groups, t and u positions, p × q weights, r and s columns."""
@@ -357,9 +344,9 @@ class Sizes(NamedTuple):
         g, t, u, p, q, r, s = self
         inner = n * m * t * u * q
         return {
-            "rows": g * p * q * (n * m * r * s + n * r * (FORMING * t + FORMED) + m * s * (FORMING * u + FORMED)),
-            "pairs": g * (inner + n * m * t * u * r * s * (p + PAIRED)),
-            "images": g * (inner + n * m * s * p * (t * (IMAGED * u + r) + IMAGE)),
+            "rows": g * p * q * (n * m * r * s + n * r * (SLOWER * t + TOUCHED) + m * s * (SLOWER * u + TOUCHED)),
+            "pairs": g * (inner + n * m * t * u * r * s * (p + 2 * TOUCHED)),
+            "images": g * (inner + n * m * s * p * (t * (SLOWER * u + r) + 2 * TOUCHED)),
         }
 
     def form(self, n: int, m: int) -> RowForm:
@@ -381,17 +368,17 @@ def gram_cost(plan: Plan, points: int) -> float:
     others = plan.size - sum(ruled.values())
     sets, share = layer_sets(plan, points, room)
     walks, together = float(len(sets)), points
-    if share == HELD_OF_SOME:
+    if share == 2 * WORK:
         held = (columns * others + sum(_numbers(layer, columns) for layer in plan.layers)) * plan.itemsize * points
         panels = min(points, math.ceil(held / max(1, share * room)))  # a point at a time if there is room for none
         walks, together = (panels + 1) / 2, math.ceil(points / panels)
     pairs = sum(_least(layer, columns, together) for layer in plan.layers) * (points / together) ** 2 / 2
     pairs += others * (columns * points) ** 2 / 2
     gradient = points * (3 * plan.forward + TOUCHED * sum(layer.output[1:].numel() for layer in plan.layers))
-    each = PASS * (1 + columns) / 3
+    each = (1 + columns) / 2  # a pass for δ takes half a gradient
     if plan.others:
         each += plan.cost_to_build("formed", points) / (1 + plan.overhead(1.0, points))
-    return walks * each + PRODUCT * pairs / gradient
+    return walks * each + pairs / gradient
 
 
 def layer_sets(plan: Plan, points: int, most_bytes: int) -> tuple[list[Collection[str] | None], float]:
@@ -402,11 +389,11 @@ def layer_sets(plan: Plan, points: int, most_bytes: int) -> tuple[list[Collectio
     """
     layers = _tied(plan.layers)
     sizes = [sum(_numbers(layer, plan.num_outputs) for layer in some) * plan.itemsize * points for some in layers]
-    most = HELD * most_bytes
+    most = (1 - WORK) * most_bytes
     if plan.others or max(sizes, default=0) > most:
-        return [None], HELD_OF_SOME
+        return [None], 2 * WORK
     if sum(sizes) <= most:
-        return [None], HELD
+        return [None], 1 - WORK
     found: list[set[str]] = [set()]
     held = 0.0
     for some, size in zip(layers, sizes):
@@ -415,7 +402,7 @@ def layer_sets(plan: Plan, points: int, most_bytes: int) -> tuple[list[Collectio
             held = 0.0
         held += size
         found[-1].update(name for layer in some for name in layer.names.values())
-    return [*found], HELD
+    return [*found], 1 - WORK
 
 
 def _tied(layers: Sequence[Layer]) -> list[list[Layer]]:

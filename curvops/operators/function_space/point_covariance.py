@@ -111,35 +111,32 @@ def row_covariances(J: Jacobian, W: LinearOperator, outputs: int, diagonals: boo
 
 
 def _by_solves(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool) -> Target:
-    """Return the blocks by solves for the rows of J, of as many points at a time as make one block of rows."""
-    each, rows = J.passes.engines.plan.num_outputs, J.shape[-2]
-    together = max(1, outputs // each)
-    width, _ = solve_width(J, max(BLOCK, BLOCK_NUMBERS // J.shape[-1], together * each))
-    points = max(1, width // each // together) * together
-    parts = [_solved(piece, W, outputs) for piece in ([J] if points * each >= rows else J.by_points(points, together))]
-    return torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
+    """Return the blocks by solves for the rows of J, of as many points at a time as make one block of rows.
 
-
-def _solved(J: Jacobian, W: LinearOperator, outputs: int) -> Float[Tensor, "m C C"]:
-    """Return the blocks of some points: W times their rows of J, which the layers give, times the same rows.
-
-    If memory has no room for the rows of one point, a parameter has no layer rule or a gradient in P is recorded, the
-    rows come from products with unit vectors, and what they become is pushed through J again.
+    The rows of some points, which the layers give, are multiplied by W and by themselves. If memory has no room for the
+    rows of one point, a parameter has no layer rule or a gradient in P is recorded, rows come from products with unit
+    vectors, and what they become is pushed through J again.
     """
-    rows, recorded = J.shape[-2], carries_graph((*J.representation(), *W.representation()))
-    width, beside = solve_width(J, rows)
-    if width == rows and not recorded and not J.passes.engines.plan.others:
-        with holding(J, beside), torch.no_grad():
-            formed = J.formed()
-            points, solved = (block.mT.unflatten(0, (-1, outputs)) for block in (formed, W._matmul(formed)))
-        return points @ solved.mT
-    found = []
-    for start in range(0, rows, width):
-        units = unit_block(rows, start, min(width, rows - start), dtype=J.dtype, device=J.device)
+    each, recorded = J.passes.engines.plan.num_outputs, carries_graph((*J.representation(), *W.representation()))
+    together = max(1, outputs // each)
+    width, beside = solve_width(J, max(BLOCK, BLOCK_NUMBERS // J.shape[-1], together * each))
+    points, found = max(1, width // each // together) * together, []
+    for piece in [J] if points * each >= J.shape[-2] else J.by_points(points, together):
+        rows = piece.shape[-2]
         with holding(J, beside), torch.set_grad_enabled(recorded):
-            found.append(J._matmul(W._matmul(J._t_matmul(units))))
-    blocks = torch.cat(found, 1).unflatten(0, (-1, outputs)).unflatten(2, (-1, outputs))
-    return torch.diagonal(blocks, dim1=0, dim2=2).permute(2, 0, 1)
+            if rows <= width and not recorded and not J.passes.engines.plan.others:
+                formed = piece.formed()
+                one, other = (block.mT.unflatten(0, (-1, outputs)) for block in (formed, W._matmul(formed)))
+                part = one @ other.mT
+            else:
+                images = []
+                for start in range(0, rows, width):
+                    units = unit_block(rows, start, min(width, rows - start), dtype=J.dtype, device=J.device)
+                    images.append(piece._matmul(W._matmul(piece._t_matmul(units))))
+                blocks = torch.cat(images, 1).unflatten(0, (-1, outputs)).unflatten(2, (-1, outputs))
+                part = torch.diagonal(blocks, dim1=0, dim2=2).permute(2, 0, 1)
+        found.append(part.diagonal(dim1=-2, dim2=-1) if diagonals else part)
+    return torch.cat(found)
 
 
 def _solved_with_graph(

@@ -20,8 +20,8 @@ from curvops.network import Layer
 
 LEAST_HALVED = 128
 """The rows of a symmetric product up to which it is computed whole."""
-PIECE_BYTES = 8 * 2**20
-"""The bytes of a, on a CPU, that rows are formed from at a time: they stay in a cache."""
+CACHE_BYTES = 4 * 2**20
+"""The bytes, on a CPU, of numbers that are made and used at once: they stay in a cache."""
 ROW_BYTES = 2**27
 """The most bytes of rows formed at a time if a is held: enough channels for matrix products at full speed."""
 
@@ -180,7 +180,7 @@ def _rows(sides: Sides, block: Block, most_bytes: int, reused: Tensor | None = N
     if reused is None or reused.numel() < n * r * size:
         reused = left.new_empty(n * r, size)
     rows = reused.flatten()[: n * r * size].view(n, r, -1)
-    most = most_bytes // 4 if left.is_cuda else min(most_bytes // 4, PIECE_BYTES)
+    most = most_bytes // 4 if left.is_cuda else min(most_bytes // 4, CACHE_BYTES)
     step = max(1, most // max(1, sides.point_bytes))
     for points in (slice(start, start + step) for start in range(0, n, step)):
         first, second, here = _positions(left[points], block), sides.right(points)[:, block.groups], rows[points]

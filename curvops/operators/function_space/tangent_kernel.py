@@ -11,8 +11,7 @@ from torch import Tensor
 
 from curvops.argument_types import Points, PriorPrecision
 from curvops.checks import carries_graph
-from curvops.linalg import BlockRows, Diagonal
-from curvops.linalg.core.sharded import RowLayout, Sharded
+from curvops.linalg import Diagonal
 from curvops.linalg.operators.base import Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.contract import COLUMN_BLOCK, convert
@@ -21,10 +20,11 @@ from curvops.network import JacobianRows, read_precision
 from curvops.operators.function_space.function_space import WeightSpaceForm
 from curvops.operators.function_space.gram_matrix import gram_matrix, gram_with_graph
 from curvops.operators.function_space.point_covariance import point_covariances
-from curvops.operators.linearized import rows_over_ranks
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
+from curvops.ranks.on_shards import BlockRows, formed_over_ranks
+from curvops.ranks.sharded_vectors import RowLayout
 from curvops.summary import size_of
 
 
@@ -96,26 +96,13 @@ class TangentKernel(UserOperator, Operator):
 
     def _product(self, block: Tensor) -> Tensor:
         left, right, _ = self._args
-        return left._product(self._scaled(right._transposed_product(block)))
+        return left._product(self.scaled(right._transposed_product(block)))
 
     def _transposed_product(self, block: Tensor) -> Tensor:
         left, right, _ = self._args
-        return right._product(self._scaled(left._transposed_product(block)))
+        return right._product(self.scaled(left._transposed_product(block)))
 
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        if isinstance(rhs, Sharded) and self._is_of_ranks:
-            return rows_over_ranks.push_pulled(self._args[0].passes, rhs, self._scaled)
-        return super()._matmul(rhs)
-
-    def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self._matmul(rhs) if isinstance(rhs, Sharded) and self._is_of_ranks else super()._t_matmul(rhs)
-
-    @property
-    def _is_of_ranks(self) -> bool:
-        """Whether the kernel is of the training points of several ranks, each of which holds its own."""
-        return self.psd and self._args[0].is_sharded
-
-    def _scaled(self, block: Float[Tensor, "D b"]) -> Float[Tensor, "D b"]:
+    def scaled(self, block: Float[Tensor, "D b"]) -> Float[Tensor, "D b"]:
         """Return A⁻¹ V."""
         return block / (self.prior if self.prior.ndim == 0 else self.prior.unsqueeze(-1))
 
@@ -126,16 +113,7 @@ class TangentKernel(UserOperator, Operator):
     def _columns(self, index: Int[Tensor, " b"]) -> Float[Tensor, "nC b"]:
         """Return the columns that belong to these rows of J(x'), with passes over their points only."""
         left, right, _ = self._args
-        return left._product(self._scaled(right.rows_at(index)))
-
-    def columns_over_ranks(self, index: Int[Tensor, " b"], layout: RowLayout) -> Sharded:
-        """Return columns whose rows lie over ranks in this layout. One all-reduce of D·b numbers."""
-        J = self._args[0]
-        if not self._is_of_ranks:
-            return Sharded(self._columns(index)[layout.own], layout)
-        points = rows_over_ranks.layout_of_points(J.passes, layout)
-        own = J.passes.push_own(self._scaled(J.rows_at(index)))
-        return Sharded(own, points).moved(layout)
+        return left._product(self.scaled(right.rows_at(index)))
 
     def formed(self, mesh: Any) -> BlockRows:
         """Form the matrix with its rows shared among the ranks of a one-dimensional device mesh.
@@ -160,13 +138,7 @@ class TangentKernel(UserOperator, Operator):
             raise ValueError("formed(mesh) needs a kernel of one set of inputs; for two sets use to_dense().")
         if self._args[0].is_recorded or carries_graph((self.prior,)):
             raise ValueError("no gradient passes through a kernel whose rows are shared among ranks: use to_dense().")
-        if not self._is_of_ranks:
-            return BlockRows(self.to_dense()[layout.own].clone(), layout=layout, psd=True)
-        J = self._args[0]
-        points, own = rows_over_ranks.layout_of_points(J.passes, layout), J.apart()
-        rows = [gram_matrix(own, own if other is None else other, self.prior) for other in J.in_turn()]
-        whole = Sharded(torch.cat(rows, 1)[: points.counts[points.ranks.rank]], points)
-        return BlockRows(whole.moved(layout).local, layout=layout, psd=True)
+        return formed_over_ranks(self, layout)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         """Draw k exact samples of N(0, K) as J A^-½ z, at the cost of one push of J per draw."""
@@ -213,7 +185,7 @@ class TangentKernel(UserOperator, Operator):
 
     def _in_blocks(self, rows: int, diagonals: bool) -> Tensor:
         left, prior = self._args[0], self.prior
-        apart = left.is_sharded and rows == left.passes.engines.plan.num_outputs and not carries_graph((prior,))
+        apart = left.passes.is_shared and rows == left.passes.engines.plan.num_outputs and not carries_graph((prior,))
         left = left.apart() if apart else left.gathered()
 
         def compute(walk: JacobianRows | None, precision: Tensor) -> Tensor:

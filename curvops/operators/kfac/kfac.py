@@ -10,9 +10,10 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import Place, begin, resumable, seed_of
+from curvops.checkpoint import Place, begin, seed_of
 from curvops.checks import carries_graph, check_choice, in_transform
 from curvops.linalg import DirectSum, Kronecker, Operator
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import Memory
 from curvops.linalg.core.partition import whole_partition
@@ -116,7 +117,7 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
 
     STORED = "positions"
 
-    @resumable
+    @algorithm
     def __init__(
         self,
         lin: Linearization,

@@ -35,10 +35,8 @@ PARTS = {"weight": slice(None, -1), "bias": slice(-1, None)}
 LEAST_SYMMETRIC = 320
 MOST_EXACT = 512
 """The most columns whose outer products are summed in float64; for more, this would take most of a build's time."""
-ELEMENTS = 2**18
-"""How many numbers of few columns are converted to float64 at a time: they stay in a CPU's cache."""
 ELEMENTS_A_SUM = 2**19
-"""How many numbers are converted to float64 for one product of many columns."""
+"""How many numbers are converted to float64 for one product."""
 ROWS_A_SUM = 2048
 """How many rows are summed at a time in single precision: few enough to lose little."""
 ROUNDING_UNITS = 1
@@ -66,9 +64,6 @@ class OuterSum:
 
     def add(self, side: Float[Tensor, "*m g t p"]) -> None:
         """Add the outer products of a side, read in the order in which it is stored in memory."""
-        if self._lies_by_points(side):
-            self._add_by_points(side.squeeze(-3).flatten(0, -3).mT)
-            return
         rows = _rows(side)
         p = rows.shape[-1]
         self.count += rows.shape[1]
@@ -91,23 +86,6 @@ class OuterSum:
         total[0].diagonal().copy_(diagonal)
         self.total = total
 
-    def _lies_by_points(self, side: Tensor) -> bool:
-        """Return whether columns are few and not contiguous (channels), so that rows would have to be copied."""
-        p, t = side.shape[-1], side.shape[-2]
-        few = side.shape[-3] == 1 and p < min(t, LEAST_SYMMETRIC, MOST_EXACT)
-        return few and side.stride(-2) == 1 and not side.is_cuda
-
-    def _add_by_points(self, points: Float[Tensor, "m p t"]) -> None:
-        """Add a product for each point."""
-        m, p, t = points.shape
-        self.count += m * t
-        self._add_kept()
-        if self.total is None:
-            self.total = points.new_zeros(1, p, p, dtype=torch.float64)
-        for piece in points.split(max(1, ELEMENTS // (p * t))):
-            double = piece.to(torch.float64)
-            self.total[0] += torch.bmm(double, double.mT).sum(0)
-
     def _add_kept(self) -> None:
         """Sum the rows that have been kept so far."""
         kept, self.rows = self.rows, []
@@ -128,7 +106,7 @@ class OuterSum:
 
     def join(self, passes: Passes) -> None:
         """End the walk: extend the sum, or the kept rows, over all points of all ranks."""
-        if passes.shard is not None:
+        if passes.is_shared:
             self._add_kept()  # ranks with many points keep none
         self.rows = [passes.line_up(self.rows, 1)] if self.rows else []
         self.total = None if self.total is None else passes.add_up(self.total)
@@ -294,8 +272,7 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
             lefts = [torch.stack([left.sum(3, keepdim=True) for left in lefts]).sum(0)]
         for left in lefts:
             block.left.add(left)
-    if lin.passes.shard is not None:
-        lin.passes.shard.ranks.require_equal({"the layers that ran": [block.kind for block in blocks.values()]})
+    lin.passes.agree({"the layers that ran": [block.kind for block in blocks.values()]})
     for block in blocks.values():
         block.join(lin.passes)
     _warn_of_diagonals(lin, blocks.values())
@@ -312,7 +289,7 @@ class SummedWalk:
     def __init__(self, lin: Linearization, fisher: OutputFisher, name: str) -> None:
         self.lin, self.fisher = lin, fisher
         # These are sums over this process's own points; they can be reused for the same points in the same batches.
-        own = lin.data.prints if lin.passes.shard is None else lin.passes.shard.own
+        own = lin.data.own_prints
         mark = digest([torch.tensor([own.order, *lin.data.sizes])])[:16]
         self.kept = kept = part_of_rank(f"{name} {mark}", lin.theta.device)
         state = kept.state or {"points": 0, "chunk": lin.passes.chunk_bytes, "sums": kept.outcome}

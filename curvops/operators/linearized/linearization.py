@@ -13,14 +13,13 @@ from torch.distributed import ProcessGroup
 
 from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterChoice, Points
 from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
-from curvops.distributed_types import holds_shards
 from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
 from curvops.network import EngineChoice, TrainedNetwork
-from curvops.operators.linearized.gradients import Gradients
-from curvops.operators.linearized.jacobian import Jacobian
-from curvops.operators.linearized.sharded_linearization import ShardedLinearization
+from curvops.operators.linearized.jacobian import Gradients, Jacobian
 from curvops.progress import Progress, check_progress
+from curvops.ranks.process_group import holds_shards
+from curvops.ranks.sharded_linearization import ShardedLinearization
 
 TF32 = (
     "matrix products are rounded to TF32, three digits, and so are those with this linearisation: solvers, intervals "

@@ -10,14 +10,14 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.memory import Memories
-from curvops.linalg.core.sharded import RowLayout, Sharded
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Space, Spaces
-from curvops.linalg.operators.base import Operator, by_columns
+from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.contract import convert
 from curvops.network import Passes, likelihoods
-from curvops.process_group import Ranks
 from curvops.progress import Progress
+from curvops.ranks.process_group import Ranks
+from curvops.ranks.sharded_vectors import RowLayout
 
 
 class NetworkOperator(Operator):
@@ -70,8 +70,8 @@ class NetworkOperator(Operator):
     def sources(self) -> Sources | None:
         if not self.symmetric:  # J and per-point gradients have a row for each point and are not sums over points
             return None
-        found: Sources = self.lin.sources
-        return found if self._kwargs.get("space") is None else found.detach()
+        sources: Sources = self.lin.sources
+        return sources if self._kwargs.get("space") is None else sources.detach()
 
     def detached_from_weights(self) -> LinearOperator:
         return self.__class__(*self._args, **self._kwargs | {"space": self.space.detached()})
@@ -96,8 +96,8 @@ class NetworkOperator(Operator):
     def multiply_adds(self) -> float | int:
         """The multiply-adds of a gradient of the data, which a product takes, too; at least one a weight and point."""
         plan = getattr(self.lin, "plan", None)  # a model that runs itself has none
-        found: int = 3 * self.lin.num_data * max(self.theta.shape[-1], 0 if plan is None else plan.forward)
-        return found
+        count: int = 3 * self.lin.num_data * max(self.theta.shape[-1], 0 if plan is None else plan.forward)
+        return count
 
     @property
     def progress(self) -> Progress:
@@ -105,15 +105,12 @@ class NetworkOperator(Operator):
         return progress
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        product = self._times_sharded(rhs) if isinstance(rhs, Sharded) else by_columns(self._product, rhs)
+        product = super()._matmul(rhs)
         return self._attached(product) if self.theta.requires_grad else product
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        product = by_columns(self._transposed_product, rhs)
+        product = super()._t_matmul(rhs)
         return self._attached(product) if self.theta.requires_grad else product
-
-    def _times_sharded(self, rhs: Sharded) -> Any:
-        return by_columns(self._product, rhs)
 
     def _attached(self, product: Tensor) -> Tensor:
         """Return a product with a zero gradient for θ, which linear_operator differentiates by, too."""

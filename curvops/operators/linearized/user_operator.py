@@ -17,10 +17,24 @@ from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.operators.algebra import Scaled
 from curvops.network import likelihoods
 from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.sharded_linearization import KNOWN_OF_SHARDS, ShardedLinearization
+from curvops.ranks.sharded_linearization import KNOWN_OF_SHARDS, ShardedLinearization
 
 ASIDE = ("lin", "generator", "checkpoint")
 """Arguments that do not affect the operator that is built."""
+
+
+SHARDED: dict[type, Callable[..., LinearOperator]] = {}
+"""The functions that build operators of a network whose parameters are sharded over ranks."""
+
+
+def builds_sharded(kind: type) -> Callable[[Callable[..., LinearOperator]], Callable[..., LinearOperator]]:
+    """Register a function that builds operators of this class if parameters are sharded over ranks."""
+
+    def register(build: Callable[..., LinearOperator]) -> Callable[..., LinearOperator]:
+        SHARDED[kind] = build
+        return build
+
+    return register
 
 
 class UserOperator(LinearOperator):
@@ -51,7 +65,11 @@ class UserOperator(LinearOperator):
         if isinstance(args[0] if args else kwargs.get("lin"), ShardedLinearization):
             bound = cls._bound(args, kwargs)
             cls._require_equal_on_ranks(bound)
-            return cls._of_shards(**bound.arguments)
+            if cls not in SHARDED:
+                raise ValueError(
+                    f"co.{cls.__name__} is not available for a model sharded over ranks: {KNOWN_OF_SHARDS}."
+                )
+            return SHARDED[cls](**bound.arguments)
         scaled = None if cls.CARRIED or cls._is_stored(args, kwargs) else scale_by_noise(cls, *args, **kwargs)
         return super().__new__(cls) if scaled is None else scaled
 
@@ -91,22 +109,17 @@ class UserOperator(LinearOperator):
         return ", ".join(filter(None, words))
 
     @classmethod
-    def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
-        """Build this operator of a network whose parameters are sharded over ranks."""
-        raise ValueError(f"co.{cls.__name__} is not available for a model sharded over ranks: {KNOWN_OF_SHARDS}.")
-
-    @classmethod
     def _require_equal_on_ranks(cls, bound: inspect.BoundArguments) -> None:
         """Raise RanksDifferError on all ranks that share the data unless they build the same operator."""
-        lin, shard = bound.arguments["lin"], bound.arguments["lin"].passes.shard
-        if shard is None:
+        lin = bound.arguments["lin"]
+        if not lin.passes.is_shared:
             return
         given = inspect.BoundArguments(bound.signature, bound.arguments.copy())
         given.apply_defaults()
         options = {name: value for name, value in given.arguments.items() if name not in ("lin", "checkpoint")}
         name, facts = f"co.{cls.__name__}", {"the likelihood": identify(lin.likelihood)}
         facts |= {f"{option} of {name}": identify(value) for option, value in options.items()}
-        shard.ranks.require_equal({"the operator": name} | facts)
+        lin.passes.agree({"the operator": name} | facts)
 
     @classmethod
     def _is_stored(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -158,8 +171,8 @@ class ScaledByNoise(UserOperator, Scaled):
         return sources_of(self.base)
 
     def of(self, lin: Linearization, generator: torch.Generator | None = None) -> LinearOperator | None:
-        found: LinearOperator | None = self.base.of(lin, generator)
-        return found
+        operator: LinearOperator | None = self.base.of(lin, generator)
+        return operator
 
     def settled(self) -> LinearOperator:
         """Return the operator without a gradient for the noise; raise ValueError if the noise has changed."""

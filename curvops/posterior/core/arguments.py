@@ -9,7 +9,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_choice, check_kind, check_like, check_shape, checked_whole, shown
+from curvops.checks import check_choice, check_kind, check_like, check_shape, shown
 from curvops.linalg.core.spaces import common, spaces_of
 from curvops.linalg.core.symmetry import is_symmetric
 from curvops.network import Model
@@ -24,7 +24,7 @@ from curvops.operators import (
     Linearization,
     ShardedLinearization,
 )
-from curvops.operators.linearized.sharded_linearization import KNOWN_OF_SHARDS
+from curvops.ranks.sharded_linearization import KNOWN_OF_SHARDS
 
 CURVATURES: dict[str, type[LinearOperator]] = {
     "kfac": KFAC,
@@ -36,11 +36,6 @@ CURVATURES: dict[str, type[LinearOperator]] = {
     "hessian": Hessian,
 }
 """Curvatures by name."""
-
-
-def checked_count(k: Any) -> int:
-    """Return a number of draws as an int; raise TypeError unless it is whole, ValueError below 1."""
-    return checked_whole("k", k, kind="a whole number of draws")
 
 
 def checked_draws(samples: Any, mean: Tensor, name: str = "samples", count: int | None = None) -> Tensor:

@@ -12,7 +12,6 @@ with one rule of validity:
 | quadrature              | smallest prior precision, tolerance and the quadrature for them  | likelihood              |
 | formed                  | G, or its undamped part, as a matrix                             | likelihood              |
 | precision               | P, and P with its operand formed                                 | likelihood, prior       |
-| columns                 | number of right-hand sides that covariances have needed so far  | likelihood              |
 | weights, functions      | a prior's diagonal, columns and the sketch for them, in one of   | likelihood; it serves   |
 |                         | the two spaces                                                   | neighbouring priors     |
 | kernel                  | spectrum, solves and mode from J Jᵀ under the likelihood         | likelihood              |
@@ -90,10 +89,11 @@ class CurvatureCache:
         self.data, self.power = data_terms(lin, curvature), power_of(lin, curvature)
         self.lock = threading.RLock()
         self.checks_mode = checks_mode  # until there was a warning; False if the user wants none
+        self.rows_asked = 0  # rows of J for which covariances have been asked so far, under every prior
         self._values = dict[str, Any]()
         self._seen = [tensor.detach().clone() for _, tensor in self.hyperparameters]
         # When an earlier cache is collected differs between ranks, which must agree on what is known.
-        self.of_data = OfData() if lin.passes.shard is not None else _of_data.setdefault(id(lin.passes), OfData())
+        self.of_data = OfData() if lin.passes.is_shared else _of_data.setdefault(id(lin.passes), OfData())
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "lock"} | {"generator": None}

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checks import checked_number, checked_whole
-from curvops.distributed_types import holds_shards
 from curvops.errors import ConvergenceError, ModeWarning, warn
 from curvops.linalg import Reason
 from curvops.network import tensors_of
@@ -22,6 +21,7 @@ from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
 from curvops.posterior.solves.linear_mode import TOLERATED, LinearMode, in_words, nats_below_mode, nats_of_prior
 from curvops.progress import Progress, Steps, check_progress, progress_bar
+from curvops.ranks.process_group import holds_shards
 from curvops.summary import Summarised
 
 CHUNK = 50

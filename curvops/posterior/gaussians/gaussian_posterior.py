@@ -16,7 +16,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor, nn
 
 from curvops import storage
-from curvops.checks import carries_graph, check_accuracy, check_kind, check_like
+from curvops.checks import carries_graph, check_accuracy, check_kind, check_like, checked_whole
 from curvops.linalg import Damped, Dense, Estimate, Inverse, Operator, logdet, low_rank
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.sources import sources_of
@@ -30,7 +30,6 @@ from curvops.operators.operator_record import record_of_operator
 from curvops.posterior.core.arguments import (
     check_linearization,
     check_operator,
-    checked_count,
     checked_draws,
 )
 from curvops.posterior.deviations import Deviations, trace
@@ -41,7 +40,7 @@ KIND = "posterior"
 """The kind of a posterior's folder."""
 OF_LAPLACE, OF_GAUSSIANS = VERSIONS = 1, 2
 """Versions of the schema; a version is raised when an older program would misread it."""
-INTERNAL = ("cache", "prior", "prior_error", "prior_for", "terms")
+INTERNAL = ("cache", "prior", "prior_error", "prior_for", "progress", "terms")
 """Names of a posterior that other functions of the library use, and that `dir` does not show."""
 
 
@@ -280,7 +279,7 @@ class GaussianPosterior(GaussianWeights):
 
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
         check_accuracy(rtol, generator)
-        return draw(self.covariance, checked_count(k), generator, frozenset((self.lin.memory,))).mT
+        return draw(self.covariance, checked_whole("k", k), generator, frozenset((self.lin.memory,))).mT
 
     def _outputs(self) -> NormalOutputs:
         return NormalOutputs(self.lin, lambda rows, rtol: self.covariance, self.temperature)

@@ -17,9 +17,10 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
-from curvops.checkpoint import Place, begin, resumable
+from curvops.checkpoint import Place, begin
 from curvops.checks import check_accuracy, check_choice, check_kind, check_tensor, checked_number, checked_whole
 from curvops.linalg import Estimate
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.linalg.operators.base import as_part
@@ -29,7 +30,6 @@ from curvops.operators import Linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value
 from curvops.posterior.core.arguments import (
     check_linearization,
-    checked_count,
     checked_curvature,
     checked_draws,
 )
@@ -55,7 +55,8 @@ from curvops.posterior.log_evidence import (
 )
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
-from curvops.posterior.solves.precision import inverse_for_rows, plan
+from curvops.posterior.solves.precision import inverse_for, plan
+from curvops.progress import Progress
 from curvops.records import from_record
 
 NORMALISATION = re.compile(r"Norm(\d+d)?$")
@@ -113,6 +114,11 @@ class Laplace(GaussianWeights):
         return PrecisionTerms(self.cache, self.prior)
 
     @property
+    def progress(self) -> Progress:
+        """How long calls show their progress: as that of `lin`."""
+        return self.lin.passes.progress
+
+    @property
     def precision(self) -> Any:
         """The precision P = G + A, (D, D), whatever the temperature."""
         return self.terms.precision
@@ -164,7 +170,7 @@ class Laplace(GaussianWeights):
             )
         return float(noise.detach())
 
-    @resumable
+    @algorithm
     def deviations(
         self,
         k: int,
@@ -213,7 +219,7 @@ class Laplace(GaussianWeights):
         Cost: a pull of J and the products that the result reports. Memory: the draws, the right-hand sides, and the
         method's working vectors within `lin.memory_budget`.
         """
-        k = checked_count(k)
+        k = checked_whole("k", k)
         check_accuracy(rtol, generator)
         self.cache.require_gradients()
         start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
@@ -239,7 +245,7 @@ class Laplace(GaussianWeights):
         run.save(dict, now=True)
         return run.finish(draw(noise if saved is None else from_record(Noise, saved)))
 
-    @resumable
+    @algorithm
     def linear_mode(
         self,
         x0: Float[Tensor, " D"] | None = None,
@@ -276,7 +282,7 @@ class Laplace(GaussianWeights):
         if x0 is not None:
             check_tensor("x0", x0)
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
-        most = checked_count(maxiter)
+        most = checked_whole("maxiter", maxiter)
         kept = begin(
             "linear_mode", checkpoint, partial(problem_of_mode, self.terms), self.mean.device, True, self.lin.ranks
         )
@@ -307,7 +313,7 @@ class Laplace(GaussianWeights):
 
     def _outputs(self) -> NormalOutputs:
         self.cache.require_gradients()
-        return NormalOutputs(self.lin, partial(inverse_for_rows, self.terms), self.temperature)
+        return NormalOutputs(self.lin, partial(inverse_for, self.terms), self.temperature)
 
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
         self.cache.require_gradients()

@@ -29,7 +29,7 @@ from curvops.operators.curvatures.subnetwork import checked_indices, principal_b
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.core.terms import read_prior
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
-from curvops.posterior.solves.precision import for_columns
+from curvops.posterior.solves.precision import inverse_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,15 +277,15 @@ def _parts_of_inverse(
         delta = ROUNDING_UNITS * torch.finfo(P.dtype).eps * torch.linalg.matrix_norm(whole, torch.inf)
         error = delta * inverse[rest].square().sum()
         return Estimate.rounded(inverse.diagonal()[rest].sum(), error, rtol), inverse[chosen][:, chosen]
-    P = for_columns(post.terms, len(chosen))
-    block = principal_block(P.inverse(), chosen).double()
+    inverse = inverse_for(post.terms, len(chosen), None)
+    block = principal_block(inverse, chosen).double()
     if form is not None:
         variances, errors = (
             each.double()[rest].sum() for each in (form.inverse_diagonal(), form.inverse_diagonal_error())
         )
         return Estimate.rounded(variances, errors, rtol), block
     only = Diagonal(rest.to(P.dtype))
-    return trace(only @ P.inverse() @ only, rtol=rtol, method="hutchinson", generator=generator), block
+    return trace(only @ inverse @ only, rtol=rtol, method="hutchinson", generator=generator), block
 
 
 def _solve_in_place(factor: Float[Tensor, "S S"], block: Float[Tensor, "S K"]) -> Float[Tensor, "S K"]:

@@ -67,9 +67,9 @@ def tell_choice(post: Updated, by: str) -> Updated:
 
 def _require_equal_on_ranks(post: Any) -> None:
     """Raise RanksDifferError, on all ranks that share the data, unless they were given the same posterior."""
-    if post.lin.ranks is not None:
+    if post.lin.passes.is_shared:
         facts = {"the curvature": form_of(post.curvature), "the temperature": post.temperature}
-        post.lin.ranks.require_equal(post.prior.facts() | facts)
+        post.lin.passes.agree(post.prior.facts() | facts)
 
 
 def replace_noise(post: Updated, noise: Any, generator: torch.Generator | None) -> Updated:

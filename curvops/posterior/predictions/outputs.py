@@ -17,7 +17,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +36,7 @@ from curvops.operators import Linearization
 from curvops.operators.function_space.point_covariance import row_covariances
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior.predictions.answers import ErrorOfMean, Uncertainty, decompose_numbers, error_of_mean
-from curvops.posterior.predictions.split_points import SplitPoints
+from curvops.ranks.split_points import SplitPoints
 
 OUTPUT_DRAWS = 1000
 """The number of draws of the outputs at each point for averages over them, if no samples are given."""
@@ -142,7 +142,8 @@ class NormalOutputs(OutputDistribution):
             weighted = inverse if self.temperature == 1 else inverse * self.temperature
             covariance = JointCovariance(jacobian, weighted, jacobian.mT)
         else:
-            covariance = PointCovariance(jacobian, inverse, together * C, self.temperature, Cache())
+            budget = jacobian.passes.memory_budget
+            covariance = PointCovariance(jacobian, inverse, together * C, self.temperature, budget, Cache())
         self._covariances[together] = covariance
         return covariance
 
@@ -260,23 +261,19 @@ FEW = 64
 class PointBlocks(Operator):
     """A C × C covariance for each of N points, (N, C, C), without covariances between points.
 
-    Variances do not need the blocks, which are formed when entries off the diagonal are used; both are computed once.
+    Blocks are computed once, when they are used; variances of many outputs do not need them. `memory_budget` limits the
+    bytes of the blocks.
     """
 
     psd = True
-
-    @property
-    def _memory_budget(self) -> float | int:
-        """The bytes that the blocks may take."""
-        return math.inf
 
     @abstractmethod
     def _compute(self, diagonals: bool) -> Tensor:
         """Compute all blocks, or their diagonals alone."""
 
-    def blocks(self) -> Float[Tensor, "N C C"]:
+    def to_dense(self) -> Tensor:
         """Return all blocks; raise ValueError if they take more than the memory budget."""
-        budget, needed = self._memory_budget, self.shape.numel() * self.dtype.itemsize
+        budget, needed = self._kwargs["memory_budget"], self.shape.numel() * self.dtype.itemsize
         if needed > max(budget, LEAST_ROOM):
             n, c = self.shape[:2]
             raise ValueError(
@@ -286,42 +283,38 @@ class PointBlocks(Operator):
                 "fewer points at a time, or a larger memory_budget to co.linearize."
             )
         cache: Cache = self._kwargs["cache"]
-        return cache.get_or_compute("blocks", self.representation(), lambda: self._compute(diagonals=False))
+        return cache.get_or_compute("blocks", self.representation(), partial(self._compute, False))
 
     def _diagonal(self) -> Tensor:
-        cache: Cache = self._kwargs["cache"]
-        tensors = self.representation()
-        if cache.get("blocks", tensors) is not None:
-            return self.blocks().diagonal(dim1=-2, dim2=-1)
-        return cache.get_or_compute("variances", tensors, lambda: self._compute(diagonals=True))
+        cache, tensors = self._kwargs["cache"], self.representation()
+        if self.shape[-1] <= FEW or cache.get("blocks", tensors) is not None:
+            return self.to_dense().diagonal(dim1=-2, dim2=-1)
+        variances: Tensor = cache.get_or_compute("variances", tensors, partial(self._compute, True))
+        return variances
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.blocks() @ rhs
+        return self.to_dense() @ rhs
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return self._matmul(rhs)
 
-    def to_dense(self) -> Tensor:
-        """Return all blocks."""
-        return self.blocks()
-
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        return Dense(self.blocks())._getitem(row_index, col_index, *batch_indices)
+        return Dense(self.to_dense())._getitem(row_index, col_index, *batch_indices)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        return self.blocks()[(*batch_indices, row_index, col_index)]
+        return self.to_dense()[(*batch_indices, row_index, col_index)]
 
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
-        return Dense(self.blocks())._expand_batch(batch_shape)
+        return Dense(self.to_dense())._expand_batch(batch_shape)
 
     def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return Dense(self.blocks())._unsqueeze_batch(dim)
+        return Dense(self.to_dense())._unsqueeze_batch(dim)
 
     def _permute_batch(self, *dims: int) -> LinearOperator:
-        return Dense(self.blocks())._permute_batch(*dims)
+        return Dense(self.to_dense())._permute_batch(*dims)
 
 
 class SampledCovariance(PointBlocks):
@@ -338,11 +331,6 @@ class SampledCovariance(PointBlocks):
     def _size(self) -> torch.Size:
         n, c, _ = self.pushed.shape
         return torch.Size((n, c, c))
-
-    @property
-    def _memory_budget(self) -> float | int:
-        budget: int = self._kwargs["memory_budget"]
-        return budget
 
     def _compute(self, diagonals: bool) -> Tensor:
         k = self.pushed.shape[-1]
@@ -362,26 +350,24 @@ class PointCovariance(PointBlocks):
     """
 
     def __init__(
-        self, jacobian: Jacobian, inverse: LinearOperator, outputs: int, temperature: float, cache: Cache
+        self,
+        jacobian: Jacobian,
+        inverse: LinearOperator,
+        outputs: int,
+        temperature: float,
+        memory_budget: int,
+        cache: Cache,
     ) -> None:
-        super().__init__(jacobian, inverse, outputs=outputs, temperature=temperature, cache=cache)
+        options = {"memory_budget": memory_budget, "cache": cache}
+        super().__init__(jacobian, inverse, outputs=outputs, temperature=temperature, **options)
 
     def _size(self) -> torch.Size:
         c: int = self._kwargs["outputs"]
         return torch.Size((self._args[0].shape[-2] // c, c, c))
 
-    @property
-    def _memory_budget(self) -> float | int:
-        budget: int = self._args[0].passes.memory_budget
-        return budget
-
     def _compute(self, diagonals: bool) -> Tensor:
         jacobian, inverse = self._args
         return row_covariances(jacobian, inverse, self._kwargs["outputs"], diagonals) * self._kwargs["temperature"]
-
-    def _diagonal(self) -> Tensor:
-        few = self._kwargs["outputs"] <= FEW
-        return self.blocks().diagonal(dim1=-2, dim2=-1) if few else super()._diagonal()
 
 
 class CovarianceOverRanks(PointBlocks):
@@ -390,8 +376,10 @@ class CovarianceOverRanks(PointBlocks):
     `size` is their number; or their rows, if they are joint. All ranks must use them in the same order.
     """
 
-    def __init__(self, base: LinearOperator, split: SplitPoints, size: int, cache: Cache) -> None:
-        super().__init__(base, split=split, size=size, cache=cache)
+    def __init__(
+        self, base: LinearOperator, split: SplitPoints, size: int, cache: Cache, memory_budget: float = math.inf
+    ) -> None:
+        super().__init__(base, split=split, size=size, cache=cache, memory_budget=memory_budget)
 
     def _size(self) -> torch.Size:
         base, size = self._args[0], self._kwargs["size"]

@@ -20,11 +20,10 @@ from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.sharded import ranks_together
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Gaussian, Likelihood
 from curvops.operators import Linearization
-from curvops.posterior.core.arguments import checked_count, checked_draws
+from curvops.posterior.core.arguments import checked_draws
 from curvops.posterior.predictions import answers
 from curvops.posterior.predictions.answers import (
     LABELS,
@@ -43,7 +42,8 @@ from curvops.posterior.predictions.outputs import (
     network_outputs,
     normals_for,
 )
-from curvops.posterior.predictions.split_points import SplitPoints, split_points
+from curvops.ranks.sharded_vectors import ranks_together
+from curvops.ranks.split_points import SplitPoints, split_points
 from curvops.summary import name_of
 
 WEIGHT_DRAWS = 100
@@ -177,7 +177,7 @@ class Predictive(ABC):
 
         Cost: that of `sample(k)`, and k products with J(x).
         """
-        k = checked_count(k)
+        k = checked_whole("k", k)
         samples = self.sample(k, generator, rtol) if samples is None else checked_draws(samples, self.mean)
         if len(samples) != k:
             raise ValueError(f"k is {k}, but there are {len(samples)} samples; pass k=len(samples).")

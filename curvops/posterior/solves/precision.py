@@ -113,28 +113,25 @@ def route_of(terms: PrecisionTerms, columns: int, asked: str | None = None) -> t
 def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
     """Return the routes for this many draws or rows of J, and for determinants, without solving anything."""
     system = replace(posterior_system(terms, columns), sketch=terms.precision._takes_sketch)
-    rows = replace(system, asked="cg", further=True, columns=columns + (terms.cache.known("columns") or 0))
+    rows = replace(system, asked="cg", further=True, columns=columns + terms.cache.rows_asked)
     found = {"draws": routes(system), "predictions": routes(rows)}
     return SolvePlan(found if terms.A is None else found | {"determinants": determinants(system)})
 
 
-def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> Any:
-    """Return P for solves with `columns` right-hand sides: with its operand formed, if that is the route by CG.
+def inverse_for(terms: PrecisionTerms, rows: int, rtol: float | None) -> LinearOperator:
+    """Return P⁻¹ for solves with `rows` further rows of J: of a P whose operand is formed, once that is the route.
 
-    With `further`, these columns add to those of earlier calls; draws, which must be the same for the same seed, are
-    counted separately.
+    Draws, which must be the same for the same seed, do not add to the rows that were asked for.
     """
-    cache, P, rows = terms.cache, terms.precision, len(terms.cache.lin.theta)
-    if terms.closed_form is not None or not System(rows=rows, further=further).may_be_formed:
-        return P
-    with cache.lock:
-        if further:
-            columns += cache.known("columns") or 0
-            cache.put("columns", columns)
-        if PRODUCTS_A_SOLVE * columns < rows:  # the other facts cost something
-            return P
-        first = chosen(routes(replace(posterior_system(terms, columns, "cg"), further=further)))
-        return formed_precision(terms) if first is not None and first.name == "formed matrix" else P
+    cache, P = terms.cache, terms.precision
+    if terms.closed_form is None:
+        with cache.lock:
+            cache.rows_asked += rows
+            if PRODUCTS_A_SOLVE * cache.rows_asked >= len(cache.lin.theta):  # the other facts cost something
+                first = chosen(routes(replace(posterior_system(terms, cache.rows_asked, "cg"), further=True)))
+                P = formed_precision(terms) if first is not None and first.name == "formed matrix" else P
+    inverse: LinearOperator = P.inverse(rtol)
+    return inverse
 
 
 def formed_precision(terms: PrecisionTerms) -> Any:
@@ -148,12 +145,6 @@ def formed_precision(terms: PrecisionTerms) -> Any:
             lambda: (P, formed, formed.add_diagonal(shift)),
             lambda known: known[0] is P and known[1] is formed,
         )[2]
-
-
-def inverse_for_rows(terms: PrecisionTerms, rows: int, rtol: float | None) -> LinearOperator:
-    """Return P⁻¹ for `rows` further rows of J."""
-    inverse: LinearOperator = for_columns(terms, rows, further=True).inverse(rtol)
-    return inverse
 
 
 def kernel_of(terms: PrecisionTerms) -> FunctionSpace:

@@ -30,7 +30,6 @@ from curvops.network import Blocks
 from curvops.network.likelihoods import Categorical, Gaussian
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.operators import Linearization, linearize
-from curvops.posterior.core.arguments import checked_count
 from curvops.posterior.core.terms import Prior, read_prior
 from curvops.sampling.repriorisation.ntk import TangentMap
 from curvops.sampling.repriorisation.problem import RepriorProblem, log_normal
@@ -211,7 +210,7 @@ class Reprior:
     def normal(self, k: int, generator: torch.Generator | None = None) -> Blocks:
         """Draw k times φ ~ N(0, I), {name: (k, *shape)}."""
         check_generator(generator)
-        k, theta = checked_count(k), self._problem.model.theta
+        k, theta = checked_whole("k", k), self._problem.model.theta
         options: dict[str, Any] = {"dtype": theta.dtype, "device": theta.device, "generator": generator}
         return {name: torch.randn(k, *scale.shape, **options) for name, scale in self._problem.scale.items()}
 

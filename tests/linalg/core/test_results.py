@@ -22,7 +22,7 @@ def solution(*reasons):
     k = len(reasons)
     converged = torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons])
     residuals = torch.where(converged, 1e-8, 0.25)
-    return Solution(torch.zeros(3, k), reasons, converged, residuals, residuals, 7, 9, torch.ones(8, k))
+    return Solution(torch.zeros(3, k), reasons, residuals, residuals, 7, 9, torch.ones(8, k))
 
 
 def estimate(samples, bias_bound=0.0):

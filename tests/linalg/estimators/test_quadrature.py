@@ -165,6 +165,20 @@ def test_float32_brackets_stay_sound():
     assert low <= dense(values, 1e-3)[0] <= high
 
 
+@pytest.mark.parametrize("budget", [4, 20, 60])
+def test_a_sketch_of_more_columns_than_the_budget_takes_half_of_it(budget):
+    q = spectral_quadrature(
+        symmetric(SPECTRA["decaying"]), shift=0.1, rank=100, max_matvecs=budget, generator=generator()
+    )
+    assert q.matvecs <= budget and len(q.control_nodes) <= budget // 2 and len(q.gauss_nodes) >= 2
+
+
+@pytest.mark.parametrize("budget", [4, 5, 6, 7, 19, 20, 21, 22])
+def test_a_small_budget_is_enough_for_an_error_bar(budget):
+    estimate = logdet(symmetric(SPECTRA["decaying"]), shift=0.1, max_matvecs=budget, generator=generator())
+    assert estimate.matvecs <= budget and math.isfinite(float(estimate.stderr))
+
+
 def test_indefinite_and_non_finite_are_errors():
     with pytest.raises(NotPositiveSemidefiniteError, match="lower_bound"):
         spectral_quadrature(-torch.eye(300), shift=1.0)

@@ -74,6 +74,15 @@ def test_an_end_before_the_accuracy_is_never_silent():
         co.low_rank(A, 20, memory_budget=3 * 120 * 8 * 10, generator=generator())
 
 
+def test_a_budget_and_progress_given_by_position_are_obeyed():
+    calls = []
+    with pytest.warns(RankWarning, match="limited to 10"):
+        co.low_rank(
+            symmetric(SPECTRA["flat"]), 20, None, generator(), 3 * 120 * 8 * 10, lambda *call: calls.append(call)
+        )
+    assert calls and {what for what, _, _ in calls} == {"low_rank"}
+
+
 def test_repeated_eigenvalues_and_none_need_no_warning():
     A = rotation(60)[:, :5] @ rotation(60)[:, :5].mT
     with warnings.catch_warnings():

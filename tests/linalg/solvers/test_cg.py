@@ -255,6 +255,7 @@ def test_memory_budget_solves_in_groups():
     s = cg(operator, B, memory_budget=2 * 12 * 120 * 8)
     assert max(operator.log) == 2 and s.converged.all() and s.matvecs == sum(operator.log)
     assert s.history.shape == (s.iterations + 1, 5)
+    assert cg(A, B, memory_budget=2.5 * 12 * 120 * 8).groups == s.groups
     assert cg(A, B, memory_budget=0).converged.all()  # one column at a time is the least
     with pytest.raises(ValueError, match="memory_budget"):
         cg(A, B, memory_budget=-1)

@@ -291,7 +291,7 @@ def direct(A, B, *, rtol, maxiter):
     x = torch.linalg.solve(A.to_dense() if not isinstance(A, torch.Tensor) else A, B)
     nothing = torch.zeros(B.shape[1], dtype=torch.float64)
     reasons = (Reason.CONVERGED,) * B.shape[1]
-    return Solution(x, reasons, nothing == 0, nothing, nothing, 1, B.shape[1], nothing[None])
+    return Solution(x, reasons, nothing, nothing, 1, B.shape[1], nothing[None])
 
 
 @pytest.mark.parametrize("sigma", [1.5, 0.031, -0.7])

@@ -12,9 +12,11 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import curvops as co
 from curvops.network.data.inputs import num_points
 from curvops.network.engines.autodiff import Recorded, Streamed, record_graph, record_replay, saved_bytes
-from curvops.network.engines.routes import Routes, adjoint, find_routes, tolerance
+from curvops.network.engines.plan import Routes
+from curvops.network.engines.self_check import find_routes, is_adjoint, tolerance
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
 from tests.network.products import PLENTY, WAYS, agree, columns, pull, push, walk
@@ -193,12 +195,22 @@ def test_model_and_inputs_made_in_inference_mode(way: str) -> None:
         assert agree(pull(passes, U), J.mT @ U)
 
 
+def test_a_network_of_many_megabytes_inside_inference_mode() -> None:
+    """Its gradients are written into one block of memory."""
+    model, x = nn.Sequential(nn.Linear(2900, 2900), nn.Tanh(), nn.Linear(2900, 2)), torch.randn(3, 2900)
+    with torch.inference_mode():
+        lin = co.linearize(model, (x, torch.arange(3) % 2), "classification", engine="streamed")
+        inside = co.GGN(lin) @ torch.ones_like(lin.theta)
+    assert torch.equal(inside, co.GGN(lin) @ torch.ones_like(lin.theta))
+
+
 def test_saved_bytes_count_neither_the_model_nor_the_rest_of_the_data() -> None:
     """Input 4 numbers, tanh 6, ReLU 5: the linear layers save what is counted already."""
     model, _ = ZOO["mlp"].build()
     X = torch.randn(1000, 4, dtype=torch.float64)
-    assert saved_bytes(Model(model), X[:2]) == 2 * 8 * (4 + 6 + 5)
-    assert Passes(Model(model), [(X[:2], None)], "autodiff", PLENTY).plan.routes.saved_bytes == 8 * (4 + 6 + 5)
+    network = Model(model)
+    assert saved_bytes(network, X[:2]) == 2 * 8 * (4 + 6 + 5)
+    assert Passes(network, [(X[:2], None)], "autodiff", PLENTY).plan.routes.saved_bytes == 8 * (4 + 6 + 5)
 
 
 def test_activations_are_freed_with_what_recorded_them() -> None:
@@ -207,8 +219,8 @@ def test_activations_are_freed_with_what_recorded_them() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
     model[1].register_forward_hook(lambda _, given, output: alive.append(weakref.ref(output)))
     network, inputs = Model(model), torch.randn(5, 3)
-    saved_bytes(network, inputs)
     names = network.selection.names
+    saved_bytes(network, inputs)
     find_routes(network, inputs, names)
     for replay in (record_replay(network, inputs, names), None):
         recorded = Recorded(network, inputs, names, replay)
@@ -224,8 +236,8 @@ def test_a_streamed_pull_leaves_no_graph() -> None:
 
 
 def test_the_adjoint_test_sees_a_difference_of_one_percent() -> None:
-    pushed, cotangents = torch.ones(1, 2, 3).double(), torch.ones(1, 2, 3).double()
-    tangents, pulled = {"w": torch.ones(1, 6).double()}, {"w": torch.ones(1, 6).double()}
-    assert adjoint(pushed, cotangents, tangents, pulled)
-    assert not adjoint(1.01 * pushed, cotangents, tangents, pulled)
+    u, v, pulled = torch.ones(1, 2, 3).double(), {"w": torch.ones(1, 6).double()}, {"w": torch.ones(1, 6).double()}
+    for factor, right in ((1.0, True), (1.01, False)):
+        J = factor * torch.eye(6).double()
+        assert is_adjoint(lambda block, J=J: (block["w"] @ J).view(1, 2, 3), u, v, pulled, torch.Generator()) is right
     assert tolerance(torch.float32) < 0.01

@@ -139,7 +139,7 @@ def test_hooks_never_stay_after_an_exception_in_forward() -> None:
     )
     network.module.fail = False
     V = columns(43, 1)
-    inputs = torch.cat([inputs for inputs, _ in passes._source])
+    inputs = torch.cat([inputs for inputs, _ in passes.source])
     assert agree(push(passes, V), dense_jacobian(model, inputs) @ V)
 
 
@@ -259,7 +259,7 @@ def test_mismatches_names_nothing_for_right_rules() -> None:
         network = Model(model)
         engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
         reference = layerwise.Streamed(network, inputs, network.selection.names, "forward mode")
-        assert mismatches(engine, reference).wrong == set()
+        assert mismatches(engine, reference.pull).wrong == set()
 
 
 def engine_of(model: nn.Module, inputs: Tensor, parameters: Any = None) -> Layerwise:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import curvops.network.engines.plan as plan_module
 from benchmarks.gpu.counts import H100
-from curvops.network.engines.plan import Plan, Rates
+from curvops.network.engines.plan import CPU, GPU, Plan, Rates
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
 from tests.network.products import PLENTY, columns, push, walk
@@ -51,7 +50,7 @@ def test_with_one_hidden_layer_a_product_costs_little_more_for_many_outputs() ->
     plan = plan_of(nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 1000)), torch.randn(2, 200))
     assert plan.layerwise_bytes == 4 * (200 + 300 + 300)
     assert plan.build("layerwise") == 1 / 3
-    through = 2 * (200 * 300 + 2 * 300 * 1000 + plan_module.CPU.read * 300)
+    through = 2 * (200 * 300 + 2 * 300 * 1000 + CPU.read * 300)
     assert plan.per_vector("layerwise") == through / (3 * plan.forward) < plan.per_vector("recorded")
     assert plan.choose("streamed", {1: 1}, 1, 10**6, 10**12) == "layerwise"
     assert "a and slopes" in str(plan)
@@ -110,16 +109,15 @@ def test_a_wide_block_of_a_small_network_is_multiplied_as_a_block() -> None:
 
 def test_on_a_gpu_visits_of_layers_outweigh_arithmetic_up_to_far_larger_networks() -> None:
     """One rule for all devices: its rates are those of the device that holds the weights."""
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert wide(100).rates is plan_module.rates_of(cpu)
-    on_gpu = dataclasses.replace(wide(100), rates=plan_module.rates_of(gpu))
+    assert wide(100).rates is CPU
+    on_gpu = dataclasses.replace(wide(100), rates=GPU)
     points, plenty = 3000, 10**15
     # A block of 16 takes fewer multiply-adds by a recorded pass, but there each vector visits the layers.
     assert wide(100).choose("streamed", {}, 16, points, plenty) == "recorded"
     assert on_gpu.choose("streamed", {}, 16, points, plenty) == "layerwise"
     assert on_gpu.overhead(1.0, points) > 0.5 > 0.05 > wide(100).overhead(1.0, points)
-    assert plan_module.GPU.read == pytest.approx(4 * H100.multiply_adds / H100.bytes)  # a number of single precision
-    assert plan_module.GPU.visit == pytest.approx(10 * H100.launch * H100.multiply_adds, rel=0.02)
+    assert GPU.read == pytest.approx(4 * H100.multiply_adds / H100.bytes)  # a number of single precision
+    assert GPU.visit == pytest.approx(10 * H100.launch * H100.multiply_adds, rel=0.02)
     assert on_gpu.per_vector("recorded") == wide(100).per_vector("recorded")
     assert on_gpu.cost_to_build("formed", points) > 50 * wide(100).cost_to_build("formed", points)
 
@@ -167,7 +165,7 @@ def undecided() -> Passes:
     hidden = nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU()
     model = nn.Sequential(*hidden, nn.Linear(300, outputs)).double()
     passes = Passes(Model(model.eval()), [(torch.randn(2, 200).double(), None)], memory_budget=PLENTY)
-    passes.engines.plan = dataclasses.replace(passes.engines.plan, rates=Rates(plan_module.CPU.read, visit=0.0))
+    passes.engines.plan = dataclasses.replace(passes.engines.plan, rates=Rates(CPU.read, visit=0.0))
     assert passes.plan.per_vector("layerwise", 16) < passes.plan.per_vector("recorded", 16)
     return passes
 

@@ -1,7 +1,4 @@
-"""The replay of a forward-mode pass: what it keeps, and where it must not be used.
-
-Tests `eager_mode.py`.
-"""
+"""The replay of a forward-mode pass: what it keeps, and where it must not be used."""
 
 from __future__ import annotations
 

@@ -1,17 +1,164 @@
-"""The self-check where rounding is more than the parameters' dtype explains: adapters under a half-precision base."""
+"""Each way of a product proves itself: on the first points, on the batch that it serves, and after every switch."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import curvops as co
 from curvops.network.engines.autodiff import Streamed
 from curvops.network.engines.layerwise import Layerwise, owners_of, record
-from curvops.network.engines.routes import allowance, find_routes, rounding
-from curvops.network.engines.self_check import mismatches
+from curvops.network.engines.replay import Replay
+from curvops.network.engines.self_check import allowance, find_routes, mismatches, named_custom_functions, rounding
 from curvops.network.model.model import Model
-from tests.network.products import PLENTY, columns, linear_layers_off_by
+from curvops.network.walks.passes import Passes
+from tests.memory import peak_of
+from tests.network.products import PLENTY, agree, columns, linear_layers_off_by, push, walk
+from tests.zoo import ZOO, dense_jacobian, reference
+from tests.zoo_functions import NoGradTanh
+
+
+def test_what_rows_serve_says_why_and_names_the_module() -> None:
+    passes = walk("numpy_below_own_parameters", "auto")
+    assert "NumpyTanh" in passes.plan.routes.why
+    assert "by rows of J" in str(passes.plan)
+    assert "ScaledNumpy" not in named_custom_functions(passes.model, ZOO["mlp"].build()[1])
+
+
+def test_layers_serve_what_has_first_derivatives_alone_from_the_first_product() -> None:
+    for name in ("numpy_backward", "backward_detached_in_part"):
+        passes, J = walk(name, "auto"), reference(name)
+        V = columns(J.shape[1], 1)
+        assert agree(push(passes, V), J @ V)
+        assert passes.plan.in_use == {"layerwise": 2}
+        assert "the layerwise engine, from first derivatives only" in str(passes.plan)
+
+
+def test_parameters_behind_the_function_keep_the_faster_route() -> None:
+    """One parameter stands before the function, and takes rows; those behind it take forward mode."""
+    model, inputs = ZOO["numpy_below_own_parameters"].build()
+    network = Model(model)
+    assert find_routes(network, inputs[:2], ("scale",)).pushes == "rows"
+    assert find_routes(network, inputs[:2], ("shift", "head.weight")).pushes == "forward mode"
+
+
+class Depends(nn.Module):
+    """A backward pass that leaves autograd where a batch holds large values: the first points hold none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        return self.head(NoGradTanh.apply(h) if bool((x.detach().abs() > 50).any()) else h.tanh())
+
+
+def test_what_is_kept_is_proven_on_the_batch_that_it_serves() -> None:
+    torch.manual_seed(0)
+    model, x = Depends().double(), torch.randn(6, 4).double()
+    x[4:] += 100
+    J = dense_jacobian(model, x)
+    passes = Passes(Model(model), [(x, None)], "autodiff", PLENTY)
+    assert passes.plan.routes.replayed
+    V = columns(J.shape[1], 9)
+    for _ in range(2):
+        found = push(passes, V)
+    assert agree(found, J @ V)
+    assert not passes.plan.routes.recordable and passes.plan.routes.pushes == "rows"
+
+
+def test_a_replay_that_is_wrong_gives_way_to_double_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Replay.__call__
+    monkeypatch.setattr(Replay, "__call__", lambda self, tangents: 1.01 * call(self, tangents))
+    passes, J = walk("mlp", "recorded"), reference("mlp")
+    V = columns(J.shape[1], 9)
+    assert agree(push(passes, V), J @ V)
+    assert passes.plan.in_use == {"recorded": 2} and not passes.plan.routes.replayed
+
+
+@pytest.mark.parametrize("lost", range(6))
+def test_a_route_that_loses_one_small_block_is_found_out(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that block is a thousandth of J v, and in float32."""
+    model, inputs = ZOO["mlp"].build(torch.float32)
+    with torch.no_grad():
+        model[4].weight.mul_(100)
+    network, push = Model(model), Streamed.push
+    assert find_routes(network, inputs[:2], network.selection.names).pushes == "forward mode"
+    name = network.selection.names[lost]
+
+    def losing(engine: Streamed, tangents: Any) -> Tensor:
+        return push(engine, {key: torch.zeros_like(value) if key == name else value for key, value in tangents.items()})
+
+    monkeypatch.setattr(Streamed, "push", losing)
+    assert find_routes(network, inputs[:2], network.selection.names).pushes == "double backward"
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e4])
+def test_ggn_products_of_a_custom_function_by_every_engine(scale: float) -> None:
+    model, x = ZOO["numpy_backward"].build()
+    J, y = reference("numpy_backward"), torch.randn(5, 3).double()
+    v = scale * columns(J.shape[1], 1)
+    for engine in ("auto", "streamed", "autodiff", "layerwise"):
+        G = co.GGN(co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0), engine=engine))
+        for _ in range(3):
+            assert agree((G @ v) / scale, J.mT @ (J @ v) / scale)
+
+
+def test_probing_takes_no_more_memory_than_a_product() -> None:
+    """A streamed product of all of J has four vectors at a time: the vector, its parts, the gradient and the result."""
+    model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 3)).eval()
+    data = torch.randn(4, 400), torch.arange(4) % 3
+    options: Any = {"likelihood": "classification", "memory_budget": 0, "engine": "autodiff"}
+    probing, lin = peak_of(lambda: co.linearize(model, data, **options))
+    vector = lin.theta.nbytes
+    planning, _ = peak_of(lambda: lin.plan)
+    product, _ = peak_of(lambda: co.GGN(lin) @ torch.ones_like(lin.theta))
+    assert 2 * vector < product < 4.5 * vector
+    assert probing <= vector + 1.05 * product  # with the copy of the weights, which stays, and a few numbers
+    assert planning <= product
+
+
+class ByNeed(torch.autograd.Function):
+    """Returns another gradient of the scale if the input needs none: as a branch without layers computes it alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor]:
+        x, scale = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, 0.5 * (g * x).sum(0)
+        return g * scale, (g * x).sum(0)
+
+
+class ScaledByNeed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.head = nn.Linear(4, 5), nn.Parameter(torch.linspace(0.5, 1.5, 5)), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(ByNeed.apply(torch.tanh(self.first(x)), self.scale))
+        return found
+
+
+@pytest.mark.parametrize("points", [1, 5])
+def test_layers_beside_a_wrong_gradient_of_another_parameter_are_left_to_autodiff(points: int) -> None:
+    """None of the layers is wrong, so that the check would never end if it rejected only what is."""
+    torch.manual_seed(0)
+    model, x = ScaledByNeed().double(), torch.randn(points, 4, dtype=torch.float64)
+    data = x, torch.arange(points) % 3
+    expected = co.GGN(co.linearize(model, data, "classification", engine="streamed")).to_dense()
+    lin = co.linearize(model, data, "classification", engine="layerwise")
+    torch.testing.assert_close(co.GGN(lin).to_dense(), expected, rtol=0, atol=1e-10)
+    assert len(lin.plan.others) == 5
 
 
 class UnderHalf(nn.Module):
@@ -44,7 +191,7 @@ def test_a_right_rule_is_believed_under_a_half_precision_base() -> None:
     differences = []
     for seed in SEEDS:
         layerwise, reference = engines(seed)
-        assert mismatches(layerwise, reference).wrong == set()
+        assert mismatches(layerwise, reference.pull).wrong == set()
         u = torch.randn(1, 5, 3)
         ours, expected = layerwise.pull(u), reference.pull(u)
         differences += [(ours[n] - e).norm() > allowance(e) for n, e in expected.items()]
@@ -54,7 +201,8 @@ def test_a_right_rule_is_believed_under_a_half_precision_base() -> None:
 def test_a_wrong_rule_is_found_out_under_a_half_precision_base() -> None:
     with linear_layers_off_by(1.2, out_features=16):
         for seed in SEEDS:
-            assert mismatches(*engines(seed)).wrong == {"adapter.weight", "adapter.bias"}
+            layerwise, reference = engines(seed)
+            assert mismatches(layerwise, reference.pull).wrong == {"adapter.weight", "adapter.bias"}
 
 
 def test_forward_mode_is_used_under_a_half_precision_base() -> None:

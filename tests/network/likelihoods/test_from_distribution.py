@@ -164,13 +164,11 @@ class Unsampled(Mute):
 
 def test_distributions_that_lack_something() -> None:
     f = normal(N, C)
-    with pytest.raises(TypeError, match=r"gives a Mute, which has no log_prob\(\)"):
+    with pytest.raises(NotImplementedError):
         FromDistribution(Mute).log_prob(f, REALS)
     for use in (lambda g: FromDistribution(Unsampled).sample(g), lambda g: FromDistribution(Unsampled).fisher(g, g)):
-        with pytest.raises(TypeError, match=r"gives a Unsampled, which has no sample\(\)"):
+        with pytest.raises(NotImplementedError):
             use(f)
-    with pytest.raises(TypeError, match="which has no mean"):
-        FromDistribution(Mute).mean(f)
     with pytest.raises(TypeError, match="returns Tensor, expected a torch.distributions.Distribution"):
         FromDistribution(torch.exp).log_prob(f, REALS)
     with pytest.raises(ValueError, match=r"made a batch of shape \(\); expected one row"):

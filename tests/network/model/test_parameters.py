@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import LARGE_BYTES, Selection, select
+from curvops.network.model.parameters import MAPPED_BYTES, Selection, select
 from tests.network.definitions import PARAMETERS
 
 TRAINABLE = [name for name in PARAMETERS if name != "body.bias"]
@@ -112,7 +112,7 @@ def test_selected_tensors_must_match_and_be_finite(tensor: Tensor, error: type, 
 
 def test_a_large_block_is_joined_tensor_by_tensor() -> None:
     """The tensors are freed one after another, so that they and the block are never in memory together."""
-    shapes = {"weight": torch.Size((3, LARGE_BYTES // 64)), "bias": torch.Size((3,))}
+    shapes = {"weight": torch.Size((3, MAPPED_BYTES // 64)), "bias": torch.Size((3,))}
     selection = Selection(tuple(shapes), tuple(shapes.values()))
     blocks = {name: torch.randn(6, *shape) for name, shape in shapes.items()}
     expected = torch.cat([block.flatten(1) for block in blocks.values()], 1).mT

@@ -1,6 +1,6 @@
 """The walk over the data: what is kept, what is read again, who may share it, and what gradients pass through.
 
-Tests `passes.py`, `batch_rows.py` and `engine_cache.py`.
+Tests `walk.py`, `passes.py`, `some_points.py`, `batch_rows.py` and `engine_cache.py`.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ def test_the_users_model_is_as_it_was(name: str, way: str) -> None:
 
 def test_a_cast_walk_is_the_same_walk_in_another_dtype() -> None:
     passes = walk("resnet_batchnorm", "layerwise", torch.float32)
-    wide = passes.cast(torch.float64, None)
+    source = [(inputs.double(), None) for inputs, _ in passes.source]
+    wide = passes.over(source, passes.model.cast(torch.float64, None))
     J: Tensor = reference("resnet_batchnorm")
     V = columns(J.shape[1], 2)
     # parameters, buffers and inputs were rounded to float32 before they were cast

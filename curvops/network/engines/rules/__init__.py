@@ -3,12 +3,12 @@
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from curvops.distributed_types import has_hooks, unsharded_class
 from curvops.network.engines.rules.convolution import ConvolutionRule, TransposedConvolutionRule
 from curvops.network.engines.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from curvops.network.engines.rules.linear import LinearRule, TransposedLinearRule
 from curvops.network.engines.rules.norm import ScaleRule
 from curvops.network.engines.rules.rule import Local, Rule
+from curvops.ranks.process_group import has_hooks, unsharded_class
 
 __all__ = ["RULES", "Local", "Rule", "rule_for", "rule_of"]
 

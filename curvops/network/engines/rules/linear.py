@@ -45,8 +45,12 @@ class LinearRule(Rule):
     def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         a = kept.reshape(kept.shape[0], -1, kept.shape[-1])
         s = s.reshape(s.shape[0], s.shape[1], -1, s.shape[-1])
-        rows = {"weight": lambda: torch.einsum("ncto,nti->ncoi", s, a), "bias": lambda: s.sum(2)}
-        return {name: rows[name]() for name in names}
+        rows: Local = {}
+        if "weight" in names:
+            rows["weight"] = torch.einsum("ncto,nti->ncoi", s, a)
+        if "bias" in names:
+            rows["bias"] = s.sum(2)
+        return rows
 
     def multiply_adds(self, layer: Any, output: Tensor) -> int:
         return output.shape[1:].numel() * layer.weight.numel() // output.shape[-1]

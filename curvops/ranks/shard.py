@@ -17,7 +17,7 @@ from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning, w
 from curvops.fingerprints import in_64_bits, join_sums
 from curvops.network.data.batches import ACCEPTED, Batch, Batches, DataPrints, Reading, parts_of
 from curvops.network.data.inputs import Inputs, components, map_inputs, move, normalise, take
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 
 COMPARED = 2**13
 """The number of points of each rank that are compared with those of other ranks."""
@@ -46,9 +46,10 @@ class Shard(Batches):
         lent = next(point for point in firsts if point is not None)
         if self.borrows:
             super().__init__([lent], reading)
-        self.own = DataPrints(0, 0) if self.borrows else self.prints
-        """The fingerprints of this rank's points."""
-        contents, order, largest = zip(*ranks.gather((self.own.contents, self.own.order, max(self.sizes))))
+        self._own_prints = DataPrints(0, 0) if self.borrows else self.prints
+        contents, order, largest = zip(
+            *ranks.gather((self.own_prints.contents, self.own_prints.order, max(self.sizes)))
+        )
         self.prints = DataPrints(in_64_bits(sum(contents)), join_sums(order, counts))
         self.counts, self.largest = counts, max(largest)
         self.start = 0 if self.borrows else sum(counts[: ranks.rank])
@@ -57,6 +58,10 @@ class Shard(Batches):
     def num_data(self) -> int:
         """The number N of points of all ranks."""
         return sum(self.counts)
+
+    @property
+    def own_prints(self) -> DataPrints:
+        return self._own_prints
 
     @property
     def num_own(self) -> int:

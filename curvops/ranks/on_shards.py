@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,20 +10,29 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.distributed_types import is_dtensor
 from curvops.linalg.core.entries import columns_of, rows
 from curvops.linalg.core.memory import Memories, Memory, memories_of
-from curvops.linalg.core.sharded import Layouts, RowLayout, Sharded, layouts_of, over_ranks, unwrapped, wrapped
 from curvops.linalg.core.vectors import entries, gram, product, transposed_product
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator, by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, closed_form
-from curvops.linalg.operators.dense import Dense
-from curvops.process_group import Ranks
+from curvops.linalg.operators.dense import Dense, Diagonal
+from curvops.ranks.process_group import Ranks, is_dtensor
+from curvops.ranks.sharded_vectors import (
+    Layouts,
+    RowLayout,
+    Sharded,
+    layouts_of,
+    over_ranks,
+    times_block,
+    transposed_times_block,
+    unwrapped,
+    wrapped,
+)
 
 
 def form_on_shards(A: OnShards, shift: Tensor) -> ClosedForm | None:
@@ -76,8 +86,12 @@ class OnShards(UnaryOperator):
         return self.base._diagonal()
 
     @property
-    def _is_formed(self) -> bool:
-        return self.base._is_formed if isinstance(self.base, Operator) else self._is_small
+    def definite(self) -> bool:
+        return isinstance(self.base, Operator) and self.base.definite
+
+    @property
+    def stored(self) -> bool:
+        return isinstance(self.base, Operator) and self.base.stored
 
     def to_dense(self) -> Tensor:
         """Form the matrix on each rank."""
@@ -86,9 +100,6 @@ class OnShards(UnaryOperator):
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
         solver = self.base.exact_solver() if isinstance(self.base, Operator) else None
         return None if solver is None else partial(_applied, solver)
-
-    def promises(self) -> Any:
-        return self.base.promises() if isinstance(self.base, Operator) else super().promises()
 
     def _lower_bound(self) -> float | None:
         return self.base._lower_bound() if isinstance(self.base, Operator) else None
@@ -123,6 +134,12 @@ class Agreed:
     def expect_many(self) -> None:
         """Announce many products."""
         self.memory.expect_many()
+
+
+@times_block.register
+@transposed_times_block.register
+def _(A: Diagonal, block: Sharded) -> Any:
+    return block * (A.entries.unsqueeze(1) if block.ndim == 2 else A.entries)
 
 
 @over_ranks.register
@@ -264,15 +281,25 @@ class SharedRows:
         return entries(self._columns, first).diagonal()
 
 
+@functools.singledispatch
+def columns_over_ranks(A: Any, index: Int[Tensor, " b"], layout: RowLayout) -> Sharded:
+    """Return some columns of a matrix, with their rows over ranks in this layout."""
+    return Sharded(columns_of(A, index)[layout.own], layout)
+
+
+@functools.singledispatch
+def formed_over_ranks(A: LinearOperator, layout: RowLayout) -> BlockRows:
+    """Form a positive semi-definite matrix with its rows over ranks in this layout."""
+    return BlockRows(A.to_dense()[layout.own].clone(), layout=layout, psd=True)
+
+
 @rows.register
 def _(A: OnShards) -> Callable[[Tensor], SharedRows]:
     base, layout = A.base, A._kwargs["row_layout"]
 
     @torch.no_grad()
     def take(index: Tensor) -> SharedRows:
-        if hasattr(base, "columns_over_ranks"):
-            return SharedRows(base.columns_over_ranks(index, layout))
-        return SharedRows(Sharded(columns_of(base, index)[layout.own], layout))
+        return SharedRows(columns_over_ranks(base, index, layout))
 
     return take
 

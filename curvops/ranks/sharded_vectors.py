@@ -3,20 +3,16 @@
 A DTensor rejects arithmetic with plain tensors, such as one number for each column. So an algorithm works on `Sharded`:
 this rank's rows as a plain tensor, for which the primitives of `vectors` are registered. Sums over rows (inner
 products, Gram matrices) are added up over the ranks and result in a plain tensor, equal on all of them to the bit, so
-that all take the same decisions. `algorithm` is the door of every algorithm: DTensors in, DTensors out.
+that all take the same decisions. At the door of an algorithm DTensors become blocks, and blocks of its result DTensors.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
 from itertools import accumulate
-from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,16 +20,13 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import current_run, running
-from curvops.distributed_types import even_share, is_dtensor
+from curvops.ambient import SMALL_BYTES
 from curvops.fingerprints import fingerprint
 from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description, Vectors
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks, even_share, is_dtensor
 
-P = ParamSpec("P")
-R = TypeVar("R")
-PANEL_BYTES = 2**24
+PANEL_BYTES = SMALL_BYTES
 """The bytes that whole columns may take in addition to a block, whatever its size."""
 PANEL_COPIES = 8
 """The number of arrays of a panel's size that may exist at once: sent, received, multiplied, result, and copies."""
@@ -479,6 +472,21 @@ def block_of(tensor: Tensor) -> Any:
     return unwrapped(tensor) if is_dtensor(tensor) else tensor
 
 
+# Products of matrices with blocks. Those that have a better way than to gather whole columns register it.
+
+
+@functools.singledispatch
+def times_block(A: Any, block: Sharded) -> Sharded:
+    """Return A V, some columns at a time on each rank."""
+    return block.multiplied(A._product)
+
+
+@functools.singledispatch
+def transposed_times_block(A: Any, block: Sharded) -> Sharded:
+    """Return Aᵀ U, some columns at a time on each rank."""
+    return block.multiplied(A._transposed_product)
+
+
 # The doors between DTensors and blocks.
 
 
@@ -550,39 +558,20 @@ def over_ranks(A: Any, layout: RowLayout) -> Any:
     raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}.")
 
 
-def algorithm(work: Callable[P, R]) -> Callable[P, R]:
-    """Make a public function on a matrix, its first argument, an algorithm: its options are in force until it returns.
+def as_blocks(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Return arguments with blocks for DTensors, the matrix on their ranks, and whether there are any blocks."""
+    blocks: list[Sharded] = []
 
-    These are `progress`, `memory_budget` and `checkpoint` (`curvops.ambient`). Vectors may be DTensors, which become
-    blocks inside; the blocks of its result become DTensors again.
-    """
-    signature = inspect.signature(work)
-    first = next(iter(signature.parameters))
+    def unwrap(tensor: Any) -> Sharded:
+        blocks.append(unwrapped(tensor))
+        return blocks[-1]
 
-    @functools.wraps(work)
-    def call(*args: Any, **options: Any) -> R:
-        if not args and first in options:
-            args = (options.pop(first),)
-        distributed = "torch.distributed.tensor" in sys.modules and bool(args) and not current_run().sharded
-        shards: list[Sharded] = []
-        if distributed:
-            args, values = exchanged((args, tuple(options.values())), is_dtensor, partial(_noted, shards))
-            options = dict(zip(options, values))
-            if shards:
-                args = over_ranks(args[0], shards[0].rows), *args[1:]
-            if options.get("checkpoint") is not None and (shards or getattr(args[0], "layouts", None) is not None):
-                raise ValueError("sharded vectors cannot be saved in a checkpoint: omit checkpoint=.")
-        A, progress, memory_budget = args[0] if args else None, options.get("progress"), options.get("memory_budget")
-        with (
-            running(work.__name__, A, progress, memory_budget, call=(signature, args, options), sharded=distributed),
-            torch.no_grad() if shards else nullcontext(),
-        ):
-            result = cast(Any, work)(*args, **options)
-        return cast(R, exchanged(result, is_block, wrapped)) if distributed else result
-
-    return cast(Callable[P, R], call)
+    args, values = exchanged((args, tuple(options.values())), is_dtensor, unwrap)
+    if blocks:
+        args = over_ranks(args[0], blocks[0].rows), *args[1:]
+    return args, dict(zip(options, values)), bool(blocks)
 
 
-def _noted(given: list[Sharded], tensor: Any) -> Sharded:
-    given.append(unwrapped(tensor))
-    return given[-1]
+def as_dtensors(result: Any) -> Any:
+    """Return an algorithm's result with DTensors for blocks."""
+    return exchanged(result, is_block, wrapped)

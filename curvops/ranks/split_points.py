@@ -20,9 +20,9 @@ from torch import Tensor
 
 from curvops.errors import RanksDifferError
 from curvops.fingerprints import fingerprint
+from curvops.network import TrainedNetwork
 from curvops.network.data.inputs import components, map_inputs, num_points
-from curvops.operators import Linearization
-from curvops.process_group import Ranks
+from curvops.ranks.process_group import Ranks
 
 R = TypeVar("R")
 MEANT = (
@@ -78,7 +78,7 @@ class SplitPoints:
 
 
 def split_points(
-    lin: Linearization,
+    lin: TrainedNetwork,
     x: Any,
     gather: bool,
     call: str,
