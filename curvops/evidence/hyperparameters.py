@@ -209,7 +209,7 @@ def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
         logs = [unit.log_prob(at, batch.targets, batch.weights).double().sum() for at in (y, f)]
         return torch.stack(logs)
 
-    free, whole = lin.sum_over_batches(term, 0 if step is None else 1).tolist()
+    free, whole = lin.passes.total(term, 0 if step is None else 1).tolist()
     return Misfit(-2 * free / math.log(2 * math.pi), 2 * (free - whole))
 
 

@@ -68,7 +68,7 @@ class ShardedLinearization(NetworkOnData):
     ) -> None:
         self.model, self.data, self.likelihood, self.output_shape = passes.model, passes.shard, likelihood, shape
         self.passes, self.memory, self.token = passes, memory, token
-        self._known = None, {}
+        self._results = None, {}
 
     @classmethod
     def read(

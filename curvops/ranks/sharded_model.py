@@ -202,7 +202,7 @@ class ShardedModel(Model):
             raise ValueError("parts of the model are sharded: call fully_shard on the model, too, after its parts.")
         self._require_known(tensors)
         trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
-        self.selection: Selection = select(tensors, trainable, _checked_spec(parameters), ())
+        self.selection: Selection = select(tensors, trainable, _checked_spec(parameters))
         self._require_selectable(tensors)
         chosen = {name: tensors[name] for name in self.selection.names}
         self.shards = ShardedParameters.of(ranks, chosen)

@@ -49,7 +49,7 @@ def called_with(inputs: Any) -> co.operators.Linearization:
 
 def chosen(spec: Any) -> Selection:
     trainable = [name for name in PARAMETERS if name != "body.bias"]
-    return select(PARAMETERS, trainable, spec, ["head.weight", "head.bias"])
+    return select(PARAMETERS, trainable, spec)
 
 
 DOORS = [
@@ -159,14 +159,12 @@ DOORS = [
                 "must be a vector of integers, got torch.float32",
             ),
             "whole numbers": (
-                lambda: select({"steps": torch.zeros(2, dtype=torch.long)}, ["steps"], None, []),
+                lambda: select({"steps": torch.zeros(2, dtype=torch.long)}, ["steps"], None),
                 TypeError,
                 "'steps' is torch.int64; only floating-point ones",
             ),
             "flatten another shape": (
-                lambda: chosen("last_layer").flatten(
-                    {"head.weight": torch.zeros(2, 3, 1), "head.bias": torch.zeros(3)}
-                ),
+                lambda: chosen("head.*").flatten({"head.weight": torch.zeros(2, 3, 1), "head.bias": torch.zeros(3)}),
                 r"'head.bias' has shape \(3,\), expected \(2,\)",
             ),
         },

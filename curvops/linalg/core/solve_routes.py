@@ -183,9 +183,9 @@ def directions_pay(condition: float, rtol: float, columns: int, points_a_weight:
     return iterations > FEW_ITERATIONS or 0.1 * 2 * points_a_weight > 3 * iterations * columns / 2
 
 
-def chosen(found: Iterable[Route]) -> Route | None:
+def chosen(table: Iterable[Route]) -> Route | None:
     """Return the first possible route, or None."""
-    for route in found:
+    for route in table:
         if not route.why_not:
             return route
     return None
@@ -315,18 +315,18 @@ class SolvePlan(Tabular):
     @property
     def chosen(self) -> dict[str, str]:
         """The route that is taken, by the name of the question."""
-        taken = {question: chosen(found) for question, found in self.tables.items()}
+        taken = {question: chosen(table) for question, table in self.tables.items()}
         return {question: route.name for question, route in taken.items() if route is not None}
 
     __repr__ = Tabular.as_text
 
     def _tables(self) -> list[Table]:
-        return [_table(question, found) for question, found in self.tables.items()]
+        return [_table(question, table) for question, table in self.tables.items()]
 
 
-def _table(question: str, found: tuple[Route, ...]) -> Table:
-    taken, rows = chosen(found), []
-    for route in found:
+def _table(question: str, table: tuple[Route, ...]) -> Table:
+    taken, rows = chosen(table), []
+    for route in table:
         verdict = "taken" if route is taken else route.why_not or "possible"
         rows.append((route.name, _number(route.products), _number(route.nbytes), verdict))
     return Table((question, "products", "bytes", ""), rows)

@@ -27,7 +27,7 @@ from curvops.ambient import current_run
 from curvops.checks import checked_whole
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import Multiply, columns_at_a_time
-from curvops.linalg.core.probed import Limits, Probed, probing
+from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
 from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import (
@@ -40,7 +40,6 @@ from curvops.linalg.core.vectors import (
     gram,
     product,
 )
-from curvops.linalg.estimators.adaptive import LEAST_VECTORS
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, dense_spectrum, log_ratio, share, stack
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep
@@ -50,10 +49,6 @@ from curvops.summary import Summarised
 LEAST = 4
 """The least number of products for an error bar."""
 FIRST_PROBES = 3
-TRUSTED_PROBES = 8
-"""Fewer probes often underestimate the spread, which would end a run too early."""
-FIRST_DEPTH = 6
-SKETCH_RANKS = (25, 50, 100, 200, 400, 800)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -385,10 +380,11 @@ class Sampler:
 
     def first(self, count: int) -> None:
         """Deepen the first probes until their bracket is half as wide as the expected error of the probes."""
+        least = 6  # the depth of the first look, and the fewest steps between two
         few = min(self.budget, max(2, self.budget // 2))  # two, for an error bar, if there are two products
-        Z = self._probes(min(count, few), FIRST_DEPTH)
+        Z = self._probes(min(count, few), least)
         steps = self.budget // Z.shape[1]
-        lanczos = LockStep.within(self.probed.multiply, Z, 4 * FIRST_DEPTH, steps, self.memory_budget)
+        lanczos = LockStep.within(self.probed.multiply, Z, 4 * least, steps, self.memory_budget)
 
         def is_bracketed() -> bool:
             upper, lower = self._collect(lanczos).bracket(self.functions[0])
@@ -397,8 +393,8 @@ class Sampler:
             best = spread * math.sqrt(lanczos.depth / self.budget)
             return float((upper - lower).mean()) <= max(self._goal(middle.mean()), best)
 
-        lanczos.extend(FIRST_DEPTH)
-        self.capped = not lanczos.deepen(lambda depth: max(FIRST_DEPTH, depth // 4), is_bracketed)
+        lanczos.extend(least)
+        self.capped = not lanczos.deepen(lambda depth: max(least, depth // 4), is_bracketed)
         self._spend(lanczos)
         self.depth = int(lanczos.depths.max())
 
@@ -433,7 +429,8 @@ class Sampler:
             goal, stderr = self._goal(estimate.value), float(estimate.stderr)
             ratios.append((stderr / goal) ** 2 if goal else math.inf if stderr else 0.0)
         worst = max(ratios)
-        return max(TRUSTED_PROBES, count if worst <= 1 else max(count + 1, math.ceil(min(worst * count, 1e9))))
+        # Fewer often underestimate the spread.
+        return max(8, count if worst <= 1 else max(count + 1, math.ceil(min(worst * count, 1e9))))
 
     def sketch_rank(self) -> int:
         """Return the rank that minimises the expected products, from the spectrum of the first probes; 0 for no sketch.
@@ -457,7 +454,7 @@ class Sampler:
             return max(reached / goal, 1.0), max(self.depth * variance / goal - done, 0.0) + rank
 
         best, choice = error(float(middle.var()), 0), 0
-        for rank in SKETCH_RANKS:
+        for rank in (25, 50, 100, 200, 400, 800):
             if rank > min(left, self.facts.rows) // 2:
                 break
             below = float(captured[int((seen <= rank).sum().clamp(1, len(seen))) - 1])

@@ -43,8 +43,6 @@ from curvops.linalg.solvers.systems import Callback, UsableColumns, check
 from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, LEAST_VECTORS, LockStep
 from curvops.progress import Progress, as_step, remark
 
-MOST_ITERATIONS = 1000
-FIRST_CAPACITY = 32
 # The number of steps from a random start that show the range of the spectrum.
 SEEN_DEPTH = 10
 
@@ -246,8 +244,8 @@ class FunctionRun:
         self.seen, self.search_matvecs = torch.zeros(0, dtype=torch.float64), 0
         least = (LEAST_CAPACITY + 2) * len(self.live) * column_bytes(B)
         room = None if memory_budget is None else max(memory_budget, least)
-        limit = MOST_ITERATIONS if maxiter is None else maxiter
-        self.run = LockStep.within(multiply, self.usable.scale(B), FIRST_CAPACITY, limit, room)
+        limit = 1000 if maxiter is None else maxiter
+        self.run = LockStep.within(multiply, self.usable.scale(B), 32, limit, room)
         # A basis that is not stored is not orthogonal, and may need more than n steps.
         self.wanted = limit if self.run.most < min(B.shape[0], limit) else min(B.shape[0], limit)
         self.best: list[Tensor | None] = [None] * len(self.live)
@@ -308,40 +306,42 @@ class FunctionRun:
         for m, together in by_depth.items():
             T = torch.stack([self.run.tridiagonal(k) for k in together])
             beta = self.run.betas[together, m - 1]
-            given = T, beta, self.run.dropped[together], self.f, self.run.scale, rtol
-            found = approximants(*given, self.seen)
-            doubtful = self._leaves_doubt(found, beta, rtol)
+            question = T, beta, self.run.dropped[together], self.f, self.run.scale, rtol
+            approximation = approximants(*question, self.seen)
+            doubtful = self._leaves_doubt(approximation, beta, rtol)
             if bool(doubtful.any()) and not len(self.seen) and self._search_spectrum(budget):
-                found = approximants(*given, self.seen)
+                approximation = approximants(*question, self.seen)
             if len(self.seen):
                 doubtful[:] = False
-            errors = found.relative()
+            errors = approximation.relative()
             for i, k in enumerate(together):
                 complete = float(beta[i]) == 0
-                if not bool(found.known[i]):
+                if not bool(approximation.known[i]):
                     if complete:
                         self._stop(k, Reason.SINGULAR)
                     continue
-                self.best[k] = found.coefficients[i]
+                self.best[k] = approximation.coefficients[i]
                 self.errors[int(self.live[k])] = errors[i]
-                met, verified = float(errors[i]) <= rtol, bool(found.verified[i])
+                met, verified = float(errors[i]) <= rtol, bool(approximation.verified[i])
                 self.unverified.discard(k)
                 if met and not verified:
                     self.unverified.add(k)
-                elif verified and (met or bool(found.settled[i])):
-                    limit = Reason.PRECISION_LIMIT if math.isfinite(float(found.rounding[i])) else Reason.SINGULAR
+                elif verified and (met or bool(approximation.settled[i])):
+                    bounded = math.isfinite(float(approximation.rounding[i]))
+                    limit = Reason.PRECISION_LIMIT if bounded else Reason.SINGULAR
                     self._stop(k, Reason.UNVERIFIED if bool(doubtful[i]) else Reason.CONVERGED if met else limit)
 
-    def _leaves_doubt(self, found: Approximants, beta: Tensor, rtol: float) -> Tensor:
+    def _leaves_doubt(self, approximation: Approximants, beta: Tensor, rtol: float) -> Tensor:
         """Return the columns that are about to end with too few Ritz values to bound f over the spectrum."""
-        m = found.coefficients.shape[1]
+        m = approximation.coefficients.shape[1]
         if m == self.run.n:
-            return torch.zeros_like(found.settled)
-        few = found.settled & found.known & ((beta == 0) | (m < SEEN_DEPTH))
+            return torch.zeros_like(approximation.settled)
+        few = approximation.settled & approximation.known & ((beta == 0) | (m < SEEN_DEPTH))
         if not bool(few.any()):
             return few
         threat = ROUNDING * self.f.eps * self.f.largest_within(self.run.scale)
-        return few & (threat > torch.maximum(found.rounding, 0.1 * rtol * found.coefficients.norm(dim=1)))
+        tolerated = 0.1 * rtol * approximation.coefficients.norm(dim=1)
+        return few & (threat > torch.maximum(approximation.rounding, tolerated))
 
     def _search_spectrum(self, budget: int | None) -> bool:
         """Find Ritz values by a short run from a random start within the budget; return whether there are any."""

@@ -19,9 +19,6 @@ from curvops.linalg.core.vectors import join
 from curvops.linalg.functions.apply_function import FunctionRun
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS
 
-# A gradient needs the vectors of each Krylov space to more digits than their product.
-GRADIENT_FACTOR = 1e-3
-
 
 def inverse_root(dense: Tensor) -> Tensor:
     """Return A^-½ of a positive definite tensor (..., n, n), with a finite gradient even if eigenvalues coincide."""
@@ -65,7 +62,8 @@ def _root_of_columns(
     rtol = min(1e-6, torch.finfo(block.dtype).eps ** 0.7)
     with running("inverse_sqrt", operator), working(operator, LEAST_VECTORS) as (multiply, room):
         run = FunctionRun(multiply, torch.rsqrt, block, lower_bound, room, None)
-        run.solve(GRADIENT_FACTOR * rtol if with_pairs else rtol, None, None)
+        # A gradient needs the vectors of each Krylov space to more digits than their product.
+        run.solve(1e-3 * rtol if with_pairs else rtol, None, None)
         value = run.value(rtol)
         reasons = [
             Reason.CONVERGED if error <= rtol else reason for error, reason in zip(run.errors.tolist(), run.reasons)

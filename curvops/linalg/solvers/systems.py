@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from linear_operator import LinearOperator
@@ -23,7 +22,6 @@ from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_tensor, checked_number, refuse_tangents, shown
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution, join_histories
-from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.vectors import (
     Description,
     Matrix,
@@ -38,18 +36,16 @@ from curvops.linalg.core.vectors import (
     product,
     put,
     put_columns,
+    rounding_level,
     shaped_as,
     zero_block,
 )
 from curvops.progress import as_step, remark, time_left
 from curvops.records import from_record, restore, state_of
 
-MOST_ITERATIONS = 10_000
 Callback: TypeAlias = Callable[[int, Tensor], object]
 CHECK_EVERY = 50
 """The number of iterations between two checks of the true residual."""
-STEADY = 10
-"""The smallest number of iterations over which a rate is measured."""
 ANSWERED = 0.1
 """If the residual is above this share of b, x is not a solution, however small the backward error is."""
 STATE = ("X", "best", "backward", "current", "reference", "normal", "mark", "gained", "iteration", "matvecs")
@@ -110,7 +106,7 @@ def check(
 
 def iterations_allowed(n: int, maxiter: int | None) -> int:
     """Return the given limit, or 10 n, at least 100 and at most 10,000."""
-    return min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter
+    return min(max(10 * n, 100), 10_000) if maxiter is None else maxiter
 
 
 def shifted(A: Matrix, shift: float) -> Matrix:
@@ -126,7 +122,7 @@ def as_function(preconditioner: Preconditioner, facts: Description) -> Multiply:
     """Return a preconditioner of the matrix with these facts as a function on blocks, whose products are not counted.
 
     Raises:
-        TypeError: it cannot be applied to a block, or is a sketch of A, which would be mistaken for its inverse.
+        TypeError: it is an array of NumPy, or a sketch of A, which would be mistaken for its inverse.
         ValueError: it has another size or dtype than A, or returns a block unlike the one it was given.
     """
     multiply: Any = preconditioner
@@ -142,13 +138,12 @@ def as_function(preconditioner: Preconditioner, facts: Description) -> Multiply:
             f"a {type(preconditioner).__name__} approximates A, and a preconditioner must approximate its "
             "inverse: pass the result of its preconditioner(shift)."
         )
-    elif isinstance(preconditioner, Multiplies) and not isinstance(preconditioner, np.ndarray):
-        multiply = preconditioner.__matmul__
-    elif not callable(preconditioner):
+    elif hasattr(preconditioner, "__array_interface__"):
         raise TypeError(
-            "preconditioner must be a matrix, have __matmul__, or be a function on blocks, got "
-            f"{shown(preconditioner)}."
+            f"preconditioner must be a matrix of torch, or a function on blocks, got {shown(preconditioner)}."
         )
+    elif isinstance(preconditioner, Multiplies):
+        multiply = preconditioner.__matmul__
 
     def precondition(V: Vectors) -> Vectors:
         image = as_step(0, multiply, V)
@@ -327,7 +322,8 @@ class Records:
         worst, note = max(self.current), f"residual {max(self.current):.1e}"
         first, since = self.started
         steps = len(self.history) // 2
-        if steps < STEADY or not self.rtol < worst < max(self.history[-1 - steps]) or self.iteration <= first:
+        # Fewer steps show no rate.
+        if steps < 10 or not self.rtol < worst < max(self.history[-1 - steps]) or self.iteration <= first:
             return note
         rate = math.log(max(self.history[-1 - steps]) / worst) / steps
         left = min(math.log(worst / self.rtol) / rate, self.maxiter - self.iteration) if self.rtol else math.inf

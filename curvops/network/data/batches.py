@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from curvops.checks import checked_whole
 from curvops.errors import DataChangedError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.inputs import (
@@ -288,8 +287,8 @@ class Batches:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
         """Return the data on another device or in another floating-point dtype (None keeps it). Costs two passes."""
         self.verify()
-        known = self._reading
-        reading = replace(known, device=device or known.device, dtype=dtype or known.dtype, admit=None)
+        reading = self._reading
+        reading = replace(reading, device=device or reading.device, dtype=dtype or reading.dtype, admit=None)
         converted = Batches(self._source, reading)
         converted.prints, converted.fingerprint_dtype = self.prints, self.fingerprint_dtype
         return converted
@@ -364,14 +363,12 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     Raises TypeError for data of another form, or that can be read only once.
     """
     if holds_all(data):
-        checked_whole("batch_size", batch_size)
         given, targets, w = parts_of(data, weights)
         inputs = normalise(given)
         _require_aligned(inputs, targets, w)
         others = {"targets": targets} if w is None else {"targets": targets, "weights": w}
         return _InMemory(inputs, others, batch_size, type(given))
     if isinstance(data, Dataset):
-        checked_whole("batch_size", batch_size)
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
         return DataLoader(data, batch_size=batch_size, shuffle=False, generator=torch.Generator())
     if isinstance(data, DataLoader):

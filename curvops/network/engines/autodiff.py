@@ -101,9 +101,9 @@ class Recorded:
     def __init__(self, model: Model, inputs: Any, names: Sequence[str], replay: Replay | None) -> None:
         self.model, self.names, self._replay = model, tuple(names), replay
         self._graph, saved = count_saved(model, inputs, names)
-        given = [tensor for _, tensor in components(normalise(inputs))]
+        tensors = [tensor for _, tensor in components(normalise(inputs))]
         # The graph of a pull, for a double backward pass, kept at most twice as much again when measured.
-        self.nbytes = saved * 3 if replay is None else saved + replay.nbytes([*model.tensors(), *given])
+        self.nbytes = saved * 3 if replay is None else saved + replay.nbytes([*model.tensors(), *tensors])
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
@@ -294,8 +294,8 @@ def count_saved(model: Model, inputs: Any, names: Sequence[str]) -> tuple[_Graph
     A model that differentiates itself by `torch.func` allows no hooks of saved tensors: it runs again, and the results
     of all operations count, of which the saved ones are a part.
     """
-    given = [tensor for _, tensor in components(normalise(inputs))]
-    own = sum([tensor.nbytes for tensor in given])
+    tensors = [tensor for _, tensor in components(normalise(inputs))]
+    own_bytes = sum([tensor.nbytes for tensor in tensors])
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -305,11 +305,13 @@ def count_saved(model: Model, inputs: Any, names: Sequence[str]) -> tuple[_Graph
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             graph = record_graph(model, inputs, names)
-        return graph, own + bytes_beside(saved, [*model.tensors(), *given])
+        total = own_bytes + bytes_beside(saved, [*model.tensors(), *tensors])
+        saved.clear()  # the graph holds its hooks
+        return graph, total
     except RuntimeError:
         with Operations() as operations:
             graph = record_graph(model, inputs, names)
-        return graph, own + operations.nbytes
+        return graph, own_bytes + operations.nbytes
 
 
 class Operations(EagerMode):

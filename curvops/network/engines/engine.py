@@ -316,8 +316,8 @@ class Engines:
         """Return layers and their parameters among those that are left to the layer rules."""
         if not left_out:
             return self._owned
-        kept = {m: {k: n for k, n in names.items() if n not in left_out} for m, names in self._owned.items()}
-        return {module: names for module, names in kept.items() if names}
+        left = {m: {k: n for k, n in names.items() if n not in left_out} for m, names in self._owned.items()}
+        return {module: names for module, names in left.items() if names}
 
     def _make_plan(self, calls: Sequence[Call] | None = None) -> None:
         """Make the plan for layers that made these calls at the first points; without calls, make them."""

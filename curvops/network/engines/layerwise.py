@@ -174,8 +174,8 @@ class Factors(Part):
     weight: Float[Tensor, "C out"] | None = None
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
-        own = {local: tangents[name] for local, name in self.layer.names.items()}
-        z = self.layer.rule.push(self.layer.module, self.kept, own)
+        of_layer = {local: tangents[name] for local, name in self.layer.names.items()}
+        z = self.layer.rule.push(self.layer.module, self.kept, of_layer)
         if self.weight is None:
             return torch.bmm(self.delta.flatten(2), z.flatten(2).mT).permute(2, 0, 1)
         through = (z * self.delta.unsqueeze(1)).flatten(0, 1)
@@ -273,8 +273,8 @@ class Features(Part):
         return self.layer.output[-1]
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
-        own = {local: tangents[name] for local, name in self.layer.names.items()}
-        return self.layer.rule.push(self.layer.module, self.kept, own).flatten(2).transpose(0, 1)
+        of_layer = {local: tangents[name] for local, name in self.layer.names.items()}
+        return self.layer.rule.push(self.layer.module, self.kept, of_layer).flatten(2).transpose(0, 1)
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         s = cotangents.transpose(0, 1).unflatten(2, self.layer.output[1:])

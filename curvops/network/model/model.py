@@ -45,14 +45,13 @@ class Model:
     It is built from an `nn.Module` (without its compiled or parallel wrapper) or from a pair (function(params, inputs),
     params). A module is copied with its present settings (`skeleton`), and only the copy is called: the user's module
     is never changed, and later changes to it have no effect. The copy can hold only one set of values at a time, so
-    every call takes `lock`. A function is called directly. The parameters in `complex` are pairs of reals in θ. `last`
-    names the parameters of the last layer, for the selection "last_layer" (see `last_layer`). Raises ValueError for a
-    module that is random or depends on its batch (train mode), or for an invalid selection.
+    every call takes `lock`. A function is called directly. The parameters in `complex` are pairs of reals in θ. Raises
+    ValueError for a module that is random or depends on its batch (train mode), or for an invalid selection.
     """
 
     @torch.inference_mode(False)  # inference tensors could never be differentiated
     @torch.no_grad()
-    def __init__(self, source: Any, parameters: Any = None, last: Sequence[str] = ()) -> None:
+    def __init__(self, source: Any, parameters: Any = None) -> None:
         self.lock = threading.RLock()
         self.module, self._function, tensors = _parts(source)
         trainable = list(tensors)
@@ -73,7 +72,7 @@ class Model:
         self._trainable = tuple(trainable)
         self.complex = {name for name, tensor in tensors.items() if tensor.is_complex()}
         tensors = {name: as_real(tensor) for name, tensor in tensors.items()}
-        self.selection: Selection = select(tensors, trainable, parameters, last)
+        self.selection: Selection = select(tensors, trainable, parameters)
         self._pairs = {name for name in tensors if tensors[name].shape[-1:] == (2,)}
         self.frozen = {
             name: tensor.detach().clone() for name, tensor in tensors.items() if name not in self.selection.names
@@ -123,11 +122,17 @@ class Model:
         """Return this network with all parameters selected that require a gradient, at the same values."""
         if self.selection.index is None and set(self.selection.names) >= set(self._trainable):
             return self
+        return self.selecting(self._trainable)
+
+    def selecting(self, names: Sequence[str]) -> Model:
+        """Return this network with these parameters selected, at the same values."""
         tensors = {**self.frozen, **self.selection.named(self._flat)}
-        selection = select(tensors, list(self._trainable), None, ())
+        selection = select(tensors, names, None)
+        others = {name: tensor for name, tensor in tensors.items() if name not in selection.names}
         return self._with(
             selection=selection,
-            frozen={name: tensor for name, tensor in tensors.items() if name not in selection.names},
+            # Copies: a pickled view of the vector would contain all of it.
+            frozen={name: tensor if name in self.frozen else tensor.clone() for name, tensor in others.items()},
             _flat=torch.cat([tensors[name].flatten() for name in selection.names]),
         )
 

@@ -139,12 +139,12 @@ class Selection(FlatLayout):
         return (rows if self.index is None else rows[:, self.index]).mT
 
 
-def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any, last: Sequence[str]) -> Selection:
-    """Return the selection that a user's `parameters=` argument describes.
+def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any) -> Selection:
+    """Return the selection that a user's `parameters=` argument describes, unless it is "last_layer".
 
-    `parameters` are all named tensors, `trainable` the names that require a gradient, `last` those of the last layer.
-    `spec` is None, "last_layer", a glob or a list of globs, a predicate (name, tensor) -> bool, positions (integers or
-    a boolean mask) in the flat vector of the trainable parameters, or an existing selection of these tensors.
+    `parameters` are all named tensors, `trainable` the names that require a gradient. `spec` is None, a glob or a list
+    of globs, a predicate (name, tensor) -> bool, positions (integers or a boolean mask) in the flat vector of the
+    trainable parameters, or an existing selection of these tensors.
 
     Raises ValueError if nothing is selected, a name is unknown, an index is out of range or repeated, or the selected
     tensors differ in device or dtype or hold NaN or Inf; TypeError for another kind of `spec`.
@@ -156,8 +156,6 @@ def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any
         names = list(trainable)
     elif isinstance(spec, Tensor):
         names, index = _from_positions(parameters, trainable, spec)
-    elif isinstance(spec, str) and spec == "last_layer":
-        names = list(last)
     elif isinstance(spec, str) or (isinstance(spec, Sequence) and all(isinstance(glob, str) for glob in spec)):
         names = _from_globs(parameters, [spec] if isinstance(spec, str) else list(spec))
     elif callable(spec) and not isinstance(spec, nn.Module):

@@ -102,18 +102,18 @@ def recorded_network(
     names, index = record["names"], record["index"]
     index = None if index is None else index.to(held[names[0]].device)
     network = Model(model, Selection(tuple(names), tuple(held[name].shape for name in names), index))
-    theta, known = network.theta, record["data"]
+    theta, saved = network.theta, record["data"]
     tried = as_inputs(record["tried"]["inputs"], theta.device)
     if data is not None:
-        _, _, network.calls.mapping_type = first_points(data, theta, known["weighted"])
+        _, _, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
     layout = _try_network(network, tried, record)
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:
-        sizes, dtype = (known["largest_batch"],), _dtype(known)
-        prints = DataPrints(known.get("contents", known["fingerprint"]), known["fingerprint"])
-        source: Batches | AbsentBatches = AbsentBatches(tried, known["points"], sizes, prints, dtype, known["weighted"])
+        sizes, dtype = (saved["largest_batch"],), _dtype(saved)
+        prints = DataPrints(saved.get("contents", saved["fingerprint"]), saved["fingerprint"])
+        source: Batches | AbsentBatches = AbsentBatches(tried, saved["points"], sizes, prints, dtype, saved["weighted"])
     else:
-        source = _same_data(known, data, probability, layout, network)
+        source = _same_data(saved, data, probability, layout, network)
     budget = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
     shape = output_shape(probability, layout)
     lin = kind(
@@ -145,26 +145,26 @@ def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layo
     return layout
 
 
-def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layout: Layout, network: Model) -> Batches:
+def _same_data(saved: Mapping[str, Any], data: Any, likelihood: Likelihood, layout: Layout, network: Model) -> Batches:
     """Return the batches, after checking the saved fingerprint (taken before the network was cast, if it was)."""
-    theta, dtype = network.theta, _dtype(known)
-    reading = reading_for(network, likelihood, layout, known["weighted"])
+    theta, dtype = network.theta, _dtype(saved)
+    reading = reading_for(network, likelihood, layout, saved["weighted"])
     reading = replace(reading, dtype=dtype, admit=network.admit if dtype == theta.dtype else None)
-    batches = Batches(as_source(data, known["largest_batch"], known["weighted"]), reading)
-    if batches.num_data != known["points"]:
+    batches = Batches(as_source(data, saved["largest_batch"], saved["weighted"]), reading)
+    if batches.num_data != saved["points"]:
         raise ValueError(
-            f"the data have {batches.num_data:,} points, but those of the saved posterior were {known['points']:,}."
+            f"the data have {batches.num_data:,} points, but those of the saved posterior were {saved['points']:,}."
         )
-    by_batches = "contents" not in known  # saved by an earlier version
-    if by_batches and batches.print_of_batches != known["fingerprint"]:
+    by_batches = "contents" not in saved  # saved by an earlier version
+    if by_batches and batches.print_of_batches != saved["fingerprint"]:
         raise ValueError("the data are not those of the saved posterior: they have other values, or another order.")
-    if not by_batches and batches.prints.contents != known["contents"]:
+    if not by_batches and batches.prints.contents != saved["contents"]:
         raise ValueError("the data are not those of the saved posterior: they have other values.")
     return batches if dtype in (None, theta.dtype) else batches.to(dtype=theta.dtype)
 
 
-def _dtype(known: Mapping[str, Any]) -> torch.dtype | None:
-    dtype: torch.dtype | None = None if known["dtype"] is None else getattr(torch, known["dtype"].split(".")[-1])
+def _dtype(saved: Mapping[str, Any]) -> torch.dtype | None:
+    dtype: torch.dtype | None = None if saved["dtype"] is None else getattr(torch, saved["dtype"].split(".")[-1])
     return dtype
 
 
@@ -205,10 +205,10 @@ def _describe(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
 
 
 def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: Tensor) -> tuple[Likelihood, Layout]:
-    known, device, dtype = record["likelihood"], outputs.device, outputs.dtype
+    saved, device, dtype = record["likelihood"], outputs.device, outputs.dtype
     named = None if given is None else as_likelihood(given, layout.shape).snapshot(device, dtype)
-    if "class" in known:
-        stored = _recorded(known, device)
+    if "class" in saved:
+        stored = _recorded(saved, device)
         if (
             named is not None
             and not needs_noise(named)
@@ -217,14 +217,14 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
             raise ValueError(f"the posterior was saved with {stored}, but likelihood={given!r} is given; leave it out.")
         return at_positions(stored, layout)
     if named is None:
-        raise ValueError(f"this likelihood, {known['given']}, cannot be saved: co.load(path, model, likelihood=...).")
+        raise ValueError(f"this likelihood, {saved['given']}, cannot be saved: co.load(path, model, likelihood=...).")
     likelihood, layout = at_positions(named, layout)
-    drawn, scores = known["drawn"], known["scores"]
+    drawn, scores = saved["drawn"], saved["scores"]
     if drawn is not None:
         present, scores = likelihood.log_prob(outputs, drawn.to(device)), scores.to(device)
         slack = torch.finfo(dtype).eps ** 0.5 * (1 + scores.abs().max())
         if not bool(((present - scores).abs() <= slack).all()):
-            raise ValueError(f"the likelihood is not that of the saved posterior, {known['given']}.")
+            raise ValueError(f"the likelihood is not that of the saved posterior, {saved['given']}.")
     return likelihood, layout
 
 
@@ -240,20 +240,20 @@ def identity_of(named: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor], restored: Mapping[str, Tensor]) -> None:
-    """Raise ValueError, with the names and the remedy, unless the given tensors equal the known ones.
+def require_same_network(saved: Mapping[str, Any], given: Mapping[str, Tensor], restored: Mapping[str, Tensor]) -> None:
+    """Raise ValueError, with the names and the remedy, unless the given tensors equal the saved ones.
 
     Of the tensors that will be restored, only shape and dtype are compared.
     """
-    missing, further = known.keys() - given.keys(), given.keys() - known.keys()
+    missing, further = saved.keys() - given.keys(), given.keys() - saved.keys()
     if missing or further:
         lacks, more = (_some(sorted(names)) or "nothing" for names in (missing, further))
         raise ValueError(f"this is not the saved model: it lacks {lacks}, and also has {more}.")
     identities = identity_of(given)
     for what in ("shape", "dtype"):
-        other = [name for name in known if known[name][what] != identities[name][what]]
+        other = [name for name in saved if saved[name][what] != identities[name][what]]
         if other:
-            was, now = (_format(each[other[0]][what]) for each in (known, identities))
+            was, now = (_format(each[other[0]][what]) for each in (saved, identities))
             remedy = {
                 "shape": "Build the model with the sizes that it had then.",
                 "dtype": "Convert a copy of the model first, as model.double() and model.float() do.",
@@ -262,11 +262,11 @@ def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor], 
                 f"the saved model has another {what} of {_some(other)} ({other[0]!r}: {was}, here {now}). "
                 f"{remedy[what]}"
             )
-    compared = [name for name in known if name not in restored]
-    other = [name for name in compared if known[name]["fingerprint"] != identities[name]["fingerprint"]]
+    compared = [name for name in saved if name not in restored]
+    other = [name for name in compared if saved[name]["fingerprint"] != identities[name]["fingerprint"]]
     if other:
         raise ValueError(
-            f"the model has other values than when it was saved in {len(other)} of {len(known)} tensors: "
+            f"the model has other values than when it was saved in {len(other)} of {len(saved)} tensors: "
             f"{_some(other)}. Load the weights at which it was linearised (model.load_state_dict); load_weights=True "
             "restores those of the parameters that were linearised, which are saved with the posterior."
         )

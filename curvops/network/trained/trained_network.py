@@ -76,7 +76,7 @@ class NetworkOnData:
     output_shape: torch.Size
     passes: Passes
     token: str
-    _known: tuple[list[Tensor] | None, dict[str, Any]]
+    _results: tuple[list[Tensor] | None, dict[str, Any]]
 
     @property
     def num_parameters(self) -> int:
@@ -105,11 +105,11 @@ class NetworkOnData:
     @property
     def source(self) -> Source:
         """The data and the likelihood, at its present hyperparameters, by fingerprints."""
-        known = self.known_now()
-        if "source" not in known:
+        results = self.results_now()
+        if "source" not in results:
             likelihood = likelihood_state(self.likelihood, self.token)
-            known["source"] = Source(self.data.num_data, self.data.prints.contents, likelihood)
-        source: Source = known["source"]
+            results["source"] = Source(self.data.num_data, self.data.prints.contents, likelihood)
+        source: Source = results["source"]
         return source
 
     def outputs(self) -> Float[Tensor, "N C"]:
@@ -123,11 +123,11 @@ class NetworkOnData:
 
         (A likelihood that is a function may contain tensors that require a gradient.)
         """
-        if not torch.is_grad_enabled() and (known := self.known_now().get("log likelihood")) is not None:
-            value: Tensor = known.clone()
-            return value
+        if not torch.is_grad_enabled() and (value := self.results_now().get("log likelihood")) is not None:
+            copied: Tensor = value.clone()
+            return copied
         exact = self._exact
-        return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
+        return self.passes.total(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
 
     @torch.no_grad()
     def squared_residuals(self) -> Float[Tensor, "3 C"]:
@@ -136,7 +136,7 @@ class NetworkOnData:
         def term(batch: Batch, J: BatchMap) -> Tensor:
             return sums_of_squares(self.likelihood, J.outputs, batch.targets, batch.weights)
 
-        return self.sum_over_batches(term, 0)
+        return self.passes.total(term, 0)
 
     @property
     def _exact(self) -> Exact:
@@ -157,17 +157,13 @@ class NetworkOnData:
     def _drawn(self, mc_samples: int, generator: torch.Generator | None) -> DrawnFisher:
         return DrawnFisher(self.passes, self.num_data, self.likelihood, mc_samples, generator)
 
-    def known_now(self) -> dict[str, Any]:
-        """Return the values known at the present hyperparameters, which may change in place, as in training."""
-        present, (at, known) = self.likelihood.hyperparameters, self._known
+    def results_now(self) -> dict[str, Any]:
+        """Return results at the present hyperparameters, which may change in place, as in training."""
+        present, (at, results) = self.likelihood.hyperparameters, self._results
         if at is None or not all(map(torch.equal, at, present)):
-            known = {}
-            self._known = [tensor.detach().clone() for tensor in present], known
-        return known
-
-    def sum_over_batches(self, term: Callable[[Batch, BatchMap], Tensor], columns: int) -> Tensor:
-        """Return Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
-        return self.passes.total(term, columns)
+            results = {}
+            self._results = [tensor.detach().clone() for tensor in present], results
+        return results
 
     def _printed(self, dtype: torch.dtype, place: object) -> str:
         return (
@@ -211,7 +207,7 @@ class TrainedNetwork(NetworkOnData):
         self._theta = model.theta
         self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
-        self._known: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # results at these hyperparameters
+        self._results: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # results at these hyperparameters
 
     @classmethod
     def read(
@@ -235,15 +231,14 @@ class TrainedNetwork(NetworkOnData):
         by_running = isinstance(parameters, str) and parameters == "last_layer"
         network = Model(model, None if by_running else parameters)
         network.refuse_modes()
+        few, first_targets, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
         if by_running:
-            first, _, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
-            network = Model(model, parameters, last_layer(network, first))
+            network = network.selecting(last_layer(network, few))
         theta = network.theta
         nbytes = default_budget(theta.device) if memory_budget is None else memory_budget
         if ranks is not None:
             nbytes = min(ranks.gather(nbytes))  # over equal budgets, or over the free memory
         memory = Budget(nbytes, theta.device, ranks)
-        few, first_targets, network.calls.mapping_type = first_points(data, theta, weights, ranks)
         given, layout, outputs = likelihood_at(network, few, likelihood)
         probability = given.snapshot(theta.device, theta.dtype)
         engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
@@ -351,7 +346,7 @@ class TrainedNetwork(NetworkOnData):
     def gradient(self) -> Float[Tensor, " D"]:
         """Return the gradient of the negative log-likelihood (a sum over the data), Jᵀr. Costs one gradient."""
         exact = self._exact
-        return self.sum_over_batches(lambda batch, J: J.pull_of(lambda f: exact.residual(f, batch)), 1).squeeze(1)
+        return self.passes.total(lambda batch, J: J.pull_of(lambda f: exact.residual(f, batch)), 1).squeeze(1)
 
     def hessian_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         """Return the Hessian of the negative log-likelihood times a block of vectors; see `hessian_product`."""
@@ -397,7 +392,7 @@ class TrainedNetwork(NetworkOnData):
         self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0
     ) -> Iterator[tuple[int, Iterator[Group]]]:
         """Yield the root pieces of `passes`; a walk over all data also computes the log-likelihood."""
-        known, count = self.known_now(), 0
+        results, count = self.results_now(), 0
         total: Tensor | None = None
 
         def score(f: Tensor, batch: Batch) -> None:
@@ -408,7 +403,7 @@ class TrainedNetwork(NetworkOnData):
 
         yield from self.passes.root_pieces(fisher, chunk, apart, first, score)
         if total is not None and count == sum(self.data.sizes):
-            known["log likelihood"] = self.passes.add_up(total)
+            results["log likelihood"] = self.passes.add_up(total)
 
     def flatten(self, tensors: Mapping[str, Tensor] | nn.Module) -> Float[Tensor, " D"]:
         """Return named tensors, or the parameters of a module, as one vector, in the order of the selection."""
@@ -453,7 +448,7 @@ class TrainedNetwork(NetworkOnData):
         """Return a copy with another likelihood of the same targets, unchecked, which shares the engines for J."""
         new = copy_object(self)
         new.likelihood, new._gradient_rows = likelihood.snapshot(), {}
-        new._known = None, {}
+        new._results = None, {}
         return new
 
     def with_weights(self: N, theta: Float[Tensor, " D"]) -> N:
@@ -468,8 +463,8 @@ class TrainedNetwork(NetworkOnData):
             start += batch.num_points
             if len(inside):
                 index = inside.to(batch.targets.device)
-                known = batch.targets.new_ones(batch.num_points, dtype=theta.dtype)
-                weights = (known if batch.weights is None else batch.weights)[index] * factor
+                ones = batch.targets.new_ones(batch.num_points, dtype=theta.dtype)
+                weights = (ones if batch.weights is None else batch.weights)[index] * factor
                 data.append((take(batch.inputs, index), batch.targets[index], weights))
         reading = Reading(theta.device, theta.dtype, weights=True)
         return self._with(Batches(data, reading) if shard is None else Shard(data, reading, shard.ranks), None)

@@ -27,8 +27,6 @@ COLUMNS = 64
 """The number of unit vectors multiplied at a time."""
 ROWS = 256
 """The number of rows of a block summed at a time."""
-COLUMNS_A_ROW = 2
-"""A row of LᵀJ costs at most as much as pushing this many unit vectors, although it holds every parameter."""
 
 
 class Subnetwork(Dense):
@@ -169,7 +167,7 @@ def fisher_blocks(
     root, others = output.narrow, lin.plan.others.keys()
     totals = [lin.theta.new_zeros(len(index), len(index), dtype=torch.float64) for index in parts]
     places = [_places(lin, index) for index in parts]
-    few = COLUMNS_A_ROW * root.num_columns(lin.num_outputs)
+    few = 2 * root.num_columns(lin.num_outputs)  # a row costs at most as much as pushing two unit vectors
     by_rows = [k for k, index in enumerate(parts) if few <= len(index) and not places[k].keys() & others]
     if by_rows:
         names = {name for k in by_rows for name in places[k]}

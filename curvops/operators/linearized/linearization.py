@@ -189,7 +189,7 @@ def linearize(
 
     Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
     classifier returns probabilities or their logarithms, and with `NoiseWarning` if a noise is to be estimated and all
-    residuals are zero. Costs one pass over the data (and a forward pass, if a noise is estimated) and about twenty
+    residuals are zero. Costs one pass over the data (and a forward pass, if a noise is estimated) and about ten
     passes over two to four points, most of which check the derivatives.
 
     Examples:

@@ -108,7 +108,7 @@ def with_left_out_noise(lin: Linearization) -> Linearization:
     """
     if not needs_noise(lin.likelihood) or not lin.data.is_present or lin.num_data * lin.num_outputs > MOST_ROWS:
         return lin
-    sums, known = lin.squared_residuals(), lin.known_now()
+    sums, known = lin.squared_residuals(), lin.results_now()
     if (squares := known.get("left-out squares")) is None:
         squares = left_out_squares(lin.gathered(), sums)
         if lin.ranks is not None:

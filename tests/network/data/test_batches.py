@@ -215,13 +215,6 @@ def test_arrays_are_tensors_and_counts_are_weights() -> None:
                 assert torch.equal(found.to(known.dtype), known), name
 
 
-def test_batch_size_must_be_positive() -> None:
-    for data in ((X, Y), TensorDataset(X, Y)):
-        with pytest.raises(ValueError, match="batch_size"):
-            as_batches(data, 0)
-    assert as_batches(in_fours(X, Y), 0).num_batches == 3
-
-
 class Augmented(Dataset):
     def __len__(self) -> int:
         return N

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -208,3 +209,10 @@ def test_linearize_selects_it() -> None:
         "last_layer",
     )
     assert lin.model.selection.names == HEAD
+
+
+def test_a_pickled_network_contains_each_weight_of_its_snapshot_once() -> None:
+    model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 2))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    lin = co.linearize(model, (torch.randn(4, 300), torch.arange(4) % 2), "classification", "last_layer")
+    assert len(pickle.dumps(lin)) < 2.2 * size  # the snapshot, and the parameters of the module's copy

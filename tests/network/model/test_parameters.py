@@ -13,18 +13,17 @@ from curvops.network.model.parameters import MAPPED_BYTES, Selection, select
 from tests.network.definitions import PARAMETERS
 
 TRAINABLE = [name for name in PARAMETERS if name != "body.bias"]
-LAST = ["head.weight", "head.bias"]
 
 
 def chosen(spec: Any) -> Selection:
-    return select(PARAMETERS, TRAINABLE, spec, LAST)
+    return select(PARAMETERS, TRAINABLE, spec)
 
 
 @pytest.mark.parametrize(
     ("spec", "names"),
     [
         (None, TRAINABLE),
-        ("last_layer", LAST),
+        ("head.*", ["head.weight", "head.bias"]),
         ("body.*", ["body.weight", "body.bias"]),
         (["head.bias", "*.weight"], ["body.weight", "head.weight", "head.bias"]),
         (("scale",), ["scale"]),
@@ -56,7 +55,7 @@ def test_positions_touch_as_few_tensors_as_they_can() -> None:
     assert chosen(torch.tensor([6, 0])).names == ("body.weight", "scale")
 
 
-@pytest.mark.parametrize("spec", [None, "last_layer", "scale", torch.tensor([3, 14, 6])])
+@pytest.mark.parametrize("spec", [None, "head.*", "scale", torch.tensor([3, 14, 6])])
 def test_flatten_and_unflatten_are_inverse(spec: Any) -> None:
     selection = chosen(spec)
     v = torch.randn(selection.num_parameters)
@@ -107,7 +106,7 @@ def test_selected_tensors_must_match_and_be_finite(tensor: Tensor, error: type, 
     parameters = {"one": torch.zeros(2), "other": tensor}
     with pytest.raises(error, match=message):
         Model((lambda params, x: x, parameters))
-    assert select(parameters, list(parameters), "one", []).names == ("one",)
+    assert select(parameters, list(parameters), "one").names == ("one",)
 
 
 def test_a_large_block_is_joined_tensor_by_tensor() -> None:
