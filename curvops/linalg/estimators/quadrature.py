@@ -50,6 +50,9 @@ LEAST = 4
 """The least number of products for an error bar."""
 FIRST_PROBES = 3
 
+TRUSTED_PROBES = 8
+"""Fewer probes often underestimate the spread: a run goes on, or is judged by its interval."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SpectralQuadrature(Summarised):
@@ -143,8 +146,11 @@ class SpectralQuadrature(Summarised):
     def _reason(self, estimate: Estimate, rounded: float) -> Reason:
         if self.rtol is None:
             return Reason.BUDGET_SPENT if self.reason is Reason.CONVERGED else self.reason
-        goal = self.rtol * abs(self.known + float(estimate.value))
-        if float(estimate.stderr) <= goal and float(estimate.bias_bound) <= goal:
+        goal, spread = self.rtol * abs(self.known + float(estimate.value)), float(estimate.stderr)
+        if 0 < estimate.samples < TRUSTED_PROBES:
+            low, high = estimate.interval()
+            spread = float(high - low) / 4  # what a standard error would be whose double is the interval's half
+        if spread <= goal and float(estimate.bias_bound) <= goal:
             return Reason.CONVERGED
         if rounded > goal:
             return Reason.PRECISION_LIMIT
@@ -429,8 +435,7 @@ class Sampler:
             goal, stderr = self._goal(estimate.value), float(estimate.stderr)
             ratios.append((stderr / goal) ** 2 if goal else math.inf if stderr else 0.0)
         worst = max(ratios)
-        # Fewer often underestimate the spread.
-        return max(8, count if worst <= 1 else max(count + 1, math.ceil(min(worst * count, 1e9))))
+        return max(TRUSTED_PROBES, count if worst <= 1 else max(count + 1, math.ceil(min(worst * count, 1e9))))
 
     def sketch_rank(self) -> int:
         """Return the rank that minimises the expected products, from the spectrum of the first probes; 0 for no sketch.
