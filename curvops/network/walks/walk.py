@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
 from typing import Any
 
 import torch
@@ -44,7 +43,11 @@ class Walk(ABC):
 
         With `own` the result is this rank's part.
         """
-        return self.add_up(reduce(accumulate, (term(label, J) for label, J in self.each(columns, root))), own)
+        total: Tensor | None = None
+        for label, J in self.each(columns, root):  # a loop: a generator would hold one vector more
+            total = accumulate(total, term(label, J))
+        assert total is not None  # linearize rejects empty data
+        return self.add_up(total, own)
 
     def rows(
         self, term: Callable[[Any, Any], Float[Tensor, "K n R"]], columns: int, root: OutputFisher | None = None
