@@ -93,8 +93,8 @@ class OnShards(UnaryOperator):
         return isinstance(self.base, Operator) and self.base.definite
 
     @property
-    def stored(self) -> bool:
-        return isinstance(self.base, Operator) and self.base.stored
+    def at_hand(self) -> bool:
+        return isinstance(self.base, Operator) and self.base.at_hand
 
     def to_dense(self) -> Tensor:
         """Form the matrix on each rank."""

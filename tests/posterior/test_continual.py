@@ -235,6 +235,30 @@ def test_a_kronecker_posterior_of_equal_inputs_is_exact():
     assert float(post.compression.value) < 1e-7
 
 
+@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC])
+def test_an_updated_posterior_follows_a_learned_noise(curvature):
+    """Its precision is made once, and is right at the noise of each question."""
+    noise, model, x = torch.tensor(0.3, dtype=DOUBLE, requires_grad=True), nn.Linear(3, 2).double(), normal(9, 3)
+    first = co.laplace(
+        co.linearize(model, (x, normal(9, 2, seed=1)), co.likelihoods.Gaussian(0.3)), curvature, 0.5, check_mode=False
+    )
+    form = "kronecker" if curvature is co.KFAC else None
+    post = first.update(
+        co.linearize(model, (x, normal(9, 2, seed=2)), co.likelihoods.Gaussian(noise)), form=form, check_mode=False
+    )
+    expected = first.precision.to_dense() + post.curvature.to_dense().detach()
+    torch.testing.assert_close(post.precision.to_dense().detach(), expected, **TIGHT)
+    before = post.predict(x).variance.detach()
+    with torch.no_grad():
+        noise /= 4
+    expected += 3 * post.curvature.to_dense().detach() / 4
+    torch.testing.assert_close(post.precision.to_dense().detach(), expected, **TIGHT)
+    J = post.lin.jacobian(x).to_dense()
+    variances = (J @ torch.linalg.solve(expected, J.mT)).diagonal().view_as(before)
+    torch.testing.assert_close(post.predict(x).variance.detach(), variances, **TIGHT)
+    assert bool((variances < before).all())
+
+
 @pytest.mark.parametrize("options", [{"form": "kronecker"}, {"rank": 5}, {"rank": 5, "form": "low_rank_diagonal"}])
 def test_a_posterior_in_a_form_is_saved_and_loaded_with_it(options, tmp_path):
     """After one update, and after two, when the prior itself is in that form."""

@@ -49,13 +49,6 @@ SOLVE_VECTORS = 16
 """Vectors per column in a block solve: the right-hand side, the solution, and the solver's."""
 MOST_COLUMNS = 128
 """The most right-hand sides of one CG block: beyond, the K × K work and the vectors grow faster than products fall."""
-LEAST_KEPT = 64
-MOST_KEPT = 1024
-"""The fewest and the most search directions that CG keeps with their images; fewer save no more than a tenth."""
-KEPT_SHARE = 4
-"""They take at most one part in so many of the bytes left; products need the rest."""
-FEW_ITERATIONS = 25
-"""Up to this many iterations kept directions save CG at most a tenth of its products."""
 SKETCH_SERVES = 4
 """A sketch is used for up to this many times the columns it was made for; more would justify a larger one."""
 UNEVEN = 4.0
@@ -177,10 +170,10 @@ def directions_pay(condition: float, rtol: float, columns: int, points_a_weight:
 
     ``points_a_weight`` are the multiply-adds of a forward pass over all data, for each weight: a product takes twice as
     many. Conjugation takes a multiply-add in float64 and one in float32 a direction, and half of them are there on
-    average.
+    average. Up to 25 iterations kept directions save at most a tenth of the products.
     """
     iterations = math.sqrt(condition) * math.log(2 / rtol) / 2
-    return iterations > FEW_ITERATIONS or 0.1 * 2 * points_a_weight > 3 * iterations * columns / 2
+    return iterations > 25 or 0.1 * 2 * points_a_weight > 3 * iterations * columns / 2
 
 
 def chosen(table: Iterable[Route]) -> Route | None:

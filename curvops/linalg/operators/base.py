@@ -124,7 +124,7 @@ class Operator(LinearOperatorContract):
         return self.psd
 
     @property
-    def stored(self) -> bool:
+    def at_hand(self) -> bool:
         """Whether the dense matrix exists."""
         return False
 
@@ -430,7 +430,7 @@ class Operator(LinearOperatorContract):
     @property
     def _is_formed(self) -> bool:
         """Whether the dense matrix exists, or is small enough to be formed, so that it is factorised."""
-        return self.stored or self._is_small
+        return self.at_hand or self._is_small
 
     def require_small(self, purpose: str, instead: str = "") -> None:
         """Raise ValueError if `purpose` needs a dense matrix of more than `DENSE_SIZE` columns."""

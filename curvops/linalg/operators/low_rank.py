@@ -50,7 +50,7 @@ from curvops.linalg.core.vectors import (
     unit_blocks,
 )
 from curvops.linalg.estimators.frobenius import PROBES
-from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
+from curvops.linalg.functions.apply_function import inverse_root, inverse_root_product
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative

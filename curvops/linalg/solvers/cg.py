@@ -25,7 +25,6 @@ from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.solve_routes import KEPT_SHARE, LEAST_KEPT, MOST_KEPT
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -147,9 +146,9 @@ def cg(
     vectors = 12 if refine is False else 28  # the working vectors of a column; refinement holds them in float64, too
     most = 0 if keep_directions is None else checked_whole("keep_directions", keep_directions, 0)
     if keep_directions is None and block and run.memories and (room := run.room()) is not None:
-        fitting = (room - vectors * vector * K) // (KEPT_SHARE * 2 * vector)
-        # What is left of a small space is rounding.
-        most = min(MOST_KEPT, fitting, facts.rows // 2) if fitting >= LEAST_KEPT else 0
+        fitting = (room - vectors * vector * K) // (4 * 2 * vector)  # in a quarter of the bytes left, with their images
+        # Fewer than 64 save no more than a tenth of the products; what is left of a small space is rounding.
+        most = min(1024, fitting, facts.rows // 2) if fitting >= 64 else 0
     precondition = None if preconditioner is None else as_function(preconditioner, facts)
     saved = begin("cg", checkpoint, lambda: problem_of(A), facts.device)
     if saved is not NOTHING:

@@ -111,7 +111,7 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
         longest=longest(A) if whole else 0,
         itemsize=A.dtype.itemsize,
         closed_form=form,
-        at_hand=is_stored(A),
+        at_hand=is_at_hand(A),
         symmetric=tagged and is_symmetric(A),
         definite=tagged and getattr(A, "definite", False),
         recorded=whole and hasattr(A, "definite") and carries_graph(to_linear_operator(A).representation()),
@@ -126,9 +126,9 @@ def exact_solver(A: Any) -> Callable[[Tensor], Tensor] | None:
     return A.exact_solver() if hasattr(A, "exact_solver") else None
 
 
-def is_stored(A: Any) -> bool:
+def is_at_hand(A: Any) -> bool:
     """Return whether the matrix exists and need not be formed."""
-    return isinstance(A, Tensor) or getattr(A, "stored", False)
+    return isinstance(A, Tensor) or getattr(A, "at_hand", False)
 
 
 def seems_symmetric(A: Matrix) -> bool:
@@ -207,7 +207,7 @@ def solve(
         taken = "dense"
     if taken == "dense":
         # A curvature is positive semidefinite by its formula, a matrix only by its user's word.
-        promised = method == "auto" and getattr(A, "definite", False) and (is_stored(A) or not is_psd(A))
+        promised = method == "auto" and getattr(A, "definite", False) and (is_at_hand(A) or not is_psd(A))
         dense = partial(solve_dense, operator, rtol=tolerance, symmetric=is_symmetric(A), definite=promised)
         return shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(as_columns(B)), B)
     if in_forward_mode():

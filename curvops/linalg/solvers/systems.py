@@ -422,18 +422,18 @@ def solve_in_groups(
     return join_solutions(solutions, shaped_as(X, B))
 
 
-def join_solutions(parts: Sequence[Solution], X: Vectors) -> Solution:
+def join_solutions(groups: Sequence[Solution], X: Vectors) -> Solution:
     """Join solutions of groups of columns, whose x are parts of X."""
-    normal = [part.normal_residuals for part in parts if part.normal_residuals is not None]
+    normal = [group.normal_residuals for group in groups if group.normal_residuals is not None]
     return Solution(
         X,
-        tuple(reason for part in parts for reason in part.reasons),
-        torch.cat([part.relative_residuals for part in parts]),
-        torch.cat([part.backward_errors for part in parts]),
-        max(part.iterations for part in parts),
-        sum(part.matvecs for part in parts),
-        join_histories([part.history for part in parts]),
+        tuple(reason for group in groups for reason in group.reasons),
+        torch.cat([group.relative_residuals for group in groups]),
+        torch.cat([group.backward_errors for group in groups]),
+        max(group.iterations for group in groups),
+        sum(group.matvecs for group in groups),
+        join_histories([group.history for group in groups]),
         normal_residuals=torch.cat(normal) if normal else None,
-        exact_matvecs=sum(part.exact_matvecs for part in parts),
-        groups=len(parts),
+        exact_matvecs=sum(group.exact_matvecs for group in groups),
+        groups=len(groups),
     )

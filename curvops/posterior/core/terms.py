@@ -417,7 +417,7 @@ class PrecisionTerms:
 
     @cached_property
     def precision(self) -> Any:
-        """The operator P."""
+        """The operator P. It holds the tensors of G and A themselves, so that a change of their values takes effect."""
         return self.sum.precision
 
     @property
