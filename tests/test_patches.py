@@ -52,7 +52,8 @@ def patched(tree: ast.Module) -> Iterator[str]:
 def test_nothing_of_the_library_is_replaced() -> None:
     found = {}
     for path in HERE.rglob("*.py"):
-        if names := sorted(set(patched(ast.parse(path.read_text())))):
+        text = path.read_text()
+        if ("patch" in text or "setattr" in text) and (names := sorted(set(patched(ast.parse(text))))):
             found[str(path.relative_to(HERE))] = names
     assert {file: names for file, names in found.items() if file not in ALLOWED} == {}
     assert ALLOWED.keys() <= found.keys(), "these need no exception"
