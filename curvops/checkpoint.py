@@ -1,6 +1,6 @@
 """Checkpoints of long runs: the state, saved in a folder as a run proceeds, from which it resumes after a crash.
 
-A public function with the keyword `checkpoint` is an `algorithm` (`linalg/core/sharded.py`). Once it has checked its
+A public function with the keyword `checkpoint` is an `algorithm` (`linalg/core/algorithm.py`). Once it has checked its
 arguments it calls `begin`, looks up the state or the result of an earlier run, and calls `save` at each of its steps.
 Most of these calls do nothing: a save comes at most every `PAUSE` seconds, and later saves take no more than `SHARE` of
 the run. The folders are those of `storage`, which are complete whenever the process is killed.

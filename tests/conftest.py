@@ -8,10 +8,11 @@ one test of every class and every test of one class count as first cases.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pytest
@@ -25,6 +26,7 @@ shape_checks.install()  # before any module of the library is imported
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 from tests.threads import using_threads  # noqa: E402
+from tests.times import a_minute_between_saves  # noqa: E402
 
 
 def pytest_configure() -> None:
@@ -112,32 +114,26 @@ def no_foreign_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def saved_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def saved_at_each_step() -> Iterator[None]:
     """Checkpoints are saved whenever they may be, without waiting for the disk."""
-    monkeypatch.setattr("curvops.checkpoint.PAUSE", 0.0)
-    monkeypatch.setattr("curvops.checkpoint.SHARE", float("inf"))
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    with a_minute_between_saves():
+        yield
 
 
 @pytest.fixture
 def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Ends a run after so much work with batches, `left`; counts it, `made`: pulls of J, products of GGNs, rows."""
+    """Ends a run after so many steps of its progress, `left`; counts them, `made`: products, or batches."""
     # Here, since the process that hands out the tests reads this file, too, and needs none of curvops.
-    from curvops.network.walks import batch_rows, passes
+    import curvops as co
     from tests.linalg.interrupted import Killed
 
     state = {"left": float("inf"), "made": 0}
 
-    def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def work(*args: Any, **options: Any) -> Any:
-            state["left"] -= 1
-            state["made"] += 1
-            if state["left"] < 0:
-                raise Killed
-            return plain(*args, **options)
+    def step(*_: Any) -> None:
+        state["left"] -= 1
+        state["made"] += 1
+        if state["left"] < 0:
+            raise Killed
 
-        return work
-
-    monkeypatch.setattr(passes.BatchMap, "pull", counted(passes.BatchMap.pull))
-    monkeypatch.setattr(batch_rows, "each_group", counted(batch_rows.each_group))
+    monkeypatch.setattr(co, "linearize", functools.partial(co.linearize, progress=step))
     return state

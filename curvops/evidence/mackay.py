@@ -124,19 +124,19 @@ def mackay(
         return post.lin.facts() | problem_of(post.precision) | data
 
     with torch.no_grad():
-        kept = begin("mackay", checkpoint, problem, post.mean.device, True, post.lin.ranks)
-        source = kept.source("generator", generator, post.mean.device)
-        if kept:  # independent of earlier uses of this posterior
+        saved = begin("mackay", checkpoint, problem, post.mean.device, True, post.lin.ranks)
+        source = saved.source("generator", generator, post.mean.device)
+        if saved:  # independent of earlier uses of this posterior
             sketches = derive_generator(generator, post.mean.device)  # None: each source has its own seed
             post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches, post.cache.checks_mode))
-            kept.held["cache"] = post.cache
+            saved.held["cache"] = post.cache
             for lin in post.cache.known_data("the log evidence"):
                 lin.memory.expect_many()
         base = DiagonalGGN(post.lin).entries.clamp_min(1e-6) if prior == "g" else None
         groups = precision_groups(post.lin, PRIORS[prior], base)
         start = Hyperparameters(post, groups, groups.start(present), post.observation_noise if tune_noise else None)
-        run = _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), source, kept)
-        return run.result() if kept.done else run.run(int(steps))
+        run = _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), source, saved)
+        return run.result() if saved.done else run.run(int(steps))
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +158,7 @@ class _FixedPoint:
     rtol: float
     xtol: float
     generator: torch.Generator | None
-    kept: Checkpoint
+    saved: Checkpoint
     records: list[TuningStep] = field(default_factory=list)
     past: list[StepSolution] = field(default_factory=list)
     changes: list[Float[Tensor, " H"]] = field(default_factory=list)
@@ -168,7 +168,7 @@ class _FixedPoint:
 
     def __post_init__(self) -> None:
         self.start = self.now
-        state = self.kept.outcome if self.kept.done else self.kept.state
+        state = self.saved.outcome if self.saved.done else self.saved.state
         if state is None:
             return
         restore(self, STATE, state)
@@ -190,8 +190,8 @@ class _FixedPoint:
     def run(self, steps: int) -> Laplace:
         """Take the remaining steps; return the posterior at the fixed point."""
         start, changes = self.start, self.changes
-        if self.kept.state is None:
-            self.kept.save(self.state, now=True)  # the sources of random numbers
+        if self.saved.state is None:
+            self.saved.save(self.state, now=True)  # the sources of random numbers
         for _ in range(len(self.records), steps):
             first, last = self._guess()
             wanted = 0.1 * self.xtol if self.samples is None else 1e-4  # γ of draws is less accurate
@@ -220,10 +220,10 @@ class _FixedPoint:
             if bool((_remaining(changes) <= bar).all()):
                 self.ending = Ending.CONVERGED if self.samples is None else Ending.WITHIN_ERROR
                 break
-            self.kept.save(self.state)
+            self.saved.save(self.state)
         self.past = []  # large, and no longer needed
-        if self.kept:
-            self.kept.finish(self.state())
+        if self.saved:
+            self.saved.finish(self.state())
         return self.result()
 
     def _position(self) -> Float[Tensor, " G"]:

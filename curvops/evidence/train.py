@@ -115,8 +115,13 @@ def train(
     given_modes = _modes(model)
     training_modes = given_modes if model.training else [(module, True) for module, _ in given_modes]
     with _restore_on_failure(given_modes):
-        linear = partial(_posterior, model, data, curvature, process_group)
-        post, record = linear(likelihood, prior_precision), list[Tuning]()
+
+        def laplace(likelihood: Any, prior_precision: Any) -> Laplace:
+            """Return the posterior at the present weights."""
+            lin = linearize(model.eval(), data, likelihood, process_group=process_group)
+            return checked_posterior(make_laplace(lin, curvature, prior_precision), check_mode=False)
+
+        post, record = laplace(likelihood, prior_precision), list[Tuning]()
         epoch_of = _batches(data, batch_size, generator, post.lin.passes.shard)
         for epoch in range(1, epochs + 1):
             lin = post.lin
@@ -126,7 +131,7 @@ def train(
             for item, points in epoch_of():
                 stepper.step(partial(_loss_with_gradient, model, lin, prior, item, points, epoch))
             if epoch % every == 0 or epoch == epochs:
-                post = tell_choice(linear(post.lin.likelihood, post.prior_precision), post.prior.chosen_by)
+                post = tell_choice(laplace(post.lin.likelihood, post.prior_precision), post.prior.chosen_by)
             if epoch % every == 0 and epoch < epochs:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", MaxStepsWarning)  # the next update continues
@@ -229,10 +234,3 @@ def _add_up(loss: Tensor, parameters: list[nn.Parameter], ranks: Ranks) -> Tenso
     for p, gradient in zip(parameters, sums):
         p.grad = gradient.view_as(p)
     return total[0]
-
-
-def _posterior(
-    model: nn.Module, data: Any, curvature: Any, process_group: Any, likelihood: Any, prior_precision: Any
-) -> Laplace:
-    lin = linearize(model.eval(), data, likelihood, process_group=process_group)
-    return checked_posterior(make_laplace(lin, curvature, prior_precision), check_mode=False)

@@ -149,7 +149,11 @@ class InfiniteWidthKernel(OperatorKernel):
         require_whole_points(last_dim_is_batch)
         for x in (x1,) if x2 is x1 else (x1, x2):
             require_finite("inputs", x)
-        weights, biases = (self._by_layer(variance) for variance in (self.weight_variance, self.bias_variance))
+        layers = *self.batch_shape, self.depth + 1
+        weights, biases = (
+            variance.expand(layers)[..., None, None].unbind(-3)
+            for variance in (self.weight_variance, self.bias_variance)
+        )
         of = _first_layer(x1, x2, weights[0], biases[0], diag, self.activation == "relu")
         expectations, tangent = ACTIVATIONS[self.activation], of.c
         for weight, bias in zip(weights[1:], biases[1:]):
@@ -160,9 +164,6 @@ class InfiniteWidthKernel(OperatorKernel):
             of, tangent = Covariance(a + bias, b + bias, c, r), c + weight * expected.slope * tangent
         entries = tangent if self.kind == "ntk" else of.c
         return entries.squeeze(-1) if diag else Dense(entries, psd=x1.shape == x2.shape and torch.equal(x1, x2))
-
-    def _by_layer(self, variance: Float[Tensor, "*batch L"]) -> tuple[Float[Tensor, "*batch 1 1"], ...]:
-        return variance.expand(*self.batch_shape, self.depth + 1)[..., None, None].unbind(-3)
 
 
 def _first_layer(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor, diag: bool, distances: bool) -> Covariance:

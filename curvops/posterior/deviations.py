@@ -33,6 +33,7 @@ from curvops.linalg.core.solve_routes import CLOSED_FORM, EPOCHS, METHOD_OF, MET
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import inner, join, norm
 from curvops.linalg.estimators.trace import sample_mean
+from curvops.linalg.solvers.solve import solve
 from curvops.linalg.solvers.systems import join_solutions
 from curvops.network import PointNormals
 from curvops.operators import Linearization
@@ -487,7 +488,7 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
         M, spent = preconditioner(systems.terms, systems.count)
         found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0, keep_directions=_directions(systems, M, rtol))
         return replace(found, matvecs=found.matvecs + spent)
-    z = P.solve_to(right, rtol)  # exact if P is small or has a closed form; carries its gradient
+    z = solve(P, right, rtol=rtol)  # exact if P is small or has a closed form; carries its gradient
     with torch.no_grad():
         residuals = _relative(right - P._matmul(z), right)
     reasons = tuple(Reason.CONVERGED if r <= rtol else Reason.PRECISION_LIMIT for r in residuals.tolist())

@@ -16,18 +16,21 @@ from torch import Tensor
 
 from curvops.linalg.core.entries import columns_of, rows
 from curvops.linalg.core.memory import Memories, Memory, memories_of
-from curvops.linalg.core.vectors import entries, gram, product, transposed_product
+from curvops.linalg.core.vectors import Description, described_for_ranks, entries, gram, product, transposed_product
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator, by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, closed_form
 from curvops.linalg.operators.dense import Dense, Diagonal
 from curvops.ranks.process_group import Ranks, is_dtensor
 from curvops.ranks.sharded_vectors import (
+    LaidOut,
     Layouts,
+    OverSharedData,
     RowLayout,
     Sharded,
     layouts_of,
     over_ranks,
+    ranks_together,
     times_block,
     transposed_times_block,
     unwrapped,
@@ -90,8 +93,8 @@ class OnShards(UnaryOperator):
         return isinstance(self.base, Operator) and self.base.definite
 
     @property
-    def stored(self) -> bool:
-        return isinstance(self.base, Operator) and self.base.stored
+    def at_hand(self) -> bool:
+        return isinstance(self.base, Operator) and self.base.at_hand
 
     def to_dense(self) -> Tensor:
         """Form the matrix on each rank."""
@@ -140,6 +143,14 @@ class Agreed:
 @transposed_times_block.register
 def _(A: Diagonal, block: Sharded) -> Any:
     return block * (A.entries.unsqueeze(1) if block.ndim == 2 else A.entries)
+
+
+@described_for_ranks.register
+def _(A: Operator, facts: Description) -> Description:
+    layouts, ranks = A.layouts, ranks_together(A)
+    if layouts is not None:
+        return LaidOut.of(facts, *layouts)
+    return facts if ranks is None else OverSharedData.of(facts, ranks)
 
 
 @over_ranks.register

@@ -1,4 +1,7 @@
-"""The processes of a `torch.distributed` group, each with a shard of the data, and sums and rows over all of them."""
+"""The processes of a `torch.distributed` group, each with a shard of the data, and sums and rows over all of them.
+
+Torch's tensors and modules that are shared among processes are recognised here, too.
+"""
 
 from __future__ import annotations
 

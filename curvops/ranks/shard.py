@@ -94,6 +94,20 @@ class Shard(Batches):
             None if own.weights is None else self.line_up(own.weights),
         )
 
+    def whole(self, like: Tensor) -> Batches:
+        """Return the points of all ranks on this one, in batches, in the dtype and on the device of `like`."""
+        points, step = self.gathered(), self.largest
+        items = []
+        for start in range(0, points.num_points, step):
+            part = points.labels(slice(start, start + step))
+            item = {"inputs": take(points.inputs, slice(start, start + step)), "targets": part.targets}
+            items.append(item if part.weights is None else item | {"weights": part.weights})
+        return Batches(items, Reading(like.device, like.dtype, weights=self.weighted))
+
+    def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
+        own = [] if self.borrows else self._chosen(chosen, factor, like)
+        return Shard(own, Reading(like.device, like.dtype, weights=True), self.ranks)
+
     def in_turn(self) -> Iterator[Inputs | None]:
         """Yield the inputs of each rank's points in turn, for ranks that have points; None for this rank's own."""
         own: Any = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in self))

@@ -58,23 +58,24 @@ class SplitPoints:
         """Whether results for x are those that the caller asked for."""
         return self.ranks is None or (self.is_whole and self.gather)
 
-    def given(self, found: Tensor, dim: int = 0) -> Tensor:
-        """Turn results for x into results for the points that the caller asked for."""
+    def rows_asked_for(self, rows: Tensor, dim: int = 0) -> Tensor:
+        """Return the rows for the points that the caller asked for, from those for x."""
         if self.ranks is None or self.is_done:
-            return found
+            return rows
         if self.gather:
-            return self.ranks.line_up(found, dim)
-        length, total, rank = found.shape[dim], max(1, sum(self.counts)), self.ranks.rank
+            return self.ranks.line_up(rows, dim)
+        length, total, rank = rows.shape[dim], max(1, sum(self.counts)), self.ranks.rank
         start, count = sum(self.counts[:rank]), self.counts[rank]
-        return found.narrow(dim, length * start // total, length * count // total)
+        return rows.narrow(dim, length * start // total, length * count // total)
 
-    def of(self, found: R) -> R:
+    def results_asked_for(self, results: R) -> R:
         """Return a dataclass of results for the points asked for, with a row for each point or one number for all."""
         if self.is_done:
-            return found
-        values = {f.name: getattr(found, f.name) for f in fields(found)}  # type: ignore[arg-type]
-        rows = {name: self.given(value) for name, value in values.items() if isinstance(value, Tensor) and value.ndim}
-        return cast(R, replace(cast(Any, found), **rows))
+            return results
+        values = {f.name: getattr(results, f.name) for f in fields(results)}  # type: ignore[arg-type]
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.ndim}
+        rows = {name: self.rows_asked_for(value) for name, value in tensors.items()}
+        return cast(R, replace(cast(Any, results), **rows))
 
 
 def split_points(
@@ -108,12 +109,12 @@ def split_points(
                 "it, or pass process_group= to co.linearize."
             )
         return SplitPoints(x, targets=None if targets is None else targets())
-    inputs, own, error = x, None, None
+    inputs, labels, error = x, None, None
     try:
-        inputs, own = lin.admit(x, differentiable=True), None if targets is None else targets()
+        inputs, labels = lin.admit(x, differentiable=True), None if targets is None else targets()
         named = components(inputs)
         form = [(name, str(tensor.dtype), tuple(tensor.shape[1:])) for name, tensor in named]
-        values = [tensor.detach() for _, tensor in named] + ([] if own is None else [own])
+        values = [tensor.detach() for _, tensor in named] + ([] if labels is None else [labels])
         points = num_points(inputs), form, int(fingerprint(values))
     except Exception as refused:
         points, error = (0, [], 0), refused
@@ -126,19 +127,19 @@ def split_points(
             raise ValueError(f"rank {rank} rejected its test points. {refusal}")
         if other != asked:
             raise RanksDifferError(f"rank {rank} asks for {other}, but rank {shard.ranks.rank} for {asked}. {MEANT}")
-    if not gather and all(each == points for _, each, _ in every):
-        return SplitPoints(inputs, targets=own)
-    counts = tuple(each[0] for _, each, _ in every)
+    if not gather and all(others == points for _, others, _ in every):
+        return SplitPoints(inputs, targets=labels)
+    counts = tuple(others[0] for _, others, _ in every)
     if not needs_data():
         start, ranks = sum(counts[: shard.ranks.rank]), shard.ranks if gather else None
-        return SplitPoints(inputs, ranks, counts, start, gather=gather, targets=own)
-    for rank, (_, each, _) in enumerate(every):
-        if each[1] != points[1]:
+        return SplitPoints(inputs, ranks, counts, start, gather=gather, targets=labels)
+    for rank, (_, others, _) in enumerate(every):
+        if others[1] != points[1]:
             raise RanksDifferError(
-                f"the test points of rank {rank} are of {each[1]}, those of rank {shard.ranks.rank} of {points[1]}, "
+                f"the test points of rank {rank} are of {others[1]}, those of rank {shard.ranks.rank} of {points[1]}, "
                 "and this posterior's predictions need the training data of all ranks, for all points: pass inputs of "
                 "one form, or samples=post.sample(k), with which each rank predicts by itself."
             )
     whole = map_inputs(lambda tensor: shard.ranks.line_up(tensor), inputs)
-    own = None if own is None else shard.ranks.line_up(own)
-    return SplitPoints(whole, shard.ranks, counts, is_whole=True, gather=gather, targets=own)
+    labels = None if labels is None else shard.ranks.line_up(labels)
+    return SplitPoints(whole, shard.ranks, counts, is_whole=True, gather=gather, targets=labels)

@@ -68,7 +68,7 @@ class Chain(Summarised):
 def checked_draws(draws: Any, name: str = "draws", chains: int = 1, least: int = 1) -> dict[str, Tensor]:
     """Return the draws by name, (chain, draw, *shape), after checking them.
 
-    They must be finite, and have at least `chains` chains of `each` draws.
+    They must be finite, and have at least `chains` chains of `least` draws.
 
     Raises:
         TypeError: the draws are not floating-point tensors.

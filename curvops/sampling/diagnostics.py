@@ -306,7 +306,8 @@ def stein_discrepancy(draws: Draws, scores: Any, scale: float | str = 1.0) -> Es
     products, dimension = _products(points, slopes)
     if len(products[0]) < 4:
         raise ValueError(f"there are {len(products[0])} draws, but the standard error of a U-statistic needs four.")
-    squares = _squared_distances(products[0])
+    squares = products[0].diagonal()
+    squares = (squares.unsqueeze(1) + squares - 2 * products[0]).clamp_min_(0)  # the distances of all pairs
     u = stein_kernel(*products, squares, dimension, _checked_scale(scale, squares))
     return u_statistic(u)
 
@@ -364,11 +365,6 @@ def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tup
 def _parts(tensor: Tensor, n: int) -> Iterator[Float[Tensor, "n d"]]:
     flat = tensor.flatten(0, 1).reshape(n, -1)
     return (columns.double() for columns in flat.split(max(1, AT_A_TIME // n), 1))
-
-
-def _squared_distances(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    squares = products.diagonal()
-    return (squares.unsqueeze(1) + squares - 2 * products).clamp_min_(0)
 
 
 def _checked_scale(scale: Any, squares: Tensor) -> float:

@@ -350,7 +350,7 @@ class Evaluation:
         except (RuntimeError, NotImplementedError) as error:
             self._fall_back(error, theta)
             return self.gradient(theta, structure, batch)
-        if any(slope is None for slope in slopes):
+        if not of_network and any(slope is None for slope in slopes):
             missing = ", ".join(name for name, slope in zip(structure.names, slopes) if slope is None)
             raise ValueError(f"log_posterior does not depend on {missing}: leave them out of params.")
         value, gradient = value.detach(), structure.concatenate(slopes, theta.ndim - 1)

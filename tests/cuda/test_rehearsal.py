@@ -31,16 +31,6 @@ def test_stages_run_on_the_stand_in(tmp_path: Path) -> None:
     assert all(stage["ended"] and stage["rows"] for stage in found.values())
 
 
-def test_a_second_run_measures_what_is_missing(tmp_path: Path) -> None:
-    kept = {"name": "draws, ours", "seconds": 1.0}
-    (tmp_path / "tasks.json").write_text(json.dumps({"ended": False, "rows": [kept, {"name": "x", "error": "broken"}]}))
-    (tmp_path / "waits.json").write_text(json.dumps({"ended": True, "rows": []}))
-    done = rehearse(tmp_path, "--stages", "waits,tasks")
-    rows = json.loads((tmp_path / "tasks.json").read_text())["rows"]
-    assert done.returncode == 0 and "waits: done before" in done.stdout, done.stderr[-3000:]
-    assert [row["name"] for row in rows] == ["draws, ours", "draws, theirs"] and rows[0] == kept
-
-
 def test_a_stage_that_fails_says_so_and_the_next_begins(tmp_path: Path) -> None:
     (tmp_path / "tasks.json").write_text("not JSON")
     (tmp_path / "waits.json").write_text(json.dumps({"ended": True, "rows": []}))

@@ -244,7 +244,7 @@ DOORS = [
             "a list for a method": (
                 lambda: precision().solve([1.0] * 27),
                 TypeError,
-                "right_tensor must be a tensor, got",
+                "B must be a tensor, got",
             ),
             "a list to solve for": (lambda: co.linalg.solve(precision(), [1.0] * 27), TypeError, "B must be a tensor"),
             "an array as matrix": (
@@ -296,7 +296,7 @@ DOORS = [
             "a preconditioner as an array": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=np.eye(27)),
                 TypeError,
-                "preconditioner must be a matrix.*got ndarray of shape",
+                "preconditioner must be a matrix of torch.*got ndarray of shape",
             ),
             "a preconditioner's image of another shape": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=lambda V: V[:3]),

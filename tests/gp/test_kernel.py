@@ -297,33 +297,31 @@ def test_priors_and_constraints_of_gpytorch() -> None:
     torch.testing.assert_close(values[0] - values[1], added.double(), rtol=1e-5, atol=1e-6)
 
 
-def test_beyond_the_memory_budget_products_take_the_matrix_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_the_memory_budget_products_take_the_matrix_s_place() -> None:
     lin, x, _ = linearized("two outputs")
     kernel = LinearizedKernel(lin, 2.0)
-    monkeypatch.setattr(lin.memory, "room", lambda: 0)
+    lin.memory.keep(lin, lin.memory.room())
     lazy = kernel._matrix(x, x)
     assert isinstance(lazy, co.TangentKernel)
     ones = torch.ones(2 * N, dtype=DOUBLE)
     torch.testing.assert_close(lazy @ ones, dense_kernel(lin, x, x, kernel) @ ones)
 
 
-def few_weights(monkeypatch: pytest.MonkeyPatch) -> tuple[co.operators.Linearization, Tensor, Tensor]:
+def few_weights() -> tuple[co.operators.Linearization, Tensor, Tensor]:
     """Return 8 weights and 600 rows, where memory has room for JᵀJ, and for neither J nor J Jᵀ."""
     torch.manual_seed(0)
     x, y = torch.randn(300, 3, dtype=DOUBLE), torch.randn(300, 2, dtype=DOUBLE)
     network = NETWORKS["fewer weights than rows"][0]().double()
     lin = co.linearize(network, (x, y), co.likelihoods.Gaussian(NOISE))
-    monkeypatch.setattr(lin.memory, "room", lambda: 4000)
+    lin.memory.keep(lin, lin.memory.room() - 4000)
     return lin, x, y
 
 
 @pytest.mark.usefixtures("no_foreign_solvers", "iterating")
 @pytest.mark.parametrize("task_noise", [False, True])
 @pytest.mark.parametrize("prior", ["scalar", "layers", "scaled"])
-def test_where_neither_j_nor_its_gram_matrix_fits_few_weights_are_solved_for(
-    prior: str, task_noise: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lin, x, y = few_weights(monkeypatch)
+def test_where_neither_j_nor_its_gram_matrix_fits_few_weights_are_solved_for(prior: str, task_noise: bool) -> None:
+    lin, x, y = few_weights()
     likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(2, has_task_noise=task_noise).double()
     gp = Process(lin, x, y, likelihood, **PRIORS[prior])
 
@@ -356,8 +354,8 @@ def test_where_neither_j_nor_its_gram_matrix_fits_few_weights_are_solved_for(
 
 @pytest.mark.parametrize("noise", [0.3, 1e-6])
 @pytest.mark.parametrize("each", [False, True])
-def test_the_form_of_few_weights_is_the_matrix_s(noise: float, each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    lin, *_ = few_weights(monkeypatch)
+def test_the_form_of_few_weights_is_the_matrix_s(noise: float, each: bool) -> None:
+    lin, *_ = few_weights()
     d = torch.linspace(1, 2, 600, dtype=DOUBLE) * noise if each else torch.tensor(noise, dtype=DOUBLE)
     A = torch.linspace(0.5, 2, 8, dtype=DOUBLE)
     P = co.TangentKernel(lin, A).add_diagonal(d)
@@ -376,9 +374,16 @@ def test_the_form_of_few_weights_is_the_matrix_s(noise: float, each: bool, monke
     torch.testing.assert_close(half, (vectors * values.rsqrt()) @ vectors[:4].mT, rtol=1e-4, atol=1e-5 / noise**0.5)
 
 
-def test_draws_of_the_form_of_few_weights_have_its_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
-    lin, *_ = few_weights(monkeypatch)
+def test_draws_of_the_form_of_few_weights_have_its_covariance() -> None:
+    torch.manual_seed(0)
+    lin = co.linearize(
+        NETWORKS["fewer weights than rows"][0]().double(),
+        (torch.randn(300, 3, dtype=DOUBLE), torch.randn(300, 2, dtype=DOUBLE)),
+        co.likelihoods.Gaussian(NOISE),
+    )
     P = co.TangentKernel(lin, 2.0).add_diagonal(0.3)
+    with lin.memory.holding(lin.memory.room() - 4000):
+        assert isinstance(P._closed_form(), WeightSpaceForm)
     directions = torch.linalg.eigh(P.to_dense())[1][:, ::75]
     for operator in (P, P.inverse()):
         drawn = directions.mT @ co.linalg.draw(operator, 500, torch.Generator().manual_seed(0))

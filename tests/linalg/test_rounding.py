@@ -1,6 +1,6 @@
 """Values without probes in single precision: they are within their intervals, which are narrow where A is ordinary.
 
-Tests `rounding.py`.
+Tests `vectors.py`.
 """
 
 import pytest

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
@@ -62,3 +65,15 @@ def agree(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> bool:
 def columns(rows: int, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """A random block (rows, k), a column contiguous."""
     return torch.randn(k, rows, dtype=dtype).mT
+
+
+@contextmanager
+def linear_layers_off_by(factor: float, out_features: int | None = None) -> Iterator[None]:
+    """Inside, linear layers (those of so many outputs) do what their rule does not know, as in another torch."""
+    plain = nn.Linear.forward
+
+    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        return plain(layer, x) * (factor if out_features in (None, layer.out_features) else 1.0)
+
+    with patch.object(nn.Linear, "forward", forward):
+        yield

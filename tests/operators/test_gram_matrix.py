@@ -4,8 +4,6 @@ Tests `gram_matrix.py`.
 """
 
 import math
-from dataclasses import replace
-from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -13,18 +11,8 @@ from torch import nn
 
 import curvops as co
 import curvops.operators.function_space.gram_matrix as gram_matrix
-from curvops.checkpoint import Checkpoint
 from curvops.network import read_precision
-from curvops.network.walks.budget import Budget
-from curvops.network.walks.passes import Passes
-from curvops.operators.function_space.gram_matrix import (
-    SLOWER,
-    TOUCHED,
-    WORK,
-    Sizes,
-    gram_cost,
-    layer_sets,
-)
+from curvops.operators.function_space.gram_matrix import gram_cost
 
 DOUBLE = torch.float64
 
@@ -77,20 +65,15 @@ PRIORS = {
     ("prior", "room"),
     [("number", None), ("vector", None), ("tensors", 3 * 2**13), ("vector", 0)],
 )
-@pytest.mark.parametrize("form", ["rows", "pairs", "images"])
-def test_the_forms(lin, form, prior, room, monkeypatch):
-    """Every form gives J A⁻¹ Jᵀ and J A⁻¹ J'ᵀ, whole, in sets of layers and some points at a time, or one by one."""
-    monkeypatch.setattr(gram_matrix, "form_of", lambda *_: form)
+def test_the_matrix(lin, prior, room):
+    """J A⁻¹ Jᵀ and J A⁻¹ J'ᵀ, whole, and with little memory in sets of layers, or one by one."""
     A, x = PRIORS[prior](lin), torch.randn(5, 32, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
     J, other, scale = lin.jacobian().to_dense(), lin.jacobian(x).to_dense(), read_precision("prior", A, lin.model)
     if room is not None:
-        monkeypatch.setattr(Budget, "room", lambda self: room)
-        monkeypatch.setattr(Passes, "chunk_bytes", property(lambda self: 1))
-    with patch.object(gram_matrix, "add_row_products", wraps=gram_matrix.add_row_products) as by_rows:
-        torch.testing.assert_close(co.TangentKernel(lin, A).to_dense(), J / scale @ J.mT, rtol=1e-10, atol=1e-10)
-        cross = co.TangentKernel(lin, A, x2=x).to_dense()
+        lin.memory.keep(lin, lin.memory.room() - room)
+    torch.testing.assert_close(co.TangentKernel(lin, A).to_dense(), J / scale @ J.mT, rtol=1e-10, atol=1e-10)
+    cross = co.TangentKernel(lin, A, x2=x).to_dense()
     torch.testing.assert_close(cross, J / scale @ other.mT, rtol=1e-10, atol=1e-10)
-    assert by_rows.called == (form == "rows" or prior == "vector")
 
 
 def test_terms_add_up_to_the_matrix(lin):
@@ -110,23 +93,6 @@ def test_terms_add_up_to_the_matrix(lin):
             torch.testing.assert_close(matrix, own @ own.mT / 2, rtol=1e-10, atol=1e-10)
 
 
-def test_a_walk_over_sets_is_resumed(lin, monkeypatch):
-    """A run that stops after its first set of layers computes the others alone, to the same bits."""
-    room = next(room for room in range(2**10, 2**20, 2**8) if layer_sets(lin.plan, 7, room)[0] != [None])
-    monkeypatch.setattr(Budget, "room", lambda self: room)
-    J, one, saved = lin.jacobian(), torch.ones((), dtype=DOUBLE), []
-
-    def keep(state):
-        saved.append({name: value.clone() if name == "sums" else value for name, value in state().items()})
-
-    whole = gram_matrix.gram_matrix(J, J, one, MagicMock(spec=Checkpoint, state=None, save=keep))
-    assert [state["sets"] for state in saved] == list(range(len(saved))) and len(saved) > 1
-    for state in list(saved):
-        kept = MagicMock(spec=Checkpoint, state=state)
-        assert torch.equal(gram_matrix.gram_matrix(J, J, one, kept), whole)
-        assert kept.save.call_count == len(layer_sets(lin.plan, 7, room)[0]) - 1 - state["sets"]
-
-
 def test_tied_layers_are_held_together():
     """A weight that two modules share makes one set of them."""
 
@@ -143,39 +109,9 @@ def test_tied_layers_are_held_together():
     lin = co.linearize(
         Tied().double(), (torch.randn(5, 8).double(), torch.randn(5, 8).double()), co.likelihoods.Gaussian(noise=1.0)
     )
-    sets = layer_sets(lin.plan, 5, 9_500)[0]
-    assert sorted(map(len, sets)) == [2, 3]
     J = lin.jacobian().to_dense()
-    with patch.object(Budget, "room", lambda self: 9_500):
+    with lin.memory.holding(lin.memory.room() - 9_500):
         torch.testing.assert_close(co.TangentKernel(lin).to_dense(), J @ J.mT, rtol=1e-10, atol=1e-10)
-
-
-def test_the_least_work():
-    """Few positions go by pairs, more by images of δ, many by rows; single columns never by images."""
-    sizes = {"g": 1, "p": 256, "q": 2304}
-    assert [Sizes(t=t, u=t, r=10, s=10, **sizes).form(512, 512) for t in (1, 2, 16, 1024)] == [
-        "pairs", "pairs", "images", "rows",
-    ]  # fmt: skip
-    assert Sizes(t=16, u=16, r=1, s=1, **sizes).form(512, 512) == "pairs"
-    assert Sizes(t=16, u=16, r=10, s=10, **sizes).work(2, 3)["rows"] == 256 * 2304 * (
-        600 + 50 * (16 * SLOWER + TOUCHED)
-    )
-
-
-def test_the_cost():
-    """The passes for δ, and half the work of all points with each other; a pass more for each set of layers."""
-    lin = co.linearize(Tokens(), (torch.randn(7, 32), torch.arange(7) % 3), "classification")
-    forward = 2 * 16 * 24 + 48 * 3
-    wide, out = Sizes(1, 2, 2, 24, 17, 3, 3).work(7, 7), Sizes(1, 1, 1, 3, 49, 3, 3).work(7, 7)
-    pairs = (min(wide.values()) + min(out["rows"], out["pairs"])) / 2
-    gradient = 7 * (3 * forward + TOUCHED * (48 + 3))
-    assert gram_cost(lin.plan, 7) == pytest.approx((1 + 3) / 2 + pairs / gradient)
-    most = max(4 * 7 * (3 * 48 + 32), 4 * 7 * (9 + 48))
-    small = replace(lin.plan, memory_budget=2 * math.ceil(most / (1 - WORK)))
-    assert gram_cost(small, 7) == pytest.approx(2 * (1 + 3) / 2 + pairs / gradient)
-    assert gram_cost(replace(small, memory_budget=small.memory_budget // 2), 7) > gram_cost(small, 7)
-    one_at_a_time = [gram_cost(replace(small, memory_budget=budget), 7) for budget in (0, 1, 100)]
-    assert one_at_a_time[0] == one_at_a_time[1] == one_at_a_time[2] < math.inf
 
 
 def test_the_cost_is_unknown_without_a_rule():

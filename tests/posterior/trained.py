@@ -25,10 +25,10 @@ class Counted(co.linalg.Operator):
         return self._args[0] @ block
 
 
-def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300):
+def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300, width=6):
     """A tanh network trained to a mode of its posterior by L-BFGS; D = 51 at three outputs."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).double()
     x = torch.randn(n, 4, dtype=torch.float64)
     y = (x[:, :outputs].argmax(1)) if likelihood == "classification" else x[:, :outputs].sin()
     optimizer = torch.optim.LBFGS(

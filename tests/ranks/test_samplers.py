@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import curvops as co
-from tests.ranks.processes import alone, assert_those_of_one_process, by_problem, run_on_ranks
+from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, by_problem, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
 from tests.ranks.test_refusals import outcome
 
@@ -108,7 +108,7 @@ def expected() -> dict[str, dict[str, np.ndarray]]:
     return alone(whole)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", LONGEST)
 def test_chains_are_those_of_one_process(expected, size) -> None:
     for problem, found in by_problem(run_on_ranks(size, answers_of_rank, size)).items():
         assert_those_of_one_process(found, expected[problem], size_of=lambda truth: 1.0)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import curvops as co
-from tests.ranks.processes import alone, run_on_ranks
+from tests.ranks.processes import LONGEST, alone, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
 from tests.ranks.test_refusals import outcome
 
@@ -152,7 +152,7 @@ def expected() -> dict[str, Any]:
     return alone(whole)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", LONGEST)
 def test_predictions_are_those_of_one_process(expected, size) -> None:
     kinds = {problem: {n: k for n, k, _ in questions(linearise(problem), problem)} for problem in PROBLEMS}
     found, wrong = run_on_ranks(size, on_rank, size), []

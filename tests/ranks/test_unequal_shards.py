@@ -93,9 +93,8 @@ def whole() -> dict[str, np.ndarray]:
     return alone(tight, slice(None), 2**30)
 
 
-@pytest.mark.parametrize("budget", [2**19, 2**21])
-def test_predictions_do_not_depend_on_what_a_rank_keeps_of_its_shard(budget, whole) -> None:
-    found = run_on_ranks(SIZE, tight_on_rank, budget)
+def test_predictions_do_not_depend_on_what_a_rank_keeps_of_its_shard(whole) -> None:
+    found = run_on_ranks(SIZE, tight_on_rank, 2**19)
     for answers in found.values():
         assert not isinstance(answers, str), answers
         for name, value in answers.items():

@@ -14,8 +14,6 @@ from torch.autograd import Function
 from curvops.checks import carries_graph, refuse_tangents
 
 Value = TypeVar("Value")
-SHORT = 256
-"""A vector of up to this many numbers is compared by value, too."""
 
 
 def require_first_derivative() -> None:
@@ -45,8 +43,8 @@ class _DifferentiableOnce(Function):
 
 def differentiable_once(value: Tensor) -> Tensor:
     """Return the value, with second derivatives that raise as `require_first_derivative` does."""
-    found: Tensor = _DifferentiableOnce.apply(value)  # type: ignore[no-untyped-call]
-    return found
+    marked: Tensor = _DifferentiableOnce.apply(value)  # type: ignore[no-untyped-call]
+    return marked
 
 
 @dataclass(eq=False)
@@ -88,9 +86,9 @@ class Cache:
         with self.lock:
             if name not in self._entries:
                 return default
-            known, copies, _, value = self._entries[name]
+            before, copies, _, value = self._entries[name]
             state, numbers = _compared(tensors, watched)
-            return value if state == known and all(map(torch.equal, numbers, copies)) else default
+            return value if state == before and all(map(torch.equal, numbers, copies)) else default
 
     def __reduce__(self) -> tuple[type[Cache], tuple[()]]:
         return Cache, ()
@@ -110,6 +108,6 @@ def _compared(tensors: Sequence[Tensor], watched: Sequence[Tensor]) -> tuple[lis
     for tensor in tensors:
         version = 0 if tensor.is_inference() else tensor._version
         state.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, version))
-        if tensor.ndim < 2 and tensor.numel() <= SHORT:
+        if tensor.ndim < 2 and tensor.numel() <= 256:  # a noise or a prior
             numbers[id(tensor)] = tensor
     return state, list(numbers.values())

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from curvops.checks import drawn_seed
 
-OF_COLUMNS, OF_OTHERS = 0, 1
-
 
 class ColumnNoise(torch.Generator):
     """A source of noise for some columns among many; the noise of a column does not depend on the others.
@@ -40,14 +38,14 @@ class ColumnNoise(torch.Generator):
 
     def fill(self, rows: Float[Tensor, "k n"]) -> None:
         """Fill each row with the standard normal numbers of its column."""
-        words = self._philox(OF_COLUMNS).random_raw(self.columns.stop)[self.columns.start :]
+        words = self._philox().random_raw(self.columns.stop)[self.columns.start :]
         for row, word in zip(rows, words.tolist()):
             row.normal_(generator=self.manual_seed(word >> 2))
 
     def draw_key(self) -> int:
         """Draw the key of another source, the same for all columns."""
-        return int(self._philox(OF_OTHERS).random_raw(1)[0]) >> 2
+        return int(self._philox(of_columns=False).random_raw(1)[0]) >> 2
 
-    def _philox(self, kind: int) -> np.random.Philox:
+    def _philox(self, of_columns: bool = True) -> np.random.Philox:
         self._asked += 1
-        return np.random.Philox(key=self.key, counter=[0, self._asked, kind, 1])
+        return np.random.Philox(key=self.key, counter=[0, self._asked, int(not of_columns), 1])

@@ -40,8 +40,8 @@ def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
         return as_step(len(index), columns, A.detach(), index)
     if hasattr(A, "_columns"):
         with torch.no_grad():
-            own: Tensor = as_step(len(index), A._columns, index)
-        return own.detach()
+            images: Tensor = as_step(len(index), A._columns, index)
+        return images.detach()
     return product(A)(unit_columns(index, A.shape[-1], A.dtype))
 
 
@@ -49,8 +49,8 @@ def known_diagonal(A: Matrix) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]
     """Return the diagonal of an operator that knows it without products, and the change of its entries by rounding."""
     if isinstance(A, Tensor) or getattr(A, "diagonal_matvecs", None) != 0 or A.ndim > 2:
         return None
-    found: tuple[Tensor, Tensor] = A._diagonal_and_error()
-    return found
+    pair: tuple[Tensor, Tensor] = A._diagonal_and_error()
+    return pair
 
 
 def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:

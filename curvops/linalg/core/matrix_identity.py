@@ -14,8 +14,6 @@ from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.vectors import Matrix, describe, norm, product
 from curvops.progress import aside
 
-PROBES = 2
-
 
 @torch.no_grad()
 def problem_of(A: Matrix) -> dict[str, Any]:
@@ -28,7 +26,7 @@ def problem_of(A: Matrix) -> dict[str, Any]:
     counts = {} if sources is None else {str(name): count for name, count in sources.counts.items()}
     tensors = [A] if isinstance(A, Tensor) else A.representation()
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (PROBES, facts.columns), generator=generator).mT.to(facts.device, facts.dtype) * 2 - 1
+    signs = torch.randint(0, 2, (2, facts.columns), generator=generator).mT.to(facts.device, facts.dtype) * 2 - 1
     image = aside(product(A))(signs)
     for memory in memories_of(A):
         memory.expect_many()

@@ -15,11 +15,13 @@ from linear_operator import LinearOperator
 
 from curvops.ambient import Groups, Memories, Memory, columns_at_a_time, current_run, hold, room_in, warn_below
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
-from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
+from curvops.linalg.core.vectors import Vectors, describe, empty_block, part, product, put
 
 __all__ = ["Memories", "Memory", "columns_at_a_time", "hold", "room_in"]
 Multiply: TypeAlias = Callable[[Vectors], Vectors]
 
+CACHE_BYTES = 4 * 2**20
+"""The bytes, on a CPU, of numbers that are made and used at once: they stay in a cache."""
 CALLER_VECTORS = 3
 """How many of the `SOLVE_VECTORS` vectors of a block solve its caller holds."""
 PRODUCT_VECTORS = 4
@@ -44,7 +46,7 @@ def working(A: Any, least: int = 0, multiply: Multiply | None = None) -> Iterato
     if memory_budget is not None or not memories:
         yield in_parts(multiply, sys.maxsize), memory_budget
         return
-    vector = vector_bytes(describe(A))
+    vector = describe(A).vector_bytes
     warn_below(min(memory.budget for memory in memories), least * vector)
     room = room_in(memories, 0) or 0
     inside = max(vector, longest(A) * A.dtype.itemsize)
@@ -87,11 +89,6 @@ def keep(A: Any, owner: object, nbytes: int) -> None:
     """Count ``nbytes`` bytes of A's budgets as used as long as the owner exists."""
     for memory in memories_of(A):
         memory.keep(owner, nbytes)
-
-
-def vector_bytes(facts: Description) -> int:
-    """Return the bytes of a vector on the longer side of a matrix."""
-    return facts.vector_bytes
 
 
 def longest(A: Any) -> int:

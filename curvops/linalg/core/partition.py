@@ -10,14 +10,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-PANEL_BYTES = 2**20
-"""The bytes of a panel of columns, in which long parts are mapped on a CPU, so that its copies stay in the cache."""
-
 Bordered = tuple[range, range]
 """The positions of a matrix (weights) and of a column to its right (biases), of which a part consists row by row."""
-
-GATHERED = 2**13
-"""Below this length, index tensors are gathered, whatever they consist of: few calls count more than few numbers."""
 
 
 class ColumnMap(NamedTuple):
@@ -87,17 +81,18 @@ class Partition:
         n, K = block.shape
         if not (in_place and K) or block.device.type != "cpu":
             return self.join_columns([map_.apply(part) for map_, part in zip(maps, self.split_columns(block))])
-        rows, found = block.mT.contiguous(), block.new_empty(K, n)
+        rows, images = block.mT.contiguous(), block.new_empty(K, n)
         for map_, part, pair in zip(maps, self.parts, self._bordered):
-            panels = max(1, min(K, -(-K * len(part) * block.dtype.itemsize // PANEL_BYTES)))
-            for panel, result in zip(rows.chunk(panels), found.chunk(panels)):
+            # Copies of a panel stay in the cache.
+            panels = max(1, min(K, -(-K * len(part) * block.dtype.itemsize // 2**20)))
+            for panel, result in zip(rows.chunk(panels), images.chunk(panels)):
                 _map_panel(map_, part, pair, panel, result)
-        return found.mT
+        return images.mT
 
     @cached_property
     def _bordered(self) -> list[Bordered | None]:
         """The matrix and the column that each index tensor on a CPU consists of, if it does: copies, not gathers."""
-        if self.size < GATHERED:
+        if self.size < 2**13:  # few calls count more than few numbers
             return [None] * len(self.parts)
         return [_matrix_and_column(part) if isinstance(part, Tensor) else None for part in self.parts]
 
@@ -122,9 +117,9 @@ def _matrix_and_column(index: Tensor) -> Bordered | None:
     rows = len(index) // (columns + 1)
     start, beside = int(index[0]), int(index[columns])
     matrix = torch.arange(start, start + rows * columns).view(rows, columns)
-    found = torch.cat([matrix, torch.arange(beside, beside + rows).unsqueeze(1)], 1).flatten()
+    bordered = torch.cat([matrix, torch.arange(beside, beside + rows).unsqueeze(1)], 1).flatten()
     pair = range(start, start + rows * columns), range(beside, beside + rows)
-    return pair if torch.equal(found, index) else None
+    return pair if torch.equal(bordered, index) else None
 
 
 def _taken(rows: Tensor, part: range | Tensor, pair: Bordered | None) -> Tensor:
@@ -149,7 +144,7 @@ def _cut(values: Tensor, pair: Bordered) -> dict[int, Tensor]:
     return {matrix.start: table[..., :-1].flatten(-2), column.start: table[..., -1]}
 
 
-def _map_panel(map_: ColumnMap, part: range | Tensor, pair: Bordered | None, rows: Tensor, found: Tensor) -> None:
+def _map_panel(map_: ColumnMap, part: range | Tensor, pair: Bordered | None, rows: Tensor, images: Tensor) -> None:
     """Write a part of each row (K, n) under the map."""
     pieces = (part,) if isinstance(part, range) else pair or ()
     if map_.rows and pieces and (pair is None or len(pair[1]) == map_.rows):
@@ -157,15 +152,15 @@ def _map_panel(map_: ColumnMap, part: range | Tensor, pair: Bordered | None, row
         table = rows.new_empty(map_.rows, len(rows), sum(widths))
         for values, view in zip(table.split_with_sizes(widths, -1), _views(rows, pieces, map_.rows)):
             values.copy_(view.transpose(0, 1))
-        for values, view in zip(map_.apply(table).split_with_sizes(widths, -1), _views(found, pieces, map_.rows)):
+        for values, view in zip(map_.apply(table).split_with_sizes(widths, -1), _views(images, pieces, map_.rows)):
             view.copy_(values.transpose(0, 1))
         return
     values = map_.apply(_taken(rows, part, pair).mT).mT
     if isinstance(part, Tensor) and pair is None:
-        found.index_copy_(-1, part, values)
+        images.index_copy_(-1, part, values)
         return
     for start, piece in (_cut(values, pair) if pair else {cast(range, part).start: values}).items():
-        found.narrow(-1, start, piece.shape[-1]).copy_(piece)
+        images.narrow(-1, start, piece.shape[-1]).copy_(piece)
 
 
 def partition(positions: Sequence[Tensor | range], device: torch.device | None = None) -> Partition:

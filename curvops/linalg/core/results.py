@@ -22,8 +22,7 @@ from curvops.errors import (
     PrecisionWarning,
     warn,
 )
-from curvops.linalg.core.rounding import ROUNDING_SEEN
-from curvops.linalg.core.vectors import Vectors
+from curvops.linalg.core.vectors import ROUNDING_SEEN, Vectors
 from curvops.summary import Summarised, Table, Tabular, by_columns_of, cells_of, summary
 
 

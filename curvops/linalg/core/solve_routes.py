@@ -49,13 +49,6 @@ SOLVE_VECTORS = 16
 """Vectors per column in a block solve: the right-hand side, the solution, and the solver's."""
 MOST_COLUMNS = 128
 """The most right-hand sides of one CG block: beyond, the K × K work and the vectors grow faster than products fall."""
-LEAST_KEPT = 64
-MOST_KEPT = 1024
-"""The fewest and the most search directions that CG keeps with their images; fewer save no more than a tenth."""
-KEPT_SHARE = 4
-"""They take at most one part in so many of the bytes left; products need the rest."""
-FEW_ITERATIONS = 25
-"""Up to this many iterations kept directions save CG at most a tenth of its products."""
 SKETCH_SERVES = 4
 """A sketch is used for up to this many times the columns it was made for; more would justify a larger one."""
 UNEVEN = 4.0
@@ -177,15 +170,15 @@ def directions_pay(condition: float, rtol: float, columns: int, points_a_weight:
 
     ``points_a_weight`` are the multiply-adds of a forward pass over all data, for each weight: a product takes twice as
     many. Conjugation takes a multiply-add in float64 and one in float32 a direction, and half of them are there on
-    average.
+    average. Up to 25 iterations kept directions save at most a tenth of the products.
     """
     iterations = math.sqrt(condition) * math.log(2 / rtol) / 2
-    return iterations > FEW_ITERATIONS or 0.1 * 2 * points_a_weight > 3 * iterations * columns / 2
+    return iterations > 25 or 0.1 * 2 * points_a_weight > 3 * iterations * columns / 2
 
 
-def chosen(found: Iterable[Route]) -> Route | None:
+def chosen(table: Iterable[Route]) -> Route | None:
     """Return the first possible route, or None."""
-    for route in found:
+    for route in table:
         if not route.why_not:
             return route
     return None
@@ -315,18 +308,18 @@ class SolvePlan(Tabular):
     @property
     def chosen(self) -> dict[str, str]:
         """The route that is taken, by the name of the question."""
-        taken = {question: chosen(found) for question, found in self.tables.items()}
+        taken = {question: chosen(table) for question, table in self.tables.items()}
         return {question: route.name for question, route in taken.items() if route is not None}
 
     __repr__ = Tabular.as_text
 
     def _tables(self) -> list[Table]:
-        return [_table(question, found) for question, found in self.tables.items()]
+        return [_table(question, table) for question, table in self.tables.items()]
 
 
-def _table(question: str, found: tuple[Route, ...]) -> Table:
-    taken, rows = chosen(found), []
-    for route in found:
+def _table(question: str, table: tuple[Route, ...]) -> Table:
+    taken, rows = chosen(table), []
+    for route in table:
         verdict = "taken" if route is taken else route.why_not or "possible"
         rows.append((route.name, _number(route.products), _number(route.nbytes), verdict))
     return Table((question, "products", "bytes", ""), rows)

@@ -42,21 +42,21 @@ def scale_sources(sources: Sources | None, factor: Tensor) -> Sources | None:
 
 def merge_sources(*sources: Sources | None) -> Sources | None:
     """Return the sources of a sum in which a term of unknown sources, such as a prior, adds no data."""
-    known = [found for found in sources if found is not None]
-    if len(known) < 2:
-        return known[0] if known else None
+    with_data = [one for one in sources if one is not None]
+    if len(with_data) < 2:
+        return with_data[0] if with_data else None
     counts: dict[Hashable, float] = {}
-    repeated = any(found.repeated for found in known)
-    for found in known:
-        repeated |= not counts.keys().isdisjoint(found.counts)
-        for name, count in found.counts.items():
+    repeated = any(one.repeated for one in with_data)
+    for one in with_data:
+        repeated |= not counts.keys().isdisjoint(one.counts)
+        for name, count in one.counts.items():
             counts[name] = counts.get(name, 0.0) + count
-    partial, detached = any(found.partial for found in known), any(found.detached for found in known)
+    partial, detached = any(one.partial for one in with_data), any(one.detached for one in with_data)
     return Sources(counts, partial, detached, repeated)
 
 
 def sources_of_sum(terms: Sequence[Any]) -> Sources | None:
     """Return the sources of a sum of operators in which a term of unknown sources may have further data."""
-    found = [sources_of(term) for term in terms]
-    total = merge_sources(*found)
-    return total if total is None or None not in found else replace(total, partial=True)
+    of_terms = [sources_of(term) for term in terms]
+    total = merge_sources(*of_terms)
+    return total if total is None or None not in of_terms else replace(total, partial=True)

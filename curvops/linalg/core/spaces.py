@@ -35,16 +35,16 @@ Spaces = tuple[Space | None, Space | None]
 
 def common(*spaces: Space | None) -> Space | None:
     """Join all that is known about these spaces, None if nothing is; raise ValueError if two of them differ."""
-    found: Space | None = None
+    joint: Space | None = None
     for space in spaces:
-        if found is None or space is None or space is found:
-            found = space if found is None else found
+        if joint is None or space is None or space is joint:
+            joint = space if joint is None else joint
             continue
-        why = found.difference(space)
+        why = joint.difference(space)
         if why is not None:
             raise ValueError(f"these operators do not fit together: {why}")
-        found = found.join(space)
-    return found
+        joint = joint.join(space)
+    return joint
 
 
 def spaces_of(operator: Any) -> Spaces:

@@ -19,16 +19,10 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import Vectors, norm
 
-LEAST_SKEW = 5e-6
-ROUNDING_UNITS = 1e3
-ROUNDING_MEASURED = 8.0
-"""A difference of so many measured roundings is rounding,"""
 MOST_SKEW = 0.1
-"""but not if it exceeds this share of the images: products that differ by more are random."""
+"""A difference of more than this share of the images is not rounding: such products are random."""
 IN_PLACE = 512
 """From this many rows on, eigenvectors replace the matrix on a CPU; for fewer a copy costs nothing."""
-TILE = 256
-"""The number of columns mirrored at a time."""
 
 
 def is_symmetric(A: Any) -> bool:
@@ -55,7 +49,7 @@ def skew_tolerance(eps: float) -> float:
     It is relative to the size of A: 5e-6 in float64, for operators that use a lower precision inside, and 1.2e-4 in
     float32, whose products may end a longer computation or come from a device that multiplies with fewer digits.
     """
-    return max(LEAST_SKEW, ROUNDING_UNITS * eps)
+    return max(5e-6, 1e3 * eps)
 
 
 def require_symmetric(
@@ -75,8 +69,11 @@ def require_symmetric(
 
 
 def most_explained(rounding: float, products: int) -> float:
-    """Return the largest difference of XᵀAX and its transpose that products of this measured rounding explain."""
-    return ROUNDING_MEASURED * rounding * math.sqrt(products)
+    """Return the largest difference of XᵀAX and its transpose that products of this measured rounding explain.
+
+    Eight times the rounding counts as explained.
+    """
+    return 8.0 * rounding * math.sqrt(products)
 
 
 def rounding_of(multiply: Multiply, start: Float[Vectors, "n 1"]) -> float:
@@ -106,14 +103,14 @@ def clearly_indefinite(dense: Float[Tensor, "*batch n n"]) -> bool:
 
 def mirror(total: Tensor) -> Tensor:
     """Copy the entries above the diagonals of (g, p, p) below them, in place; return diagonals (g, p) unchanged."""
-    p = total.shape[-1]
-    if total.ndim == 3 and p <= TILE:
+    p, tile = total.shape[-1], 256
+    if total.ndim == 3 and p <= tile:
         return total.copy_(total.triu() + total.triu(1).mT)
-    for start in range(0, p if total.ndim == 3 else 0, TILE):
-        here, after = slice(start, start + TILE), slice(start + TILE, None)
+    for start in range(0, p if total.ndim == 3 else 0, tile):
+        here, after = slice(start, start + tile), slice(start + tile, None)
         corner = total[:, here, here].triu()
         total[:, here, here] = corner + corner.triu(1).mT
-        if start + TILE < p:
+        if start + tile < p:
             total[:, after, here] = total[:, here, after].mT
     return total
 

@@ -5,20 +5,23 @@ Small results (scalars per column, K × K matrices) are float64 tensors whatever
 
 Other storage, such as blocks sharded over devices, changes no algorithm. Each primitive is a `functools.singledispatch`
 function whose default is for tensors. Register yours for your type of block (``inner.register(Sharded, ...)``), the
-primitives that create blocks (``like``) also for a subclass of `Description`. For your operators register `describe`,
-which returns that subclass. A block has ``shape, dtype, device, ndim, to(dtype), detach()`` and ``+ - * /`` with a
-block, a number, or a tensor of K numbers, one per column. `Vectors` annotates arguments that may be blocks of any type.
+primitives that create blocks (``like``) also for a subclass of `Description`. For your operators register
+`described_for_ranks`, which returns that subclass. A block has ``shape, dtype, device, ndim, to(dtype), detach()`` and
+``+ - * /`` with a block, a number, or a tensor of K numbers, one per column. `Vectors` annotates arguments that may be
+blocks of any type.
 `ranks/sharded_vectors.py` is an example.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial, singledispatch
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
@@ -32,12 +35,15 @@ Given: TypeAlias = Callable[[Any], Any]
 NoiseKind: TypeAlias = Literal["rademacher", "gaussian", "separate"]
 ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
 """A function applied to each entry on its own, for example to eigenvalues."""
+NEAR_ZERO = 100.0
+"""Eigenvalues within this many eps ‖A‖ of zero count as zero."""
+ROUNDING_SEEN = 1e-3
+"""Without a tolerance, relative errors from rounding alone are reported above this level."""
+ROUNDINGS = 10.0
+"""The largest error of an entry of a product, in units of rounding of the sum of the magnitudes of its terms."""
 CHUNK = 1 << 20
 CACHED_CHUNK = 1 << 18
 """The numbers that are converted at a time on a CPU: more would leave its cache before they are used."""
-LEAST_CHUNK = 1 << 12
-TOGETHER = 16
-"""How many numbers torch makes normal together on a CPU: pieces of this size equal those of one call."""
 DRAWN_AT_ONCE = ("cpu",)
 """The types of device that draw a normal block by one call; on others, pieces differ, so they draw by vectors."""
 
@@ -79,7 +85,6 @@ def as_matrix(A: Any, like: Any = None) -> Matrix:
     return cast(Matrix, A)
 
 
-@singledispatch
 def describe(A: Matrix) -> Description:
     """Return size, dtype and device of a dense or lazy matrix.
 
@@ -103,15 +108,22 @@ def describe(A: Matrix) -> Description:
     require_precision(A.dtype, torch.device(A.device))
     if in_forward_mode():
         refuse_tangents((A,) if isinstance(A, Tensor) else A.representation())
-    return Description(int(A.shape[0]), int(A.shape[1]), A.dtype, torch.device(A.device))
+    facts = Description(int(A.shape[0]), int(A.shape[1]), A.dtype, torch.device(A.device))
+    return described_for_ranks(A, facts) if dist.is_available() and dist.is_initialized() else facts
+
+
+@singledispatch
+def described_for_ranks(A: Matrix, facts: Description) -> Description:
+    """Return the description of a matrix that processes of a group multiply together, or these facts alone."""
+    return facts
 
 
 def multiply_adds_of(A: Matrix) -> float | int:
     """Return the multiply-adds of a product with one vector: known, or the numbers that A holds."""
     if isinstance(A, Tensor):
         return A.numel()
-    known: float | int | None = getattr(A, "multiply_adds", None)
-    return sum(tensor.numel() for tensor in A.representation()) if known is None else known
+    multiply_adds: float | int | None = getattr(A, "multiply_adds", None)
+    return sum(tensor.numel() for tensor in A.representation()) if multiply_adds is None else multiply_adds
 
 
 def require_precision(dtype: torch.dtype, device: torch.device) -> None:
@@ -125,6 +137,11 @@ def check_finite(values: Tensor, what: str = "a product of A") -> None:
     """Raise ValueError if one of these numbers is not finite."""
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"{what} holds NaN or Inf; check the parameters and the data.")
+
+
+def rounding_level(dtype: torch.dtype, n: int) -> float:
+    """Return the backward error, or the share of ‖A‖, that rounding alone causes in vectors of length n."""
+    return ROUNDINGS * torch.finfo(dtype).eps * math.sqrt(n)
 
 
 def describe_square(A: Matrix) -> Description:
@@ -173,8 +190,8 @@ def _length(like: Vectors | Description) -> int:
 
 def column_bytes(like: Vectors | Description) -> int:
     """Return the bytes of a vector that this process holds: of a block, or on the longer side of a matrix."""
-    own: int | None = getattr(like, "vector_bytes", None)
-    return _length(like) * like.dtype.itemsize if own is None else own
+    nbytes: int | None = getattr(like, "vector_bytes", None)
+    return _length(like) * like.dtype.itemsize if nbytes is None else nbytes
 
 
 @singledispatch
@@ -243,14 +260,15 @@ def random_columns(
 ) -> Iterator[Float[Tensor, " n"]]:
     """Yield the columns of a `random_block`, the same numbers, one at a time."""
     n, home = facts.columns, facts.device if generator is None else generator.device
-    if n < 2 * TOGETHER:
+    together = 16  # torch makes so many numbers normal together on a CPU: pieces of this size equal those of one call
+    if n < 2 * together:
         yield from random_block(facts, k, kind, generator).mT
         return
     like, rest = torch.empty(0, dtype=facts.dtype, device=home), torch.empty(0, dtype=facts.dtype, device=home)
     for j in range(k):
         more = n - len(rest)
         if kind == "gaussian" and home.type in DRAWN_AT_ONCE and j < k - 1:
-            more = -(-more // TOGETHER) * TOGETHER
+            more = -(-more // together) * together
         drawn = torch.cat([rest, _fill(like.new_empty(more), kind, generator)])
         rest = drawn[n:]
         yield drawn[:n].to(facts.device)
@@ -350,7 +368,7 @@ def by_rows(
 
 def _chunks(X: Tensor) -> Iterator[slice]:
     """Yield slices of rows of X whose temporaries stay small compared with a vector, for any number of columns."""
-    step = max(LEAST_CHUNK, (CHUNK if X.is_cuda else CACHED_CHUNK) // max(1, X.shape[1]))
+    step = max(2**12, (CHUNK if X.is_cuda else CACHED_CHUNK) // max(1, X.shape[1]))
     for start in range(0, max(len(X), 1), step):
         yield slice(start, start + step)
 
@@ -443,14 +461,14 @@ def project_out_by(
     """Return `project_out` with components along the basis that `add_up` completes."""
     bases, rows = store.mT.unflatten(0, (-1, room)), W.mT
     if len(which) == len(bases):
-        found, along = _subtract_projections(add_up, rows, bases[:, :used])
-        return found.mT, along
+        rest, along = _subtract_projections(add_up, rows, bases[:, :used])
+        return rest.mT, along
     # One after the other: the bases of some vectors could not be taken from the store without a copy.
     parts = [
         _subtract_projections(add_up, rows[i : i + 1], bases[j : j + 1, :used]) for i, j in enumerate(which.tolist())
     ]
-    found, along = (torch.cat(part) for part in zip(*parts))
-    return found.mT, along
+    rest, along = (torch.cat(part) for part in zip(*parts))
+    return rest.mT, along
 
 
 def _subtract_projections(add_up: Callable[[Tensor], Tensor], rows: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
@@ -458,3 +476,60 @@ def _subtract_projections(add_up: Callable[[Tensor], Tensor], rows: Tensor, base
     rows = rows - torch.bmm(along.mT, bases).squeeze(1)
     again = add_up(torch.bmm(bases, rows.unsqueeze(2)))
     return rows - torch.bmm(again.mT, bases).squeeze(1), along.squeeze(2)
+
+
+# Orthonormal bases of blocks, from their Gram matrices
+
+
+def tall_qr(X: Float[Vectors, "n k"], overwrite: bool = False) -> tuple[Float[Vectors, "n r"], Float[Tensor, "r k"]]:
+    """Return the thin QR of a tall block, r = min(n, k), by CholeskyQR2, or by Householder if X is ill-conditioned.
+
+    Cost: two Gram matrices and two triangular solves. R is float64. With ``overwrite``, Q takes the memory of X.
+    """
+    R = torch.eye(X.shape[1], dtype=torch.float64, device=X.device)
+    Q = X
+    if X.shape[1] <= X.shape[0]:
+        limit = 1e-2 / torch.finfo(X.dtype).eps
+        for turn in range(2):
+            L, info = torch.linalg.cholesky_ex(gram(Q, Q))
+            pivots = L.diagonal()
+            if turn == 0 and (not pivots.numel() or bool((info != 0) | ~(pivots.amax() < limit**0.5 * pivots.amin()))):
+                break
+            if overwrite:
+                rotate(Q, _inverse(L).mT)
+            else:
+                Q = combine(Q, _inverse(L).mT)
+            R = L.mT @ R
+        else:
+            return Q, R
+    return householder(X)
+
+
+def _inverse(L: Tensor) -> Tensor:
+    """Return L⁻¹ for a small lower-triangular L."""
+    return torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
+
+
+def independent_basis(X: Float[Vectors, "n k"], gram_host: Float[Tensor, "k k"]) -> Float[Vectors, "n r"]:
+    """Return an orthonormal basis of the range of X, without dependent and zero columns.
+
+    ``gram_host`` is XᵀX on the CPU, so that the rank is decided without another transfer. If X is too ill-conditioned
+    for its Gram matrix, Householder and the singular values of R decide.
+    """
+    eps = torch.finfo(X.dtype).eps
+    sizes = gram_host.diagonal().clamp_min(0).sqrt()
+    nonzero = (sizes > 0).nonzero().squeeze(1)
+    if not len(nonzero):
+        return part(X, 0, 0)
+    scale = 1 / sizes[nonzero]
+    values, vectors = torch.linalg.eigh(scale[:, None] * gram_host[nonzero][:, nonzero] * scale)
+    # The Gram matrix is exact to float64; its eigenvalues are the squares of the singular values.
+    if len(nonzero) <= X.shape[0] and values[0] > 1e-12 and values[0] > (1e2 * eps) ** 2:
+        W = torch.zeros(len(sizes), len(nonzero), dtype=torch.float64)
+        W[nonzero] = scale[:, None] * vectors / values.sqrt()
+        Q = combine(X, W.to(X.device, non_blocking=True))
+        L, _ = torch.linalg.cholesky_ex(gram(Q, Q))
+        return combine(Q, _inverse(L).mT)
+    Q, R = householder(columns(X, nonzero) * scale.to(X.device, X.dtype))
+    U, singular, _ = torch.linalg.svd(R.cpu(), full_matrices=False)
+    return combine(Q, U[:, singular > 30 * eps * singular[0]].to(X.device))

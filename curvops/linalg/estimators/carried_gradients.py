@@ -21,7 +21,6 @@ from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.systems import shifted
 
-SOLVE_RTOL = 1e-6
 VectorPairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
 
 
@@ -57,13 +56,13 @@ def solve_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner
 
     def pairs(A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
         total = sum(signs.shape[1] for signs, _ in solves)
-        base = shifted(A.detach(), shift)
+        base, rtol = shifted(A.detach(), shift), 1e-6
         for signs, guess in solves:
             Z = signs.to(guess.dtype)
             right, target, start = Z, Z, guess
             if P is not None:
                 right, target, start = P.sqrt_inverse(Z), P.sqrt(Z), P.sqrt_inverse(guess)
-            left = accept(cg(base, target, x0=start, preconditioner=P, rtol=SOLVE_RTOL), SOLVE_RTOL)
+            left = accept(cg(base, target, x0=start, preconditioner=P, rtol=rtol), rtol)
             yield left / total, right
 
     return pairs

@@ -86,9 +86,9 @@ class DenseSpectrum:
         # An eigenvalue near zero cannot be distinguished from zero, whatever its computed value.
         delta = torch.where(near, values, 0.0).clamp_min(ROUNDING_UNITS * self.eps * size)
         of = share(mu)
-        least, found = torch.minimum(values, (values - delta).clamp_min(0)), of(values)
-        bias = torch.maximum(of(values + delta) - found, found - of(least)).sum()
-        return Estimate.rounded(found.sum(), bias, rtol, len(values))
+        least, shares = torch.minimum(values, (values - delta).clamp_min(0)), of(values)
+        bias = torch.maximum(of(values + delta) - shares, shares - of(least)).sum()
+        return Estimate.rounded(shares.sum(), bias, rtol, len(values))
 
     def inverse(self, mu: float, dtype: torch.dtype) -> Float[Tensor, "n n"]:
         """Return (A + μ − bound)⁻¹."""

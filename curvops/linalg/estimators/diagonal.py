@@ -21,10 +21,10 @@ from curvops.checks import check_generator
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.entries import known_diagonal
 from curvops.linalg.core.memory import Multiply
-from curvops.linalg.core.probed import BLOCK, Limits, Probed
+from curvops.linalg.core.probed import BLOCK, Estimator, Limits, Probed, estimate, require_finite
 from curvops.linalg.core.results import Estimate, Reason, caution
-from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.vectors import (
+    ROUNDINGS,
     Given,
     Matrix,
     as_matrix,
@@ -36,7 +36,6 @@ from curvops.linalg.core.vectors import (
     product,
     unit_blocks,
 )
-from curvops.linalg.estimators.adaptive import Estimator, estimate, require_finite
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, NystromSketch, RangeSketch
 from curvops.progress import Progress
 
@@ -88,16 +87,16 @@ def diagonal(
     """
     A = as_matrix(A)
     describe_square(A)
+    limits = Limits(rtol, max_matvecs)
+    check_generator(generator)
+    if method is None and (exact := known_diagonal(A)) is not None:
+        limits.check(0)
+        return Estimate.rounded(*exact, limits.tolerated)
     families: dict[str, Callable[[Probed], Estimator]] = {
         "xdiag": lambda probed: XDiag(probed, require_finite(product(A.mT))),
         "xnysdiag": XNysDiag,
         "bekas": Bekas,
     }
-    limits = Limits(rtol, max_matvecs)
-    check_generator(generator)
-    if method is None and (known := known_diagonal(A)) is not None:
-        limits.check(0)
-        return Estimate.rounded(*known, limits.tolerated)
     method = "xdiag" if method is None else method
     return estimate(A, method, families, _exact, limits, generator)[0]
 

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import working
-from curvops.linalg.core.probed import Limits, Probed
+from curvops.linalg.core.probed import Estimator, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -35,10 +34,10 @@ from curvops.linalg.core.vectors import (
     norm,
     product,
     random_block,
+    rounding_level,
     spawn_generator,
     unit_blocks,
 )
-from curvops.linalg.estimators.adaptive import Estimator, estimate
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, RangeSketch, TwoLeftOut, leave_one_out, mean_over_pairs
 from curvops.linalg.estimators.trace import Hutchinson
 from curvops.progress import Progress

@@ -27,10 +27,9 @@ from curvops.ambient import current_run
 from curvops.checks import checked_number
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import Multiply
-from curvops.linalg.core.probed import Limits, Probed, probing
+from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, indefinite
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
-from curvops.linalg.estimators.adaptive import LEAST_VECTORS
 from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum, log_ratio, stack
 from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, Sampler, run
@@ -41,7 +40,6 @@ from curvops.progress import Progress
 
 MOST_RANK = 400
 """The largest rank of a preconditioner, and the deepest basis for an estimated lower bound."""
-PILOT_RANK = 8
 LEFT = 0.1
 """A preconditioner grows until the eigenvalues that it leaves are below this share of μ."""
 
@@ -106,11 +104,11 @@ def logdet(
     A = as_matrix(A)
     facts, limits = describe_square(A), Limits(rtol, max_matvecs)
     _check_preconditioner(preconditioner)
-    if shift is None and hasattr(A, "_known_logdet"):
+    form = A._closed_form() if shift is None and hasattr(A, "_closed_form") else None
+    if form is not None:
         limits.check(0)
-        known: Estimate | None = A._known_logdet(limits.tolerance)
-        if known is not None:
-            return known
+        exact: Estimate = form.logdet_estimate(limits.tolerance)
+        return exact
     limits.check(min(LEAST, facts.rows))
     bound, levels = _bound_and_levels(shift, lower_bound)
     grid, estimated, solves = isinstance(shift, Tensor) and shift.ndim > 0, lower_bound == "estimate", needs_gradient(A)
@@ -289,11 +287,12 @@ def _by_probes(
         lanczos.extend(lanczos.capacity)
         scale, spent = (bound + lanczos.scale) / smallest if smallest > 0 else 0.0, lanczos.matvecs
     elif preconditioner == "auto" and most:
-        pilot = grow(excess.apart(), None, min(most, PILOT_RANK))
+        pilot_rank = min(most, 8)
+        pilot = grow(excess.apart(), None, pilot_rank)
         size, spent = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0, pilot.matvecs
         scale = bound + size
         decays = pilot.tail <= 0.5 * size and size >= mu  # otherwise the spectrum is flat, or small
-        if decays and (pilot.tail == 0 or most <= PILOT_RANK):
+        if decays and (pilot.tail == 0 or most == pilot_rank):
             P = pilot.preconditioner(mu)
         elif decays:
             if budget // 2 >= min(MOST_RANK, n):  # otherwise products are kept for the preconditioner

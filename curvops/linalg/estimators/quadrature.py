@@ -27,7 +27,7 @@ from curvops.ambient import current_run
 from curvops.checks import checked_whole
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import Multiply, columns_at_a_time
-from curvops.linalg.core.probed import Limits, Probed, probing
+from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
 from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import (
@@ -40,7 +40,6 @@ from curvops.linalg.core.vectors import (
     gram,
     product,
 )
-from curvops.linalg.estimators.adaptive import LEAST_VECTORS
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, dense_spectrum, log_ratio, share, stack
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep
@@ -50,10 +49,9 @@ from curvops.summary import Summarised
 LEAST = 4
 """The least number of products for an error bar."""
 FIRST_PROBES = 3
+
 TRUSTED_PROBES = 8
-"""Fewer probes often underestimate the spread, which would end a run too early."""
-FIRST_DEPTH = 6
-SKETCH_RANKS = (25, 50, 100, 200, 400, 800)
+"""Fewer probes often underestimate the spread: a run goes on, or is judged by its interval."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -148,8 +146,11 @@ class SpectralQuadrature(Summarised):
     def _reason(self, estimate: Estimate, rounded: float) -> Reason:
         if self.rtol is None:
             return Reason.BUDGET_SPENT if self.reason is Reason.CONVERGED else self.reason
-        goal = self.rtol * abs(self.known + float(estimate.value))
-        if float(estimate.stderr) <= goal and float(estimate.bias_bound) <= goal:
+        goal, spread = self.rtol * abs(self.known + float(estimate.value)), float(estimate.stderr)
+        if 0 < estimate.samples < TRUSTED_PROBES:
+            low, high = estimate.interval()
+            spread = float(high - low) / 4  # what a standard error would be whose double is the interval's half
+        if spread <= goal and float(estimate.bias_bound) <= goal:
             return Reason.CONVERGED
         if rounded > goal:
             return Reason.PRECISION_LIMIT
@@ -385,10 +386,11 @@ class Sampler:
 
     def first(self, count: int) -> None:
         """Deepen the first probes until their bracket is half as wide as the expected error of the probes."""
+        least = 6  # the depth of the first look, and the fewest steps between two
         few = min(self.budget, max(2, self.budget // 2))  # two, for an error bar, if there are two products
-        Z = self._probes(min(count, few), FIRST_DEPTH)
+        Z = self._probes(min(count, few), least)
         steps = self.budget // Z.shape[1]
-        lanczos = LockStep.within(self.probed.multiply, Z, 4 * FIRST_DEPTH, steps, self.memory_budget)
+        lanczos = LockStep.within(self.probed.multiply, Z, 4 * least, steps, self.memory_budget)
 
         def is_bracketed() -> bool:
             upper, lower = self._collect(lanczos).bracket(self.functions[0])
@@ -397,8 +399,8 @@ class Sampler:
             best = spread * math.sqrt(lanczos.depth / self.budget)
             return float((upper - lower).mean()) <= max(self._goal(middle.mean()), best)
 
-        lanczos.extend(FIRST_DEPTH)
-        self.capped = not lanczos.deepen(lambda depth: max(FIRST_DEPTH, depth // 4), is_bracketed)
+        lanczos.extend(least)
+        self.capped = not lanczos.deepen(lambda depth: max(least, depth // 4), is_bracketed)
         self._spend(lanczos)
         self.depth = int(lanczos.depths.max())
 
@@ -457,7 +459,7 @@ class Sampler:
             return max(reached / goal, 1.0), max(self.depth * variance / goal - done, 0.0) + rank
 
         best, choice = error(float(middle.var()), 0), 0
-        for rank in SKETCH_RANKS:
+        for rank in (25, 50, 100, 200, 400, 800):
             if rank > min(left, self.facts.rows) // 2:
                 break
             below = float(captured[int((seen <= rank).sum().clamp(1, len(seen))) - 1])

@@ -23,18 +23,13 @@ from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.symmetry import is_psd, narrow_root
-from curvops.linalg.core.vectors import Given, Matrix, as_matrix, describe_square
+from curvops.linalg.core.vectors import NEAR_ZERO, Given, Matrix, as_matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep
 from curvops.progress import Progress
 from curvops.summary import Summarised
 
 Scale: TypeAlias = Literal["linear", "log"]
-
-TAILS = 6.0
-DEFAULT_WIDTH = 0.01
-FIRST_DEPTH = 10
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -222,12 +217,13 @@ class _View:
         unit = 1.0 if self.scale == "log" else max(abs(low), abs(high)) or 1.0
         # A single eigenvalue has no range: its broadening is relative to its own size.
         spread = high - low if high - low > 1e-6 * unit else unit
-        width = DEFAULT_WIDTH * spread if self.bandwidth is None else self.bandwidth
-        first = low - TAILS * width
+        width = 0.01 * spread if self.bandwidth is None else self.bandwidth
+        tails = 6 * width  # a Gaussian ends within so many of its widths
+        first = low - tails
         first = max(first, 0.0) if self.folded else first
-        x = torch.linspace(first, high + TAILS * width, self.size, dtype=torch.float64)
+        x = torch.linspace(first, high + tails, self.size, dtype=torch.float64)
         if float(x[1] - x[0]) > width:
-            needed = math.ceil((high - low) / width + 2 * TAILS) + 1
+            needed = math.ceil((high - low + 2 * tails) / width) + 1
             raise ValueError(f"a bandwidth of {width:.3g} needs grid_size >= {needed}, got {self.size}.")
         return x, width
 
@@ -258,8 +254,8 @@ class _Probes:
         self.tridiagonals: list[Tensor] = []
         self.matvecs, self.reason = 0, Reason.CONVERGED
         self.complete = True
-        self.run = LockStep.within(probed.multiply, probed.probes(self.together), FIRST_DEPTH, self.wanted, memory)
-        self.run.extend(FIRST_DEPTH)
+        self.run = LockStep.within(probed.multiply, probed.probes(self.together), 10, self.wanted, memory)
+        self.run.extend(10)
 
     def go(self, view: _View, level: float) -> None:
         """Deepen the first probes until depth matters little, then run the others to the same depth."""

@@ -23,10 +23,10 @@ from torch import Tensor
 from curvops.checks import check_generator
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.entries import known_diagonal
-from curvops.linalg.core.probed import BLOCK, Limits, Probed
+from curvops.linalg.core.probed import BLOCK, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate, Reason, caution
-from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.vectors import (
+    ROUNDINGS,
     Given,
     Matrix,
     as_matrix,
@@ -39,7 +39,6 @@ from curvops.linalg.core.vectors import (
     norm,
     unit_blocks,
 )
-from curvops.linalg.estimators.adaptive import estimate
 from curvops.linalg.estimators.carried_gradients import attach_gradient, needs_gradient
 from curvops.linalg.estimators.exchangeable import RangeSketch, XNysTrace, XTrace
 from curvops.progress import Progress
@@ -184,19 +183,18 @@ def trace(
         5.0
     """
     A = as_matrix(A)
-    facts = describe_square(A)
+    facts, limits = describe_square(A), Limits(rtol, max_matvecs)
+    check_generator(generator)
+    if method is None and (exact := known_diagonal(A)) is not None:
+        limits.check(0)
+        diagonal, error = exact
+        return Estimate.rounded(diagonal.double().sum(), error.double().sum(), limits.tolerated)
     families: dict[str, Callable[[Probed], TraceEstimator]] = {
         "xtrace": XTrace,
         "xnystrace": XNysTrace,
         "hutch++": HutchPlusPlus,
         "hutchinson": partial(Hutchinson, keep=needs_gradient(A)),
     }
-    limits = Limits(rtol, max_matvecs)
-    check_generator(generator)
-    if method is None and (known := known_diagonal(A)) is not None:
-        limits.check(0)
-        diagonal, error = known
-        return Estimate.rounded(diagonal.double().sum(), error.double().sum(), limits.tolerated)
     method = "xtrace" if method is None else method
     value, family = estimate(A, method, families, _exact, limits, generator)
 

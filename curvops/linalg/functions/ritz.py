@@ -26,22 +26,15 @@ from torch import Tensor
 
 from curvops.checks import shown
 from curvops.linalg.core.results import indefinite
-from curvops.linalg.core.rounding import NEAR_ZERO
-from curvops.linalg.core.vectors import ScalarFunction
+from curvops.linalg.core.vectors import NEAR_ZERO, ScalarFunction
 from curvops.linalg.spectra.lanczos import tridiagonal
 
 # Products in a dtype are those of a matrix at a distance of this many eps ‖A‖.
 ROUNDING = 4.0
-POINTS_BELOW = 24
-# How many points between Ritz values f is evaluated at before an error counts as small; the least number per gap.
+# How many points between Ritz values f is evaluated at before an error counts as small.
 MOST_POINTS = 1024
-LEAST_BETWEEN = 15
-# The share of a gap's points at which an eigenvalue may be missing; the others may be near a pole of f.
-ALL_BUT_A_POLE = 0.9
 # Fewer steps show too little of the spectrum for any estimate.
 LEAST_DEPTH = 3
-# Numbers this close, relative to the largest, count as equal.
-SAME = 1e-15
 
 
 class Approximants(NamedTuple):
@@ -167,13 +160,13 @@ def _truncation(
     nodes: Tensor, V: Tensor, values: Tensor, beta: Tensor, f: SpectralFunction, points: Tensor
 ) -> Float[Tensor, " K"]:
     """Return the largest |h| at these points, where f is finite."""
-    found = torch.zeros_like(beta)
+    bounds = torch.zeros_like(beta)
     for k in (beta != 0).nonzero().flatten().tolist():
         weights, largest = V[k, -1] * V[k, 0], -math.inf
         for _, gaps, rises in _differences(points[k], nodes[k], values[k], f):
             largest = max(largest, float(((rises / gaps) @ weights).abs().nan_to_num(-math.inf, math.inf).amax()))
-        found[k] = beta[k] * largest if largest > -math.inf else math.inf
-    return found
+        bounds[k] = beta[k] * largest if largest > -math.inf else math.inf
+    return bounds
 
 
 def _differences(x: Tensor, nodes: Tensor, values: Tensor, f: SpectralFunction) -> Iterator[tuple[Tensor, ...]]:
@@ -182,7 +175,7 @@ def _differences(x: Tensor, nodes: Tensor, values: Tensor, f: SpectralFunction) 
         y, gaps = f.unchecked(part), part[:, None] - nodes
         y = torch.where(torch.isfinite(y), y, math.nan)
         # Points closer to a Ritz value than its own rounding show nothing of f between the two.
-        apart = gaps.abs() > SAME * nodes.abs().amax()
+        apart = gaps.abs() > 1e-15 * nodes.abs().amax()
         yield y, torch.where(apart, gaps, 1.0), torch.where(apart | y.isnan()[:, None], y[:, None] - values, 0.0)
 
 
@@ -196,18 +189,19 @@ def _rounding_elsewhere(
     """
 
     def effect(x: Tensor) -> Tensor:
-        found = []
+        errors = []
         for y, gaps, rises in _differences(x, nodes, values, f):
             rotation = (rises * (level / gaps.abs()).clamp_max(1.0)).square() @ first.square()
             coupling = dropped * ((rises / gaps) @ (last * first)).abs()
-            found.append((f.eps * y.abs() + rotation.sqrt() + coupling).nan_to_num(0.0))
-        return torch.cat(found)
+            errors.append((f.eps * y.abs() + rotation.sqrt() + coupling).nan_to_num(0.0))
+        return torch.cat(errors)
 
     edges, level, first, last = torch.cat([nodes, seen]).sort().values, f.eps * size, V[0], V[-1]
     largest = effect(edges).amax()
     if len(edges) > 1:
         between = effect(_points_between(edges)).unflatten(0, (len(edges) - 1, -1))
-        largest = torch.maximum(largest, between.quantile(ALL_BUT_A_POLE, dim=1).amax())
+        # A tenth of the points may be near a pole of f.
+        largest = torch.maximum(largest, between.quantile(0.9, dim=1).amax())
     return float(largest)
 
 
@@ -222,7 +216,7 @@ def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float
     first, (low, high) = nodes[:, :1], _ends(nodes, residuals, f)
     positive = first > 0
     floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
-    steps = torch.linspace(0, 1, POINTS_BELOW, dtype=nodes.dtype)[:-1]
+    steps = torch.linspace(0, 1, 24, dtype=nodes.dtype)[:-1]
     below = torch.where(positive, floor.abs() * (first / floor).abs() ** steps, low)
     middles, products = (nodes[:, 1:] + nodes[:, :-1]) / 2, nodes[:, 1:] * nodes[:, :-1]
     geometric = torch.where(positive, products.clamp_min(0).sqrt(), middles)
@@ -239,7 +233,7 @@ def _expected_range(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tu
 def _points_between(*parts: Tensor) -> Float[Tensor, " p"]:
     """Return points over the whole range of the given ones, denser towards each, to find every feature of f."""
     edges = torch.cat(parts).sort().values
-    count = max(LEAST_BETWEEN, MOST_POINTS // len(edges))
+    count = max(15, MOST_POINTS // len(edges))
     share = (1 - torch.cos(math.pi * torch.arange(1, count + 1, dtype=edges.dtype) / (count + 1))) / 2
     return (edges[:-1, None] + edges.diff()[:, None] * share).flatten()
 

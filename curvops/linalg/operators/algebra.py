@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import pairwise
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -16,14 +15,11 @@ from torch import Tensor
 from curvops.linalg.core.sources import Sources, scale_sources, sources_of, sources_of_sum
 from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
-from curvops.linalg.functions.root_gradients import inverse_root_product
+from curvops.linalg.functions.apply_function import inverse_root_product
 from curvops.linalg.operators.base import Operator, as_part, joined, number_of
-from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis, closed_form
+from curvops.linalg.operators.closed_form import ClosedForm, ScaledForm, closed_form
 from curvops.linalg.operators.draws import draw_together, normal
 from curvops.ranks.sharded_vectors import Layouts, layouts_of
-
-MOST_CANCELLATION = 1e-4
-"""Relative errors of Woodbury's identity that a step of refinement can correct."""
 
 
 class UnaryOperator(Operator):
@@ -84,8 +80,8 @@ class Transposed(UnaryOperator):
 
     @property
     def layouts(self) -> Layouts:
-        found = super().layouts
-        return None if found is None else found[::-1]
+        layouts = super().layouts
+        return None if layouts is None else layouts[::-1]
 
     def _size(self) -> torch.Size:
         *batch, rows, columns = self.base.shape
@@ -115,8 +111,8 @@ class SumForm(ClosedForm):
         """The only term A that is not of low rank (None if there are several), and W (n, r) for all the rest."""
         roots = [getattr(term, "low_rank_root", None) for term in self.base.terms]
         rest = [term for term, root in zip(self.base.terms, roots) if root is None]
-        found = [root for root in roots if root is not None]
-        return (rest[0], torch.cat(found, 1)) if len(rest) == 1 and found else (None, torch.empty(0))
+        narrow = [root for root in roots if root is not None]
+        return (rest[0], torch.cat(narrow, 1)) if len(rest) == 1 and narrow else (None, torch.empty(0))
 
     @property
     def rest(self) -> Any:
@@ -133,7 +129,7 @@ class SumForm(ClosedForm):
         return (
             is_psd(self.rest)
             and bool((self.shift > 0).all())
-            and self._cancellation <= MOST_CANCELLATION
+            and self._cancellation <= 1e-4  # a step of refinement corrects this
             and self.inner is not None
         )
 
@@ -168,9 +164,9 @@ class SumForm(ClosedForm):
         self.inner.require_definite()
 
     def solve(self, block: Tensor) -> Tensor:
-        found = self._solve(block)
-        left = self.base._matmul(found) + (self.shift.unsqueeze(-1) if self.shift.ndim else self.shift) * found
-        return found + self._solve(block - left)
+        X = self._solve(block)
+        left = self.base._matmul(X) + (self.shift.unsqueeze(-1) if self.shift.ndim else self.shift) * X
+        return X + self._solve(block - left)
 
     def _solve(self, block: Tensor) -> Tensor:
         return self.inner.solve(block) - self.solved @ torch.cholesky_solve(self.solved.mT @ block, self.chol)
@@ -279,58 +275,6 @@ def _diagonal_and_error(operator: Any) -> tuple[Tensor, Tensor]:
     if isinstance(operator, Operator):
         return operator._diagonal_and_error()
     return Operator._diagonal_and_error(operator)  # its own diagonal is all that this needs
-
-
-class ScaledForm(ClosedForm):
-    """The closed form of c A + diag(d) = c (A + diag(d / c)), c > 0, by the form of A, whose factors serve every c."""
-
-    @property
-    def holds(self) -> bool:
-        return not self.factor.ndim and bool(self.factor > 0) and self.inner is not None and self.inner.holds
-
-    def nearby_shift(self) -> Tensor:
-        return self.shift if self.inner is None else self.inner.nearby_shift() * self.factor
-
-    @cached_property
-    def inner(self) -> Any:
-        """The closed form of A + diag(d / c), or None."""
-        return closed_form(self.base.base, self.shift / self.factor)
-
-    @property
-    def factor(self) -> Tensor:
-        """The number c."""
-        return cast(Scaled, self.base).factor
-
-    def require_definite(self) -> None:
-        self.inner.require_definite()
-
-    def solve(self, block: Tensor) -> Tensor:
-        return self.inner.solve(block) / self.factor
-
-    def logdet(self) -> Tensor:
-        return self.inner.logdet() + self.base.shape[-1] * self.factor.log()
-
-    def logdet_error(self) -> float:
-        return self.inner.logdet_error()
-
-    def inverse_diagonal(self) -> Tensor:
-        return self.inner.inverse_diagonal() / self.factor
-
-    def inverse_diagonal_error(self) -> Tensor:
-        return self.inner.inverse_diagonal_error() / self.factor.detach()
-
-    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self.inner.draw(k, generator) * self.factor.sqrt()
-
-    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self.inner.draw_inverse(k, generator) * self.factor.rsqrt()
-
-    def inverse_root(self, block: Tensor) -> Tensor:
-        return self.inner.inverse_root(block) * self.factor.rsqrt()
-
-    def eigenbasis(self) -> Eigenbasis | None:
-        found = self.inner.eigenbasis()
-        return None if found is None else replace(found, values=found.values * self.factor)
 
 
 class Scaled(UnaryOperator):

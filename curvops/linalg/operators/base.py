@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from linear_operator.operators import (
     ConstantDiagLinearOperator,
     DiagLinearOperator,
@@ -21,24 +20,13 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from curvops.checkpoint import Place
-from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
+from curvops.checks import carries_graph, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
 from curvops.linalg.core.memory import Memories
-from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
-from curvops.linalg.core.vectors import (
-    Description,
-    Vectors,
-    as_columns,
-    describe,
-    has_rows,
-    multiply_adds_of,
-    product,
-    shaped_as,
-)
+from curvops.linalg.core.vectors import ROUNDINGS, Vectors, as_columns, has_rows, multiply_adds_of, product, shaped_as
 from curvops.linalg.estimators.spectral_density import spectral_density
 from curvops.linalg.estimators.trace import trace
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
@@ -52,14 +40,11 @@ from curvops.linalg.spectra.svds import svds
 from curvops.progress import Progress
 from curvops.ranks.process_group import is_dtensor
 from curvops.ranks.sharded_vectors import (
-    LaidOut,
     Layouts,
-    OverSharedData,
     RowLayout,
     Sharded,
     layouts_of,
     over_ranks,
-    ranks_together,
     stored,
     times_block,
     transposed_times_block,
@@ -67,8 +52,6 @@ from curvops.ranks.sharded_vectors import (
 )
 from curvops.summary import name_of, summary
 
-PARTS = 4
-"""The number of terms that a longer sum prints."""
 SHOWN = (
     *("shape", "dtype", "device", "symmetric", "psd", "mT", "matmul", "add_diagonal", "inverse", "solve", "cg", "plan"),
     *("preconditioner", "eigsh", "svds", "lanczos", "spectral_density", "trace", "logdet", "diagonal", "to_dense"),
@@ -141,7 +124,7 @@ class Operator(LinearOperatorContract):
         return self.psd
 
     @property
-    def stored(self) -> bool:
+    def at_hand(self) -> bool:
         """Whether the dense matrix exists."""
         return False
 
@@ -275,8 +258,8 @@ class Operator(LinearOperatorContract):
                 f"no gradient passes through sharded vectors, and {type(self).__name__} requires one: detach() its "
                 "tensors, or multiply under torch.no_grad()."
             )
-        found = product(over_ranks(self, block.rows))(as_columns(block))
-        return stored(shaped_as(found, block))
+        image = product(over_ranks(self, block.rows))(as_columns(block))
+        return stored(shaped_as(image, block))
 
     def require_fit(self, other: Vectors) -> None:
         """Raise ValueError if this cannot be multiplied."""
@@ -292,7 +275,7 @@ class Operator(LinearOperatorContract):
     @property
     def layouts(self) -> Layouts:
         """The layouts over ranks of sharded vectors, by rows and by columns of A, if a part of A determines them."""
-        return next((found for part in self._args if (found := layouts_of(part)) is not None), None)
+        return next((layouts for part in self._args if (layouts := layouts_of(part)) is not None), None)
 
     def sharded(self, mesh: Any) -> LinearOperator:
         """Return the operator on vectors that are sharded over a one-dimensional device mesh.
@@ -447,7 +430,7 @@ class Operator(LinearOperatorContract):
     @property
     def _is_formed(self) -> bool:
         """Whether the dense matrix exists, or is small enough to be formed, so that it is factorised."""
-        return self.stored or self._is_small
+        return self.at_hand or self._is_small
 
     def require_small(self, purpose: str, instead: str = "") -> None:
         """Raise ValueError if `purpose` needs a dense matrix of more than `DENSE_SIZE` columns."""
@@ -515,8 +498,7 @@ class Operator(LinearOperatorContract):
         """Return how systems with this many right-hand sides are solved, and why: `print(P.plan(8))` shows a table.
 
         For each route it lists the least number of products, the bytes and, for routes that are not possible, the
-        reason. It costs nothing, or two
-        products if the symmetry of A is not known.
+        reason. It costs nothing, or two products if the symmetry of A is not known.
 
         Args:
             columns: the number of right-hand sides.
@@ -533,8 +515,7 @@ class Operator(LinearOperatorContract):
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         """Return A⁻¹ B (or L A⁻¹ B) for (n,), (n, K) or (..., n, K), differentiable in B, L and the tensors inside A.
 
-        It warns once if the dtype's
-        precision was the limit. Cost: that of block CG, or of the operator's closed form.
+        It warns once if the dtype's precision was the limit. Cost: that of block CG, or of the operator's closed form.
 
         Args:
             right_tensor: B, (n,), (n, K) or (..., n, K).
@@ -549,22 +530,8 @@ class Operator(LinearOperatorContract):
         """
         if not self.is_square:
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
-        check_tensor("right_tensor", right_tensor)
-        if not has_rows(right_tensor, self.shape[-1]):
-            raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
-        if left_tensor is not None:
-            check_tensor("left_tensor", left_tensor)
         solution = solve(self, right_tensor)
         return solution if left_tensor is None else left_tensor @ solution
-
-    def solve_to(self, rhs: Tensor, rtol: float | None = None) -> Tensor:
-        """Solve to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8); see `co.linalg.solve`."""
-        return solve(self, rhs, rtol=rtol)
-
-    def _known_logdet(self, rtol: float) -> Estimate | None:
-        """Return log det A with its gradient from a closed form, without a product; None if there is none."""
-        form = self._closed_form()
-        return None if form is None else form.logdet_estimate(rtol)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         """Draw k columns of N(0, A), (n, k), all at once; `draw` keeps to the memory budget.
@@ -588,25 +555,14 @@ def as_part(value: Any) -> str:
 
 
 def joined(parts: Sequence[Any], sign: str) -> str:
-    """Return parts of a formula with a sign between them; of many parts only the first `PARTS`."""
-    more = [f"… ({len(parts)} in all)"] if len(parts) > PARTS else []
-    return f" {sign} ".join([*map(as_part, parts[:PARTS]), *more])
+    """Return parts of a formula with a sign between them; of many parts only the first four."""
+    more = [f"… ({len(parts)} in all)"] if len(parts) > 4 else []
+    return f" {sign} ".join([*map(as_part, parts[:4]), *more])
 
 
 def number_of(value: Tensor, name: str) -> str:
     """Return a number as it prints; return its name for several numbers, or for a number on an accelerator."""
     return summary(value) if value.ndim == 0 and value.device.type == "cpu" else name
-
-
-@describe.register
-def _(A: Operator) -> Description:
-    facts = describe.dispatch(object)(A)
-    if not (dist.is_available() and dist.is_initialized()):
-        return facts
-    layouts, ranks = A.layouts, ranks_together(A)
-    if layouts is not None:
-        return LaidOut.of(facts, *layouts)
-    return facts if ranks is None else OverSharedData.of(facts, ranks)
 
 
 # The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,11 +21,8 @@ from torch import Tensor
 
 from curvops.errors import NotPositiveSemidefiniteError, PrecisionWarning, warn
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.rounding import ROUNDING_SEEN
+from curvops.linalg.core.vectors import ROUNDING_SEEN
 from curvops.linalg.operators.draws import normal
-
-MOST_EXPONENT = 50.0
-"""An exponent that represents an unbounded error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +96,7 @@ class ClosedForm(ABC):
 
     def inverse_diagonal_error(self) -> Tensor:
         """Return the largest change of `inverse_diagonal`, (n,), that this rounding can cause."""
-        return self.inverse_diagonal().detach() * math.expm1(min(self.logdet_error(), MOST_EXPONENT))
+        return self.inverse_diagonal().detach() * math.expm1(min(self.logdet_error(), 50.0))  # an unbounded error
 
     def inverse_parts(self) -> DiagonalPlusRoot | None:
         """Return P⁻¹ as a diagonal plus a term of low rank, if it has this form."""
@@ -129,6 +126,59 @@ def closed_form(base: Any, shift: Tensor) -> ClosedForm | None:
     """Return the form that A's class names for A + diag(d), whether it holds or not; None if the class names none."""
     form_class: type[ClosedForm] | None = getattr(base, "_damped_form", None)
     return None if form_class is None else form_class(base, shift)
+
+
+class ScaledForm(ClosedForm):
+    """The closed form of c A + diag(d) = c (A + diag(d / c)), c > 0, by the form of A, whose factors serve every c."""
+
+    @property
+    def holds(self) -> bool:
+        return not self.factor.ndim and bool(self.factor > 0) and self.inner is not None and self.inner.holds
+
+    def nearby_shift(self) -> Tensor:
+        return self.shift if self.inner is None else self.inner.nearby_shift() * self.factor
+
+    @cached_property
+    def inner(self) -> Any:
+        """The closed form of A + diag(d / c), or None."""
+        return closed_form(self.base.base, self.shift / self.factor)
+
+    @property
+    def factor(self) -> Tensor:
+        """The number c."""
+        factor: Tensor = self.base.factor
+        return factor
+
+    def require_definite(self) -> None:
+        self.inner.require_definite()
+
+    def solve(self, block: Tensor) -> Tensor:
+        return self.inner.solve(block) / self.factor
+
+    def logdet(self) -> Tensor:
+        return self.inner.logdet() + self.base.shape[-1] * self.factor.log()
+
+    def logdet_error(self) -> float:
+        return self.inner.logdet_error()
+
+    def inverse_diagonal(self) -> Tensor:
+        return self.inner.inverse_diagonal() / self.factor
+
+    def inverse_diagonal_error(self) -> Tensor:
+        return self.inner.inverse_diagonal_error() / self.factor.detach()
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self.inner.draw(k, generator) * self.factor.sqrt()
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self.inner.draw_inverse(k, generator) * self.factor.rsqrt()
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        return self.inner.inverse_root(block) * self.factor.rsqrt()
+
+    def eigenbasis(self) -> Eigenbasis | None:
+        basis = self.inner.eigenbasis()
+        return None if basis is None else replace(basis, values=basis.values * self.factor)
 
 
 class Spectral(ClosedForm):

@@ -35,7 +35,7 @@ from curvops.linalg.core.symmetry import clearly_indefinite
 from curvops.linalg.core.vectors import require_precision, unit_columns
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
+from curvops.linalg.functions.apply_function import inverse_root, inverse_root_product
 from curvops.linalg.operators.draws import draw
 from curvops.linalg.solvers.solve import default_rtol, solve
 from curvops.linalg.spectra.eigsh import eigsh
@@ -43,8 +43,6 @@ from curvops.linalg.spectra.lanczos import lanczos
 
 COLUMN_BLOCK = 64
 """The number of unit vectors multiplied at once to read single entries or the diagonal."""
-MANY_PRODUCTS = 1000
-"""A call whose name does not show that it takes more products than this says so before it starts."""
 
 
 class LinearOperatorContract(LinearOperator):
@@ -78,7 +76,7 @@ class LinearOperatorContract(LinearOperator):
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
         rows, columns, *_ = torch.broadcast_tensors(row_index, col_index, *batch_indices)
         wanted, position = columns.unique(return_inverse=True)
-        blocks = [found[rows.flatten()] for _, found in self._by_columns(wanted)]
+        blocks = [columns[rows.flatten()] for _, columns in self._by_columns(wanted)]
         return torch.cat(blocks, 1).gather(1, position.reshape(-1, 1)).reshape(rows.shape)
 
     def _columns(self, index: Tensor) -> Tensor:
@@ -90,8 +88,8 @@ class LinearOperatorContract(LinearOperator):
         width, beside = solve_width(self, min(most, len(index)))
         for part in index.split(width):
             with holding(self, beside):
-                found = self._columns(part)
-            yield part, found
+                columns = self._columns(part)
+            yield part, columns
 
     def diagonal(self, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
         """Return the exact diagonal, (n,): without a product if it is known, otherwise by n products.
@@ -110,11 +108,11 @@ class LinearOperatorContract(LinearOperator):
         Raises:
             RuntimeError: A is not square.
         """
-        found: Tensor = super().diagonal(offset, dim1, dim2)
-        return found
+        diagonal: Tensor = super().diagonal(offset, dim1, dim2)
+        return diagonal
 
     def _warn_of_products(self, count: int, what: str, instead: str) -> None:
-        if count > MANY_PRODUCTS:
+        if count > 1000:
             warn(
                 f"{what} of this {type(self).__name__} takes {count:,} products: {instead}.",
                 ManyProductsWarning,
@@ -124,7 +122,7 @@ class LinearOperatorContract(LinearOperator):
         positions = torch.arange(min(self.matrix_shape), device=self.device)
         instead = "co.linalg.diagonal(A) estimates it from 128, with an error bar"
         self._warn_of_products(len(positions), "the exact diagonal", instead)
-        return torch.cat([found[part].diagonal() for part, found in self._by_columns(positions)])
+        return torch.cat([columns[part].diagonal() for part, columns in self._by_columns(positions)])
 
     def to_dense(self) -> Tensor:
         """Form the matrix, (..., m, n), by one product per column, as many at a time as the memory budget allows.
@@ -147,10 +145,10 @@ class LinearOperatorContract(LinearOperator):
         if self.batch_shape or solve_width(self, n)[0] >= n:
             operator, size = (self.mT, m) if m < n else (self, n)
             unit = torch.eye(size, dtype=self.dtype, device=self.device).expand(*self.batch_shape, size, size)
-            found = operator.matmul(unit)
-            return (found.mT if m < n else found).contiguous()
+            dense = operator.matmul(unit)
+            return (dense.mT if m < n else dense).contiguous()
         positions = torch.arange(n, device=self.device)
-        return torch.cat([found for _, found in self._by_columns(positions, n)], 1)
+        return torch.cat([columns for _, columns in self._by_columns(positions, n)], 1)
 
     @property
     def diagonal_matvecs(self) -> int:

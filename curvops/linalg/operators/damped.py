@@ -16,7 +16,7 @@ from curvops.ambient import current_run
 from curvops.checkpoint import Place
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import keep, room_in, vector_bytes
+from curvops.linalg.core.memory import keep, room_in
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
 from curvops.linalg.core.spaces import Spaces, common, spaces_of
@@ -30,10 +30,8 @@ from curvops.linalg.operators.dense import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
+from curvops.linalg.solvers.solve import solve
 from curvops.ranks.sharded_vectors import RowLayout, over_ranks
-
-NEAR = 1e3
-"""The largest condition number for which a nearby closed form saves a log-determinant more products than a sketch."""
 
 
 class Damped(UnaryOperator):
@@ -48,9 +46,6 @@ class Damped(UnaryOperator):
         shift: d: a number, a vector (n,), or a batch of vectors.
         cache: results shared with another operator of the same matrix; None starts an empty one.
         sources: the record of the data of a shift that is not a prior.
-
-    Raises:
-        TypeError: the base is not an operator, or the shift is neither a number nor a tensor.
 
     Examples:
         >>> P = co.linalg.Diagonal(torch.tensor([3.0, 0.0])).add_diagonal(1.0)
@@ -70,12 +65,7 @@ class Damped(UnaryOperator):
         *,
         sources: Sources | None = None,
     ) -> None:
-        if not isinstance(base, LinearOperator):
-            raise TypeError(f"Damped needs an operator and a shift, got {type(base).__name__} as the operator.")
-        if not isinstance(shift, float | int | Tensor):
-            raise TypeError(f"the shift must be a number or a tensor, got {shift!r}.")
-        if not isinstance(shift, Tensor):
-            shift = torch.as_tensor(shift, dtype=base.dtype, device=base.device)
+        shift = torch.as_tensor(shift, dtype=base.dtype, device=base.device)
         super().__init__(base, shift, cache=Cache() if cache is None else cache, sources=sources)
 
     @property
@@ -204,13 +194,13 @@ class Damped(UnaryOperator):
         cache, key = self._cache, ("preconditioner", self.representation())
         with cache.lock:
             of_run = checkpoint is not None or current_run().checkpoint is not None
-            served, found = (not of_run and cache.get(*key, (self.shift,))) or (0, None)
+            served, M = (not of_run and cache.get(*key, (self.shift,))) or (0, None)
             if columns > SKETCH_SERVES * served:
-                found = None
+                M = None
                 if self._takes_sketch:
-                    found = self._build_preconditioner(columns, generator, memory_budget, checkpoint)
-                cache.put(*key, (columns, found), (self.shift,))
-            return found
+                    M = self._build_preconditioner(columns, generator, memory_budget, checkpoint)
+                cache.put(*key, (columns, M), (self.shift,))
+            return M
 
     @property
     def _takes_sketch(self) -> bool:
@@ -228,7 +218,7 @@ class Damped(UnaryOperator):
         generator = torch.Generator(self.device).manual_seed(0) if generator is None else generator
         base, level, scale = self._whiten(shift)
         if memory_budget is None and (room := room_in(self.memories, 0)) is not None:
-            memory_budget = max(0, room - SOLVE_VECTORS * vector_bytes(describe(self)))  # room for one column
+            memory_budget = max(0, room - SOLVE_VECTORS * describe(self).vector_bytes)  # room for one column
         near = self._nearby_form()
         most = None if near is None else math.ceil(expected_products(near.condition, columns))
         try:
@@ -261,14 +251,14 @@ class Damped(UnaryOperator):
             return None
         least, most = torch.aminmax(shift / near.shift)
         low, high = min(1.0, float(least)), max(1.0, float(most))
-        found = cast(ClosedFormPreconditioner, as_preconditioner(near))
-        extremes = float(near.shift.min()), found.extremes[1]
-        return NearbyForm(replace(found, extremes=extremes, least=low), high / low)
+        M = cast(ClosedFormPreconditioner, as_preconditioner(near))
+        extremes = float(near.shift.min()), M.extremes[1]
+        return NearbyForm(replace(M, extremes=extremes, least=low), high / low)
 
     def nearby_preconditioner(self) -> ClosedFormPreconditioner | None:
-        """Return a closed form under a shift within a factor of `NEAR` of d, for determinants."""
+        """Return a closed form under a shift within a factor of 1e3 of d, for determinants."""
         near = self._nearby_form()
-        return near.preconditioner if near is not None and near.condition <= NEAR else None
+        return near.preconditioner if near is not None and near.condition <= 1e3 else None
 
     def _whiten(self, shift: Tensor) -> tuple[LinearOperator, float, Tensor | None]:
         """Return B, λ, s with P = S⁻¹ (B + λ I) S⁻¹; with a scalar shift, B is A."""
@@ -288,12 +278,17 @@ class Damped(UnaryOperator):
 
     def _closed_form(self) -> ClosedForm | None:
         """Return the closed form of this operand's class if it holds; it is factorised once."""
-        form = closed_form(self.base, self.shift)
-        if self.batch_shape or form is None:
+        form_class: type[ClosedForm] | None = getattr(self.base, "_damped_form", None)
+        if form_class is None or self.batch_shape:
             return None
         require_precision(self.dtype, self.device)
+
+        def form_that_holds() -> ClosedForm | None:
+            form = form_class(self.base, self.shift)
+            return form if form is not None and form.holds else None
+
         tensors = (*self.base.representation(), self.shift)
-        return self._cache.get_or_compute("form", tensors, lambda: form if form.holds else None, (self.shift,))
+        return self._cache.get_or_compute("form", tensors, form_that_holds, (self.shift,))
 
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
         form = self._closed_form()
@@ -320,7 +315,7 @@ class Damped(UnaryOperator):
         form = self._closed_form()
         if form is not None:
             return form.draw_inverse(k, generator)
-        return self.solve_to(self._draw(k, generator), rtol)  # P⁻¹ ε with ε ~ N(0, P)
+        return solve(self, self._draw(k, generator), rtol=rtol)  # P⁻¹ ε with ε ~ N(0, P)
 
 
 def add(left: Operator, right: LinearOperator) -> LinearOperator:
@@ -376,7 +371,7 @@ class Inverse(UnaryOperator):
         return f"{as_part(self.base)}⁻¹"
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.base.solve_to(rhs, self._kwargs["rtol"])
+        return solve(self.base, rhs, rtol=self._kwargs["rtol"])
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return self.mT._matmul(rhs)
@@ -413,7 +408,7 @@ class Inverse(UnaryOperator):
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         if isinstance(self.base, Damped):
             return self.base._draw_inverse(k, generator, self._kwargs["rtol"])
-        return self.base.solve_to(draw_together(self.base, k, generator), self._kwargs["rtol"])
+        return solve(self.base, draw_together(self.base, k, generator), rtol=self._kwargs["rtol"])
 
 
 def _solve_definite(form: ClosedForm, block: Tensor) -> Tensor:

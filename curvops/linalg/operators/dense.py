@@ -14,7 +14,7 @@ from curvops.checks import check_tensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
-from curvops.linalg.functions.root_gradients import inverse_root
+from curvops.linalg.functions.apply_function import inverse_root
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import (
     ClosedForm,
@@ -138,7 +138,7 @@ class Dense(Operator):
         super().__init__(tensor, psd=psd, space=space, rest=rest, sources=sources)
 
     @property
-    def stored(self) -> bool:
+    def at_hand(self) -> bool:
         return True
 
     @property

@@ -59,16 +59,16 @@ def draw(
     if (ranks := ranks_together(operator)) is not None and not isinstance(generator, ColumnNoise):
         ranks.require_equal({SEED: noise.key})
     with hold(held, beside):
-        first = draw_together(operator, min(width, k), noise.part(0, width))
         if width >= k:
-            return first
-        found = empty_block(first, k)
-        put(found, 0, first)
-        del first
-        for start in range(width, k, width):
+            return draw_together(operator, k, noise)
+        draws: Tensor | None = None
+        for start in range(0, k, width):
             stop = min(start + width, k)
-            put(found, start, draw_together(operator, stop - start, noise.part(start, stop)))
-    return found
+            group = draw_together(operator, stop - start, noise.part(start, stop))
+            draws = empty_block(group, k) if draws is None else draws
+            put(draws, start, group)
+    assert draws is not None
+    return draws
 
 
 def draw_together(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:

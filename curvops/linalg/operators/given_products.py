@@ -65,12 +65,12 @@ class GivenProducts(Operator):
         return _checked(adjoint(block), block, self.shape[1])
 
 
-def _checked(found: Any, given: Tensor, rows: int) -> Tensor:
+def _checked(image: Any, given: Tensor, rows: int) -> Tensor:
     """Return the result of a function; raise TypeError or ValueError if it is not what a product with `given` is."""
-    check_tensor("the result of the function of A", found)
-    check_shape("the result of the function of A", found, (rows, *given.shape[1:]))
-    check_like("the result of the function of A", found, given, "its argument")
-    return found
+    check_tensor("the result of the function of A", image)
+    check_shape("the result of the function of A", image, (rows, *given.shape[1:]))
+    check_like("the result of the function of A", image, given, "its argument")
+    return image
 
 
 def as_operator(A: Any, like: Tensor | None = None) -> Operator:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from curvops.checks import carries_graph, check_tensor
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import Memory
-from curvops.linalg.core.rounding import ROUNDING_SEEN
+from curvops.linalg.core.memory import CACHE_BYTES, Memory
+from curvops.linalg.core.vectors import ROUNDING_SEEN
 from curvops.linalg.operators import kronecker_factors
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
@@ -30,9 +30,6 @@ from curvops.linalg.operators.kronecker_factors import (
     to_double,
 )
 from curvops.progress import Progress
-
-PART = 2**16
-"""The number of eigenvalues whose bounds are computed at a time: they stay in a CPU's cache."""
 
 
 class EigenKroneckerForm(Spectral):
@@ -113,7 +110,7 @@ class EigenKroneckerForm(Spectral):
         moved = of_rows * squares.sum(1, keepdim=True, dtype=torch.float64).sqrt()
         noise_of_all = rounding * values.abs().amax(1, keepdim=True).double()
         level = self.level.detach().double()
-        step = max(1, PART // len(values))
+        step = max(1, CACHE_BYTES // (8 * 8 * len(values)))  # eight arrays of float64
         for own, found in zip(values.split(step, 1), spectrum.split(step, 1)):
             part = own.double()
             roots, noise = part.clamp_min(0).sqrt(), noise_of_all + eps * part.abs()

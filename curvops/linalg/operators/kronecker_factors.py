@@ -22,8 +22,6 @@ from curvops.progress import PATIENCE, Progress, progress_bar
 
 AT_ONCE = 2**26
 """From this many operations on, eigendecompositions run in parallel, since LAPACK gains little from threads."""
-ASKED_SHARE = 4
-"""The share of a budget up to which decompositions do not ask for its room, which tries what engines would keep."""
 WORK_COPIES = 3
 """Matrices in float64 that a decomposition holds: the factor, whose memory its vectors take, and two for LAPACK."""
 
@@ -84,7 +82,7 @@ def decompositions(
     held = sorted((8 * WORK_COPIES * each for each in numbers), reverse=True)
     memories: Memories = frozenset() if memory is None else frozenset((memory,))
     workers = max(1, min(threads, math.ceil(sum(costs) / max(costs))))
-    if memory is not None and workers > 1 and ASKED_SHARE * sum(held[:workers]) > memory.budget:
+    if memory is not None and workers > 1:
         room = room_in(memories, 0)
         workers = max(1, min(workers, sum(total <= (room or 0) for total in accumulate(held))))
     inference = torch.is_inference_mode_enabled()

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import carries_graph
-from curvops.linalg.core.rounding import ROUNDING_SEEN
+from curvops.linalg.core.vectors import ROUNDING_SEEN
 from curvops.linalg.operators import kronecker_factors
 from curvops.linalg.operators.kronecker import Kronecker, KroneckerForm
 from curvops.linalg.operators.kronecker_factors import Details, Factor, noise_of, to_double, without_rounding
@@ -31,8 +31,6 @@ MOST_CALLS = 2
 """How often a product serves rows in this way before it is decomposed: once it is, further rows are cheaper."""
 ROW_COPIES = 4
 """Copies of the rows in float64 beside them: turned, in the small factor's eigenvectors, and two of the results."""
-STRIPS = 4
-"""The number of strips of columns in which the lower triangle of a symmetric product is computed, 5/8 of it."""
 
 
 class _Sides(NamedTuple):
@@ -113,7 +111,7 @@ def half_solved(form: KroneckerForm, rows: Float[Tensor, "m g p q"]) -> Iterator
     x = rows.double().permute(1, 3, 2, 0) if sides.turned else rows.double().permute(1, 2, 3, 0)
     parts = (V.mT @ x.flatten(2)).view(x.shape).transpose(1, 2)  # (g, w, s, m)
     root = None if sides.root is None else sides.root.double()
-    product = to_double(*sides.wide[:2]) if root is None else _lower_product(root)
+    product = to_double(*sides.wide[:2]) if root is None else root @ root.mT
     images = parts if root is None else (root @ parts.flatten(2)).unflatten(2, parts.shape[2:])
     solved, failed = [], []
     for a, image in zip(values.unbind(1), images.unbind(2)):
@@ -134,14 +132,3 @@ def half_solved(form: KroneckerForm, rows: Float[Tensor, "m g p q"]) -> Iterator
         scaled = (y * values.sqrt()[:, None, :, None]).flatten(2)
         rest = torch.baddbmm(parts.flatten(2), root.mT, scaled, alpha=-1).unflatten(2, parts.shape[2:])
         yield (rest / level.sqrt()[:, :, None, None]).flatten(0, 2).mT.to(rows.dtype)
-
-
-def _lower_product(rows: Float[Tensor, "g r w"]) -> Float[Tensor, "g r r"]:
-    """Return rows rowsᵀ on and below the diagonal."""
-    r = rows.shape[1]
-    found = rows.new_empty(len(rows), r, r)
-    step = -(-r // STRIPS)
-    for start in range(0, r, step):
-        below, strip = rows[:, start:], rows[:, start : start + step]
-        found[:, start:, start : start + step] = below @ strip.mT
-    return found

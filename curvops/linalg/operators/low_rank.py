@@ -24,15 +24,15 @@ from curvops.checks import (
 from curvops.errors import RankWarning, warn
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.memory import vector_bytes, working
-from curvops.linalg.core.probed import Probed
+from curvops.linalg.core.memory import working
+from curvops.linalg.core.probed import LEAST_VECTORS, Probed
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.rounding import ROUNDINGS, rounding_level
 from curvops.linalg.core.sources import Sources, scale_sources, sources_of
 from curvops.linalg.core.spaces import Space, spaces_of
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import (
     CHUNK,
+    ROUNDINGS,
     Description,
     Given,
     Matrix,
@@ -44,13 +44,13 @@ from curvops.linalg.core.vectors import (
     gram,
     norm,
     part,
+    rounding_level,
     shaped_as,
     spawn_generator,
     unit_blocks,
 )
-from curvops.linalg.estimators.adaptive import LEAST_VECTORS
 from curvops.linalg.estimators.frobenius import PROBES
-from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
+from curvops.linalg.functions.apply_function import inverse_root, inverse_root_product
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
@@ -58,8 +58,6 @@ from curvops.linalg.preconditioners.nystrom import KEPT, MOST_RANK, grow
 from curvops.linalg.solvers.solve import default_rtol
 from curvops.progress import Progress
 from curvops.ranks.sharded_vectors import Sharded, block_of, stored
-
-FEWEST_PROBES = 4
 
 
 class LowRankForm(ClosedForm):
@@ -363,8 +361,8 @@ class LowRank(Operator):
             return super()._matmul(rhs)
         U = block_of(self.vectors)
         block = as_columns(rhs if isinstance(rhs, Sharded) else U.like(rhs[U.rows.own]))
-        found: Any = shaped_as(combine(U, self.values.unsqueeze(-1) * gram(U, block)), rhs)
-        return found if isinstance(rhs, Sharded) else found.whole()
+        image: Any = shaped_as(combine(U, self.values.unsqueeze(-1) * gram(U, block)), rhs)
+        return image if isinstance(rhs, Sharded) else image.whole()
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return self._matmul(rhs)
@@ -472,7 +470,7 @@ def low_rank(
         checked_number("rtol", rtol, "(0, 1)")
     aim = (0.01 if rank is None else None) if rtol is None else rtol
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
-    if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
+    if memory_budget is not None and memory_budget < (least := KEPT * facts.vector_bytes):
         raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
     kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
     generator = spawn_generator(generator)
@@ -485,9 +483,9 @@ def low_rank(
         with working(op, LEAST_VECTORS) as (multiply, room):
             probes = PROBES
             if memory_budget is None and room is not None:  # a given budget covers the stored vectors only
-                probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
-                room -= 2 * probes * vector_bytes(facts)
-            limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
+                probes = max(4, min(PROBES, room // (8 * facts.vector_bytes)))
+                room -= 2 * probes * facts.vector_bytes
+            limit = wanted if room is None else max(1, min(wanted, room // (KEPT * facts.vector_bytes)))
             probed = Probed(multiply, facts, generator)
             probed_once: list[Tensor] = list(kept.attach("error", lambda: probed_once) or [])
 

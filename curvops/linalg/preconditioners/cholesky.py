@@ -24,7 +24,6 @@ from curvops.checks import check_choice, check_limits, check_shape, check_tensor
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.entries import columns_of, diagonal_of
-from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.symmetry import require_symmetric, skew_tolerance
 from curvops.linalg.core.vectors import (
@@ -41,17 +40,11 @@ from curvops.linalg.core.vectors import (
     join,
     shaped_as,
     square_sums,
+    tall_qr,
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.progress import Progress
 from curvops.summary import Summarised
-
-MOST_RANK = 1024
-BLOCK = 16
-FIRST_ROOM = 64
-# The number of vectors that a rank of one takes.
-LEAST_VECTORS = 6
-MOST_CONDITION = 28.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -167,15 +160,15 @@ def cholesky(
         check_tensor("diagonal", diagonal)
     check_limits(rtol)
     size = torch.finfo(dtype).bits // 8
-    budget = current_run().room(LEAST_VECTORS * n * size)
+    budget = current_run().room(6 * n * size)  # what a rank of one takes
     room = n if budget is None else budget // max(1, 2 * n * size)
-    wanted = min(n, MOST_RANK if rank is None else rank)
+    wanted = min(n, 1024 if rank is None else rank)
     with torch.no_grad():
         left, spent = diagonal_of(A) if diagonal is None else (diagonal.detach().to(dtype), 0)
         check_shape("the diagonal", left, (n,))
         scale = _scale(left)
         aim = _aim(float(left.double().sum()), rank, float(shift), rtol)
-        block = 1 if pivoting == "greedy" else BLOCK
+        block = 1 if pivoting == "greedy" else 16
         grown = _grow(A, left.clone(), min(room, wanted), block, aim, scale, generator)
     done = len(grown.pivots) >= (wanted if rank is not None else n) or grown.trace_left <= aim or grown.exhausted
     reason = Reason.CONVERGED if done else Reason.RANK_CAPPED
@@ -197,7 +190,7 @@ def _scale(diagonal: Tensor) -> float:
 def _aim(trace: float, rank: int | None, shift: float, rtol: float | int | None) -> float:
     """Return the trace that may remain."""
     by_share = 0.0 if rtol is None else float(rtol) * trace
-    by_condition = (MOST_CONDITION - 1) * shift if rank is None and rtol is None else 0.0
+    by_condition = 27.0 * shift if rank is None and rtol is None else 0.0
     return max(by_share, by_condition)
 
 
@@ -214,7 +207,7 @@ def _grow(
 ) -> _Factor:
     """Add columns in blocks up to ``limit``, the goal, or rounding, at one small transfer per block."""
     n = len(left)
-    F = empty_block(left, min(limit, FIRST_ROOM))
+    F = empty_block(left, min(limit, 64))
     floor = n * torch.finfo(left.dtype).eps * scale
     pivots: list[Tensor] = []
     r, spent, trace = 0, 0, float(left.double().sum())
@@ -253,8 +246,8 @@ def _grow(
             raise _indefinite(low) if math.isfinite(low) else ValueError("a column of A holds NaN or Inf.")
         left = left.clamp_min(0)
         trace, exhausted = total, high <= floor
-    found = torch.cat(pivots) if pivots else torch.zeros(0, dtype=torch.long, device=left.device)
-    return _Factor(F[:, :r], found, max(trace, 0.0), spent, exhausted)
+    order = torch.cat(pivots) if pivots else torch.zeros(0, dtype=torch.long, device=left.device)
+    return _Factor(F[:, :r], order, max(trace, 0.0), spent, exhausted)
 
 
 def _check_core(core: Tensor, expected: Tensor, scale: float, dtype: torch.dtype) -> None:

@@ -44,8 +44,8 @@ def blockwise(method: Callable[P, R]) -> Callable[P, R]:
         owner, block = exchanged(args, is_dtensor, unwrapped)
         apply = partial(cast(Any, method), owner)
         whole = isinstance(block, Sharded) and not any(map(is_block, vars(owner).values()))
-        found = block.multiplied(apply) if whole else apply(block)
-        return cast(R, wrapped(found) if is_dtensor(args[1]) else found)
+        image = block.multiplied(apply) if whole else apply(block)
+        return cast(R, wrapped(image) if is_dtensor(args[1]) else image)
 
     return call
 

@@ -34,7 +34,6 @@ from curvops.progress import Progress
 from curvops.summary import Summarised
 
 BlockChoice: TypeAlias = int | Sequence[int] | Sequence[range | Tensor] | Partition
-COLUMNS = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -196,7 +195,7 @@ def block_jacobi(
 def _positions(blocks: BlockChoice, n: int, device: torch.device) -> list[Tensor]:
     """Check the blocks and return the positions of each."""
     if isinstance(blocks, Partition):
-        found = blocks
+        division = blocks
     else:
         if isinstance(blocks, int):
             blocks = [min(blocks, n - start) for start in range(0, n, blocks)]
@@ -205,10 +204,11 @@ def _positions(blocks: BlockChoice, n: int, device: torch.device) -> list[Tensor
         for block in blocks:
             sets.append(range(start, start + block) if isinstance(block, int) else block)
             start += len(sets[-1])
-        found = partition(sets, device)
-    if found.size != n:
-        raise ValueError(f"the blocks have {found.size} positions, but A has {n} rows.")
-    return [torch.arange(p.start, p.stop, device=device) if isinstance(p, range) else p.to(device) for p in found.parts]
+        division = partition(sets, device)
+    if division.size != n:
+        raise ValueError(f"the blocks have {division.size} positions, but A has {n} rows.")
+    parts = division.parts
+    return [torch.arange(p.start, p.stop, device=device) if isinstance(p, range) else p.to(device) for p in parts]
 
 
 def _group(A: Matrix, positions: Tensor, shift: float) -> EqualBlocks:
@@ -218,7 +218,7 @@ def _group(A: Matrix, positions: Tensor, shift: float) -> EqualBlocks:
         dense = A.detach()[positions.unsqueeze(2), positions.unsqueeze(1)]
     else:
         dense = torch.empty(g, s, s, dtype=A.dtype, device=positions.device)
-        for flat in torch.arange(g * s, device=positions.device).split(COLUMNS):
+        for flat in torch.arange(g * s, device=positions.device).split(64):
             which, column = flat // s, flat % s
             images = columns_of(A, positions.flatten()[flat])
             dense[which, :, column] = images.gather(0, positions[which].mT).mT

@@ -16,7 +16,6 @@ from curvops.checks import checked_number, checked_whole
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply
-from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.symmetry import is_psd, require_symmetric, rounding_of
@@ -39,17 +38,15 @@ from curvops.linalg.core.vectors import (
     rotate,
     shaped_as,
     spawn_generator,
+    tall_qr,
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner, blockwise
 from curvops.progress import Progress
 from curvops.summary import Summarised
 
-FIRST_RANK = 8
 MOST_RANK = 1024
 KEPT = 3
 """The number of n × rank arrays in memory at once."""
-KEPT_TOGETHER = 32
-"""The number of products that a sketch with a checkpoint makes between two saves."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -190,7 +187,7 @@ def grow(
     if memory is not None:
         limit = min(limit, memory // max(1, KEPT * facts.vector_bytes))
     Omega = Y = empty_block(facts, 0)
-    target = min(limit, FIRST_RANK) if rank is None else limit
+    target = min(limit, 8) if rank is None else limit
     history: list[list[float]] = []
     if kept.state is not None:
         names = ("Omega", "Y", "target", "limit", "history")
@@ -204,7 +201,7 @@ def grow(
             Omega = join(Omega, fresh)
             del fresh
         while Y.shape[1] < target:
-            stop = min(target, Y.shape[1] + KEPT_TOGETHER) if kept else target
+            stop = min(target, Y.shape[1] + 32) if kept else target  # products between two saves
             Y = join(Y, probed.multiply(part(Omega, Y.shape[1], stop)))
             kept.save(lambda: {"Omega": Omega, "Y": Y, "target": target, "limit": limit, "history": history})  # noqa: B023
         U, values, exhausted = _factor(Omega, Y, known_psd, probed.multiply)

@@ -24,9 +24,7 @@ from curvops.checks import checked_whole
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply
-from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.solve_routes import KEPT_SHARE, LEAST_KEPT, MOST_KEPT
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -39,6 +37,7 @@ from curvops.linalg.core.vectors import (
     describe_square,
     empty_block,
     gram,
+    independent_basis,
     inner,
     norm,
     part,
@@ -63,24 +62,12 @@ from curvops.linalg.solvers.systems import (
 from curvops.progress import Progress
 from curvops.records import restore, state_of
 
-VECTORS = 12
-"""Working vectors per right-hand side, temporaries included."""
-REFINED = 16
-"""Further working vectors for iterative refinement, in float64."""
-TOGETHER = 64
-"""How many kept directions are stored side by side."""
-SKEWED = 0.01
-"""⟨x, Aq⟩ − ⟨Ax, q⟩, relative to ‖A‖‖x‖‖q‖, above which a failure is attributed to Aᵀ ≠ A, not to noisy products."""
 STATE = (
     *("active", "x", "r", "norm_A", "last", "most", "nearest", "checked", "strikes", "drifted", "null_met"),
     *("renewed", "renewals"),
 )
-MOST_RENEWALS = 4
-"""How often a column may restart; no consistent system needed more than two restarts in tests."""
 DRIFT = 0.1
 """The share of the true residual by which the recursion's residual may differ before it is replaced."""
-NULL_PATIENCE = 3 * CHECK_EVERY
-"""The iterations without a gain after which a column stops if A has shown a null vector."""
 
 
 @algorithm
@@ -156,11 +143,12 @@ def cg(
     if checkpoint is not None and refine is not False:
         raise ValueError(f"cg saves no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
     run, vector, K = current_run(), facts.vector_bytes, 1 if B.ndim == 1 else B.shape[1]
+    vectors = 12 if refine is False else 28  # the working vectors of a column; refinement holds them in float64, too
     most = 0 if keep_directions is None else checked_whole("keep_directions", keep_directions, 0)
     if keep_directions is None and block and run.memories and (room := run.room()) is not None:
-        fitting = (room - VECTORS * vector * K) // (KEPT_SHARE * 2 * vector)
-        # What is left of a small space is rounding.
-        most = min(MOST_KEPT, fitting, facts.rows // 2) if fitting >= LEAST_KEPT else 0
+        fitting = (room - vectors * vector * K) // (4 * 2 * vector)  # in a quarter of the bytes left, with their images
+        # Fewer than 64 save no more than a tenth of the products; what is left of a small space is rounding.
+        most = min(1024, fitting, facts.rows // 2) if fitting >= 64 else 0
     precondition = None if preconditioner is None else as_function(preconditioner, facts)
     saved = begin("cg", checkpoint, lambda: problem_of(A), facts.device)
     if saved is not NOTHING:
@@ -183,9 +171,8 @@ def cg(
         return Refinement(A.to(torch.float64), low, B, X0).solve(correct, goal)
 
     with hold(run.memories, 2 * most * vector):
-        if refine is not False:
-            return saved.finish(solve_in_groups(solve_refined, facts, B, x0, VECTORS + REFINED, saved))
-        return saved.finish(solve_in_groups(solve, facts, B, x0, VECTORS, saved))
+        solution = solve_in_groups(solve if refine is False else solve_refined, facts, B, x0, vectors, saved)
+        return saved.finish(solution)
 
 
 class ConjugateGradients:
@@ -373,7 +360,7 @@ class ConjugateGradients:
         residual that A can still reduce.
         """
         small = self.records.current[column] <= ANSWERED
-        return small and column not in self.renewed and self.renewals[column] < MOST_RENEWALS
+        return small and column not in self.renewed and self.renewals[column] < 4  # two suffice
 
     def append(self, W: Vectors, AW: Vectors) -> None:
         """Keep these directions for all later steps, if there is room for all of them."""
@@ -381,7 +368,7 @@ class ConjugateGradients:
         if not r or self.count + r > self.most:
             return
         if not self.panels or self.panels[-1].filled + r > self.panels[-1].W.shape[1]:
-            width = min(max(TOGETHER, r), self.most - self.count)
+            width = min(max(64, r), self.most - self.count)
             self.panels.append(Panel(empty_block(W, width), empty_block(W, width)))
         panel = self.panels[-1]
         put(panel.W, panel.filled, W)
@@ -412,7 +399,8 @@ class ConjugateGradients:
             residual, drift, size, _, gap = facts[:, i].tolist()
             column = self.active[j]
             backward = residual / (self.norm_A * size + 1)
-            skewed = gap > SKEWED * self.norm_A * size
+            # Above this, a failure is attributed to Aᵀ ≠ A, not to noisy products.
+            skewed = gap > 0.01 * self.norm_A * size
             stopped = failed.get(j) or self.verdict(column, residual, drift, backward)
             if stopped is None and skewed and residual >= records.best[column]:
                 stopped = Reason.STAGNATION
@@ -463,7 +451,7 @@ class ConjugateGradients:
             if self.strikes[column] >= (1 if backward <= self.records.level else 3):
                 return Reason.STAGNATION
         idle = self.records.idle(column)
-        if self.null_met and idle > NULL_PATIENCE:
+        if self.null_met and idle > 3 * CHECK_EVERY:
             return Reason.SINGULAR
         return Reason.STAGNATION if idle > self.records.patience else None
 

@@ -36,15 +36,6 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.solvers.systems import Callback, Goal, Records, check, raise_norm, solve_in_groups
 from curvops.progress import Progress, as_step
 
-EPOCHS = 200
-POWER_STEPS = 12
-MOMENTUM = 0.9
-MOST_HALVINGS = 20
-VECTORS = 8
-"""Working vectors per right-hand side, temporaries included."""
-PATIENCE = 20, 400
-"""The epochs, and the steps, after which the descent ends unless the residual fell by a hundredth."""
-
 
 @algorithm
 def dual_descent(
@@ -54,7 +45,7 @@ def dual_descent(
     noise: float | int = 0.0,
     batch_size: int = 512,
     step_size: float | None = None,
-    momentum: float = MOMENTUM,
+    momentum: float = 0.9,
     rtol: float | int = 1e-2,
     maxiter: int | None = None,
     x0: Vectors | None = None,
@@ -112,14 +103,12 @@ def dual_descent(
             f"{momentum}, {batch_size}, {noise} and {step_size}."
         )
     options = DescentOptions(float(noise), min(batch_size, n), step_size, momentum, generator)
-    goal = Goal(float(rtol), EPOCHS if maxiter is None else maxiter, callback)
+    goal = Goal(float(rtol), 200 if maxiter is None else maxiter, callback)
 
-    def solve(part: Vectors, start: Vectors | None, _: object) -> Solution:
-        records = Records(part, start, facts, goal)
-        DualDescent(K, records, options).solve()
-        return records.solution()
+    def solve(B: Vectors, X0: Vectors | None, _: object) -> Solution:
+        return DualDescent(K, Records(B, X0, facts, goal), options).solve()
 
-    return solve_in_groups(solve, facts, B, x0, VECTORS)
+    return solve_in_groups(solve, facts, B, x0, vectors=8)  # the working vectors of a column, temporaries included
 
 
 @dataclass(frozen=True)
@@ -147,13 +136,14 @@ class DualDescent:
         """Return (K + noise I) V."""
         return self.plain(V) + self.options.noise * V
 
-    def solve(self) -> None:
+    def solve(self) -> Solution:
         """Run epochs until every column has converged, the solutions no longer change, or the limit is reached."""
         records, k = self.records, self.B.shape[1]
         finite = self.inspect(self.alpha)
         if k and finite and not self.done():
             self.beta = self.options.step_size or self.default_step()
-        halvings, patience = 0, max(PATIENCE[0], PATIENCE[1] * self.options.batch // self.n)
+        # The descent ends after so many epochs, or 400 steps, unless the residual fell by a hundredth.
+        halvings, patience = 0, max(20, 400 * self.options.batch // self.n)
         while k and finite and not self.done() and records.iteration < records.maxiter:
             as_step(k, self.epoch)
             records.iteration += 1
@@ -164,7 +154,7 @@ class DualDescent:
                 self.beta /= 2
                 self.alpha, self.average = (as_block(records.X) for _ in range(2))
                 self.velocity = zero_block(self.alpha, k)
-            finite = halvings <= MOST_HALVINGS
+            finite = halvings <= 20
             if records.iteration - max(records.gained) > patience:
                 break
         for column in range(k):
@@ -173,6 +163,7 @@ class DualDescent:
             else:
                 reason = Reason.ITERATION_LIMIT if records.iteration >= records.maxiter else Reason.STAGNATION
             records.stop(column, reason)
+        return records.solution()
 
     def done(self) -> bool:
         """Return whether every column has converged."""
@@ -213,12 +204,12 @@ class DualDescent:
         """Return 1/L, L = λ_max + (n/b) max_i (K_ii + noise): batches of b coordinates (Richtárik & Takáč 2016)."""
         n, b = self.n, self.options.batch
         V = random_block(self.B, 1, generator=self.options.generator)
-        size = 0.0
-        for _ in range(POWER_STEPS):
+        size, steps = 0.0, 12
+        for _ in range(steps):
             V = self.multiply(V)
             size = float(norm(V)[0])
             V = V / size if size > 0 else V
-        self.records.matvecs += POWER_STEPS + 1
+        self.records.matvecs += steps + 1
         probe = torch.arange(min(n, b), device=self.B.device)
         height = float(as_step(1, self.rows, probe).diagonal().max()) + self.options.noise
         share = (n - b) / max(n - 1, 1)

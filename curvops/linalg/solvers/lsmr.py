@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from curvops.checks import check_flag, checked_number
+from curvops.checks import checked_number
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
@@ -54,9 +54,6 @@ from curvops.linalg.solvers.short_recurrence import (
 )
 from curvops.linalg.solvers.systems import UNDECIDED, Callback, Records, check, raise_norm, solve_in_groups
 from curvops.progress import Progress
-
-VECTORS = 14
-"""Working vectors per right-hand side, temporaries included."""
 
 
 @algorithm
@@ -109,16 +106,12 @@ def lsmr(
     A = as_matrix(A, B)
     facts = describe(A)
     goal = check(facts, B, rtol, maxiter, x0, callback)
-    checked_number("damp", damp, "[0, inf)")
-    check_flag("consistent", consistent)
-    operator = AugmentedMatrix(product(A), transposed_product(A), float(damp))
+    operator = AugmentedMatrix(product(A), transposed_product(A), checked_number("damp", damp, "[0, inf)"))
 
-    def solve(part: Vectors, start: Vectors | None, _: object) -> Solution:
-        records = Records(part, start, facts, goal)
-        Bidiagonalisation(operator, records, consistent).solve()
-        return records.solution(least_squares=True)
+    def solve(B: Vectors, X0: Vectors | None, _: object) -> Solution:
+        return Bidiagonalisation(operator, Records(B, X0, facts, goal), consistent).solve()
 
-    return solve_in_groups(solve, facts, B, x0, VECTORS)
+    return solve_in_groups(solve, facts, B, x0, vectors=14)  # the working vectors of a column, temporaries included
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,9 +323,9 @@ class Bidiagonalisation(ShortRecurrence):
             return Reason.PRECISION_LIMIT
         return reason
 
-    def select(self, kept: list[int]) -> None:
-        where = torch.tensor(kept, dtype=torch.long)
-        self.u, self.scalars = self.u.select(where), self.scalars.select(kept)
+    def select(self, remaining: list[int]) -> None:
+        where = torch.tensor(remaining, dtype=torch.long)
+        self.u, self.scalars = self.u.select(where), self.scalars.select(remaining)
         self.v, self.h, self.hbar, self.x = (columns(block, where) for block in (self.v, self.h, self.hbar, self.x))
 
 
@@ -359,8 +352,8 @@ class Bidiagonal(ColumnState):
     def start(cls, alpha: Numbers, beta: Numbers) -> Bidiagonal:
         """Return the state before the first step: β u = r, α v = Aᵀu."""
         one, slope = np.ones_like(beta), alpha * beta
-        known = {"alpha": alpha, "alphabar": alpha, "zetabar": slope, "betadd": beta, "normr": beta}
-        return cls.with_fields(**known, rho=one, rhobar=one, cbar=one, rhodold=one)
+        sizes = {"alpha": alpha, "alphabar": alpha, "zetabar": slope, "betadd": beta, "normr": beta}
+        return cls.with_fields(**sizes, rho=one, rhobar=one, cbar=one, rhodold=one)
 
     def advance(self, alpha: Numbers, beta: Numbers) -> Numbers:
         """Advance by β_{k+1}, α_{k+1}; return the weights of hbar in itself, of hbar in x, and of h in the next h."""

@@ -68,13 +68,6 @@ from curvops.linalg.solvers.systems import (
 )
 from curvops.progress import Progress
 
-VECTORS = 16
-"""Working vectors per right-hand side, temporaries included."""
-FREE = 1e-2
-"""The part of x that may be removed along a null vector before the error of this has to be measured."""
-WATCHED = 6
-"""The number of steps in which symmetry is checked: Aᵀ ≠ A shows in the first of them."""
-
 
 @algorithm
 def minres(
@@ -134,12 +127,10 @@ def minres(
     def multiply(V: Vectors) -> Vectors:
         return plain(V) + sigma * V if sigma else plain(V)
 
-    def solve(part: Vectors, start: Vectors | None, _: object) -> Solution:
-        records = Records(part, start, facts, goal)
-        MinimalResiduals(multiply, precondition, records).solve()
-        return records.solution(least_squares=True)
+    def solve(B: Vectors, X0: Vectors | None, _: object) -> Solution:
+        return MinimalResiduals(multiply, precondition, Records(B, X0, facts, goal)).solve()
 
-    return solve_in_groups(solve, facts, B, x0, VECTORS)
+    return solve_in_groups(solve, facts, B, x0, vectors=16)  # the working vectors of a column, temporaries included
 
 
 @dataclass(eq=False)
@@ -221,7 +212,7 @@ class MinimalResiduals(ShortRecurrence):
         p = self.multiply(v)
         self.records.iteration += 1
         self.records.matvecs += len(self.active)
-        watching = self.records.iteration <= WATCHED
+        watching = self.records.iteration <= 6  # Aᵀ ≠ A shows in the first steps
         image = norm(p)
         mirrored = inner(p, V.v) if watching else image
         p = plus(p, V.before, -scale)
@@ -286,10 +277,10 @@ class MinimalResiduals(ShortRecurrence):
             checks.append(ColumnCheck(residual, residual <= records.rtol, over, null))
 
         def restart(again: list[int]) -> None:
-            kept = torch.tensor(again)
-            V.restart(index[kept], columns(x, kept), columns(r, kept), columns(z, kept))
-            self.scalars.put(index[kept].tolist(), QLP.start(measures[again]))
-            self.parts[:, index[kept].to(self.B.device)] = 0.0
+            which = torch.tensor(again)
+            V.restart(index[which], columns(x, which), columns(r, which), columns(z, which))
+            self.scalars.put(index[which].tolist(), QLP.start(measures[again]))
+            self.parts[:, index[which].to(self.B.device)] = 0.0
 
         return checks, restart
 
@@ -322,21 +313,22 @@ class MinimalResiduals(ShortRecurrence):
         index = torch.tensor(which)
         left = columns(r, index)
         z, square = self.in_metric(left)
-        image, sizes, found = self.images(z)
+        image, sizes, gains = self.images(z)
         moved = columns(x, index)
         if self.origin is not None:
             moved -= columns(self.origin, torch.tensor([self.active[positions[i]] for i in which]))
-        null = (found <= self.records.vanishing) & (square > 0)
+        null = (gains <= self.records.vanishing) & (square > 0)
         dots, lengths = to_host(inner(left, moved), norm(moved))
         along = np.where(null, dots / np.where(null, square**2, 1.0), 0.0)
         share = torch.from_numpy(along).to(self.B.device)
         put_columns(x, index, plus(columns(x, index), z, -share))
         put_columns(r, index, plus(left, image, share))
-        spoiled = (np.abs(along) * sizes > FREE * lengths).nonzero()[0]
+        # More of x, along a null vector, adds errors that have to be measured.
+        spoiled = (np.abs(along) * sizes > 1e-2 * lengths).nonzero()[0]
         if len(spoiled):
             z, _ = self.in_metric(columns(r, index[torch.from_numpy(spoiled)]))
-            _, _, found[spoiled] = self.images(z)
-        for k, (i, value) in enumerate(zip(which, found.tolist())):
+            _, _, gains[spoiled] = self.images(z)
+        for k, (i, value) in enumerate(zip(which, gains.tolist())):
             normal[i], column = value, self.active[positions[i]]
             if k in spoiled and self.records.vanishing < value < 0.5 * self.spoiled.get(column, math.inf):
                 self.spoiled[column], self.records.reference[column] = value, math.inf  # the column restarts from here
@@ -360,11 +352,11 @@ class MinimalResiduals(ShortRecurrence):
         self.records.matvecs += 3
         return min(most_explained(rounding_of(self.multiply, part(self.B, 0, 1)), 1), MOST_SKEW * self.norm_A)
 
-    def select(self, kept: list[int]) -> None:
-        where = torch.tensor(kept, dtype=torch.long)
-        self.vectors, self.scalars = self.vectors.select(where), self.scalars.select(kept)
+    def select(self, remaining: list[int]) -> None:
+        where = torch.tensor(remaining, dtype=torch.long)
+        self.vectors, self.scalars = self.vectors.select(where), self.scalars.select(remaining)
         self.parts = self.parts[:, where.to(self.B.device)]
-        self.metric, self.size = self.metric[kept], self.size[kept]
+        self.metric, self.size = self.metric[remaining], self.size[remaining]
 
 
 def _root(square: Numbers) -> Numbers:

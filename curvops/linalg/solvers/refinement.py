@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -21,13 +20,12 @@ from curvops.linalg.core.vectors import (
     norm,
     product,
     put_columns,
+    rounding_level,
     zero_block,
 )
 from curvops.linalg.solvers.systems import Goal, UsableColumns, precision_limited
 from curvops.progress import as_step
 
-# Relative residuals that float32 reaches: for well-conditioned systems, and for nearly all systems.
-FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3
 CorrectionSolver: TypeAlias = Callable[[Vectors, Goal], Solution]
 
 
@@ -56,7 +54,9 @@ class Refinement:
         self.last[[j for j, reason in self.usable.reasons.items() if reason is Reason.NON_FINITE]] = math.inf
         self.history = torch.ones(1, K, dtype=torch.float64)
         self.reasons = [self.usable.reasons.get(j, Reason.NON_FINITE) for j in range(K)]
-        self.digits, self.norm_A = FIRST_DIGITS, torch.zeros((), dtype=torch.float64, device=B.device)
+        self.digits = 1e-5
+        """The relative residual that float32 reaches for well-conditioned systems; 1e-3 it reaches for nearly all."""
+        self.norm_A = torch.zeros((), dtype=torch.float64, device=B.device)
         self.iterations = self.matvecs = self.exact_matvecs = 0
 
     def solve(self, solver: CorrectionSolver, goal: Goal) -> Solution:
@@ -93,17 +93,18 @@ class Refinement:
         sizes = self.sizes[todo.to(self.sizes.device)]
         unit = columns(self.residual, todo) / sizes
         inner = min(max(self.digits, 0.5 * goal.rtol / float(self.last[todo].amax())), 0.5)
-        part = solver(unit.to(self.dtype), Goal(inner, goal.maxiter - self.iterations))
-        self.iterations, self.matvecs = self.iterations + part.iterations, self.matvecs + part.matvecs
-        if Reason.PRECISION_LIMIT in part.reasons:
-            self.digits = FEWER_DIGITS
-        rows = self.history[-1].repeat(len(part.history), 1)
-        rows[:, todo] *= part.history
+        correction = solver(unit.to(self.dtype), Goal(inner, goal.maxiter - self.iterations))
+        self.iterations += correction.iterations
+        self.matvecs += correction.matvecs
+        if Reason.PRECISION_LIMIT in correction.reasons:
+            self.digits = 1e-3
+        rows = self.history[-1].repeat(len(correction.history), 1)
+        rows[:, todo] *= correction.history
         self.history = torch.cat([self.history, rows[1:], rows[-1:]])
-        for j, reason in zip(todo.tolist(), part.reasons):
+        for j, reason in zip(todo.tolist(), correction.reasons):
             self.reasons[j] = reason
-        self.norm_A = torch.maximum(self.norm_A, _scale(part, norm(unit)))
-        put_columns(self.X, todo, columns(self.X, todo) + finite_part(part.x.to(torch.float64) * sizes))
+        self.norm_A = torch.maximum(self.norm_A, _scale(correction, norm(unit)))
+        put_columns(self.X, todo, columns(self.X, todo) + finite_part(correction.x.to(torch.float64) * sizes))
 
     def solution(self, rtol: float, exhausted: bool) -> Solution:
         """Return the solution reached, with its reasons."""
@@ -127,12 +128,13 @@ class Refinement:
         )
 
 
-def _scale(part: Solution, lengths: Float[Tensor, " K"]) -> Tensor:
+def _scale(correction: Solution, lengths: Float[Tensor, " K"]) -> Tensor:
     """Return ‖A‖ as estimated by a solve for a correction, from its backward errors ‖r‖/(‖A‖‖x‖ + ‖b‖).
 
     The products of refinement itself are close to B and show little of ‖A‖.
     """
-    ratio = (part.relative_residuals / part.backward_errors - 1).to(part.x.device) * lengths / norm(part.x)
+    ratio = correction.relative_residuals / correction.backward_errors - 1
+    ratio = ratio.to(correction.x.device) * lengths / norm(correction.x)
     return torch.nan_to_num(ratio, nan=0.0, posinf=0.0).amax()
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from curvops.linalg.core.results import Reason
+from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.solvers.systems import CHECK_EVERY, Records, Verdict
 
 Numbers: TypeAlias = NDArray[np.float64]
@@ -28,8 +28,8 @@ AnyColumnState = TypeVar("AnyColumnState", bound="ColumnState")
 
 def to_host(*values: Tensor) -> Numbers:
     """Copy numbers per column to the CPU, one row each, in a single transfer."""
-    found: Numbers = torch.stack(values).cpu().numpy()
-    return found
+    rows: Numbers = torch.stack(values).cpu().numpy()
+    return rows
 
 
 def to_device(values: Numbers, like: Tensor) -> Tensor:
@@ -70,10 +70,10 @@ class ColumnState:
     """A state of one float64 number per column in each field, on the CPU."""
 
     @classmethod
-    def with_fields(cls: type[AnyColumnState], **known: Numbers) -> AnyColumnState:
+    def with_fields(cls: type[AnyColumnState], **values: Numbers) -> AnyColumnState:
         """Return the state with these fields, and with zeros in the others."""
-        nothing = np.zeros_like(next(iter(known.values())))
-        return cls(**{field.name: known.get(field.name, nothing).copy() for field in fields(cls)})
+        nothing = np.zeros_like(next(iter(values.values())))
+        return cls(**{field.name: values.get(field.name, nothing).copy() for field in fields(cls)})
 
     def select(self: AnyColumnState, index: Sequence[int]) -> AnyColumnState:
         """Return the columns that remain."""
@@ -108,7 +108,7 @@ class ShortRecurrence(ABC):
         self.active = list(range(K))
         self.norm_A = 0.0
 
-    def solve(self) -> None:
+    def solve(self) -> Solution:
         """Iterate until every column has a reason; check true residuals periodically and when they may end it."""
         records, ended = self.records, set[int]()
         while self.active:
@@ -116,7 +116,7 @@ class ShortRecurrence(ABC):
             everyone = set(range(len(self.active)))
             if records.iteration >= records.maxiter:
                 self.inspect(everyone, ended, Reason.ITERATION_LIMIT)
-                return
+                break
             periodic = records.iteration and records.iteration % CHECK_EVERY == 0
             self.inspect(everyone if periodic else due, ended)
             while self.active:
@@ -124,6 +124,7 @@ class ShortRecurrence(ABC):
                 if not broken:
                     break
                 self.inspect(broken, set(), Reason.NON_FINITE)
+        return records.solution(least_squares=True)
 
     def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
         """Check some columns; they stop with a reason, restart, or continue."""
@@ -143,10 +144,10 @@ class ShortRecurrence(ABC):
                 self.stop(column, Reason.STAGNATION if math.isfinite(check.size) else Reason.NON_FINITE)
         if again:
             restart(again)
-        kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
-        if len(kept) < len(self.active):
-            self.active = [self.active[j] for j in kept]
-            self.select(kept)
+        remaining = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
+        if len(remaining) < len(self.active):
+            self.active = [self.active[j] for j in remaining]
+            self.select(remaining)
 
     @abstractmethod
     def note(self) -> set[int]:
@@ -165,5 +166,5 @@ class ShortRecurrence(ABC):
         """Give a column its reason, by its best solution."""
 
     @abstractmethod
-    def select(self, kept: list[int]) -> None:
+    def select(self, remaining: list[int]) -> None:
         """Drop all but these positions."""

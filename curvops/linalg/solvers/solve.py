@@ -33,12 +33,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.ambient import current_run, running
-from curvops.checks import carries_graph, check_choice, check_tensor, in_forward_mode, refuse_tangents
+from curvops.checks import carries_graph, check_choice, check_limits, check_tensor, in_forward_mode, refuse_tangents
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept
-from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, SKETCHED, System, chosen, routes
 from curvops.linalg.core.symmetry import clearly_indefinite, is_psd, is_symmetric
 from curvops.linalg.core.vectors import (
@@ -57,6 +56,7 @@ from curvops.linalg.core.vectors import (
     put,
     random_block,
     require_precision,
+    rounding_level,
     shaped_as,
 )
 from curvops.linalg.solvers.cg import cg
@@ -85,16 +85,11 @@ def method_for(A: Matrix) -> Method:
     Returns:
         The name of the method, as `solve` accepts it.
 
-    Raises:
-        TypeError, ValueError: A is no matrix.
-
     Examples:
         >>> co.linalg.method_for(torch.eye(3)), co.linalg.method_for(torch.ones(3, 2))
         ('dense', 'lsmr')
     """
     check_tensor("A", A)
-    if A.ndim < 2:
-        raise ValueError(f"A must be a matrix, got shape {tuple(A.shape)}.")
     return _method_for(system_of(A))
 
 
@@ -116,7 +111,7 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
         longest=longest(A) if whole else 0,
         itemsize=A.dtype.itemsize,
         closed_form=form,
-        at_hand=is_stored(A),
+        at_hand=is_at_hand(A),
         symmetric=tagged and is_symmetric(A),
         definite=tagged and getattr(A, "definite", False),
         recorded=whole and hasattr(A, "definite") and carries_graph(to_linear_operator(A).representation()),
@@ -131,9 +126,9 @@ def exact_solver(A: Any) -> Callable[[Tensor], Tensor] | None:
     return A.exact_solver() if hasattr(A, "exact_solver") else None
 
 
-def is_stored(A: Any) -> bool:
+def is_at_hand(A: Any) -> bool:
     """Return whether the matrix exists and need not be formed."""
-    return isinstance(A, Tensor) or getattr(A, "stored", False)
+    return isinstance(A, Tensor) or getattr(A, "at_hand", False)
 
 
 def seems_symmetric(A: Matrix) -> bool:
@@ -200,6 +195,7 @@ def solve(
     require_precision(A.dtype, A.device)
     if A.ndim < 2 or not A.shape.numel():
         raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
+    check_limits(rtol, maxiter)
     if not has_rows(B, A.shape[-2]):
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
@@ -211,7 +207,7 @@ def solve(
         taken = "dense"
     if taken == "dense":
         # A curvature is positive semidefinite by its formula, a matrix only by its user's word.
-        promised = method == "auto" and getattr(A, "definite", False) and (is_stored(A) or not is_psd(A))
+        promised = method == "auto" and getattr(A, "definite", False) and (is_at_hand(A) or not is_psd(A))
         dense = partial(solve_dense, operator, rtol=tolerance, symmetric=is_symmetric(A), definite=promised)
         return shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(as_columns(B)), B)
     if in_forward_mode():

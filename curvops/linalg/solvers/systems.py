@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from linear_operator import LinearOperator
@@ -23,7 +22,6 @@ from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_tensor, checked_number, refuse_tangents, shown
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution, join_histories
-from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.vectors import (
     Description,
     Matrix,
@@ -38,18 +36,16 @@ from curvops.linalg.core.vectors import (
     product,
     put,
     put_columns,
+    rounding_level,
     shaped_as,
     zero_block,
 )
 from curvops.progress import as_step, remark, time_left
 from curvops.records import from_record, restore, state_of
 
-MOST_ITERATIONS = 10_000
 Callback: TypeAlias = Callable[[int, Tensor], object]
 CHECK_EVERY = 50
 """The number of iterations between two checks of the true residual."""
-STEADY = 10
-"""The smallest number of iterations over which a rate is measured."""
 ANSWERED = 0.1
 """If the residual is above this share of b, x is not a solution, however small the backward error is."""
 STATE = ("X", "best", "backward", "current", "reference", "normal", "mark", "gained", "iteration", "matvecs")
@@ -110,7 +106,7 @@ def check(
 
 def iterations_allowed(n: int, maxiter: int | None) -> int:
     """Return the given limit, or 10 n, at least 100 and at most 10,000."""
-    return min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter
+    return min(max(10 * n, 100), 10_000) if maxiter is None else maxiter
 
 
 def shifted(A: Matrix, shift: float) -> Matrix:
@@ -126,7 +122,7 @@ def as_function(preconditioner: Preconditioner, facts: Description) -> Multiply:
     """Return a preconditioner of the matrix with these facts as a function on blocks, whose products are not counted.
 
     Raises:
-        TypeError: it cannot be applied to a block, or is a sketch of A, which would be mistaken for its inverse.
+        TypeError: it is an array of NumPy, or a sketch of A, which would be mistaken for its inverse.
         ValueError: it has another size or dtype than A, or returns a block unlike the one it was given.
     """
     multiply: Any = preconditioner
@@ -142,13 +138,12 @@ def as_function(preconditioner: Preconditioner, facts: Description) -> Multiply:
             f"a {type(preconditioner).__name__} approximates A, and a preconditioner must approximate its "
             "inverse: pass the result of its preconditioner(shift)."
         )
-    elif isinstance(preconditioner, Multiplies) and not isinstance(preconditioner, np.ndarray):
-        multiply = preconditioner.__matmul__
-    elif not callable(preconditioner):
+    elif hasattr(preconditioner, "__array_interface__"):
         raise TypeError(
-            "preconditioner must be a matrix, have __matmul__, or be a function on blocks, got "
-            f"{shown(preconditioner)}."
+            f"preconditioner must be a matrix of torch, or a function on blocks, got {shown(preconditioner)}."
         )
+    elif isinstance(preconditioner, Multiplies):
+        multiply = preconditioner.__matmul__
 
     def precondition(V: Vectors) -> Vectors:
         image = as_step(0, multiply, V)
@@ -327,7 +322,8 @@ class Records:
         worst, note = max(self.current), f"residual {max(self.current):.1e}"
         first, since = self.started
         steps = len(self.history) // 2
-        if steps < STEADY or not self.rtol < worst < max(self.history[-1 - steps]) or self.iteration <= first:
+        # Fewer steps show no rate.
+        if steps < 10 or not self.rtol < worst < max(self.history[-1 - steps]) or self.iteration <= first:
             return note
         rate = math.log(max(self.history[-1 - steps]) / worst) / steps
         left = min(math.log(worst / self.rtol) / rate, self.maxiter - self.iteration) if self.rtol else math.inf
@@ -426,18 +422,18 @@ def solve_in_groups(
     return join_solutions(solutions, shaped_as(X, B))
 
 
-def join_solutions(parts: Sequence[Solution], X: Vectors) -> Solution:
+def join_solutions(groups: Sequence[Solution], X: Vectors) -> Solution:
     """Join solutions of groups of columns, whose x are parts of X."""
-    normal = [part.normal_residuals for part in parts if part.normal_residuals is not None]
+    normal = [group.normal_residuals for group in groups if group.normal_residuals is not None]
     return Solution(
         X,
-        tuple(reason for part in parts for reason in part.reasons),
-        torch.cat([part.relative_residuals for part in parts]),
-        torch.cat([part.backward_errors for part in parts]),
-        max(part.iterations for part in parts),
-        sum(part.matvecs for part in parts),
-        join_histories([part.history for part in parts]),
+        tuple(reason for group in groups for reason in group.reasons),
+        torch.cat([group.relative_residuals for group in groups]),
+        torch.cat([group.backward_errors for group in groups]),
+        max(group.iterations for group in groups),
+        sum(group.matvecs for group in groups),
+        join_histories([group.history for group in groups]),
         normal_residuals=torch.cat(normal) if normal else None,
-        exact_matvecs=sum(part.exact_matvecs for part in parts),
-        groups=len(parts),
+        exact_matvecs=sum(group.exact_matvecs for group in groups),
+        groups=len(groups),
     )

@@ -24,12 +24,11 @@ from curvops.checks import check_callable, check_choice, check_limits, check_ten
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply, working
-from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
-from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, narrow_root, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
     CACHED_CHUNK,
+    NEAR_ZERO,
     Description,
     Given,
     Matrix,
@@ -49,6 +48,7 @@ from curvops.linalg.core.vectors import (
     product,
     put,
     random_block,
+    tall_qr,
     zero_block,
 )
 from curvops.linalg.solvers.minres import minres
@@ -69,9 +69,6 @@ from curvops.linalg.spectra.thick_restart import (
 from curvops.progress import Progress
 
 Solver: TypeAlias = Callable[..., Solution]
-
-# Solves for interior pairs are more accurate than the requested pairs by this factor.
-INNER = 0.1
 
 
 @algorithm
@@ -234,14 +231,14 @@ def lift(S: Matrix, U: Float[Vectors, "m k"], generator: torch.Generator | None 
 
     S maps those of the eigenvalue zero to rounding, and random vectors orthogonal to all others take their place.
     """
-    multiply, k, found = product(S), U.shape[1], []
+    multiply, k, norms = product(S), U.shape[1], list[Tensor]()
     X = empty_block(describe(S.mT), k)
     width = max(1, CACHED_CHUNK // X.shape[0])
     for start in range(0, k, width):
         image = multiply(part(U, start, start + width))
-        found.append(norm(image))
-        put(X, start, image / found[-1].where(found[-1] > 0, 1.0).to(X.dtype))
-    sizes = torch.cat(found)
+        norms.append(norm(image))
+        put(X, start, image / norms[-1].where(norms[-1] > 0, 1.0).to(X.dtype))
+    sizes = torch.cat(norms)
     reached = (sizes > NEAR_ZERO * torch.finfo(X.dtype).eps * sizes.amax()).nonzero().squeeze(1)
     if len(reached) == k:
         return tall_qr(X, overwrite=True)[0]
@@ -344,8 +341,8 @@ class BlockLanczos(Projection):
         self._rotate(torch.arange(self.locked), kept)
         self.T, self.C = torch.diag((Y * (self.T @ Y)).sum(0)), self.C @ Y
 
-    def _rotate(self, old: Tensor, found: Tensor) -> None:
-        self.basis.rotate(old, self.Y[:, found])
+    def _rotate(self, old: Tensor, wanted: Tensor) -> None:
+        self.basis.rotate(old, self.Y[:, wanted])
 
 
 class ShiftInverse(CountedProduct):
@@ -357,7 +354,7 @@ class ShiftInverse(CountedProduct):
     def __init__(self, A: Matrix, sigma: float, rtol: float, most: float | int, solver: Solver | None) -> None:
         super().__init__(product(A))
         self.shifted, self.solver, self.most = shifted(A.detach(), -sigma), minres if solver is None else solver, most
-        self.rtol = max(INNER * rtol, 4 * torch.finfo(A.dtype).eps)
+        self.rtol = max(0.1 * rtol, 4 * torch.finfo(A.dtype).eps)  # solves are more accurate than the pairs
 
     def __call__(self, V: Tensor) -> Tensor:
         """Solve for a block."""

@@ -64,8 +64,6 @@ class LanczosResult(Summarised):
         return tridiagonal(self.alphas, self.betas[:-1])
 
 
-RESERVED_BYTES = 2**30
-"""Bytes of a growing basis that are reserved at once on a CPU; more may be refused although they are never used."""
 LEAST_VECTORS = 6
 """The number of vectors that a run of two steps takes."""
 LEAST_CAPACITY = 3
@@ -121,8 +119,8 @@ def lanczos(
 
     Examples:
         >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]).double())
-        >>> found = co.linalg.lanczos(A, 4, start=torch.ones(4).double())
-        >>> T = found.alphas.diag() + found.betas[:3].diag(1) + found.betas[:3].diag(-1)
+        >>> run = co.linalg.lanczos(A, 4, start=torch.ones(4).double())
+        >>> T = run.alphas.diag() + run.betas[:3].diag(1) + run.betas[:3].diag(-1)
         >>> torch.linalg.eigvalsh(T).round(decimals=6)
         tensor([1., 2., 3., 4.], dtype=torch.float64)
     """
@@ -205,10 +203,10 @@ class LockStep:
         n, K, vector = starts.shape[0], max(1, starts.shape[1]), column_bytes(starts)
         most = depth_within(steps, n, vector, K, memory_budget)
         # If memory cannot hold a growing basis together with the previous one, all of it is reserved at once. On a CPU
-        # memory that was reserved takes none until it is written to, so that nothing speaks against it.
+        # memory that was reserved takes none until it is written to; more than 1 GiB may be refused all the same.
         whole = (most + 2) * vector * K
         tight = memory_budget is not None and 3 * whole > 2 * memory_budget
-        at_once = tight or (starts.device.type == "cpu" and whole <= RESERVED_BYTES)
+        at_once = tight or (starts.device.type == "cpu" and whole <= 2**30)
         return cls(multiply, starts, most if at_once else min(first, most), most)
 
     @property
@@ -295,14 +293,14 @@ class LockStep:
 
     def inverse_times_start(self, shift: float) -> Float[Vectors, "n K"]:
         """Return (A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches, without more products."""
-        found = []
+        solutions = []
         for k in range(self.K):
             m = int(self.depths[k])
             unit = torch.zeros(m, dtype=torch.float64)
             unit[0] = self.sizes[k]
             y = torch.linalg.solve(self.tridiagonal(k) + shift * torch.eye(m, dtype=torch.float64), unit)
-            found.append(combine(self.vectors(k, m), y[:, None]))
-        return join(*found)
+            solutions.append(combine(self.vectors(k, m), y[:, None]))
+        return join(*solutions)
 
     def reserve(self, capacity: int) -> None:
         """Reserve memory for ``capacity`` steps, keeping those done.

@@ -130,8 +130,8 @@ def svds(
         end: Which = "LA" if which == "LM" else "SA"  # singular values are not negative
         search = Search(process, end, k, aimed, capacity, capped, most_steps, most, callback)
         reason = search.run(random_start=True)
-        found = _certify(process, k, which, rtol, reason, search.history)
-    return replace(found, U=found.V, V=found.U) if facts.rows < facts.columns else found
+        triplets = _certify(process, k, which, rtol, reason, search.history)
+    return replace(triplets, U=triplets.V, V=triplets.U) if facts.rows < facts.columns else triplets
 
 
 def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[Tensor, Tensor]:
@@ -221,9 +221,9 @@ class GolubKahan(Projection):
         self._rotate(torch.arange(self.locked), kept)
         self.T, self.C = torch.diag(values), self.C @ self.X[:, kept]
 
-    def _rotate(self, old: Tensor, found: Tensor) -> None:
-        self.basis.rotate(old, self.Y[:, found])
-        self.left.rotate(old, self.X[:, found])
+    def _rotate(self, old: Tensor, wanted: Tensor) -> None:
+        self.basis.rotate(old, self.Y[:, wanted])
+        self.left.rotate(old, self.X[:, wanted])
 
     @property
     def cost(self) -> int:

@@ -24,7 +24,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import (
     Vectors,
@@ -39,6 +38,7 @@ from curvops.linalg.core.vectors import (
     put,
     random_block,
     rotate,
+    tall_qr,
 )
 from curvops.linalg.solvers.systems import Callback
 from curvops.progress import as_step, remark
@@ -47,27 +47,13 @@ from curvops.records import restore, state_of
 Which: TypeAlias = Literal["LM", "LA", "SA", "BE"]
 
 STATE = ("iteration", "seen", "values", "residuals", "found", "further", "history")
-# Without a budget a basis takes up to this many bytes and columns: more room means fewer products.
-FREE_BYTES = 1 << 26
-MOST_COLUMNS = 512
 # The number of blocks of vectors held in a step, in addition to the basis.
 BLOCK_VECTORS = 4
-# A true residual of this many units of rounding is the best that the dtype allows.
 RTOL = 1e-6
 """The default tolerance, relative to the eigenvalue; it is wider where rounding of ‖A‖ is, up to √eps."""
-ROUNDING = 20
 MISSED = 1e-3
-# The recursion's residual is brought below this share of the tolerance, since the true one is slightly larger.
-SAFETY = 0.5
-# Ritz values within this many tolerances may belong to one eigenvalue.
-WINDOW = 10
-# A restart keeps the wanted pairs and 1/KEPT_PART of the other columns; a third did best on eleven spectra.
-KEPT_PART = 3
 # Directions of a residual below this many units of rounding are dropped.
 DROPPED = 10
-# A fresh direction counts as orthogonal once a pass of Gram–Schmidt leaves this share of it.
-KEPT_SHARE = 0.7
-MOST_PASSES = 4
 COUNTED = ("matvecs", "failure")
 
 
@@ -161,7 +147,8 @@ class Search:
 
     def tolerance(self, values: Tensor) -> Tensor:
         """Return the residual at which the recursion may stop, in the process's units."""
-        return (SAFETY * self.rtol * values.abs()).clamp_min(3 * self.process.noise)
+        # The true residual is slightly larger than the recursion's.
+        return (0.5 * self.rtol * values.abs()).clamp_min(3 * self.process.noise)
 
     def _pursue(self, done: Callable[[], bool], needed: Callable[[], int]) -> Reason:
         process = self.process
@@ -174,7 +161,7 @@ class Search:
             if process.locked + process.width + process.pending_columns > self.capacity:
                 self._look()
                 room = self.capacity - process.locked
-                kept = needed() + (room - needed()) // KEPT_PART
+                kept = needed() + (room - needed()) // 3  # a third did best on eleven spectra
                 kept = max(1, min(kept, room - process.pending_columns))
                 process.restart(best_positions(self.values, self.which, kept))
                 self.seen = -1
@@ -213,7 +200,7 @@ class Search:
         # A cluster found b times or more may have further members.
         low, high = rejected_interval(self.found, self.which)
         values, order = self.found.sort()
-        window = WINDOW * torch.maximum(self.tolerance(values), residuals[order])
+        window = 10 * torch.maximum(self.tolerance(values), residuals[order])  # these may belong to one eigenvalue
         cluster = torch.cat([torch.zeros(1), (values.diff() > window[1:]).double().cumsum(0)])
         for label in cluster.unique():
             member = cluster == label
@@ -262,7 +249,8 @@ def basis_columns(
     Raises:
         ValueError: the budget is too small for the least number of columns.
     """
-    usual = min(n, max(2 * k + 10 * block_size, min(MOST_COLUMNS, FREE_BYTES // size)))
+    # Up to 512 columns or 64 MiB are taken freely: more room means fewer products.
+    usual = min(n, max(2 * k + 10 * block_size, min(512, 2**26 // size)))
     for b in (block_size, least_block):
         within = n if memory_budget is None else max(0, min(n, memory_budget // size - BLOCK_VECTORS * b))
         if within >= min(n, k + 2 * b):
@@ -275,21 +263,21 @@ def verdicts(
     residuals: Tensor, sizes: Tensor, rtol: float | None, norm_A: float, eps: float, reason: Reason
 ) -> tuple[Reason, ...]:
     """Return a reason for each true residual, given the sizes that it is relative to and how the search ended."""
-    noise = ROUNDING * eps * norm_A
+    noise = 20 * eps * norm_A  # the best that the dtype allows
     usual = torch.maximum(RTOL * sizes, (math.sqrt(eps) * sizes).clamp_max(noise))
     aims = usual if rtol is None else rtol * sizes
     unmet = Reason.STAGNATION if reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
-    found = []
+    reasons = []
     for residual, aim in zip(residuals.tolist(), aims.tolist()):
         if not math.isfinite(residual):
-            found.append(Reason.NON_FINITE)
+            reasons.append(Reason.NON_FINITE)
         elif residual > max(aim, noise):
-            found.append(unmet)
+            reasons.append(unmet)
         elif reason is not Reason.CONVERGED:
-            found.append(Reason.UNVERIFIED)
+            reasons.append(Reason.UNVERIFIED)
         else:
-            found.append(Reason.CONVERGED if residual <= aim else Reason.PRECISION_LIMIT)
-    return tuple(found)
+            reasons.append(Reason.CONVERGED if residual <= aim else Reason.PRECISION_LIMIT)
+    return tuple(reasons)
 
 
 def within_zeros(block: Tensor, rows: int, columns: int, first: int = 0) -> Tensor:
@@ -364,12 +352,12 @@ class Projection(ABC):
         """Continue from these Ritz vectors, numbered as in the last ``ritz``, and the pending block."""
 
     @abstractmethod
-    def _rotate(self, old: Tensor, found: Tensor) -> None:
+    def _rotate(self, old: Tensor, wanted: Tensor) -> None:
         """Keep some locked columns and some Ritz vectors as the basis."""
 
-    def lock(self, old: Tensor, found: Tensor) -> None:
+    def lock(self, old: Tensor, wanted: Tensor) -> None:
         """Lock some of the locked columns and some Ritz vectors; drop the rest of the basis and the pending block."""
-        self._rotate(old, found)
+        self._rotate(old, wanted)
         self.locked = self.basis.width
         self.T = self.C = torch.zeros(0, 0, dtype=torch.float64)
         self.pending = part(self.pending, 0, 0)
@@ -479,9 +467,9 @@ class Basis:
         V = axpy(W, Q, -H)
         R = torch.eye(V.shape[1], dtype=torch.float64)
         H = H.cpu()
-        for turn in range(MOST_PASSES):
+        for turn in range(4):
             V, R, share = _trim(V, R, floor, self.n - self.width)
-            if not V.shape[1] or (turn and share > KEPT_SHARE):
+            if not V.shape[1] or (turn and share > 0.7):  # orthogonal once a pass leaves this share
                 break
             again = gram(Q, V)
             V = axpy(V, Q, -again)

@@ -207,6 +207,23 @@ class Batches:
         """The fingerprints of the points of this process."""
         return self.prints
 
+    def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
+        """Return some points, in ascending order, on the device of `like`; their weights are multiplied by a factor."""
+        return Batches(self._chosen(chosen, factor, like), Reading(like.device, like.dtype, weights=True))
+
+    def _chosen(self, chosen: Tensor, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor, Tensor]]:
+        """Return those of the chosen points that this process has, batch by batch, with their weights."""
+        parts, start = [], self.start
+        for batch in self:
+            inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
+            start += batch.num_points
+            if len(inside):
+                index = inside.to(batch.targets.device)
+                ones = batch.targets.new_ones(batch.num_points, dtype=like.dtype)
+                weights = (ones if batch.weights is None else batch.weights)[index] * factor
+                parts.append((take(batch.inputs, index), batch.targets[index], weights))
+        return parts
+
     def are(self, inputs: object, targets: object) -> bool:
         """Return whether all points are those of these inputs and targets, in any order; False if they have weights.
 
@@ -329,6 +346,10 @@ class AbsentBatches:
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise ValueError("this needs the training points: pass them, co.load(path, model, data).")
+
+    def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Any:
+        """Raise ValueError, as reading a batch does."""
+        return iter(self)
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> AbsentBatches:
         """Return a copy on another device or in another floating-point dtype."""

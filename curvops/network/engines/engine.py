@@ -79,6 +79,7 @@ class Engines:
     def at(self, model: Model, first: Any) -> Engines:
         """Return the engines of the same network at other weights, with the pass over all of these inputs kept."""
         other = copy(self)
+        other._routes = dict(self._routes)  # each changes its own routes together with its plan
         other._probe(model, first, True)
         return other
 

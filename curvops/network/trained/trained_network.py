@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from curvops.checkpoint import identify
 from curvops.checks import check_tensor
-from curvops.network.data.batches import AbsentBatches, Batch, Batches, Reading, as_source
+from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_source
 from curvops.network.data.inputs import Inputs, as_inputs, components, copy, in_pieces, map_inputs, num_points, take
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
@@ -457,17 +457,7 @@ class TrainedNetwork(NetworkOnData):
 
     def restrict(self: N, chosen: Int[Tensor, " m"], factor: float) -> N:
         """Return the network with some of its points, in ascending order, and their weights multiplied by a factor."""
-        data, theta, start, shard = [], self.theta, self.data.start, self.passes.shard
-        for batch in self.data if shard is None or not shard.borrows else ():
-            inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
-            start += batch.num_points
-            if len(inside):
-                index = inside.to(batch.targets.device)
-                ones = batch.targets.new_ones(batch.num_points, dtype=theta.dtype)
-                weights = (ones if batch.weights is None else batch.weights)[index] * factor
-                data.append((take(batch.inputs, index), batch.targets[index], weights))
-        reading = Reading(theta.device, theta.dtype, weights=True)
-        return self._with(Batches(data, reading) if shard is None else Shard(data, reading, shard.ranks), None)
+        return self._with(self.data.restrict(chosen, factor, self.theta), None)
 
     def of_whole_network(self: N) -> N:
         """Return the network with all parameters that require a gradient, whatever selection this one has."""
@@ -487,18 +477,7 @@ class TrainedNetwork(NetworkOnData):
         This is for function space and for code that reads all data at once: the data of all ranks must fit on each.
         """
         shard = self.passes.shard
-        if shard is None:
-            return self
-        whole, step = shard.gathered(), shard.largest
-        parts = [whole.labels(slice(i, i + step)) for i in range(0, whole.num_points, step)]
-        items = [
-            {"inputs": take(whole.inputs, slice(part.start, part.start + step)), "targets": part.targets}
-            | ({} if part.weights is None else {"weights": part.weights})
-            for part in parts
-        ]
-        return self._with(
-            Batches(items, Reading(self.theta.device, self.theta.dtype, weights=shard.weighted)), self.token
-        )
+        return self if shard is None else self._with(shard.whole(self.theta), self.token)
 
     def cast(self: N, dtype: torch.dtype | None = None, device: torch.device | None = None) -> N:
         """Return a copy with parameters, buffers and data converted. Costs two passes over the data."""

@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from curvops.checkpoint import NOTHING, Checkpoint
+from curvops.linalg.core.memory import CACHE_BYTES
 from curvops.linalg.core.symmetry import mirror
 from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.function_space.row_products import (
-    CACHE_BYTES,
     Sides,
     add_gram,
     add_row_products,

@@ -31,8 +31,7 @@ from curvops.checks import carries_graph
 from curvops.linalg import Damped, Inverse, Operator
 from curvops.linalg.core.memory import Memories, hold, holding, solve_width
 from curvops.linalg.core.vectors import unit_block
-from curvops.linalg.operators.algebra import ScaledForm
-from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
+from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, ScaledForm
 from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
@@ -87,27 +86,26 @@ def row_covariances(J: Jacobian, W: LinearOperator, outputs: int, diagonals: boo
     If P has structure they come from the layers (`point_covariances`), otherwise from solves for the rows of J. They
     have a gradient in the inputs if J is recorded; otherwise in P, if a gradient in it is required.
     """
+    blocks: Target | None = None
     if J.is_recorded:
 
         def compute(rows: JacobianRows) -> Target:
-            found = point_covariances(J, W, outputs, diagonals, rows)
-            return (
-                _solved_with_graph(J, W, torch.cat([*rows.selected_rows()]), outputs, diagonals)
-                if found is None
-                else found
-            )
+            structured = point_covariances(J, W, outputs, diagonals, rows)
+            if structured is not None:
+                return structured
+            return _solved_with_graph(J, W, torch.cat([*rows.selected_rows()]), outputs, diagonals)
 
-        found: Target | None = J.graph.by_rows(compute, J.passes.chunk_bytes)
-    elif carries_graph((*J.representation(), *W.representation())):
-        found = None
-    elif J.shape[-2] > outputs or outputs == J.passes.engines.plan.num_outputs:
-        found = point_covariances(J, W, outputs, diagonals)
-    else:  # the rows of all points are needed together
-        width, beside = solve_width(J, outputs)
-        with holding(J, beside):
-            found = point_covariances(J, W, outputs, diagonals) if width == outputs else None
-    found = _by_solves(J.gathered(), W, outputs, diagonals) if found is None else found
-    return found if diagonals else (found + found.mT) / 2
+        blocks = J.graph.by_rows(compute, J.passes.chunk_bytes)
+    elif not carries_graph((*J.representation(), *W.representation())):
+        if J.shape[-2] > outputs or outputs == J.passes.engines.plan.num_outputs:
+            blocks = point_covariances(J, W, outputs, diagonals)
+        else:  # the rows of all points are needed together
+            width, beside = solve_width(J, outputs)
+            with holding(J, beside):
+                blocks = point_covariances(J, W, outputs, diagonals) if width == outputs else None
+    if blocks is None:
+        blocks = _by_solves(J.gathered(), W, outputs, diagonals)
+    return blocks if diagonals else (blocks + blocks.mT) / 2
 
 
 def _by_solves(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool) -> Target:
@@ -117,26 +115,26 @@ def _by_solves(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool) ->
     rows of one point, a parameter has no layer rule or a gradient in P is recorded, rows come from products with unit
     vectors, and what they become is pushed through J again.
     """
-    each, recorded = J.passes.engines.plan.num_outputs, carries_graph((*J.representation(), *W.representation()))
-    together = max(1, outputs // each)
-    width, beside = solve_width(J, max(BLOCK, BLOCK_NUMBERS // J.shape[-1], together * each))
-    points, found = max(1, width // each // together) * together, []
-    for piece in [J] if points * each >= J.shape[-2] else J.by_points(points, together):
+    C, recorded = J.passes.engines.plan.num_outputs, carries_graph((*J.representation(), *W.representation()))
+    together = max(1, outputs // C)
+    width, beside = solve_width(J, max(BLOCK, BLOCK_NUMBERS // J.shape[-1], together * C))
+    points, blocks = max(1, width // C // together) * together, []
+    for piece in [J] if points * C >= J.shape[-2] else J.by_points(points, together):
         rows = piece.shape[-2]
         with holding(J, beside), torch.set_grad_enabled(recorded):
             if rows <= width and not recorded and not J.passes.engines.plan.others:
                 formed = piece.formed()
-                one, other = (block.mT.unflatten(0, (-1, outputs)) for block in (formed, W._matmul(formed)))
-                part = one @ other.mT
+                one, other = (columns.mT.unflatten(0, (-1, outputs)) for columns in (formed, W._matmul(formed)))
+                block = one @ other.mT
             else:
                 images = []
                 for start in range(0, rows, width):
                     units = unit_block(rows, start, min(width, rows - start), dtype=J.dtype, device=J.device)
                     images.append(piece._matmul(W._matmul(piece._t_matmul(units))))
-                blocks = torch.cat(images, 1).unflatten(0, (-1, outputs)).unflatten(2, (-1, outputs))
-                part = torch.diagonal(blocks, dim1=0, dim2=2).permute(2, 0, 1)
-        found.append(part.diagonal(dim1=-2, dim2=-1) if diagonals else part)
-    return torch.cat(found)
+                products = torch.cat(images, 1).unflatten(0, (-1, outputs)).unflatten(2, (-1, outputs))
+                block = torch.diagonal(products, dim1=0, dim2=2).permute(2, 0, 1)
+        blocks.append(block.diagonal(dim1=-2, dim2=-1) if diagonals else block)
+    return torch.cat(blocks)
 
 
 def _solved_with_graph(
@@ -145,10 +143,10 @@ def _solved_with_graph(
     """Return J W Jᵀ with its derivative dJ W Jᵀ + J W dJᵀ, which needs no second solve."""
     width, beside = solve_width(J, min(BLOCK, len(rows)))
     with holding(J, beside), torch.no_grad():
-        solved = torch.cat([W._matmul(part.mT).mT for part in rows.detach().split(width)])
-    rows, solved = (each.unflatten(0, (-1, outputs)) for each in (rows, solved))
-    found = (rows * solved).sum(-1) if diagonals else rows @ solved.mT
-    return found + (found if diagonals else found.mT) - found.detach()
+        solved = torch.cat([W._matmul(some.mT).mT for some in rows.detach().split(width)])
+    rows, solved = (matrix.unflatten(0, (-1, outputs)) for matrix in (rows, solved))
+    blocks = (rows * solved).sum(-1) if diagonals else rows @ solved.mT
+    return blocks + (blocks if diagonals else blocks.mT) - blocks.detach()
 
 
 def point_covariances(
@@ -182,24 +180,24 @@ def point_covariances(
         while isinstance(form, ScaledForm):
             form, factor = form.inner, form.factor if factor is None else form.factor * factor
         if isinstance(form, DenseForm):
-            found: Target | None = _sum_by_cholesky(walk, form, shape)
+            blocks: Target | None = _sum_by_cholesky(walk, form, shape)
         elif jacobian.passes.engines.plan.others:
             return None
         elif isinstance(inverse, DualInverse):
-            found = None if rows is not None else _sum_by_kernel(jacobian, inverse, shape)
+            blocks = None if rows is not None else _sum_by_kernel(jacobian, inverse, shape)
         elif isinstance(form, OutputBlocksForm):
-            found = _sum_over_layers(walk, InOutputBlocks(form), shape)
+            blocks = _sum_over_layers(walk, InOutputBlocks(form), shape)
         elif isinstance(form, DirectSumForm):
-            found = _sum_over_layers(
+            blocks = _sum_over_layers(
                 walk, InLayerBlocks(walk, form, jacobian.shape[0] if rows is None else None), shape
             )
         else:
             parts = inverse.diagonal_plus_root() if form is None else form.inverse_parts()
             if parts is not None and rows is None and parts.vectors is not None and not bool(parts.weights.any()):
-                found = _sum_of_root(jacobian, parts, shape)
+                blocks = _sum_of_root(jacobian, parts, shape)
             else:
-                found = None if parts is None else _sum_by_parts(walk, parts, shape)
-        return found if found is None or factor is None else found / factor
+                blocks = None if parts is None else _sum_by_parts(walk, parts, shape)
+        return blocks if blocks is None or factor is None else blocks / factor
 
 
 def _sum_over_layers(
@@ -212,8 +210,8 @@ def _sum_over_layers(
     """Sum over layers; with tangents V, also add (J V)ᵀ to `pushed` (K, N·C) from the same a and δ."""
     total, outputs = walk.model.theta.new_zeros(shape), shape[1]
     last = walk.features() or []
-    each = bool(last) and all(features.outputs_each == outputs for features in last)
-    if each and _sum_of_last(total, ((features.layer, features.inputs()) for features in last), metric):
+    by_position = bool(last) and all(features.outputs_each == outputs for features in last)
+    if by_position and _sum_of_last(total, ((features.layer, features.inputs()) for features in last), metric):
         if tangents is not None and pushed is not None:
             pushed += torch.cat([features.push(tangents).flatten(1) for features in last], 1)
         return total
@@ -225,8 +223,8 @@ def _sum_over_layers(
             if not metric.add(total[start : start + count], group, walk.chunk_bytes):
                 return None
             if tangents is not None and pushed is not None:
-                part = pushed[:, row : row + group.num_rows]
-                part += group.push(tangents).flatten(1)
+                columns = pushed[:, row : row + group.num_rows]
+                columns += group.push(tangents).flatten(1)
             del group
     metric.finish()
     return total
@@ -259,9 +257,9 @@ def _sum_by_cholesky(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]
     total, start = walk.model.theta.new_zeros(shape), 0
     for rows in walk.selected_rows(together=shape[1]):
         half = torch.linalg.solve_triangular(form.chol, rows.to(form.chol.dtype).mT, upper=False).mT.to(rows.dtype)
-        part = half.unflatten(0, (-1, shape[1]))
-        _add_products(total[start : start + len(part)], part, part)
-        start += len(part)
+        block = half.unflatten(0, (-1, shape[1]))
+        _add_products(total[start : start + len(block)], block, block)
+        start += len(block)
     return total
 
 
@@ -274,10 +272,10 @@ def _sum_by_parts(walk: JacobianRows, parts: DiagonalPlusRoot, shape: tuple[int,
     total = _sum_over_layers(walk, metric, shape, walk.model.selection.split(parts.vectors), pushed)
     if total is None:
         return None
-    found, added = total.clone(), pushed.mT if parts.mixing is None else pushed.mT @ parts.mixing
+    blocks, added = total.clone(), pushed.mT if parts.mixing is None else pushed.mT @ parts.mixing
     added = added.unflatten(0, (-1, shape[1]))
-    _add_products(found, added, added, alpha=parts.sign)
-    return found if parts.sign > 0 or _leaves_enough(found, total) else None
+    _add_products(blocks, added, added, alpha=parts.sign)
+    return blocks if parts.sign > 0 or _leaves_enough(blocks, total) else None
 
 
 def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, ...]) -> Target | None:
@@ -288,27 +286,27 @@ def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, .
     total = _sum_over_layers(jacobian.passes, Elementwise(jacobian.passes, weights.expand(jacobian.shape[-1])), shape)
     if total is None:
         return None
-    found, start = total.clone(), 0
-    for part in explained:
-        _add_products(found[start : start + len(part)], part.to(total), part.to(total), alpha=-1)
-        start += len(part)
-    return found if _leaves_enough(found, total) else None
+    blocks, start = total.clone(), 0
+    for root in explained:
+        _add_products(blocks[start : start + len(root)], root.to(total), root.to(total), alpha=-1)
+        start += len(root)
+    return blocks if _leaves_enough(blocks, total) else None
 
 
-def _leaves_enough(found: Target, total: Target) -> bool:
+def _leaves_enough(difference: Target, total: Target) -> bool:
     """Return whether the difference leaves enough digits of each variance."""
-    left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (found.detach(), total.detach()))
+    left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (difference.detach(), total.detach()))
     return bool((left / before.clamp_min(torch.finfo(total.dtype).tiny) > LEAST_LEFT[total.dtype]).all())
 
 
 def _sum_of_root(jacobian: Jacobian, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target:
     """Return (J V M)(J V M)ᵀ for a P⁻¹ without a diagonal: products of J with the columns of V, no backward pass."""
     assert parts.vectors is not None
-    found = jacobian.theta.new_zeros(shape)
+    blocks = jacobian.theta.new_zeros(shape)
     pushed = jacobian._matmul(parts.vectors)
     pushed = (pushed if parts.mixing is None else pushed @ parts.mixing).unflatten(0, (-1, shape[1]))
-    _add_products(found, pushed, pushed, alpha=parts.sign)
-    return found
+    _add_products(blocks, pushed, pushed, alpha=parts.sign)
+    return blocks
 
 
 class Elementwise(Metric):
@@ -457,8 +455,8 @@ class InOutputBlocks(Metric):
 def _order(entries: Int[Tensor, " p"], block: Tensor | range) -> Int[Tensor, " s"] | None:
     """Return the position of each weight of a block among these entries; None if the weights are not the same."""
     index = torch.arange(block.start, block.stop) if isinstance(block, range) else block.cpu()
-    kept = (entries >= 0).nonzero().squeeze(1)
-    ascending = kept[entries[kept].argsort()]
+    selected = (entries >= 0).nonzero().squeeze(1)
+    ascending = selected[entries[selected].argsort()]
     if not torch.equal(entries[ascending], index.sort().values):
         return None
     return ascending[index.argsort().argsort()]
@@ -512,11 +510,11 @@ def _add_pairs(
     by_group = right.transpose(0, 1)
     first, second = torch.triu_indices(t, t, device=right.device)
     step = max(1, most_bytes // (by_group[:, :, 0].numel() * right.element_size()))
-    found = []
+    kernels = []
     for some, others in zip(first.split(step), second.split(step)):
         products = by_group[:, :, some].mul_(by_group[:, :, others])
-        found.append(torch.bmm(products.flatten(1, 2), weights.mT).unflatten(1, (n, -1)))
-    kernel = torch.cat(found, 2).transpose(0, 1)  # (n, g, pairs, p)
+        kernels.append(torch.bmm(products.flatten(1, 2), weights.mT).unflatten(1, (n, -1)))
+    kernel = torch.cat(kernels, 2).transpose(0, 1)  # (n, g, pairs, p)
     if t == 1:
         weighted = left * kernel.unsqueeze(1)
     else:

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from curvops.linalg.core.memory import CACHE_BYTES
 from curvops.linalg.core.symmetry import mirror
 from curvops.network import Layer
 
 LEAST_HALVED = 128
 """The rows of a symmetric product up to which it is computed whole."""
-CACHE_BYTES = 4 * 2**20
-"""The bytes, on a CPU, of numbers that are made and used at once: they stay in a cache."""
 ROW_BYTES = 2**27
 """The most bytes of rows formed at a time if a is held: enough channels for matrix products at full speed."""
 

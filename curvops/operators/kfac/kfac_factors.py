@@ -14,6 +14,7 @@ from torch import Tensor
 from curvops.checkpoint import digest, part_of_rank
 from curvops.errors import NoFactorsWarning, warn
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
+from curvops.linalg.core.memory import CACHE_BYTES
 from curvops.linalg.core.symmetry import mirror
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
@@ -35,8 +36,6 @@ PARTS = {"weight": slice(None, -1), "bias": slice(-1, None)}
 LEAST_SYMMETRIC = 320
 MOST_EXACT = 512
 """The most columns whose outer products are summed in float64; for more, this would take most of a build's time."""
-ELEMENTS_A_SUM = 2**19
-"""How many numbers are converted to float64 for one product."""
 ROWS_A_SUM = 2048
 """How many rows are summed at a time in single precision: few enough to lose little."""
 ROUNDING_UNITS = 1
@@ -100,7 +99,7 @@ class OuterSum:
         if not exact:
             _add_upper(self.total, rows)
             return
-        for piece in rows.split(max(1, ELEMENTS_A_SUM // p), 1):
+        for piece in rows.split(max(1, CACHE_BYTES // (8 * p)), 1):
             double = piece.to(torch.float64)
             self.total.baddbmm_(double.mT, double)
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from curvops.linalg import Dense, Diagonal, Estimate, Kronecker, Operator
 from curvops.linalg.core.partition import Partition
-from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sources import merge_sources
 from curvops.linalg.core.spaces import common
+from curvops.linalg.core.vectors import ROUNDINGS
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker_factors import Details, to_double
 from curvops.operators.kfac.kfac import LayerBlocks

@@ -41,7 +41,7 @@ from curvops.checkpoint import Checkpoint, current, identify
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Estimate, Operator, SpectralQuadrature
 from curvops.linalg.core.matrix_identity import form_of
-from curvops.linalg.core.memory import keep
+from curvops.linalg.core.memory import CACHE_BYTES, keep
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.operators.base import as_part, number_of
@@ -313,10 +313,6 @@ def _linearizations(operator: LinearOperator) -> Iterator[Linearization]:
             yield from _linearizations(part)
 
 
-PART = 2**18
-"""Weights that are converted to double precision at a time."""
-
-
 class WithCurvature(NamedTuple):
     """The sum P = G + A as an operator, and ‖C − Ĉ‖_F / ‖C‖_F if its curvature C is stored as Ĉ; otherwise None."""
 
@@ -368,7 +364,7 @@ class Prior:
         """Return (θ − m)ᵀ A (θ − m) in float64, minus twice the log density without its constant."""
         # In double precision, since the result may be as large as 1e6 nats; in parts, since copies are twice as large.
         if self.diagonal is not None:
-            parts = zip(*(v.expand_as(theta).split(PART) for v in (theta, self.mean, self.diagonal)))
+            parts = zip(*(v.expand_as(theta).split(CACHE_BYTES // 8) for v in (theta, self.mean, self.diagonal)))
             return torch.stack([(A.double() * (t.double() - m.double()).square()).sum() for t, m, A in parts]).sum()
         gap = theta.double() - self.mean.double()
         return gap @ self.product(gap.to(theta.dtype)).double()
@@ -421,7 +417,7 @@ class PrecisionTerms:
 
     @cached_property
     def precision(self) -> Any:
-        """The operator P."""
+        """The operator P. It holds the tensors of G and A themselves, so that a change of their values takes effect."""
         return self.sum.precision
 
     @property

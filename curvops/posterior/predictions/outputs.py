@@ -153,8 +153,8 @@ class NormalOutputs(OutputDistribution):
         covariances, means = self.covariance().to_dense(), self.linear_mean
         step = max(1, DRAWN_NUMBERS // (OUTPUT_DRAWS * covariances.shape[-1]))
         first = start * self.lin.num_outputs // self.lin.output_shape[-1]
-        for mean, own in zip(means.split(step), covariances.split(step)):
-            yield gaussian_draws(mean, own, OUTPUT_DRAWS, normals, first)
+        for mean, covariance in zip(means.split(step), covariances.split(step)):
+            yield gaussian_draws(mean, covariance, OUTPUT_DRAWS, normals, first)
             first += len(mean)
 
 
@@ -214,12 +214,12 @@ def gaussian_draws(
 def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
     """Return f(x, θ_k), sequences position by position; if inputs require a gradient, by a pass for each draw."""
     inputs = lin.admit(x, differentiable=True)
-    found = None
+    outputs = None
     if len(samples) > 1 and num_points(inputs) and not carries_graph([tensor for _, tensor in components(inputs)]):
-        found = _together(lin, inputs, samples)
-    if found is None:
-        found = torch.stack([lin.predict(x, weights) for weights in samples])
-    return found.reshape(len(samples), found[0].numel() // lin.output_shape[-1], lin.output_shape[-1])
+        outputs = _together(lin, inputs, samples)
+    if outputs is None:
+        outputs = torch.stack([lin.predict(x, weights) for weights in samples])
+    return outputs.reshape(len(samples), outputs[0].numel() // lin.output_shape[-1], lin.output_shape[-1])
 
 
 @torch.no_grad()
@@ -230,10 +230,10 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
     """
     count, points = num_points(inputs), lin.data.largest
     first = take(inputs, slice(0, 2))
-    each = saved_bytes(lin.model, first) // num_points(first) * min(points, count) + samples[0].nbytes
-    if each > LARGE and samples.device.type == "cpu":
+    draw_bytes = saved_bytes(lin.model, first) // num_points(first) * min(points, count) + samples[0].nbytes
+    if draw_bytes > LARGE and samples.device.type == "cpu":
         return None
-    draws = max(1, int(max(0, lin.memory.room()) // (SHARE * max(1, each))))
+    draws = max(1, int(max(0, lin.memory.room()) // (SHARE * max(1, draw_bytes))))
     run, starts = torch.func.vmap(lin.model, (0, None)), range(0, count, points)
     try:
         with warnings.catch_warnings():
@@ -387,8 +387,8 @@ class CovarianceOverRanks(PointBlocks):
 
     def _compute(self, diagonals: bool) -> Tensor:
         base, split = self._args[0], self._kwargs["split"]
-        found = split.given(base.diagonal(dim1=-2, dim2=-1) if diagonals else base.to_dense())
-        return split.given(found, 1) if base.ndim == 2 and not diagonals else found
+        rows = split.rows_asked_for(base.diagonal(dim1=-2, dim2=-1) if diagonals else base.to_dense())
+        return split.rows_asked_for(rows, 1) if base.ndim == 2 and not diagonals else rows
 
 
 class JointCovariance(Product):

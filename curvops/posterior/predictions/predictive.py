@@ -323,12 +323,12 @@ class Predictions:
             outputs.require_whole_groups(outputs.jacobian.shape[-2] // C, together)
         mean, covariance = outputs.moments(together)
         if split.ranks is not None:
-            mean = split.given(mean)
+            mean = split.rows_asked_for(mean)
             size = mean.numel() if together is None else len(mean) // together
             covariance = covariance if split.is_done else CovarianceOverRanks(covariance, split, size, Cache())
         if isinstance(likelihood, Gaussian):
-            each = likelihood.noise.to(mean).expand(mean.shape[-1])
-            covariance = covariance.add_diagonal(each.repeat(len(mean) if joint else together or 1))
+            variances = likelihood.noise.to(mean).expand(mean.shape[-1])
+            covariance = covariance.add_diagonal(variances.repeat(len(mean) if joint else together or 1))
         if groups is not None and not len(mean):
             raise ValueError("x has no points, and groups need some: leave groups out if x may be empty.")
         if joint or groups is not None:
@@ -349,8 +349,7 @@ class Predictions:
                 "post.functions(x, k), which draws them."
             )
         outputs, split = self._split(self._outputs, f"{len(self.samples)} functions")
-        found = outputs.functions()
-        return split.given(found, 1)
+        return split.rows_asked_for(outputs.functions(), 1)
 
     def probabilities(self, link: str = "probit", generator: torch.Generator | None = None) -> Float[Tensor, "N C"]:
         """Return class probabilities; see `probabilities` of the posterior."""
@@ -360,14 +359,14 @@ class Predictions:
         normals = normals_for(outputs, generator) if link == "mc" else None
         outputs, split = self._split(outputs, f"probabilities, link={link!r}", normals)
         if isinstance(outputs, DrawnOutputs) and link == "network":
-            found = answers.average(likelihood.mean, network_outputs(outputs.lin, split.x, outputs.weights))
+            probabilities = answers.average(likelihood.mean, network_outputs(outputs.lin, split.x, outputs.weights))
         elif link == "mc":
             drawn = outputs.draws(normals, split.start)
-            found = torch.cat([answers.average(likelihood.mean, draws) for draws in drawn])
+            probabilities = torch.cat([answers.average(likelihood.mean, draws) for draws in drawn])
         else:
             covariance = outputs.covariance()
-            found = answers.normal_probabilities(link, likelihood, lambda: outputs.linear_mean, covariance)
-        return split.given(found)
+            probabilities = answers.normal_probabilities(link, likelihood, lambda: outputs.linear_mean, covariance)
+        return split.rows_asked_for(probabilities)
 
     def uncertainty(self, generator: torch.Generator | None = None) -> Uncertainty:
         """Return the total uncertainty of the targets, and its parts; see `uncertainty` of the posterior."""
@@ -379,10 +378,10 @@ class Predictions:
         outputs, split = self._split(self._outputs, "uncertainty", normals)
         if isinstance(likelihood, LABELS):
             drawn = outputs.draws(normals, split.start)
-            found = join_uncertainties([decompose_labels(likelihood, draws, outputs.error) for draws in drawn])
+            uncertainty = join_uncertainties([decompose_labels(likelihood, draws, outputs.error) for draws in drawn])
         else:
-            found = outputs.uncertainty_of_numbers(likelihood)
-        return split.of(found)
+            uncertainty = outputs.uncertainty_of_numbers(likelihood)
+        return split.results_asked_for(uncertainty)
 
     def log_likelihood(
         self, y: Points, joint: bool = False, generator: torch.Generator | None = None, link: str = "mc"
@@ -408,15 +407,16 @@ class Predictions:
             raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
         if by_probit:
             logits = answers.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
-            return split.of(Estimate.exact(likelihood.log_prob(logits, targets)))
+            return split.results_asked_for(Estimate.exact(likelihood.log_prob(logits, targets)))
         if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian):
             mean, covariance = outputs.moments()
             noisy = covariance.add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
-            return split.of(Estimate.exact(answers.gaussian_log_density(mean, noisy.to_dense(), targets)))
+            density = answers.gaussian_log_density(mean, noisy.to_dense(), targets)
+            return split.results_asked_for(Estimate.exact(density))
         log_p = answers.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
         if joint:
             return answers.dyadic_score(log_p, generator, outputs.error)
-        return split.of(answers.log_mean_exp(log_p, outputs.error))
+        return split.results_asked_for(answers.log_mean_exp(log_p, outputs.error))
 
     def _outputs_by_weights(self, generator: torch.Generator | None) -> OutputDistribution:
         """Return the outputs at the draws of the weights, made for one answer if there are none."""
@@ -437,14 +437,14 @@ class Predictions:
         The same outputs serve later questions while gradients are recorded, or while they are not, unless a tensor is
         being learned.
         """
-        told = call if normals is None else f"{call}, seed={normals.seed}"
-        told += ", again" if self._shared else ""  # ranks must agree on which products are known
+        request = call if normals is None else f"{call}, seed={normals.seed}"
+        request += ", again" if self._shared else ""  # ranks must agree on which products are known
 
         def needs_data() -> bool:
             sharded = isinstance(outputs, NormalOutputs) and ranks_together(self.posterior.precision) is not None
             return all_points or sharded
 
-        split = split_points(self.posterior.lin, self.x, self.gather, told, needs_data, targets)
+        split = split_points(self.posterior.lin, self.x, self.gather, request, needs_data, targets)
         if outputs is not self._outputs:
             return outputs.at(split.x, self.rtol), split
         key = split.is_whole, torch.is_grad_enabled()

@@ -29,7 +29,7 @@ from curvops.checkpoint import current, digest
 from curvops.errors import ModeWarning, warn
 from curvops.linalg import Reason, cg
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.memory import PRODUCT_VECTORS, holding, vector_bytes
+from curvops.linalg.core.memory import PRODUCT_VECTORS, holding
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import describe, inner, norm
@@ -232,7 +232,7 @@ def find_mode(
     for lin in lins if kept else ():
         lin.memory.expect_many()  # one engine is used from the first product of the run to the last
     J = terms.lin.jacobian()
-    beside = NEWTON_VECTORS * vector_bytes(describe(J))
+    beside = NEWTON_VECTORS * describe(J).vector_bytes
 
     def counted() -> AbstractContextManager[None]:
         # Bits of a run that is saved must not depend on which engines are freed.
@@ -338,7 +338,7 @@ def dual_mode(space: FunctionSpace, prior: float, mean: Tensor, rtol: float, mos
         solved = torch.cholesky_solve(image, factor).view(len(L), -1)
         return torch.einsum("ncr,nr->nc", L, solved).flatten() - point.gap
 
-    with holding(J, BESIDE * vector_bytes(describe(J))):
+    with holding(J, BESIDE * describe(J).vector_bytes):
         for multiply in (product, by_passes):
             point = DualPoint(space, multiply, start, u)
             point, reason, steps = minimise(point, step_at, rtol, most_steps, steps)

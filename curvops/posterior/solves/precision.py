@@ -102,20 +102,20 @@ def route_of(terms: PrecisionTerms, columns: int, asked: str | None = None) -> t
     """
     if terms.closed_form is not None and (asked is None or CLOSED_FORM in METHODS[asked]):
         return Route(CLOSED_FORM, 0, 0), ""
-    found = routes(posterior_system(terms, columns, asked))
-    first = chosen(found)
+    table = routes(posterior_system(terms, columns, asked))
+    first = chosen(table)
     if first is not None and first.name == "formed kernel" and not _resolves(kernel_of(terms), terms):
-        found = routes(posterior_system(terms, columns, asked))
-        first = chosen(found)
-    return first, next((route.why_not for route in found if route.name == asked), "")
+        table = routes(posterior_system(terms, columns, asked))
+        first = chosen(table)
+    return first, next((route.why_not for route in table if route.name == asked), "")
 
 
 def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
     """Return the routes for this many draws or rows of J, and for determinants, without solving anything."""
     system = replace(posterior_system(terms, columns), sketch=terms.precision._takes_sketch)
     rows = replace(system, asked="cg", further=True, columns=columns + terms.cache.rows_asked)
-    found = {"draws": routes(system), "predictions": routes(rows)}
-    return SolvePlan(found if terms.A is None else found | {"determinants": determinants(system)})
+    tables = {"draws": routes(system), "predictions": routes(rows)}
+    return SolvePlan(tables if terms.A is None else tables | {"determinants": determinants(system)})
 
 
 def inverse_for(terms: PrecisionTerms, rows: int, rtol: float | None) -> LinearOperator:
@@ -163,8 +163,8 @@ def solving_kernel(terms: PrecisionTerms) -> FunctionSpace | None:
     """
     if terms.A is None or terms.A.ndim:
         return None
-    found = determinants(posterior_system(terms, whole=False))
-    if not any(route.name == "formed kernel" and route.possible for route in found):
+    table = determinants(posterior_system(terms, whole=False))
+    if not any(route.name == "formed kernel" and route.possible for route in table):
         return None
     kernel = kernel_of(terms)
     return kernel if _resolves(kernel, terms) else None
@@ -197,13 +197,13 @@ def preconditioner(
     space = "weights" if dual is None else "functions"
     diagonal: Any = precision.shift if dual is None else A
     with cache.lock:
-        if (kept := cache.known(space)) is not None:
-            of, served, known = kept
+        if (sketch := cache.known(space)) is not None:
+            of, served, made_before = sketch
             factors = diagonal.detach() / of
             low, high = float(factors.min()), float(factors.max())
             if served * SKETCH_SERVES >= columns and low >= 1 / 3 and high <= UNEVEN * low:
                 scalar = of.ndim == 0 and dual is None  # otherwise the sketched matrix is whitened
-                return known.shifted((float(of) if scalar else 1.0) * float(factors.log().mean().exp())), 0
+                return made_before.shifted((float(of) if scalar else 1.0) * float(factors.log().mean().exp())), 0
         made = precision.preconditioner(columns, generator)
         if made is not None and not isinstance(made, ClosedFormPreconditioner):  # another prior needs no products
             cache.put(space, (diagonal.detach().clone(), columns, made))
@@ -241,11 +241,11 @@ def require_usable(terms: PrecisionTerms) -> None:
 def _least_ritz(curvature: LinearOperator) -> tuple[float, Float[Tensor, " D"]]:
     """Return the smallest Ritz value of G from a short Lanczos run, and its vector."""
     generator = torch.Generator(device=curvature.device).manual_seed(0)  # does not advance the user's
-    found = lanczos(curvature, LOOKED_AT, generator=generator)
-    if found.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
-        raise ValueError(f"{type(curvature).__name__}: {found.reason.value}")
-    values, vectors = torch.linalg.eigh(found.T)
-    return float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
+    basis = lanczos(curvature, LOOKED_AT, generator=generator)
+    if basis.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
+        raise ValueError(f"{type(curvature).__name__}: {basis.reason.value}")
+    values, vectors = torch.linalg.eigh(basis.T)
+    return float(values[0]), basis.Q @ vectors[:, 0].to(basis.Q)
 
 
 @contextmanager

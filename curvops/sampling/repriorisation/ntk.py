@@ -118,7 +118,7 @@ class TangentMap(Change):
     ) -> Estimate:
         """Estimate log|det ∂T/∂φ|: log|det(I + H_α)| from products, and its other terms, m × m, exactly."""
         v = self._flat(phi).detach()
-        at = Tangents(*(part.detach() for part in self._tangents(v, self.level)))
+        at = Tangents(*(tensor.detach() for tensor in self._tangents(v, self.level)))
         product = self._curvature_product(v, at.alpha)
         curved = CurvedIdentity(v, product=product)
         accuracy = 1e-2 * math.sqrt(torch.finfo(v.dtype).eps)

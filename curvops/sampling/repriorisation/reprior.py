@@ -400,7 +400,10 @@ def reprior(
         raise ValueError("classes need reg=λ, or noise= of the regression onto one-hot targets, such as 0.1.")
     level = (variance if stated is None else stated) if level is None else level
     assert level is not None
-    problem = RepriorProblem.of(lin, _diagonal_precision(prior_precision, lin))
+    precision = read_prior(prior_precision, 0.0, lin.model).diagonal
+    if precision is None:
+        raise TypeError("prior_precision must be a number, a vector or a mapping {glob: number}.")
+    problem = RepriorProblem.of(lin, precision)
     model_of_targets = problem, problem.regression_targets(), problem.root
     if form == "ntk":
         return Reprior("ntk", level, variance, (), lin.num_data, problem, TangentMap(*model_of_targets, level))
@@ -443,13 +446,6 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
     if len(set(likelihood.noise.flatten().tolist())) > 1:
         raise ValueError(f"reprior needs one noise variance for all outputs, got {likelihood.noise.tolist()}.")
     return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise
-
-
-def _diagonal_precision(prior_precision: Any, lin: Linearization) -> Tensor:
-    precision = read_prior(prior_precision, 0.0, lin.model).diagonal
-    if precision is None:
-        raise TypeError("prior_precision must be a number, a vector or a mapping {glob: number}.")
-    return precision
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from curvops.errors import BlockSizeWarning, MemoryBudgetWarning
 from curvops.linalg import Reason, draw
 from curvops.linalg.core.memory import CALLER_VECTORS, in_parts, memories_of, solve_width, working
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
-from curvops.network.walks import budget
 from tests.linalg.faulty import without_room_beyond
 from tests.linalg.matrices import symmetric
 
@@ -25,12 +24,6 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(autouse=True)
-def no_least_room(monkeypatch):
-    """Networks of the tests are so small that the room which every budget leaves would hold all of them."""
-    monkeypatch.setattr(budget, "LEAST_ROOM", 0)
-
-
 def linearized(vectors):
     """A network of 303 weights that keeps no engines, with room for so many vectors."""
     x, y = torch.randn(N, 100, generator=generator()).double() / 3, torch.arange(N) % C
@@ -38,6 +31,7 @@ def linearized(vectors):
     nn.init.normal_(model[0].weight, generator=generator(1), std=0.1)
     nn.init.zeros_(model[0].bias)
     lin = co.linearize(model, (x, y), "classification", memory_budget=vectors * VECTOR, engine="streamed")
+    lin.memory.keep(lin, lin.memory.room() - vectors * VECTOR)  # a budget leaves more than this network would fill
     assert lin.memory.room() == vectors * VECTOR
     return lin
 
@@ -159,26 +153,37 @@ def test_bases_within_little_memory_still_find_eigenvalues():
     torch.testing.assert_close(triplets.values, torch.linalg.svdvals(J)[:1], rtol=1e-7, atol=0)
 
 
+LARGE = 360_003
+"""So many weights that six vectors are more than the 16 MiB beyond which something is said."""
+
+
+def large(vectors):
+    x, y = torch.randn(2, LARGE // 3 - 1, generator=generator()).double() / 600, torch.arange(2)
+    lin = co.linearize(
+        nn.Linear(LARGE // 3 - 1, 3).double(), (x, y), "classification", memory_budget=8 * LARGE * vectors
+    )
+    return co.GGN(lin).add_diagonal(0.5)
+
+
 NEEDED = {
-    "cg": (12, lambda P: co.linalg.cg(P, torch.ones(D).double())),
-    "minres": (16, lambda P: co.linalg.minres(P, torch.ones(D).double())),
-    "given to lsmr": (14, lambda P: co.linalg.lsmr(P, torch.ones(D).double(), memory_budget=5 * VECTOR)),
+    "cg": (12, lambda P: co.linalg.cg(P, torch.ones(LARGE).double())),
+    "minres": (16, lambda P: co.linalg.minres(P, torch.ones(LARGE).double())),
+    "given to lsmr": (14, lambda P: co.linalg.lsmr(P, torch.ones(LARGE).double(), memory_budget=40 * LARGE)),
     "lanczos": (6, lambda P: co.linalg.lanczos(P, 10, generator=generator())),
     "trace": (12, lambda P: co.linalg.trace(P, method="xtrace", max_matvecs=8, generator=generator())),
 }
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_a_budget_below_what_an_algorithm_needs_at_least_is_named(name, monkeypatch):
-    monkeypatch.setattr(ambient, "SMALL_BYTES", 0)
+def test_a_budget_below_what_an_algorithm_needs_at_least_is_named(name):
     needed, call = NEEDED[name]
-    message = f"budget is {5 * VECTOR:,} bytes, but the working vectors take at least {needed * VECTOR:,},"
+    message = f"budget is {40 * LARGE:,} bytes, but the working vectors take at least {needed * 8 * LARGE:,},"
     with pytest.warns(MemoryBudgetWarning, match=message):
-        call(co.GGN(linearized(5)).add_diagonal(0.5))
+        call(large(5))
     if "given" not in name:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            call(co.GGN(linearized(needed)).add_diagonal(0.5))
+            call(large(needed))
 
 
 CPU_ERROR = RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried")

@@ -1,8 +1,12 @@
+"""Orthonormal bases of blocks, by CholeskyQR or Householder.
+
+Tests `vectors.py`.
+"""
+
 import pytest
 import torch
 
-from curvops.linalg.core.orthogonal import independent_basis, tall_qr
-from curvops.linalg.core.vectors import gram
+from curvops.linalg.core.vectors import gram, independent_basis, tall_qr
 
 
 def block(n, k, dtype=torch.float64, seed=0):

@@ -1,6 +1,6 @@
 """Trace estimators against exact traces, published errors and the laws of their probes.
 
-Tests `adaptive.py`, `exchangeable.py`, `probed.py`.
+Tests `exchangeable.py`, `probed.py`.
 """
 
 import math
@@ -9,10 +9,9 @@ import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
 
-from curvops.linalg.core.probed import Probed
+from curvops.linalg.core.probed import Probed, more_products
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import describe_square, product
-from curvops.linalg.estimators.adaptive import more_products
 from curvops.linalg.estimators.exchangeable import XNysTrace, XTrace
 from curvops.linalg.estimators.trace import METHODS, HutchPlusPlus, trace
 from tests.linalg.faulty import nan_from_the_seventh_product

@@ -1,6 +1,6 @@
 """Batches beyond the size that is formed: a loop over their members, or what the members share.
 
-Tests `root_gradients.py`.
+Tests `apply_function.py`.
 """
 
 import pytest

@@ -121,19 +121,6 @@ class Made(DirectSum):
         return self._kwargs["cache"] or Cache()
 
 
-def test_a_nearby_shift_is_beside_the_own_shift_of_a_damped_block(monkeypatch):
-    """Both blocks then have one number in all: the geometric mean of what is added to the Kronecker product."""
-    monkeypatch.setattr("curvops.linalg.core.solve_routes.DENSE_BLOCK", 0)
-    (first, A, _), (second, B, _) = (kronecker(positive(1, 3, seed=i), positive(1, 4)) for i in (1, 2))
-    own, shift = 0.5, uniform(24, seed=3)
-    P = DirectSum(first.add_diagonal(own), second, positions=[range(12), range(12, 24)]).add_diagonal(shift)
-    near = P.base.add_diagonal(P.base._damped_form(P.base, shift).nearby_shift())
-    levels = (own + shift[:12]).log().mean().exp(), shift[12:].log().mean().exp()
-    right = torch.block_diag(A, B) + torch.cat([level.expand(12) for level in levels]).diag()
-    torch.testing.assert_close(near.to_dense(), right, rtol=1e-12, atol=1e-12)
-    assert near._closed_form() is not None
-
-
 def test_a_subclass_that_makes_its_blocks_has_everything():
     made = Made(uniform(6))
     a, b = (torch.kron(part.diag(), positive(1, 2)[0]) for part in uniform(6).split(3))

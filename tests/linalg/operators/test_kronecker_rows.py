@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from curvops.linalg import Kronecker
-from curvops.linalg.operators import kronecker_factors
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows
+from curvops.linalg.operators.kronecker_rows import half_solved
 from tests.linalg.operands import kron, positive, random
 
 ROOT = Details(by_root=True)
@@ -36,11 +35,6 @@ FACTORS = {
 def product(factors, dtype=torch.float64):
     (left, of_left), (right, of_right) = factors
     return Kronecker(left.to(dtype), right.to(dtype), details=(of_left, of_right))
-
-
-@pytest.fixture(autouse=True)
-def any_size_pays(monkeypatch):
-    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 1)
 
 
 def gram(form, rows):
@@ -91,33 +85,3 @@ def test_a_matrix_without_a_cholesky_factor_is_decomposed(monkeypatch):
     monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: (matrix, failed))
     torch.testing.assert_close(gram(form, rows), expected, rtol=1e-10, atol=1e-10)
     assert K.known_eigen is not None
-
-
-def test_few_rows_are_served_twice_before_a_product_is_decomposed():
-    factors = FACTORS["a root"]
-    K, decomposed = product(factors), product(factors)
-    decomposed.eigen()
-    for other in (K.add_diagonal(0.3), K.add_diagonal(0.5)):
-        assert serves_rows(other._closed_form(), 2)
-    assert not serves_rows(K.add_diagonal(0.3)._closed_form(), 2)
-    assert not serves_rows(decomposed.add_diagonal(0.3)._closed_form(), 2)
-
-
-def test_products_that_rows_are_not_served_by(monkeypatch):
-    """Too many rows, large or diagonal factors, sums whose rounding would show, NaN, and gradients in the prior."""
-
-    def served(left, right, shift=0.3, count=2, details=ROOT):
-        K = Kronecker(left, right, details=(Details(), details))
-        return serves_rows(K.add_diagonal(torch.as_tensor(shift).to(left))._closed_form(), count)
-
-    small, root = positive(1, 2), random(1, 5, 9)
-    assert served(small, root) and not served(small, root, count=3)
-    assert not served(positive(1, 9), random(1, 20, 30))
-    assert not served(small, positive(1, 9).diagonal(dim1=1, dim2=2), details=Details())
-    assert not served(small, root * torch.nan) and not served(small, root, shift=0.0)
-    assert not served(small, root, shift=torch.tensor(0.3).double().requires_grad_())
-    rounded = Details(rounding=1e-7)
-    assert served(small, positive(1, 9), details=rounded, shift=10.0)
-    assert not served(small, positive(1, 9), details=rounded, shift=1e-5)
-    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 10**6)
-    assert not served(small, root)

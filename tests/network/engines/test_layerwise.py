@@ -10,42 +10,26 @@ from torch import Tensor, nn
 
 from curvops.network.engines import layerwise
 from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows, owners_of, record
-from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.engines.self_check import mismatches
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import squared_columns
 from tests import zoo_modules as parts
-from tests.network.products import PLENTY, agree, columns, dense, pull, push, walk
+from tests.network.products import PLENTY, agree, columns, dense, linear_layers_off_by, pull, push, walk
 from tests.zoo import ZOO, batches, dense_jacobian, reference
 from tests.zoo_functions import NothingForZeros
 
 
-def wrong_by_one_percent(method: str, factor: float = 1.01) -> Any:
-    right = getattr(LinearRule, method)
-
-    def wrong(self: LinearRule, layer: nn.Linear, *args: Any) -> Any:
-        result = right(self, layer, *args)
-        if layer.out_features != 5:
-            return result
-        return {k: factor * v for k, v in result.items()} if isinstance(result, dict) else factor * result
-
-    return wrong
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("method", ["push", "pull"])
-def test_the_self_check_rejects_a_rule_that_is_wrong_by_one_percent(
-    method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_check_rejects_a_rule_that_is_wrong_by_one_percent(dtype: torch.dtype) -> None:
     """The layer goes to autodiff, the plan names it, the results stay right, and other layers stay."""
-    monkeypatch.setattr(LinearRule, method, wrong_by_one_percent(method))
-    J = reference("mlp").to(dtype)
-    passes = walk("mlp", "layerwise", dtype)
-    V, U = columns(J.shape[1], 2, dtype), columns(J.shape[0], 2, dtype)
-    tolerance = 1e-10 if dtype == torch.float64 else 1e-4
-    assert agree(push(passes, V), J @ V, tolerance)
-    assert agree(pull(passes, U), J.mT @ U, tolerance)
+    with linear_layers_off_by(1.01, out_features=5):
+        J = dense_jacobian(*ZOO["mlp"].build()).to(dtype)
+        passes = walk("mlp", "layerwise", dtype)
+        V, U = columns(J.shape[1], 2, dtype), columns(J.shape[0], 2, dtype)
+        tolerance = 1e-10 if dtype == torch.float64 else 1e-4
+        assert agree(push(passes, V), J @ V, tolerance)
+        assert agree(pull(passes, U), J.mT @ U, tolerance)
     assert set(passes.plan.others) == {"2.weight", "2.bias"}
     assert "self-check" in passes.plan.others["2.weight"]
     assert "self-check" in str(passes.plan)
@@ -53,53 +37,43 @@ def test_the_self_check_rejects_a_rule_that_is_wrong_by_one_percent(
     assert passes.plan.in_use == {"layerwise": 2}
 
 
-@pytest.mark.parametrize("method", ["push", "pull"])
 @pytest.mark.parametrize(("scale", "factor"), [(1e-6, 1.01), (1e6, 1.01), (1.0, 0.99)])
-def test_what_the_self_check_finds_depends_on_no_unit_of_the_outputs(
-    method: str, scale: float, factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_self_check_finds_depends_on_no_unit_of_the_outputs(scale: float, factor: float) -> None:
     model, inputs = ZOO["mlp"].build()
     with torch.no_grad():
         for parameter in list(model.modules())[-1].parameters():
             parameter.mul_(scale)
-    network = Model(model)
-
-    def found() -> set[str]:
-        engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
-        reference = layerwise.Streamed(network, inputs, network.selection.names, "forward mode")
-        return mismatches(engine, reference.pull).wrong
-
-    assert found() == set()
-    monkeypatch.setattr(LinearRule, method, wrong_by_one_percent(method, factor))
-    assert found() == {"2.weight", "2.bias"}
+    J = dense_jacobian(model, inputs)
+    passes, V = Passes(Model(model), batches(inputs), "layerwise"), columns(J.shape[1], 2)
+    assert agree(push(passes, V), J @ V)
+    assert passes.plan.others == {}
+    with linear_layers_off_by(factor, out_features=5):
+        passes = Passes(Model(model), batches(inputs), "layerwise")
+        push(passes, V)
+    assert set(passes.plan.others) == {"2.weight", "2.bias"}
 
 
-def test_the_self_check_may_reject_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LinearRule, "pull", zeros)
-    J, passes = reference("inplace_relu"), walk("inplace_relu", "layerwise")
-    V = columns(J.shape[1], 2)
-    for _ in range(3):
-        assert agree(push(passes, V), J @ V)
+def test_the_self_check_may_reject_every_layer() -> None:
+    with linear_layers_off_by(0.5):
+        J, passes = dense_jacobian(*ZOO["inplace_relu"].build()), walk("inplace_relu", "layerwise")
+        V = columns(J.shape[1], 2)
+        for _ in range(3):
+            assert agree(push(passes, V), J @ V)
     assert passes.plan.layers == ()
 
 
-def test_the_check_behind_rows_rejects_a_rule_that_is_wrong_by_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_behind_rows_rejects_a_rule_that_is_wrong_by_one_percent() -> None:
     """It looks at one cotangent: rows are then taken from autodiff for this layer alone."""
-    monkeypatch.setattr(LinearRule, "pull", wrong_by_one_percent("pull"))
-    J, passes = reference("mlp"), walk("mlp", "auto")
-    others = passes.engines.checked_others(next(iter(passes.source))[0])
-    assert set(others) == {"2.weight", "2.bias"}
+    with linear_layers_off_by(1.01, out_features=5):
+        J, passes = dense_jacobian(*ZOO["mlp"].build()), walk("mlp", "auto")
+        norms = torch.zeros(J.shape[0], dtype=J.dtype)
+        for first, _, groups in passes.jacobian_rows():
+            for group in groups:
+                for row in group.rows().values():
+                    norms[first : first + group.num_rows] += row.flatten(2).square().sum(2).flatten()
+    assert set(passes.plan.others) == {"2.weight", "2.bias"}
     assert "self-check" in passes.plan.others["2.weight"]
-    norms = torch.zeros(J.shape[0], dtype=J.dtype)
-    for first, _, groups in passes.jacobian_rows():
-        for group in groups:
-            for row in group.rows().values():
-                norms[first : first + group.num_rows] += row.flatten(2).square().sum(2).flatten()
     assert agree(norms, J.square().sum(1))
-
-
-def zeros(self: Any, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
-    return {name: s.new_zeros(s.shape[1], *getattr(layer, name).shape) for name in names}
 
 
 def test_the_edge_is_recorded_not_the_tensor() -> None:
