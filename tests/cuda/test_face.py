@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from curvops import linalg, metrics
+from curvops.linalg.core import vectors
 from curvops.network import likelihoods
 from tests.posterior.trained import problem
 
@@ -737,7 +738,9 @@ def world(device: str) -> World:
 
 
 @pytest.mark.parametrize("name", FACE)
-def test_results_are_on_the_device_and_equal_those_of_the_cpu(name: str) -> None:
+def test_results_are_on_the_device_and_equal_those_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_name() == "stand-in":  # whose numbers are the CPU's, if that, too, draws vector by vector
+        monkeypatch.setattr(vectors, "DRAWN_AT_ONCE", ())
     found = {}
     for device in ("cpu", "cuda"):
         world(device).drew = False
@@ -745,7 +748,7 @@ def test_results_are_on_the_device_and_equal_those_of_the_cpu(name: str) -> None
         result = FACE[name](world(device))
         assert not any(ADDRESS.search(repr(thing)) for thing in ours(result))
         found[device] = dict(tensors(result))
-    expected, same_draws = found["cpu"], not world("cuda").drew
+    expected, same_draws = found["cpu"], torch.cuda.get_device_name() == "stand-in" or not world("cuda").drew
     assert expected and found["cuda"].keys() == expected.keys()
     for path, value in found["cuda"].items():
         if isinstance(value, Tensor):
