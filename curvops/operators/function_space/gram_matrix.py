@@ -27,7 +27,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.memory import CACHE_BYTES
@@ -462,6 +461,8 @@ def _recorded_products(
     first: Group, second: Group, scales: Mapping[str, Tensor], most_bytes: int
 ) -> Float[Tensor, "nr ms"]:
     """Return the inner products of the rows of one layer, by pairs of positions if that is less work."""
+    from torch.utils.checkpoint import checkpoint  # torch 2.7 imports sympy with it
+
     layer, left, right = first.layer, sides_of(first), sides_of(second)
     if layer is None or left is None or right is None:
         found: Tensor = checkpoint(_by_all_rows, first, second, scales, use_reentrant=False)
