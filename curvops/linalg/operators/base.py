@@ -530,6 +530,8 @@ class Operator(LinearOperatorContract):
         """
         if not self.is_square:
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
+        if isinstance(right_tensor, Tensor) and not has_rows(right_tensor, self.shape[-1]):  # as in linear_operator
+            raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
         solution = solve(self, right_tensor)
         return solution if left_tensor is None else left_tensor @ solution
 
