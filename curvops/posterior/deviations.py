@@ -24,7 +24,7 @@ from torch import Tensor
 
 from curvops.ambient import running
 from curvops.checkpoint import Checkpoint, current, named_part
-from curvops.checks import carries_graph, check_choice, checked_number, checked_whole, drawn_seed
+from curvops.checks import carries_graph, check_choice, check_kind, checked_number, checked_whole, drawn_seed
 from curvops.errors import DivergenceError, NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
 from curvops.linalg.core.memory import PRODUCT_VECTORS, Memories, hold, solve_width
@@ -419,11 +419,12 @@ def draw_deviations(
 ) -> Deviations:
     """Draw from N(0, T P⁻¹); "cg" and closed forms have gradients in P.
 
-    Raises NotSolvedError if a draw failed, and ValueError for a method that does not fit or does not exist.
+    Raises NotSolvedError if a draw failed, and ValueError or TypeError for a method that does not fit or does not exist.
     """
     root = math.sqrt(temperature)
     asked = "sgd" if isinstance(method, StochasticDescent) else method
     if asked is not None:
+        check_kind("method", asked, str, f"one of {', '.join(METHODS)}, a co.posterior.StochasticDescent or None")
         check_choice("method", asked, METHODS)
     route, why_not = route_of(terms, k, asked)
     if route is None:
