@@ -419,7 +419,7 @@ def draw_deviations(
 ) -> Deviations:
     """Draw from N(0, T P⁻¹); "cg" and closed forms have gradients in P.
 
-    Raises NotSolvedError if a draw failed, and ValueError or TypeError for a method that does not fit or does not exist.
+    Raises NotSolvedError if a draw failed, and ValueError or TypeError for a method that does not fit or exist.
     """
     root = math.sqrt(temperature)
     asked = "sgd" if isinstance(method, StochasticDescent) else method
