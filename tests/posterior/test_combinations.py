@@ -149,13 +149,13 @@ def matrix_of(prior):
 def matrix_of_draws(post, method, monkeypatch):
     """M (D, m) for the m standard normal numbers that a draw is made of, times an orthogonal matrix."""
     streams, places, seeds, of_points = {}, {}, [], {}
-    made, normal, randn = Noise._generator, Tensor.normal_, torch.randn
+    made, normal, randn = Noise.generator, Tensor.normal_, torch.randn
     columns_drawn, key_drawn, fill_columns = ColumnNoise.of, ColumnNoise.draw_key, ColumnNoise.fill
 
-    def generator(self, column, part, device):
-        found = made(self, column, part, device)
+    def generator(self, device, *stream):
+        found = made(self, device, *stream)
         seeds.append(found.initial_seed())
-        streams[id(found)] = [found, column, made(self, 0, part, device).initial_seed(), 0]
+        streams[id(found)] = [found, stream[1] if stream else 0, made(self, device, *stream[:1]).initial_seed(), 0]
         return found
 
     design = torch.zeros(0, 1, dtype=DOUBLE)
@@ -205,7 +205,7 @@ def matrix_of_draws(post, method, monkeypatch):
         place = (stream, points.start * outputs, (points.stop - points.start) * outputs)
         return columns_of(place, column + draws.start, len(draws)).unflatten(1, (-1, outputs))
 
-    monkeypatch.setattr(Noise, "_generator", generator)
+    monkeypatch.setattr(Noise, "generator", generator)
     monkeypatch.setattr(Tensor, "normal_", numbers)
     monkeypatch.setattr(ColumnNoise, "of", column_noise)
     monkeypatch.setattr(ColumnNoise, "draw_key", derived)
