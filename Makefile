@@ -16,7 +16,7 @@ EDITABLE := $(INSTALL) --no-build-isolation --editable
 # Whatever the environment says: the two test processes, and those that tests start, compile each module once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test bench docs figures notebooks lint clean oldest release-check gpu-rehearsal
+.PHONY: help demo test bench docs figures notebooks lint clean oldest release-check gpu-rehearsal wild
 .DELETE_ON_ERROR:
 
 help:
@@ -87,6 +87,16 @@ gpu-rehearsal: .venv-gpu/.installed
 	.venv-gpu/bin/python -m pip install --quiet --no-index --no-deps --target .venv-gpu/site .venv-gpu/wheels/*.whl
 	@touch $@
 
+# Other people's architectures, row by row, into docs/wild.md: before a release.
+wild: .venv-wild/.installed
+	.venv-wild/bin/python -m benchmarks.wild $(ARGS)
+
+.venv-wild/.installed: benchmarks/wild-requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv-wild
+	.venv-wild/bin/python -m pip --disable-pip-version-check install --quiet --requirement benchmarks/wild-requirements.txt
+	.venv-wild/bin/python -m pip --disable-pip-version-check install --quiet --editable .
+	@touch $@
+
 # A wheel and an sdist, in dist/: the wheel installed into an empty environment with the oldest and with the newest torch,
 # then the sdist in its place.
 release-check: .venv/.installed
@@ -107,7 +117,7 @@ notebooks: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.notebooks $(ARGS)
 
 clean:
-	rm -rf .venv .venv-peers .venv-oldest .venv-release .venv-gpu .rehearsal .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks site dist curvops-demo
+	rm -rf .venv .venv-peers .venv-oldest .venv-release .venv-gpu .venv-wild .rehearsal .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks site dist curvops-demo
 	find curvops tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first: what comes after must build on that very version.

@@ -1,0 +1,224 @@
+"""Other people's architectures under the library, row by row:   make wild
+
+For every architecture of `wild_models`, with random weights and six points in float64: the seconds that `co.linearize`
+takes, a product of the GGN in gradients and its relative error beside double backward passes, the exact diagonal and
+KFAC in gradients, and the seconds of two predictive variances. A step that fails is a row with its message. Each
+architecture runs in a process of its own; one that takes more than the limit is stopped, and its row says so.
+
+    .venv-wild/bin/python -m benchmarks.wild
+    .venv-wild/bin/python -m benchmarks.wild --row 17      # one architecture, as JSON
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import curvops as co
+from benchmarks.study_page import Found, Study, part
+from benchmarks.tables import table
+from benchmarks.wild_models import JOBS, Job
+
+TOLERANCE = 1e-8
+ROWS = [(package, name) for package, jobs in JOBS.items() for name in jobs]
+STEPS = ("product", "diagonal", "KFAC", "prediction")
+
+
+def reference_product(job: Job, v: Tensor) -> Tensor:
+    """Return Jᵀ H J v by autograd alone: J v by two backward passes, Jᵀ by a third."""
+    names, tensors = zip(*((n, p) for n, p in job.model.named_parameters() if p.requires_grad))
+    parts = [part.view_as(p) for part, p in zip(v.split([p.numel() for p in tensors]), tensors)]
+
+    def outputs(*values: Tensor) -> Tensor:
+        arguments = ((), job.inputs) if isinstance(job.inputs, dict) else ((job.inputs,), {})
+        return functional_call(job.model, dict(zip(names, values)), *arguments)
+
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):  # those with second derivatives
+        f = outputs(*tensors)
+        u = torch.zeros_like(f, requires_grad=True)
+        pulled = torch.autograd.grad(f, tensors, u, create_graph=True, allow_unused=True)
+        there = [(g, part) for g, part in zip(pulled, parts) if g is not None]
+        Jv = torch.autograd.grad([g for g, _ in there], u, [part for _, part in there])[0]
+        if job.likelihood == "classification":
+            p = f.detach().softmax(-1)
+            Jv = p * (Jv - (p * Jv).sum(-1, keepdim=True))
+        back = torch.autograd.grad(outputs(*tensors), tensors, Jv, allow_unused=True)
+    return torch.cat([torch.zeros(p.numel()).to(v) if g is None else g.flatten() for g, p in zip(back, tensors)])
+
+
+def gradient(job: Job) -> Callable[[], None]:
+    """Return the function that computes one gradient of the summed loss."""
+    model = job.model
+
+    def compute() -> None:
+        f = model(**job.inputs) if isinstance(job.inputs, dict) else model(job.inputs)
+        if job.likelihood == "classification":
+            loss = nn.functional.cross_entropy(f.flatten(0, -2), job.targets.flatten(), reduction="sum")
+        else:
+            loss = (f - job.targets).square().sum() / 2
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    return compute
+
+
+def seconds(work: Callable[[], Any], repeats: int = 3) -> float:
+    """Return the least time of a few runs, after one that is not counted."""
+    work()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def row(package: str, name: str) -> dict[str, Any]:
+    """Measure one architecture."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"package": package, "name": name, "messages": {}}
+    warned: list[str] = []
+    try:
+        job = JOBS[package][name]()
+        job = job._replace(model=job.model.double().eval(), inputs=_double(job.inputs), targets=_double(job.targets))
+        found["weights"] = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
+        unit = seconds(gradient(job))
+    except Exception as error:
+        found["messages"]["the model itself"] = _message(error)
+        return found
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            start = time.perf_counter()
+            lin = co.linearize(job.model, (job.inputs, job.targets), job.likelihood)
+            found["linearize"] = time.perf_counter() - start
+        except Exception as error:
+            found["messages"]["linearize"] = _message(error)
+            return found
+        for step, measure in zip(STEPS, (_product, _diagonal, _kfac, _prediction)):
+            try:
+                found.update(measure(job, lin, unit))
+            except Exception as error:
+                found["messages"][step] = _message(error)
+            gc.collect()
+        warned = [str(w.message) for w in caught if w.category.__module__ == "curvops.errors"]
+    return found | {"warnings": len(warned), "first warning": warned[0][:200] if warned else ""}
+
+
+def _product(job: Job, lin: Any, unit: float) -> dict[str, float]:
+    G = co.GGN(lin)
+    v = torch.randn(lin.num_parameters, dtype=torch.float64)
+    truth = reference_product(job, v)
+    error = float((G @ v - truth).norm() / truth.norm())
+    return {"error": error, "product": seconds(lambda: G @ v) / unit}
+
+
+def _diagonal(job: Job, lin: Any, unit: float) -> dict[str, float]:
+    return {"diagonal": seconds(lambda: co.DiagonalGGN(lin), 1) / unit}
+
+
+def _kfac(job: Job, lin: Any, unit: float) -> dict[str, float]:
+    return {"KFAC": seconds(lambda: co.KFAC(lin), 1) / unit}
+
+
+def _prediction(job: Job, lin: Any, unit: float) -> dict[str, float]:
+    two = {key: value[:2] for key, value in job.inputs.items()} if isinstance(job.inputs, dict) else job.inputs[:2]
+    post = co.laplace(lin, co.KFAC, prior_precision=1.0, check_mode=False)
+    variance = post.predict(two).variance
+    assert bool(variance.isfinite().all()) and bool((variance >= 0).all())
+    return {"prediction": seconds(lambda: post.predict(two).variance, 1)}
+
+
+def _double(inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return {name: _double(value) for name, value in inputs.items()}
+    return inputs.double() if inputs.is_floating_point() else inputs
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def measure(limit: int) -> Found:
+    """Measure every architecture in a process of its own; what was measured before an interruption is kept."""
+    return {"rows": [part("wild", f"{i:02d}", lambda i=i: _apart(i, limit)) for i in range(len(ROWS))]}
+
+
+def _apart(index: int, limit: int) -> dict[str, Any]:
+    package, name = ROWS[index]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.wild", "--row", str(index)]
+    print(f"{package}: {name}", file=sys.stderr)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return {"package": package, "name": name, "messages": {"all": f"stopped after {limit} s"}}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        text = " ".join(done.stderr.split()[-30:]) or f"ended with status {done.returncode}"
+        return {"package": package, "name": name, "messages": {"all": text[:300]}}
+    return dict(json.loads(lines[-1]))
+
+
+def rows(index: int) -> Iterator[dict[str, Any]]:
+    """Measure one architecture in this process."""
+    yield row(*ROWS[index])
+
+
+def text(found: Found) -> str:
+    """Return the table, and the messages of what failed below it."""
+    measured = list(found["rows"])
+    lines, notes = [], []
+    for r in measured:
+        wrong = r.get("error", 0.0) > TOLERANCE
+        fails = dict(r["messages"]) | ({"product": f"the relative error is {r['error']:.1e}"} if wrong else {})
+        cells = [f"{r['product']:.2f}" if "product" in r and not wrong else "–"]
+        cells += [f"{r[step]:.1f}" if step in r else "–" for step in ("diagonal", "KFAC")]
+        cells += [_time(r["prediction"]) if "prediction" in r else "–"]
+        weights = f"{r['weights']:,}" if "weights" in r else "–"
+        lines.append(
+            [
+                f"{r['package']}: {r['name']}",
+                weights,
+                _time(r["linearize"]) if "linearize" in r else "–",
+                *cells,
+                str(r.get("warnings", "–")),
+            ]
+        )
+        notes += [f"- {r['package']}, {r['name']}, {step}: {message}" for step, message in fails.items()]
+    right = sum(not r["messages"] and r.get("error", 1.0) <= TOLERANCE for r in measured)
+    head = ["architecture", "weights", "linearize", "product", "diagonal", "KFAC", "prediction", "warnings"]
+    worst = max(r.get("error", 0.0) for r in measured if r.get("error", 0.0) <= TOLERANCE)
+    says = f"{right} of {len(measured)} architectures run through every step. "
+    says += f"The largest relative error of their products is {worst:.0e}."
+    failed = ["", "What failed, with its message:", "", *notes] if notes else []
+    return "\n".join([says, "", table(head, lines), *failed])
+
+
+def _time(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{1e3 * value:.0f} ms"
+
+
+STUDY = Study(
+    name="wild",
+    description=__doc__,
+    measure=measure,
+    sections={"wild": text},
+    page="docs/wild.md",
+    options={"limit": (300, "seconds that one architecture may take")},
+    rows={"row": rows},
+)
+
+if __name__ == "__main__":
+    STUDY.run()
