@@ -111,12 +111,14 @@ def test_heuristic_damping_stays_kronecker_factored():
 def test_layers_that_get_a_diagonal_for_want_of_factors_are_named(kind):
     torch.manual_seed(0)
     data = torch.randn(4, 40).double(), torch.arange(4) % 3
-    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3)).double()
     without = (lambda values, x: functional_call(model, values, (x,))), dict(model.named_parameters())
     lin = co.linearize(without, data, "classification")
-    with pytest.warns(co.errors.NoFactorsWarning, match=r"'0.weight', '0.bias'.*1,230.*co.GGN") as caught:
+    with pytest.warns(
+        co.errors.NoFactorsWarning, match=r"'0.weight', '0.bias'.*1,230.*'2.bias'.*1,240.*co.GGN"
+    ) as caught:
         diagonal = kind(lin)
-    assert len(caught) == 1  # the last layer's block is exact
+    assert len(caught) == 1 and "'4.bias'" not in str(caught[0].message)  # the last layer's block is exact
     torch.testing.assert_close(diagonal.blocks[0].entries, co.DiagonalGGN(lin).entries[:1230], rtol=1e-10, atol=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

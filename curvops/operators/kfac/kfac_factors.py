@@ -308,14 +308,16 @@ class SummedWalk:
 
 
 def _warn_of_diagonals(lin: Linearization, blocks: Iterable[BlockSums]) -> None:
+    """Warn once of all blocks that are diagonal for want of factors, with their names, reasons and sizes."""
+    named = []
     for block in blocks:
-        if block.exact is None or block.exact.ndim == 2:
-            continue
-        why = next((lin.plan.others[name] for name in block.names if name in lin.plan.others), "no outer products")
+        if block.exact is not None and block.exact.ndim == 1:
+            why = next((lin.plan.others[name] for name in block.names if name in lin.plan.others), "no outer products")
+            named.append(f"{list(block.names)} ({why}; {len(block.positions):,} parameters)")
+    if named:
         warn(
-            f"{list(block.names)} have no Kronecker factors ({why}) and more than {MOST_DENSE:,} parameters "
-            f"({len(block.positions):,}): they get only the exact diagonal of their block; use co.GGN(lin) if "
-            "that is too crude.",
+            f"{', '.join(named)} have no Kronecker factors and more than {MOST_DENSE:,} parameters: they get only the "
+            "exact diagonal of their block; use co.GGN(lin) if that is too crude.",
             NoFactorsWarning,
         )
 
