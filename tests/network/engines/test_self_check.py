@@ -231,3 +231,14 @@ def test_what_is_far_from_linear_is_not_taken_for_rounding() -> None:
     assert torch.isclose(allowance(value, torch.tensor(0.01)), torch.tensor(0.08).double())
     assert torch.isclose(allowance(value, torch.tensor(9.0)), torch.tensor(0.2).double())
     assert not torch.tensor(0.01) <= allowance(value, torch.tensor(torch.nan))
+
+
+def test_a_layer_whose_points_are_squeezed_away_is_left_to_autodiff() -> None:
+    class Squeezed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, None, :].squeeze()).view(-1, 2)
+
+    torch.manual_seed(0)
+    model, x = Squeezed(nn.Linear(3, 2)).double(), torch.randn(5, 3).double()
+    post = co.laplace(co.linearize(model, (x, x[:, :2]), co.likelihoods.Gaussian(1.0)), co.GGN, 1.0, check_mode=False)
+    assert torch.allclose(post.predict(x[:1]).variance, post.predict(x).variance[:1])
