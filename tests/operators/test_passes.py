@@ -46,7 +46,7 @@ def linearized(noise: float | Tensor = 0.3) -> co.operators.Linearization:
 
 
 def test_linearising_takes_eight_passes_over_a_few_points() -> None:
-    """One that watches the module, one compared with it, a point alone, after others, four that check the derivatives and layers."""
+    """One watches the module, one is compared with it, a point alone, after others, four for derivatives and layers."""
     with passes() as counted:
         linearized()
     assert len(counted) == 8

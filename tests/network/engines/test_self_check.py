@@ -239,6 +239,12 @@ def test_a_layer_whose_points_are_squeezed_away_is_left_to_autodiff() -> None:
             return super().forward(x[:, None, :].squeeze()).view(-1, 2)
 
     torch.manual_seed(0)
-    model, x = Squeezed(nn.Linear(3, 2)).double(), torch.randn(5, 3).double()
-    post = co.laplace(co.linearize(model, (x, x[:, :2]), co.likelihoods.Gaussian(1.0)), co.GGN, 1.0, check_mode=False)
+    model = Squeezed(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    G, apart = (
+        co.DiagonalGGN(co.linearize(model, data, co.likelihoods.Gaussian(1.0)))
+        for data in ((x, y), [(x[:4], y[:4]), (x[4:], y[4:])])
+    )
+    assert torch.allclose(G.diagonal(), apart.diagonal())
+    post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(1.0)), co.KFAC, 1.0, check_mode=False)
     assert torch.allclose(post.predict(x[:1]).variance, post.predict(x).variance[:1])
