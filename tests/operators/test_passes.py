@@ -45,11 +45,11 @@ def linearized(noise: float | Tensor = 0.3) -> co.operators.Linearization:
     return co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
 
 
-def test_linearising_takes_seven_passes_over_a_few_points() -> None:
-    """One that watches the module, one compared with it, a point alone, after others, three that check derivatives."""
+def test_linearising_takes_eight_passes_over_a_few_points() -> None:
+    """One watches the module, one is compared with it, a point alone, after others, four for derivatives and layers."""
     with passes() as counted:
         linearized()
-    assert len(counted) == 7
+    assert len(counted) == 8
 
 
 class Preparing(nn.Linear):

@@ -92,3 +92,12 @@ def test_memory_decides_between_the_two_spaces():
 def test_systems_of_operators(name):
     A, method = TABLE[name]
     assert routes.chosen(A.plan(2).tables["solve"]).name.removesuffix(" with a sketch") == method
+
+
+@pytest.mark.filterwarnings("ignore::curvops.errors.ModeWarning")
+def test_predictions_of_many_weights_do_not_add_up():
+    """A matrix of more rows than may be formed is not worth more for the predictions before."""
+    post = co.laplace(network(600, 10), co.GGN, 1.0, check_mode=False)
+    before = str(post.plan(3))
+    post.predict(torch.zeros(9, 4, dtype=DOUBLE))
+    assert str(post.plan(3)) == before

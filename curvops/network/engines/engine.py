@@ -102,8 +102,9 @@ class Engines:
         self._paths: dict[int, frozenset[str]] = {}  # the parameters with wrong layers, by the path of a checked pass
         names = model.selection.names
         self._routes = {names: find_routes(model, self._few, names)}
-        # A layer that takes another dimension of length two for the points is found out before it is used.
-        self._rejected = dict.fromkeys(misfits | never_ran(calls, self._owned), NO_LAYER)
+        # One point in addition to two: a dimension of length two is not mistaken for the points, nor one squeezed.
+        alone = record(model, take(self._few, slice(0, 1)), self._owned)[2] if self._owned else set()
+        self._rejected = dict.fromkeys(misfits | alone | never_ran(calls, self._owned), NO_LAYER)
         self._make_plan(calls)
 
     def pop_first(self) -> tuple[Tensor, list[Call]] | None:

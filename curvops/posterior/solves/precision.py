@@ -124,7 +124,7 @@ def inverse_for(terms: PrecisionTerms, rows: int, rtol: float | None) -> LinearO
     Draws, which must be the same for the same seed, do not add to the rows that were asked for.
     """
     cache, P = terms.cache, terms.precision
-    if terms.closed_form is None:
+    if terms.closed_form is None and System(rows=len(cache.lin.theta), further=True).may_be_formed:
         with cache.lock:
             cache.rows_asked += rows
             if PRODUCTS_A_SOLVE * cache.rows_asked >= len(cache.lin.theta):  # the other facts cost something

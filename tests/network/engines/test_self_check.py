@@ -231,3 +231,20 @@ def test_what_is_far_from_linear_is_not_taken_for_rounding() -> None:
     assert torch.isclose(allowance(value, torch.tensor(0.01)), torch.tensor(0.08).double())
     assert torch.isclose(allowance(value, torch.tensor(9.0)), torch.tensor(0.2).double())
     assert not torch.tensor(0.01) <= allowance(value, torch.tensor(torch.nan))
+
+
+def test_a_layer_whose_points_are_squeezed_away_is_left_to_autodiff() -> None:
+    class Squeezed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, None, :].squeeze()).view(-1, 2)
+
+    torch.manual_seed(0)
+    model = Squeezed(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    G, apart = (
+        co.DiagonalGGN(co.linearize(model, data, co.likelihoods.Gaussian(1.0)))
+        for data in ((x, y), [(x[:4], y[:4]), (x[4:], y[4:])])
+    )
+    assert torch.allclose(G.diagonal(), apart.diagonal())
+    post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(1.0)), co.KFAC, 1.0, check_mode=False)
+    assert torch.allclose(post.predict(x[:1]).variance, post.predict(x).variance[:1])
