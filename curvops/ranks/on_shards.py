@@ -90,7 +90,7 @@ class OnShards(UnaryOperator):
 
     @property
     def definite(self) -> bool:
-        return isinstance(self.base, Operator) and self.base.definite
+        return self.base.definite if isinstance(self.base, Operator) else self.psd
 
     @property
     def at_hand(self) -> bool:
