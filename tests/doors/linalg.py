@@ -287,6 +287,8 @@ DOORS = [
     Door(
         "arguments of another kind",
         rows={
+            "a word for a callback": (lambda: cg(MATRIX, B, callback="x"), TypeError, "callback must be a function"),
+            "a number for block": (lambda: cg(MATRIX, B, block=3), TypeError, "block must be True or False"),
             "an array of refinements": (lambda: cg(MATRIX, B, refine=np.ones(3)), "refine must be True"),
             "a vector to solve with": (lambda: solve(B, B), "at least one row and one column"),
         },

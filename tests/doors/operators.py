@@ -56,6 +56,8 @@ DOORS = [
             "a number for a mesh": (lambda: co.GGN(lin()).sharded(2), TypeError, "device mesh.*int"),
             "a number": (lambda: co.KFAC(lin()) + 0.5, TypeError, r"add_diagonal\(0.5\)"),
             "no indices": (lambda: co.Subnetwork(co.GGN(lin())), TypeError, "indices"),
+            "a shift for an operator": (lambda: co.linalg.Damped(1.0, co.GGN(lin())), TypeError, "Damped.*float"),
+            "a word for a shift": (lambda: co.linalg.Damped(co.GGN(lin()), "one"), TypeError, "shift.*'one'"),
             "a vector for Dense": (lambda: Dense(torch.ones(3)), r"\(3,\)"),
             "a matrix for Diagonal": (lambda: Diagonal(torch.eye(3)), r"\(3, 3\)"),
             "values of another rank": (lambda: LowRank(torch.eye(3)[:, :2], torch.ones(3)), r"\(3, 2\)"),

@@ -20,7 +20,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from curvops.checkpoint import Place
-from curvops.checks import carries_graph, checked_whole, refuse_modes, refuse_tangents, shown
+from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
 from curvops.linalg.core.memory import Memories
@@ -532,6 +532,8 @@ class Operator(LinearOperatorContract):
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
         if isinstance(right_tensor, Tensor) and not has_rows(right_tensor, self.shape[-1]):  # as in linear_operator
             raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
+        if left_tensor is not None:
+            check_tensor("left_tensor", left_tensor)
         solution = solve(self, right_tensor)
         return solution if left_tensor is None else left_tensor @ solution
 

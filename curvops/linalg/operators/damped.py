@@ -47,6 +47,9 @@ class Damped(UnaryOperator):
         cache: results shared with another operator of the same matrix; None starts an empty one.
         sources: the record of the data of a shift that is not a prior.
 
+    Raises:
+        TypeError: the base is not an operator, or the shift is neither a number nor a tensor.
+
     Examples:
         >>> P = co.linalg.Diagonal(torch.tensor([3.0, 0.0])).add_diagonal(1.0)
         >>> P.solve(torch.ones(2)), round(float(P.logdet()), 4)
@@ -65,7 +68,12 @@ class Damped(UnaryOperator):
         *,
         sources: Sources | None = None,
     ) -> None:
-        shift = torch.as_tensor(shift, dtype=base.dtype, device=base.device)
+        if not isinstance(base, LinearOperator):
+            raise TypeError(f"Damped needs an operator and a shift, got {type(base).__name__} as the operator.")
+        if not isinstance(shift, float | int | Tensor):
+            raise TypeError(f"the shift must be a number or a tensor, got {shift!r}.")
+        if not isinstance(shift, Tensor):
+            shift = torch.as_tensor(shift, dtype=base.dtype, device=base.device)
         super().__init__(base, shift, cache=Cache() if cache is None else cache, sources=sources)
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from curvops.ambient import current_run, hold
 from curvops.checkpoint import NOTHING, Place, begin
-from curvops.checks import checked_whole
+from curvops.checks import check_flag, checked_whole
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply
@@ -138,6 +138,7 @@ def cg(
     A = as_matrix(A, B)
     facts = describe_square(A)
     goal = check(facts, B, rtol, maxiter, x0, callback)
+    check_flag("block", block)
     if not isinstance(refine, bool) and refine is not torch.float32 and refine is not torch.float64:
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     if checkpoint is not None and refine is not False:

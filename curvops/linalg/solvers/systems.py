@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvops.ambient import Groups, columns_at_a_time, current_run, hold
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.checks import check_tensor, checked_number, refuse_tangents, shown
+from curvops.checks import check_callable, check_tensor, checked_number, refuse_tangents, shown
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution, join_histories
 from curvops.linalg.core.vectors import (
@@ -101,6 +101,7 @@ def check(
         raise ValueError(f"x0 must have shape {(n, *B.shape[1:])}, got {tuple(x0.shape)}.")
     if maxiter is not None:
         checked_number("maxiter", maxiter, "[0, inf]")
+    check_callable("callback", callback)
     return Goal(checked_number("rtol", rtol, "[0, inf)"), iterations_allowed(min(m, n), maxiter), callback)
 
 
