@@ -36,7 +36,7 @@ STEPS = ("product", "diagonal", "KFAC", "prediction")
 
 
 def reference_product(job: Job, v: Tensor) -> Tensor:
-    """Return Jᵀ H J v by autograd alone: J v by two backward passes, Jᵀ by a third."""
+    """Return Jᵀ H J v by autograd alone: J v by double backward or in forward mode, Jᵀ by another backward pass."""
     names, tensors = zip(*((n, p) for n, p in job.model.named_parameters() if p.requires_grad))
     parts = [part.view_as(p) for part, p in zip(v.split([p.numel() for p in tensors]), tensors)]
 
@@ -46,10 +46,15 @@ def reference_product(job: Job, v: Tensor) -> Tensor:
 
     with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):  # those with second derivatives
         f = outputs(*tensors)
-        u = torch.zeros_like(f, requires_grad=True)
-        pulled = torch.autograd.grad(f, tensors, u, create_graph=True, allow_unused=True)
-        there = [(g, part) for g, part in zip(pulled, parts) if g is not None]
-        Jv = torch.autograd.grad([g for g, _ in there], u, [part for _, part in there])[0]
+        try:
+            u = torch.zeros_like(f, requires_grad=True)
+            pulled = torch.autograd.grad(f, tensors, u, create_graph=True, allow_unused=True)
+            there = [(g, part) for g, part in zip(pulled, parts) if g is not None]
+            Jv = torch.autograd.grad([g for g, _ in there], u, [part for _, part in there])[0]
+        except RuntimeError as error:  # torch has no second derivative of a hard sigmoid, but a forward mode
+            if "not implemented" not in str(error):
+                raise
+            Jv = torch.func.jvp(outputs, tensors, tuple(parts))[1]
         if job.likelihood == "classification":
             p = f.detach().softmax(-1)
             Jv = p * (Jv - (p * Jv).sum(-1, keepdim=True))
