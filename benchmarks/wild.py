@@ -236,7 +236,7 @@ STUDY = Study(
     measure=measure,
     sections={"wild": text},
     page="docs/wild.md",
-    options={"limit": (300, "seconds that one architecture may take")},
+    options={"limit": (60, "seconds that one architecture may take")},
     rows={"row": rows},
 )
 
