@@ -38,7 +38,8 @@ STEPS = ("product", "diagonal", "KFAC", "prediction")
 def reference_product(job: Job, v: Tensor) -> Tensor:
     """Return Jᵀ H J v by autograd alone: J v by double backward or in forward mode, Jᵀ by another backward pass."""
     names, tensors = zip(*((n, p) for n, p in job.model.named_parameters() if p.requires_grad))
-    parts = [part.view_as(p) for part, p in zip(v.split([p.numel() for p in tensors]), tensors)]
+    sizes = [p.numel() * (2 if p.is_complex() else 1) for p in tensors]
+    parts = [_like(part, p) for part, p in zip(v.split(sizes), tensors)]
 
     def outputs(*values: Tensor) -> Tensor:
         arguments = ((), job.inputs) if isinstance(job.inputs, dict) else ((job.inputs,), {})
@@ -59,7 +60,13 @@ def reference_product(job: Job, v: Tensor) -> Tensor:
             p = f.detach().softmax(-1)
             Jv = p * (Jv - (p * Jv).sum(-1, keepdim=True))
         back = torch.autograd.grad(outputs(*tensors), tensors, Jv, allow_unused=True)
-    return torch.cat([torch.zeros(p.numel()).to(v) if g is None else g.flatten() for g, p in zip(back, tensors)])
+    whole = [torch.zeros_like(p) if g is None else g for g, p in zip(back, tensors)]
+    return torch.cat([(torch.view_as_real(g) if g.is_complex() else g).flatten() for g in whole]).detach()
+
+
+def _like(part: Tensor, p: Tensor) -> Tensor:
+    """Return numbers in the shape of a parameter, pairs of them if it is complex."""
+    return torch.view_as_complex(part.view(*p.shape, 2)) if p.is_complex() else part.view_as(p)
 
 
 def gradient(job: Job) -> Callable[[], None]:
