@@ -18,6 +18,7 @@ class Job(NamedTuple):
     inputs: Any
     targets: Tensor
     likelihood: str
+    dtype: torch.dtype = torch.float64
 
 
 class Output(nn.Module):
@@ -70,11 +71,11 @@ def _torchvision(name: str, size: int = 32, **options: Any) -> Callable[[], Job]
     return make
 
 
-def _segmentation(name: str) -> Callable[[], Job]:
+def _segmentation(name: str, **options: Any) -> Callable[[], Job]:
     def make() -> Job:
         import segmentation_models_pytorch as smp
 
-        model = getattr(smp, name)("resnet18", encoder_weights=None, classes=2)
+        model = getattr(smp, name)("mobilenet_v2", encoder_weights=None, classes=2, **options)
         return values(model, images(32), 2, 32, 32)
 
     return make
@@ -441,17 +442,20 @@ class CrystalsByNumber(nn.Module):
 
 
 def _chgnet() -> Job:
-    return values(CrystalsByNumber(), torch.arange(POINTS).unsqueeze(1), 1)
+    torch.set_default_dtype(torch.float32)  # the only one that it knows
+    return values(CrystalsByNumber(), torch.arange(POINTS).unsqueeze(1), 1)._replace(dtype=torch.float32)
 
 
 JOBS: dict[str, dict[str, Callable[[], Job]]] = {
     "timm": {
-        "vit_tiny_patch16_224": _timm("vit_tiny_patch16_224", img_size=32),
-        "deit3_small_patch16_224": _timm("deit3_small_patch16_224", img_size=32),
-        "swin_tiny_patch4_window7_224": _timm("swin_tiny_patch4_window7_224", 56, img_size=56),
+        "vit_tiny_patch16_224, 3 blocks": _timm("vit_tiny_patch16_224", img_size=32, depth=3),
+        "deit3_small_patch16_224, 2 blocks": _timm("deit3_small_patch16_224", img_size=32, depth=2, embed_dim=96),
+        "swin_tiny_patch4_window7_224, narrow": _timm(
+            "swin_tiny_patch4_window7_224", 56, img_size=56, embed_dim=24, depths=(2, 2), num_heads=(2, 4)
+        ),
         "mixer_s32_224": _timm("mixer_s32_224", img_size=32),
-        "resnet18": _timm("resnet18"),
-        "resnetv2_50 (group norm)": _timm("resnetv2_50"),
+        "resnet18, narrow": _timm("resnet18", channels=(16, 32, 64, 64)),
+        "resnetv2_50, narrow": _timm("resnetv2_50", layers=(1, 1, 1, 1), channels=(32, 64, 128, 128)),
         "efficientnet_b0": _timm("efficientnet_b0"),
         "mobilenetv3_small_100": _timm("mobilenetv3_small_100"),
         "convnext_atto": _timm("convnext_atto"),
@@ -462,7 +466,6 @@ JOBS: dict[str, dict[str, Callable[[], Job]]] = {
         "fastvit_t8": _timm("fastvit_t8", 64),
     },
     "torchvision": {
-        "resnet18": _torchvision("resnet18"),
         "mobilenet_v3_small": _torchvision("mobilenet_v3_small"),
         "densenet121": _torchvision("densenet121"),
         "squeezenet1_1": _torchvision("squeezenet1_1", 64),
@@ -470,7 +473,7 @@ JOBS: dict[str, dict[str, Callable[[], Job]]] = {
         "mobilenet_v2": _torchvision("mobilenet_v2"),
         "mnasnet0_5": _torchvision("mnasnet0_5"),
         "googlenet": _torchvision("googlenet", 64, aux_logits=False, init_weights=False),
-        "swin_t": _torchvision("swin_t"),
+        "efficientnet_b0": _torchvision("efficientnet_b0"),
         "regnet_y_400mf": _torchvision("regnet_y_400mf"),
     },
     "transformers": {
@@ -526,10 +529,10 @@ JOBS: dict[str, dict[str, Callable[[], Job]]] = {
         ),
     },
     "segmentation_models_pytorch": {
-        "Unet": _segmentation("Unet"),
-        "FPN": _segmentation("FPN"),
+        "Unet": _segmentation("Unet", decoder_channels=(32, 16, 16, 8, 8)),
+        "FPN": _segmentation("FPN", decoder_pyramid_channels=32, decoder_segmentation_channels=32),
         "Linknet": _segmentation("Linknet"),
-        "DeepLabV3Plus": _segmentation("DeepLabV3Plus"),
+        "DeepLabV3Plus": _segmentation("DeepLabV3Plus", decoder_channels=32),
     },
     "torch_geometric": {
         "DenseGCNConv": _dense_graphs("DenseGCNConv"),
