@@ -64,7 +64,7 @@ Memories = frozenset[Memory]
 
 @dataclass(eq=False)
 class Run:
-    """What is in force around one call."""
+    """A run holds what is in force around one call."""
 
     counts: bool = False
     """Whether algorithms inside are its steps, shown by its bar or not at all."""

@@ -8,13 +8,13 @@ fewer than there are weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.network import Passes, accumulate
+from curvops.network import Passes
 from curvops.operators.curvatures.ggn import Curvature
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.function_space.tangent_kernel import TangentKernel
@@ -71,7 +71,7 @@ def pull_own(passes: Passes, block: Float[Tensor, "own K"]) -> Float[Tensor, "D 
     if shard is None or not shard.num_own:
         return block.new_zeros(K, len(passes.model.theta)).mT
     z, start = block.mT.unflatten(1, (-1, passes.engines.plan.num_outputs)), shard.start
-    return reduce(accumulate, (J.pull(z[:, J.points.start - start : J.points.stop - start]) for _, J in passes.each(K)))
+    return passes.own_sum(lambda _, J: J.pull(z[:, J.points.start - start : J.points.stop - start]), K)
 
 
 @times_block.register

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Ro
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, group_calls, unlike
 from curvops.network.walks.row_squares import squares_of
-from curvops.network.walks.walk import Walk, accumulate
+from curvops.network.walks.walk import Walk
 from curvops.ranks.shard import Shard
 from curvops.ranks.sharded_model import ShardedModel
 from curvops.ranks.sharded_vectors import PANEL_BYTES
@@ -106,9 +106,7 @@ class ShardedWalk(Walk):
         self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None, own: bool = False
     ) -> Tensor:
         """Return Σ over batches of `term(labels, J)`: of vectors, this rank's rows, which J adds up over the ranks."""
-        if not columns:
-            return super().total(term, columns, root)
-        return reduce(accumulate, (term(labels, J) for labels, J in self.each(columns, root)))
+        return self.own_sum(term, columns, root) if columns else super().total(term, columns, root)
 
     @torch.no_grad()
     def squared_rows(self) -> Float[Tensor, " d"]:

@@ -43,11 +43,15 @@ class Walk(ABC):
 
         With `own` the result is this rank's part.
         """
+        return self.add_up(self.own_sum(term, columns, root), own)
+
+    def own_sum(self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None) -> Tensor:
+        """Return the sum of the terms over this process's batches."""
         total: Tensor | None = None
         for label, J in self.each(columns, root):  # a loop: a generator would hold one vector more
             total = accumulate(total, term(label, J))
         assert total is not None  # linearize rejects empty data
-        return self.add_up(total, own)
+        return total
 
     def rows(
         self, term: Callable[[Any, Any], Float[Tensor, "K n R"]], columns: int, root: OutputFisher | None = None

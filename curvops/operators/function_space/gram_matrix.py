@@ -461,10 +461,10 @@ def _recorded_products(
     first: Group, second: Group, scales: Mapping[str, Tensor], most_bytes: int
 ) -> Float[Tensor, "nr ms"]:
     """Return the inner products of the rows of one layer, by pairs of positions if that is less work."""
-    from torch.utils.checkpoint import checkpoint  # torch 2.7 imports sympy with it
-
     layer, left, right = first.layer, sides_of(first), sides_of(second)
     if layer is None or left is None or right is None:
+        from torch.utils.checkpoint import checkpoint  # torch 2.7 imports sympy with it
+
         found: Tensor = checkpoint(_by_all_rows, first, second, scales, use_reentrant=False)
         return found
     one, scale = (left.left, left.right(slice(None))), matrix_of_scales(layer, scales)
