@@ -38,17 +38,21 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_apart(module: str, *arguments: object, prompt: bool = False) -> list[dict[str, Any]]:
-    """Run a module in a process of its own, and return the JSON lines that it prints.
+def run_apart(
+    module: str, *arguments: object, prompt: bool = False, limit: float | None = None
+) -> list[dict[str, Any]]:
+    """Run a module in a process of its own, and return the JSON lines that it prints, whatever it prints beside them.
 
-    With `prompt` that process gives large freed blocks back to the system at once (glibc), so that its resident set is
-    what it holds.
+    After `limit` seconds it is stopped, and TimeoutExpired is raised. With `prompt` that process gives large freed
+    blocks back to the system at once (glibc), so that its resident set is what it holds.
     """
     command = [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]
     environment = os.environ | (PROMPT if prompt else {})
     root = Path(__file__).parents[1]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root, env=environment)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, cwd=root, env=environment, timeout=limit
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def reset_peak() -> int:

@@ -12,10 +12,8 @@ architecture runs in a process of its own; one that takes more than the limit is
 from __future__ import annotations
 
 import gc
-import json
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,8 +24,10 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvops as co
+from benchmarks.machine import run_apart
 from benchmarks.study_page import Found, Study, part
 from benchmarks.tables import table
+from benchmarks.timing import clock, seconds
 from benchmarks.wild_models import JOBS, Job
 
 TOLERANCE = {"torch.float64": 1e-8, "torch.float32": 1e-4}
@@ -42,8 +42,7 @@ def reference_product(job: Job, v: Tensor) -> Tensor:
     parts = [_like(part, p) for part, p in zip(v.split(sizes), tensors)]
 
     def outputs(*values: Tensor) -> Tensor:
-        arguments = ((), job.inputs) if isinstance(job.inputs, dict) else ((job.inputs,), {})
-        return functional_call(job.model, dict(zip(names, values)), *arguments)
+        return functional_call(job.model, dict(zip(names, values)), *_arguments(job.inputs))
 
     with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):  # those with second derivatives
         f = outputs(*tensors)
@@ -56,7 +55,7 @@ def reference_product(job: Job, v: Tensor) -> Tensor:
             if "not implemented" not in str(error):
                 raise
             Jv = torch.func.jvp(outputs, tensors, tuple(parts))[1]
-        if job.likelihood == "classification":
+        if job.classifies:
             p = f.detach().softmax(-1)
             Jv = p * (Jv - (p * Jv).sum(-1, keepdim=True))
         back = torch.autograd.grad(outputs(*tensors), tensors, Jv, allow_unused=True)
@@ -71,29 +70,28 @@ def _like(part: Tensor, p: Tensor) -> Tensor:
 
 def gradient(job: Job) -> Callable[[], None]:
     """Return the function that computes one gradient of the summed loss."""
-    model = job.model
+    (args, kwargs), parameters = _arguments(job.inputs), [p for p in job.model.parameters() if p.requires_grad]
 
     def compute() -> None:
-        f = model(**job.inputs) if isinstance(job.inputs, dict) else model(job.inputs)
-        if job.likelihood == "classification":
+        f = job.model(*args, **kwargs)
+        if job.classifies:
             loss = nn.functional.cross_entropy(f.flatten(0, -2), job.targets.flatten(), reduction="sum")
         else:
             loss = (f - job.targets).square().sum() / 2
-        parameters = [p for p in model.parameters() if p.requires_grad]
         torch.autograd.grad(loss, parameters, allow_unused=True)
 
     return compute
 
 
-def seconds(work: Callable[[], Any], repeats: int = 3) -> float:
-    """Return the least time of a few runs, after one that is not counted."""
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model is called with, by position and by name."""
+    return ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+
+
+def least(work: Callable[[], Any], runs: int = 3) -> float:
+    """Return the least time of a few runs, in seconds, after one that is not counted."""
     work()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(seconds(work) for _ in range(runs))
 
 
 def row(package: str, name: str) -> dict[str, Any]:
@@ -102,7 +100,6 @@ def row(package: str, name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     found: dict[str, Any] = {"package": package, "name": name, "messages": {}}
-    warned: list[str] = []
     try:
         job = JOBS[package][name]()
         job.model.eval()
@@ -110,17 +107,16 @@ def row(package: str, name: str) -> dict[str, Any]:
             job = job._replace(model=_double(job.model), inputs=_double(job.inputs), targets=_double(job.targets))
         found["dtype"] = str(job.dtype)
         found["weights"] = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
-        unit = seconds(gradient(job))
+        unit = least(gradient(job))
     except Exception as error:
         found["messages"]["the model itself"] = _message(error)
         return found
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            start = time.perf_counter()
-            likelihood = "classification" if job.likelihood == "classification" else co.likelihoods.Gaussian(1.0)
-            lin = co.linearize(job.model, (job.inputs, job.targets), likelihood)
-            found["linearize"] = time.perf_counter() - start
+            likelihood = "classification" if job.classifies else co.likelihoods.Gaussian(1.0)
+            data = job.inputs, job.targets
+            lin, found["linearize"] = clock(lambda: co.linearize(job.model, data, likelihood))
         except Exception as error:
             found["messages"]["linearize"] = _message(error)
             return found
@@ -130,8 +126,7 @@ def row(package: str, name: str) -> dict[str, Any]:
             except Exception as error:
                 found["messages"][step] = _message(error)
             gc.collect()
-        warned = [str(w.message) for w in caught if w.category.__module__ == "curvops.errors"]
-    return found | {"warnings": len(warned), "first warning": warned[0][:200] if warned else ""}
+    return found | {"warnings": sum(w.category.__module__ == "curvops.errors" for w in caught)}
 
 
 def _product(job: Job, lin: Any, unit: float) -> dict[str, float]:
@@ -139,15 +134,15 @@ def _product(job: Job, lin: Any, unit: float) -> dict[str, float]:
     v = torch.randn(lin.num_parameters, dtype=job.dtype)
     truth = reference_product(job, v)
     error = float((G @ v - truth).norm() / truth.norm())
-    return {"error": error, "product": seconds(lambda: G @ v) / unit}
+    return {"error": error, "product": least(lambda: G @ v) / unit}
 
 
 def _diagonal(job: Job, lin: Any, unit: float) -> dict[str, float]:
-    return {"diagonal": seconds(lambda: co.DiagonalGGN(lin), 1) / unit}
+    return {"diagonal": least(lambda: co.DiagonalGGN(lin), 1) / unit}
 
 
 def _kfac(job: Job, lin: Any, unit: float) -> dict[str, float]:
-    return {"KFAC": seconds(lambda: co.KFAC(lin), 1) / unit}
+    return {"KFAC": least(lambda: co.KFAC(lin), 1) / unit}
 
 
 def _prediction(job: Job, lin: Any, unit: float) -> dict[str, float]:
@@ -155,7 +150,7 @@ def _prediction(job: Job, lin: Any, unit: float) -> dict[str, float]:
     post = co.laplace(lin, co.KFAC, prior_precision=1.0, check_mode=False)
     variance = post.predict(two).variance
     assert bool(variance.isfinite().all()) and bool((variance >= 0).all())
-    return {"prediction": seconds(lambda: post.predict(two).variance, 1)}
+    return {"prediction": least(lambda: post.predict(two).variance, 1)}
 
 
 def _double(value: Any) -> Any:
@@ -180,17 +175,14 @@ def measure(limit: int) -> Found:
 
 def _apart(index: int, limit: int) -> dict[str, Any]:
     package, name = ROWS[index]
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.wild", "--row", str(index)]
     print(f"{package}: {name}", file=sys.stderr)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        return run_apart("benchmarks.wild", "--row", index, limit=limit)[-1]
     except subprocess.TimeoutExpired:
-        return {"package": package, "name": name, "messages": {"all": f"stopped after {limit} s"}}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        text = " ".join(done.stderr.split()[-30:]) or f"ended with status {done.returncode}"
-        return {"package": package, "name": name, "messages": {"all": text[:300]}}
-    return dict(json.loads(lines[-1]))
+        message = f"stopped after {limit} s"
+    except subprocess.CalledProcessError as error:
+        message = f"ended with status {error.returncode}"
+    return {"package": package, "name": name, "messages": {"all": message}}
 
 
 def rows(index: int) -> Iterator[dict[str, Any]]:

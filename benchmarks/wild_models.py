@@ -12,35 +12,40 @@ POINTS = 6
 
 
 class Job(NamedTuple):
-    """A model with random weights, a few points, and the likelihood of its outputs."""
+    """A model with random weights, a few points, and whether its outputs are classes' logits or values."""
 
     model: nn.Module
     inputs: Any
     targets: Tensor
-    likelihood: str
+    classifies: bool
     dtype: torch.dtype = torch.float64
 
 
-class Output(nn.Module):
-    """A model whose output is one entry of what another returns, as a user would wrap it."""
+class Called(nn.Module):
+    """A model whose outputs are what `call` makes of another and its inputs, as a user would wrap it."""
 
-    def __init__(self, model: nn.Module, entry: Callable[[Any], Tensor]) -> None:
+    def __init__(self, model: nn.Module, call: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.model, self.entry = model, entry
+        self.model, self.call = model, call
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute that entry."""
-        return self.entry(self.model(*args, **kwargs))
+        """Compute the outputs."""
+        return self.call(self.model, *args, **kwargs)
+
+
+def entry_of(model: nn.Module, entry: Callable[[Any], Tensor]) -> Called:
+    """Return the model whose outputs are one entry of what another returns."""
+    return Called(model, lambda model, *args, **kwargs: entry(model(*args, **kwargs)))
 
 
 def classes(model: nn.Module, inputs: Any, count: int, *positions: int) -> Job:
     """Make a job of classification with random labels, at some positions of each point if there are several."""
-    return Job(model, inputs, torch.randint(count, (POINTS, *positions)), "classification")
+    return Job(model, inputs, torch.randint(count, (POINTS, *positions)), True)
 
 
 def values(model: nn.Module, inputs: Any, *shape: int) -> Job:
     """Make a job of regression with random targets of one shape a point."""
-    return Job(model, inputs, torch.randn(POINTS, *shape), "regression")
+    return Job(model, inputs, torch.randn(POINTS, *shape), False)
 
 
 def images(size: int = 32, channels: int = 3) -> Tensor:
@@ -101,8 +106,8 @@ def _transformer(kind: str, config: str, **options: Any) -> Callable[[], Job]:
 
         model = getattr(transformers, kind)(getattr(transformers, config)(**SMALL | options))
         if kind.endswith("Classification"):
-            return classes(Output(model, lambda out: out.logits), words(), 3)
-        return classes(Output(model, lambda out: out.logits), words(), 50, 8)
+            return classes(entry_of(model, lambda out: out.logits), words(), 3)
+        return classes(entry_of(model, lambda out: out.logits), words(), 50, 8)
 
     return make
 
@@ -113,7 +118,7 @@ def _vision_transformer(kind: str, config: str, **options: Any) -> Callable[[], 
 
         given = {"image_size": 32, "num_labels": 3, **options}
         model = getattr(transformers, kind)(getattr(transformers, config)(**given))
-        return classes(Output(model, lambda out: out.logits), images(32), 3)
+        return classes(entry_of(model, lambda out: out.logits), images(32), 3)
 
     return make
 
@@ -123,7 +128,7 @@ def _monai(name: str, targets: tuple[int, ...] | int, size: int = 32, **options:
         import monai.networks.nets as nets
 
         model = getattr(nets, name)(**options)
-        model = Output(model, lambda out: out[0]) if name == "ViT" else model
+        model = entry_of(model, lambda out: out[0]) if name == "ViT" else model
         inputs = images(size, 1)
         return classes(model, inputs, targets) if isinstance(targets, int) else values(model, inputs, *targets)
 
@@ -189,24 +194,12 @@ def _ragged_graphs(layer: str) -> Callable[[], Job]:
     return lambda: classes(GraphsByNumber(layer), torch.arange(POINTS).unsqueeze(1), 3)
 
 
-class LogDensity(nn.Module):
-    """A flow whose one output is the log density of each point."""
-
-    def __init__(self, flow: nn.Module, log_prob: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.flow, self.log_prob = flow, log_prob
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the log densities, (n, 1)."""
-        return self.log_prob(self.flow, x).unsqueeze(1)
-
-
 def _zuko(name: str, **options: Any) -> Callable[[], Job]:
     def make() -> Job:
         import zuko
 
         flow = getattr(zuko.flows, name)(features=3, **options)
-        return values(LogDensity(flow, lambda flow, x: flow().log_prob(x)), torch.randn(POINTS, 3), 1)
+        return values(Called(flow, lambda flow, x: flow().log_prob(x).unsqueeze(1)), torch.randn(POINTS, 3), 1)
 
     return make
 
@@ -216,7 +209,7 @@ def _nflows(name: str) -> Callable[[], Job]:
         import nflows.flows as flows
 
         flow = getattr(flows, name)(4, 8, num_layers=2, num_blocks_per_layer=1)
-        return values(LogDensity(flow, lambda flow, x: flow.log_prob(x)), torch.randn(POINTS, 4), 1)
+        return values(Called(flow, lambda flow, x: flow.log_prob(x).unsqueeze(1)), torch.randn(POINTS, 4), 1)
 
     return make
 
@@ -254,22 +247,10 @@ def _rtdl(name: str) -> Callable[[], Job]:
                 linformer_kv_compression_ratio=None,
                 linformer_kv_compression_sharing=None,
             )
-            return classes(WithoutCategories(model), torch.randn(POINTS, 6), 3)
+            return classes(Called(model, lambda model, x: model(x, None)), torch.randn(POINTS, 6), 3)
         return classes(model, torch.randn(POINTS, 6), 3)
 
     return make
-
-
-class WithoutCategories(nn.Module):
-    """A tabular model that is called with its second argument, the categories, empty."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the logits."""
-        return self.model(x, None)
 
 
 def _tabm() -> Job:
@@ -285,14 +266,14 @@ def _tabm() -> Job:
         arch_type="tabm",
         start_scaling_init="random-signs",
     )
-    return classes(Output(model, lambda out: out.mean(1)), torch.randn(POINTS, 6), 3)
+    return classes(entry_of(model, lambda out: out.mean(1)), torch.randn(POINTS, 6), 3)
 
 
 def _tabnet() -> Job:
     from pytorch_tabnet.tab_network import TabNet
 
     model = TabNet(6, 3, group_attention_matrix=torch.eye(6), virtual_batch_size=8)
-    return classes(Output(model, lambda out: out[0]), torch.randn(POINTS, 6), 3)
+    return classes(entry_of(model, lambda out: out[0]), torch.randn(POINTS, 6), 3)
 
 
 def _tab_transformer(name: str) -> Callable[[], Job]:
@@ -325,7 +306,7 @@ def _encodec() -> Job:
     from encodec.modules import SEANetEncoder
 
     model = SEANetEncoder(dimension=8, n_filters=4, ratios=[4, 2], lstm=1)
-    return values(Output(model, lambda out: out.mean(2)), torch.randn(POINTS, 1, 64), 8)
+    return values(entry_of(model, lambda out: out.mean(2)), torch.randn(POINTS, 1, 64), 8)
 
 
 def _conformer() -> Job:
@@ -333,7 +314,7 @@ def _conformer() -> Job:
 
     block = ConformerBlock(dim=16, dim_head=8, heads=2, conv_kernel_size=7)
     return classes(
-        nn.Sequential(block, Output(nn.Identity(), lambda h: h.mean(1)), nn.Linear(16, 3)),
+        nn.Sequential(block, entry_of(nn.Identity(), lambda h: h.mean(1)), nn.Linear(16, 3)),
         torch.randn(POINTS, 12, 16),
         3,
     )
@@ -345,11 +326,11 @@ def _torchaudio(name: str) -> Callable[[], Job]:
 
         if name == "Wav2Letter":
             return values(
-                Output(models.Wav2Letter(num_classes=4), lambda out: out.mean(2)), torch.randn(POINTS, 1, 2000), 4
+                entry_of(models.Wav2Letter(num_classes=4), lambda out: out.mean(2)), torch.randn(POINTS, 1, 2000), 4
             )
         if name == "DeepSpeech":
             return values(
-                Output(models.DeepSpeech(10, n_hidden=16, n_class=4), lambda out: out.mean(1)),
+                entry_of(models.DeepSpeech(10, n_hidden=16, n_class=4), lambda out: out.mean(1)),
                 torch.randn(POINTS, 1, 12, 10),
                 4,
             )
