@@ -150,10 +150,11 @@ def linearize(
             outputs and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all
             others the outputs are last. Its `reduction` is ignored, since likelihoods are sums. The gradient of a
             subclass of such a loss is compared with that of the likelihood on the first points.
-        parameters: None (all that require a gradient); "last_layer" (the layer in which the model's output is linear,
-            found by running the model); a glob or a list of globs over names; a predicate (name, tensor) -> bool; or
-            positions (indices or a mask) in the flat vector of all parameters, which select a subnetwork. A complex
-            parameter counts as pairs of reals (*shape, 2), as `torch.view_as_real` gives them.
+        parameters: None (all that require a gradient); "last_layer" (the layer after which no other runs, in whose
+            output the model's is affine, found by running the model; `lin.plan` names it); a glob or a list of globs
+            over names; a predicate (name, tensor) -> bool; or positions (indices or a mask) in the flat vector of all
+            parameters, which select a subnetwork. A complex parameter counts as pairs of reals (*shape, 2), as
+            `torch.view_as_real` gives them.
         memory_budget: bytes for the linearisations kept between products, and for the working vectors of algorithms on
             operators made from this one (solvers, bases, sketches, predictions) that have no budget of their own.
             None means a quarter of the device memory that is free when this is called. If both need more, each gets
