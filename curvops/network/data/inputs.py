@@ -275,6 +275,12 @@ class Layout:
             raise ValueError(self._misplaced(y))
         return y.flatten(1, len(self.positions))
 
+    def in_given_form(self, y: Tensor) -> Tensor:
+        """Return targets (n, T, ...) as (n, *positions, ...), a form from which `targets` makes these."""
+        if not self.shape:
+            return y.squeeze(1)
+        return y.unflatten(1, self.positions) if self.positions else y
+
     def weights(self, w: Tensor) -> Tensor:
         """Return sample weights (n,) unchanged, and (n, *positions) as (n, T). Raises ValueError for other shapes."""
         n, in_rows = len(w) if w.ndim else 0, self.positions_in_rows
