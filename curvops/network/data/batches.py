@@ -417,14 +417,14 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
 
     Raises TypeError for data of another form, or that can be read only once.
     """
-    if (source := _unlabelled_source(data)) is not None:
-        return InputsAlone(as_source(source, batch_size))
     if holds_all(data):
         given, targets, w = split_batch(data, weights)
         inputs = normalise(given)
         _require_aligned(inputs, targets, w)
         others: dict[str, Tensor | None] = {"targets": targets} if w is None else {"targets": targets, "weights": w}
         return _InMemory(inputs, others, batch_size, type(given))
+    if (source := _unlabelled_source(data)) is not None:
+        return InputsAlone(as_source(source, batch_size))
     if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
         raise TypeError(
             f"A {type(data).__name__} of {len(data)} tensors can be read in several ways. If all are inputs, without "
@@ -446,14 +446,12 @@ def holds_all(data: object) -> bool:
     """Return whether data are tensors of all points: one, a pair, a triple, or a mapping that names its targets."""
     if isinstance(data, Mapping):
         return _is_named(data) or any(name in data for name in LABELS)
-    if _alone(data) is not None:
-        return True
-    if not isinstance(data, (tuple, list)) or len(data) not in (2, 3) or _unlabelled_source(data) is not None:
-        return False
+    if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
+        return _alone(data) is not None
     # In a list of batches none is a tensor: if the first item is one, these are inputs and targets, of whatever type.
-    return isinstance(data[0], Tensor | np.ndarray) or all(
-        part is None or isinstance(part, Tensor | np.ndarray) for part in data[1:]
-    )
+    if isinstance(data[0], Tensor | np.ndarray):
+        return True
+    return all(isinstance(part, Tensor | np.ndarray | None) for part in data[1:]) and _unlabelled_source(data) is None
 
 
 def _unlabelled_source(data: object) -> Dataset[Any] | DataLoader[Any] | None:
@@ -470,11 +468,9 @@ def _alone(item: object) -> Tensor | np.ndarray | None:
 
 def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
     """Return what `split_batch` does, for a batch that has targets; raise TypeError for one without."""
-    if _alone(item) is not None:
-        raise TypeError(_not_a_batch(item))
     inputs, targets, w = split_batch(item, weights)
     if targets is None:
-        raise TypeError(f"Targets must be tensors; given NoneType. {ACCEPTED}")
+        raise TypeError("A batch is (inputs, targets), and here targets are needed; this one has inputs alone.")
     return inputs, targets, w
 
 
@@ -487,10 +483,7 @@ def split_batch(item: object, weights: bool) -> tuple[object, Tensor | None, Ten
     weights: whether a third item was declared to be weights. Raises TypeError for another form, and for a third item
     that was not declared; ValueError for labels that a causal language model shifts.
     """
-    rest: list[Any]
-    if (only := _alone(item)) is not None:
-        inputs, targets, rest = only, None, []
-    elif isinstance(item, (tuple, list)) and len(item) in (2, 3):
+    if isinstance(item, (tuple, list)) and len(item) in (2, 3):
         if len(item) == 3 and not weights:
             raise TypeError(_describe_undeclared(item[2]))
         inputs, targets, *rest = item
@@ -498,6 +491,8 @@ def split_batch(item: object, weights: bool) -> tuple[object, Tensor | None, Ten
         inputs, targets, *rest = (item[name] for name in NAMES if name in item)
     elif isinstance(item, Mapping) and any(name in item for name in LABELS):
         inputs, targets, *rest = _split_labels(item, weights)
+    elif (only := _alone(item)) is not None:
+        inputs, targets, *rest = only, None
     else:
         raise TypeError(_not_a_batch(item))
     if weights and not rest:
