@@ -103,7 +103,7 @@ class Shard(Batches):
         items = []
         for start in range(0, points.num_points, step):
             part = points.labels(slice(start, start + step))
-            item = {"inputs": take(points.inputs, slice(start, start + step))}
+            item: dict[str, Any] = {"inputs": take(points.inputs, slice(start, start + step))}
             item["targets"] = part.targets if part.labelled else None
             items.append(item if part.weights is None else item | {"weights": part.weights})
         return Batches(items, self.reading_again(like, self.weighted))

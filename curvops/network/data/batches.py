@@ -44,7 +44,7 @@ ACCEPTED = (
 )
 TARGETS = (
     "Pass one of several targets, or join them (and the outputs) into one tensor; convert a list of numbers with "
-    "torch.tensor; a network without labels has other targets, such as its inputs for an autoencoder."
+    "torch.tensor; those of an autoencoder are its inputs; without labels pass None."
 )
 NAMES = ("inputs", "targets", "weights")
 LABELS = ("labels", "label")
