@@ -104,7 +104,8 @@ class _LastLayers:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the layers' parameters, and of those added to what they return."""
-        of_modules = [name for module in self.modules for name in _names(self.model.module, module)]
+        root = self.model.module
+        of_modules = [] if root is None else [name for module in self.modules for name in _names(root, module)]
         return tuple(dict.fromkeys([*of_modules, *(name for name in self.leaves if name in self.factors | self.added)]))
 
     @property

@@ -112,6 +112,7 @@ class Linearization(TrainedNetwork):
             TypeError: per_token is neither True nor False.
         """
         check_flag("per_token", per_token, "For points other than the training points, linearise with those points.")
+        self.require_labels("a point's gradient")
         return Gradients(self.theta, *self.likelihood.hyperparameters, lin=self, per_token=per_token)
 
 
@@ -140,7 +141,9 @@ def linearize(
             item may also be a mapping {"inputs": ..., "targets": ..., "weights": ...}, or a Hugging Face batch, whose
             "labels" are the targets and everything else the inputs. Weights, (N,) or one per position, multiply
             log-likelihoods; where targets are independent given the outputs, there may be one for each. NaN in targets
-            is refused unless the likelihood ignores it, `co.likelihoods.Gaussian(missing="ignore")`.
+            is refused unless the likelihood ignores it, `co.likelihoods.Gaussian(missing="ignore")`. Without labels:
+            one tensor X, or (X, None), where X may also be a Dataset or a DataLoader of inputs. What depends on labels
+            then raises `MissingLabelsError`.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
             `Poisson()`, `HeteroscedasticGaussian()`); "classification", or "regression", which is `Gaussian()` with a
             noise that is estimated; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()` or
@@ -187,6 +190,8 @@ def linearize(
         ValueError: data are empty, non-finite or readable only once; targets do not suit the likelihood; a module in
             train mode is random or depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches
             nothing or mixes dtypes. The message says what to do.
+        MissingLabelsError: there are no labels, and the curvature depends on them, as by class weights, a loss of your
+            own or a noise that is to be estimated.
         RanksDifferError: the ranks were given different models, likelihoods, options or versions, or the same data.
 
     Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
