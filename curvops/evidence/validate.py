@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed
 from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
 from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
-from curvops.network.data.inputs import Inputs, normalise, tensor_of
+from curvops.network.data.inputs import Inputs, batch_inputs, join, tensor_of
 from curvops.network.data.randomness import items
 from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
@@ -130,12 +129,12 @@ def validate(
 
 def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
     """Return the inputs and targets of data in any form, as if they had been passed as two arguments."""
+    data = post.lin.model.calls.read_data(data)
     source = [data] if holds_all(data) else items(as_source(data, post.lin.data.largest), post.mean.device)
     parts = [parts_of(item, False) for item in source]
     if not parts:
         raise ValueError("the held-out data hold no points.")
-    inputs: Any = tree_map(lambda *tensors: torch.cat(tensors), *(normalise(points) for points, _, _ in parts))
-    return inputs, torch.cat([y for _, y, _ in parts])
+    return join([batch_inputs(x, len(y)) for x, y, _ in parts]), torch.cat([y for _, y, _ in parts])
 
 
 class _Trial(NamedTuple):

@@ -23,8 +23,10 @@ from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.inputs import (
     Inputs,
     Layout,
+    batch_inputs,
     components,
     copy,
+    first_of,
     move,
     move_tensor,
     normalise,
@@ -34,6 +36,7 @@ from curvops.network.data.inputs import (
     tensor_of,
 )
 from curvops.network.data.loaders import LoaderPasses, in_order
+from curvops.network.data.objects import Objects, PointPairs
 from curvops.network.data.randomness import items
 
 ACCEPTED = (
@@ -83,10 +86,22 @@ class Batch:
         named = [*components(self.inputs), ("targets", self.targets)]
         return named if self.weights is None else [*named, ("weights", self.weights)]
 
+    @cached_property
+    def _rows(self) -> list[tuple[str, Tensor]]:
+        if not isinstance(self.inputs, Objects):
+            return self.named_tensors()
+        prints = self.inputs.prints().to(self.targets.device)
+        return [("inputs", prints), *replace(self, inputs=()).named_tensors()]
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """The tensors whose rows identify the points: the prints of objects, otherwise all tensors."""
+        return [tensor for _, tensor in self._rows]
+
     @property
     def form(self) -> object:
-        """The names, shapes and dtypes of all tensors."""
-        return [(name, tensor.shape, tensor.dtype) for name, tensor in self.named_tensors()]
+        """The names, shapes and dtypes of these tensors."""
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in self._rows]
 
 
 @dataclass(frozen=True)
@@ -120,7 +135,7 @@ class Reading:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
         with _in_batch(index):
             given, targets, w = parts_of(item, self.weights)
-            inputs = normalise(given)
+            inputs = batch_inputs(given, len(targets) if targets.ndim else 0)
             _require_aligned(inputs, targets, w)
             if w is not None and not w.is_floating_point():
                 w = w.to(self.dtype or torch.get_default_dtype())
@@ -174,14 +189,13 @@ class Batches:
         points, sizes, prints = 0, [], []
         for index, item in enumerate(self._items()):
             batch = reading.read_checked(item, index)
-            tensors = [tensor for _, tensor in batch.named_tensors()]
-            self._note_points(point_prints(tensors), points)
-            prints.append(fingerprint(tensors))
+            self._note_points(point_prints(batch.rows), points)
+            prints.append(fingerprint(batch.rows))
             self._forms.append(batch.form)
             sizes.append(batch.num_points)
             points += batch.num_points
             if index == 0:
-                self._few = copy(take(batch.inputs, slice(0, 2)))
+                self._few = copy(first_of(batch.inputs))
             if hold:
                 self._held.append(batch.copy())
         if not sizes:
@@ -233,7 +247,7 @@ class Batches:
         if self.weighted or not isinstance(y, Tensor) or not y.ndim or {num_points(x), len(y)} != {self.num_data}:
             return False
         batch = self._reading.read((x, y))
-        return int(point_prints([tensor for _, tensor in batch.named_tensors()]).sum()) == self.prints.contents
+        return int(point_prints(batch.rows).sum()) == self.prints.contents
 
     @property
     def print_of_batches(self) -> int:
@@ -279,7 +293,7 @@ class Batches:
                     self._describe_change(f"there are more than the first pass's {self.num_batches} batches")
                 )
             batch = self._reading.read(item, index)
-            prints.append(fingerprint([tensor for _, tensor in batch.named_tensors()]))
+            prints.append(fingerprint(batch.rows))
             if batch.form != self._forms[index]:
                 raise DataChangedError(self._describe_change(f"batch {index} has other shapes or dtypes"))
             yield batch
@@ -391,7 +405,8 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         return _InMemory(inputs, others, batch_size, type(given))
     if isinstance(data, Dataset):
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
-        return DataLoader(data, batch_size=batch_size, shuffle=False, generator=torch.Generator())
+        gather = data.gather if isinstance(data, PointPairs) else None
+        return DataLoader(data, batch_size, shuffle=False, generator=torch.Generator(), collate_fn=gather)
     if isinstance(data, DataLoader):
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
     if isinstance(data, Iterator):

@@ -105,7 +105,7 @@ def recorded_network(
     theta, saved = network.theta, record["data"]
     tried = as_inputs(record["tried"]["inputs"], theta.device)
     if data is not None:
-        _, _, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
+        data, _, _, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
     layout = _try_network(network, tried, record)
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:

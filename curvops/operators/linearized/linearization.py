@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -15,7 +16,7 @@ from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterCho
 from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
 from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
-from curvops.network import EngineChoice, TrainedNetwork
+from curvops.network import EngineChoice, TrainedNetwork, with_collate
 from curvops.operators.linearized.jacobian import Gradients, Jacobian
 from curvops.progress import Progress, check_progress
 from curvops.ranks.process_group import holds_shards
@@ -126,6 +127,7 @@ def linearize(
     weights: bool = False,
     progress: Progress = None,
     process_group: ProcessGroup | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
 ) -> Linearization:
     """Linearise a network at its current weights.
 
@@ -139,7 +141,8 @@ def linearize(
             Inputs may be a tensor, a tuple or a mapping. Floating-point data are cast to the parameters' dtype. Each
             item may also be a mapping {"inputs": ..., "targets": ..., "weights": ...}, or a Hugging Face batch, whose
             "labels" are the targets and everything else the inputs. Weights, (N,) or one per position, multiply
-            log-likelihoods.
+            log-likelihoods. Batches of a DataLoader, or of an iterable, may also be (anything, targets), if the model
+            makes one output for each target; a DataLoader then gives single points, too.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
             `Poisson()`, `HeteroscedasticGaussian()`); "classification", or "regression", which is `Gaussian()` with a
             noise that is estimated; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()` or
@@ -171,6 +174,11 @@ def linearize(
             shards. Without it the data are those of this process alone.
 
             A model that `torch.distributed.fsdp.fully_shard` has sharded needs the group of its own mesh.
+        collate: for points of any kind (graphs, texts, images of several sizes, dicts): a function of a list of points
+            that returns what the model takes, a tensor, a tuple (positional arguments), a dict (keywords, or the only
+            argument) or anything else (the only argument). Data are then (points, targets) with a list of points, or a
+            list or a Dataset of (point, target), and all that takes inputs takes a list of points, such as
+            `post.predict(graphs[:2])`. A DataLoader has its own collate_fn, and needs no other.
 
     Returns:
         A `Linearization`; for a model that is sharded by `fully_shard`, a `ShardedLinearization`, which runs the model
@@ -179,12 +187,15 @@ def linearize(
         noise that requires a gradient counts as being learned: its current value is used as far as the curvature can,
         and a posterior whose curvature cannot raises an error. Two things are not copied: tensors inside your own
         functions, and the data, which must not change (a pass over changed data raises `DataChangedError`).
+        Of objects, their tensors, arrays, numbers and words are compared, in attributes and containers; what an
+        extension keeps in its own memory (an image of PIL, a graph of DGL) is not seen.
 
     Raises:
         TypeError: an argument is of another kind than those above.
-        ValueError: data are empty, non-finite or readable only once; targets do not suit the likelihood; a module in
-            train mode is random or depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches
-            nothing or mixes dtypes. The message says what to do.
+        ValueError: data are empty, non-finite or readable only once; collate fails; single points are needed of batches
+            that only the model can read; targets do not suit the likelihood; a module in train mode is random or
+            depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches nothing or mixes dtypes.
+            The message says what to do.
         RanksDifferError: the ranks were given different models, likelihoods, options or versions, or the same data.
 
     Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
@@ -210,6 +221,8 @@ def linearize(
         )
     if memory_budget is not None:
         memory_budget = int(min(memory_budget, sys.maxsize))  # 1e9 is also a number of bytes
+    if collate is not None:
+        data = with_collate(data, collate)
     arguments: dict[str, Any] = {"model": model, "data": data, "likelihood": likelihood, "parameters": parameters}
     arguments |= {"memory_budget": memory_budget, "engine": engine, "weights": weights}
     if holds_shards(model):
