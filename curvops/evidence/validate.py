@@ -102,7 +102,7 @@ def validate(
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
     if y is None:
         x, y = _held_out_data(x, post)
-    data, y = post.lin.data, tensor_of(y)
+    data, x, y = post.lin.data, post.lin.model.calls.read(x), tensor_of(y)
     if post.lin.ranks is None and isinstance(y, Tensor) and not y.numel():
         raise ValueError("the held-out data hold no points.")
     if isinstance(data, Batches) and post.lin.ranks is None and data.are(x, y):

@@ -36,13 +36,14 @@ from curvops.network.data.inputs import (
     tensor_of,
 )
 from curvops.network.data.loaders import LoaderPasses, in_order
-from curvops.network.data.objects import Objects, PointPairs
+from curvops.network.data.objects import Objects, PointPairs, WholeBatch
 from curvops.network.data.randomness import items
 
 ACCEPTED = (
     "Pass a pair (inputs, targets) of tensors or arrays, a torch Dataset, a DataLoader, or a list (any re-iterable) of "
     "batches (inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names. In a "
-    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs."
+    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs. A batch "
+    "of graphs has its targets as y."
 )
 TARGETS = (
     "Pass one of several targets, or join them (and the outputs) into one tensor; convert a list of numbers with "
@@ -244,7 +245,13 @@ class Batches:
         Other numbers of points are told apart before anything is read or moved.
         """
         x, y = normalise(inputs), tensor_of(targets)
-        if self.weighted or not isinstance(y, Tensor) or not y.ndim or {num_points(x), len(y)} != {self.num_data}:
+        if (
+            isinstance(x, WholeBatch)
+            or self.weighted
+            or not isinstance(y, Tensor)
+            or not y.ndim
+            or {num_points(x), len(y)} != {self.num_data}
+        ):
             return False
         batch = self._reading.read((x, y))
         return int(point_prints(batch.rows).sum()) == self.prints.contents
@@ -427,7 +434,9 @@ def holds_all(data: object) -> bool:
 
 
 def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
-    """Return inputs, targets and weights of one batch: a tuple, a list, or a mapping with these names or with labels.
+    """Return inputs, targets and weights of one batch: a tuple, a list, a mapping with these names or with labels.
+
+    An object with targets `y`, such as a batch of graphs, is the inputs itself.
 
     weights: whether a third item was declared to be weights. Raises TypeError for another form, and for a third item
     that was not declared; ValueError for labels that a causal language model shifts.
@@ -440,6 +449,8 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
         inputs, targets, *rest = (item[name] for name in NAMES if name in item)
     elif isinstance(item, Mapping) and any(name in item for name in LABELS):
         inputs, targets, *rest = _split_labels(item, weights)
+    elif isinstance(getattr(item, "y", None), Tensor):  # a batch of torch_geometric
+        inputs, targets, rest = item, item.y, []  # type: ignore[attr-defined]
     else:
         raise TypeError(_not_a_batch(item))
     if weights and not rest:

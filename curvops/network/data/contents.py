@@ -90,7 +90,7 @@ def copied_deep(value: Any) -> Any:
 
 
 def _cloned(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return _as_leaf(tensor.detach().clone(), tensor)
 
 
 def placed(value: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> Any:
@@ -99,6 +99,11 @@ def placed(value: Any, device: torch.device | str | None, dtype: torch.dtype | N
     Arrays in mappings, lists and tuples become tensors. What has a method `to` moves itself.
     """
     return with_tensors(_on(value, None if device is None else torch.device(device)), partial(_ready, dtype=dtype))
+
+
+def _as_leaf(new: Tensor, tensor: Tensor) -> Tensor:
+    """Return a new tensor that requires a gradient if the tensor does, by which the model may differentiate itself."""
+    return new.requires_grad_() if tensor.requires_grad else new
 
 
 def _on(value: Any, device: torch.device | None) -> Any:
@@ -121,15 +126,14 @@ def _on(value: Any, device: torch.device | None) -> Any:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor as a constant, which the model may still differentiate its own results by."""
     if tensor.device == device:
         return tensor
-    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+    return _as_leaf(tensor.detach().to(device), tensor)
 
 
 def _ready(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+        return _as_leaf(tensor.detach().to(dtype), tensor)
     # Tensors made in inference mode can never be differentiated.
     return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 

@@ -66,6 +66,8 @@ def normalise(x: object) -> Inputs:
 
 def batch_inputs(x: object, n: int) -> Inputs:
     """Convert the inputs of a batch of n targets: what are no tensors of points is a `WholeBatch` for the model."""
+    if isinstance(x, Tensor) and x.ndim:
+        return x
     try:
         inputs = normalise(x)
         num_points(inputs)

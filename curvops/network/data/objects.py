@@ -6,7 +6,7 @@ taken; a `WholeBatch` is what only the model can read, one output for each targe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from curvops.argument_types import Collate
 from curvops.network.data.contents import copied_deep, digest_of, leaves_of, placed
 
-Collate = Callable[[list[Any]], Any]
 NEEDS_POINTS = (
     "this needs single points, and a batch of the data can be read by the model only: pass the points and the function "
     "that joins some of them into what the model takes, co.linearize(model, (points, targets), ..., collate=function), "

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from curvops.argument_types import Collate
 from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.contents import with_tensors
-from curvops.network.data.loaders import LoaderPasses, in_order
-from curvops.network.data.objects import Collate, Objects, PointPairs, WholeBatch
+from curvops.network.data.loaders import LoaderPasses, in_order, iterates_as_torch
+from curvops.network.data.objects import Objects, PointPairs, WholeBatch
 
 
 class LoaderOfPoints(LoaderPasses):
@@ -33,10 +34,9 @@ class LoaderOfPoints(LoaderPasses):
     @classmethod
     def of(cls, loader: object, weights: bool) -> LoaderOfPoints | None:
         """Return the points of a loader; None if it is none, or one that makes its batches in a way of its own."""
-        if not isinstance(loader, DataLoader) or (loader.batch_size is None and loader.batch_sampler is None):
+        if not isinstance(loader, DataLoader) or not iterates_as_torch(loader) or loader.batch_sampler is None:
             return None
-        own = type(loader).__iter__ is not DataLoader.__iter__
-        return None if own else cls(loader, weights)
+        return cls(loader, weights)
 
     def __iter__(self) -> Iterator[object]:
         for packed in super().__iter__():
@@ -58,8 +58,15 @@ class OfLoader:
         self.collate_fn, self.weights, self.rest = collate_fn, weights, rest
 
     def __call__(self, points: list[Any]) -> Any:
-        items = points if self.rest is None else [(point, *self.rest) for point in points]
-        return parts_of(self.collate_fn(items), self.weights)[0]
+        if self.rest is not None:
+            return parts_of(self.collate_fn([(point, *self.rest) for point in points]), self.weights)[0]
+        joined = self.collate_fn(points)
+        try:
+            return parts_of(joined, self.weights)[0]
+        except TypeError:  # points to predict at have no labels
+            if isinstance(joined, tuple | list):
+                raise
+            return joined
 
 
 def _packed(items: list[Any]) -> Any:

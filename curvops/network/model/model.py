@@ -290,9 +290,8 @@ class Model:
             with torch.inference_mode(False), torch.enable_grad():
                 outputs = self._call(values, inputs)
             return outputs.detach() if isinstance(outputs, Tensor) else outputs
-        inputs = map_inputs(_recordable, inputs)
         with self.holding(values) as tensors:
-            inputs = value_of(inputs)
+            inputs = inputs.value() if isinstance(inputs, Objects) else map_inputs(_recordable, inputs)
             if self._function is not None:
                 return self._function(tensors, self.calls.as_given(inputs))
             assert self.module is not None

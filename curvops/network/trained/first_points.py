@@ -115,9 +115,7 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
         if isinstance(batch.inputs, WholeBatch) and (points := LoaderOfPoints.of(data, weights)) is not None:
             return first_points(points, theta, weights, ranks)
         if batch.num_points:
-            few = few_of(batch.num_points)
-            if isinstance(batch.inputs, WholeBatch):
-                few = torch.arange(batch.num_points)
+            few = few_of(batch.inputs)
             kind = getattr(source, "mapping_type", None) or type(parts_of(item, weights)[0])
             inputs = move(take(batch.inputs, few), theta.device, theta.dtype)
             own = inputs, batch.targets[few.to(batch.targets.device)], kind
@@ -130,10 +128,12 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
     return data, move(inputs, theta.device), targets, kind
 
 
-def few_of(points: int) -> Tensor:
-    """Return the positions of the first two points, the middle and the last, of so many."""
-    every = range(points)
-    return torch.tensor(sorted({*every[:2], *every[points // 2 :][:1], *every[-1:]}), dtype=torch.long)
+def few_of(inputs: Inputs) -> Tensor:
+    """Return the positions of the first two points, the middle and the last; of a `WholeBatch` those of all."""
+    every = range(num_points(inputs))
+    if isinstance(inputs, WholeBatch):
+        return torch.tensor(every)
+    return torch.tensor(sorted({*every[:2], *every[len(every) // 2 :][:1], *every[-1:]}), dtype=torch.long)
 
 
 def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Tensor, spec: Any) -> None:

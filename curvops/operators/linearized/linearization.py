@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -12,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterChoice, Points
+from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, Points
 from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
 from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
@@ -127,7 +126,7 @@ def linearize(
     weights: bool = False,
     progress: Progress = None,
     process_group: ProcessGroup | None = None,
-    collate: Callable[[list[Any]], Any] | None = None,
+    collate: Collate | None = None,
 ) -> Linearization:
     """Linearise a network at its current weights.
 

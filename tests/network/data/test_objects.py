@@ -365,3 +365,132 @@ def test_points_of_a_dataset_and_arrays():
     close(lin.predict(boxed), lin.predict(rows[:2]))
     copied = copy.deepcopy(lin)
     close(copied.predict(rows), lin.outputs())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_posterior_is_read_again(form, tmp_path):
+    rows, y = data()
+    model, points = Pooled().double(), [Cloud(part) for part in rows]
+    lin = FORMS[form](model, points, y, noise(), parts_of_points)
+    post = post_of(lin)
+    post.save(tmp_path)
+    joins = form in ("points", "pairs", "dataset")
+    collate = parts_of_points if joins else None
+    given = {
+        "points": (points[::-1], y.flip(0)),
+        "pairs": list(zip(points, y)),
+        "dataset": Pairs(points, y),
+        "loader": DataLoader(Pairs(points, y), batch_size=2, collate_fn=JoinPairs(parts_of_points)),
+        "batches": [(parts_of_points(points[cut]), y[cut]) for cut in (slice(0, 3), slice(3, 4), slice(4, N))],
+    }
+    again = co.load(tmp_path, model, given[form], collate=collate)
+    few = parts_of_points(points[:4]) if form == "batches" else points[:4]
+    close(again.predict(few).variance, post.predict(few).variance)
+    close(co.GGN(again.lin) @ vectors(lin), co.GGN(lin) @ vectors(lin))
+    with pytest.raises(ValueError, match="inputs="):
+        co.load(tmp_path, model)
+    if joins:
+        without = co.load(tmp_path, model, inputs=points[:2], collate=collate)
+        close(without.predict(few).variance, post.predict(few).variance)
+        with pytest.raises(ValueError, match="inputs="):
+            co.load(tmp_path, model, inputs=points[2:4], collate=collate)
+        points[0].rows.add_(1)
+        with pytest.raises(ValueError, match="data|points"):
+            co.load(tmp_path, model, given[form], collate=collate)
+
+
+def of_clouds():
+    rows, y = data()
+    sums = torch.stack([torch.tanh(part).sum(0) for part in rows])
+    return [Cloud(part) for part in rows], y, sums
+
+
+def test_held_out_data_choose_the_prior():
+    points, y, sums = of_clouds()
+    model = Pooled().double()
+    lin, held_out = of_points(model, points[:5], y[:5], noise(), parts_of_points), (points[5:], y[5:])
+    loader = DataLoader(Pairs(*held_out), batch_size=1, collate_fn=JoinPairs(parts_of_points))
+    reference = post_of(co.linearize(model.net, (sums[:5], y[:5]), noise()))
+    tried = {"prior_precisions": [0.5, 2.0]}
+    expected = co.evidence.validate(reference, sums[5:], y[5:], **tried)
+    forms = [held_out, (held_out,), (list(zip(*held_out)),), (Pairs(*held_out),), (loader,)]
+    for given in forms:
+        tuned = co.evidence.validate(post_of(lin), *given, **tried)
+        assert float(tuned.prior_precision) == float(expected.prior_precision)
+        close(torch.as_tensor(tuned.tuning.scores), torch.as_tensor(expected.tuning.scores))
+    with pytest.raises(ValueError, match="training data"):
+        co.evidence.validate(post_of(lin), points[:5], y[:5])
+
+
+def test_the_prior_that_training_points_choose():
+    points, _, sums = of_clouds()
+    model, labels = Pooled().double(), torch.arange(N) % 2
+    lin = co.linearize(model, (points, labels), "classification", collate=parts_of_points)
+    reference = co.linearize(model.net, (sums, labels), "classification")
+    close(co.laplace(lin).prior_precision, co.laplace(reference).prior_precision)
+
+
+def test_training_and_modes():
+    points, y, sums = of_clouds()
+    torch.manual_seed(3)
+    model = Pooled().double()
+    other = copy.deepcopy(model)
+    co.fit_mode(model, (points, y), noise(), 1.0, collate=parts_of_points)
+    co.fit_mode(other.net, (sums, y), noise(), 1.0)
+    assert (model.net[0].weight - other.net[0].weight).norm() < 1e-3  # line searches round differently
+    for batch_size, given in ((3, (points, y)), (3, list(zip(points, y))), (None, (points, y))):
+        trained = copy.deepcopy(model)
+        same = copy.deepcopy(trained)
+        options = {"epochs": 2, "every": 1, "over": "scalar", "batch_size": batch_size}
+        options |= {"generator": torch.Generator().manual_seed(0)}
+        co.evidence.train(trained, given, noise(), collate=parts_of_points, **options)
+        options |= {"generator": torch.Generator().manual_seed(0)}
+        co.evidence.train(same.net, (sums, y), noise(), **options)
+        close(trained.net[0].weight, same.net[0].weight)
+
+
+def test_minibatches_for_samplers():
+    points, y, sums = of_clouds()
+    model = Pooled().double()
+    chains = []
+    for net, given, collate in (
+        (model, (points, y), parts_of_points),
+        (model, list(zip(points, y)), list),
+        (model.net, (sums, y), None),
+    ):
+        density = co.sampling.log_posterior(net, noise(), data_size=N)
+        generator = torch.Generator().manual_seed(0)
+        batches = co.sampling.minibatches(density, given, 3, generator, collate=collate)
+        sampler = co.sampling.chains(co.sampling.sgld(density, 1e-3), 2)
+        options = {"steps": 4, "generator": torch.Generator().manual_seed(0)}
+        chains.append(co.sampling.run(sampler, density.params, batches, **options).theta)
+    close(chains[0], chains[2])
+    close(chains[1], chains[2])
+    density = co.sampling.log_posterior(model, noise(), data_size=N)
+    lin = density.linearize(density.model.theta, (parts_of_points(points), y))
+    close(lin.outputs(), model.net(sums).detach())
+
+
+def test_kernels_and_other_questions_of_points():
+    points, y, sums = of_clouds()
+    model = Pooled().double()
+    lin, reference = of_points(model, points, y, noise(), list), co.linearize(model.net, (sums, y), noise())
+    close(
+        co.TangentKernel(lin, x=points[:2], x2=points[1:]).to_dense(),
+        co.TangentKernel(reference, x=sums[:2], x2=sums[1:]).to_dense(),
+    )
+    close(co.TangentKernel(lin).to_dense(), co.TangentKernel(reference).to_dense())
+    some = torch.tensor([0, 2, 5])
+    close(co.GGN(lin.restrict(some, 1.0)).to_dense(), co.GGN(reference.restrict(some, 1.0)).to_dense())
+    post, expected = post_of(lin), post_of(reference)
+    close(post.log_likelihood(points[:3], y[:3]).value, expected.log_likelihood(sums[:3], y[:3]).value)
+    assert (lin.cast(torch.float32).outputs() - lin.outputs()).abs().max() < 1e-6
+    draws = post.sample(3, torch.Generator().manual_seed(0))
+    close(post.predict(points, samples=draws).variance, expected.predict(sums, samples=draws).variance)
+
+
+def test_a_point_that_requires_a_gradient_is_refused():
+    rows, y = data()
+    lin = of_points(Pooled().double(), rows, y, noise(), list)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        lin.predict([rows[0].clone().requires_grad_()])
