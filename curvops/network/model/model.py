@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
-from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs
+from curvops.network.data.contents import digest_of
+from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs, value_of
+from curvops.network.data.objects import Objects
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
 from curvops.network.model.fused_kernels import NORMS, ContiguousNorms, contexts_for, unfused
@@ -224,7 +226,10 @@ class Model:
         """Return the model's outputs (n, ...) in its own shape; errors that have this pattern are explained."""
         with explain(inputs, explained):
             outputs = self._call(values, copy(inputs) if self._writes else inputs)
-        return checked_outputs(outputs, self.layout)
+        outputs = checked_outputs(outputs, self.layout)
+        if isinstance(inputs, Objects) and inputs.size not in (None, len(outputs)):
+            raise ValueError(f"{inputs!r} gave outputs {tuple(outputs.shape)}, expected one row for each point.")
+        return outputs
 
     def fix_layout(self, inputs: Any, class_dim: int = -1, numbers: bool = False) -> tuple[Layout, Tensor]:
         """Fix the layout of the outputs at these inputs for all later calls; return it with the outputs.
@@ -234,21 +239,19 @@ class Model:
         derivatives of its own, for which gradients must be enabled. Raises ValueError or TypeError, with the remedy,
         for an error inside the model.
         """
-        self.calls.arguments(inputs)
+        self.calls.arguments(value_of(inputs))
+        self.calls.example = inputs if isinstance(inputs, Objects) else None
         given = copy(inputs)
         with torch.no_grad(), explain(inputs):
             try:
                 outputs = self._checked_call(given)
             except (TypeError, RuntimeError) as error:
                 self._differentiates = isinstance(error, RuntimeError)
-                if not (self._differentiates or self.calls.turn(inputs)):
+                if not (self._differentiates or self.calls.turn(value_of(inputs))):
                     raise
                 given = copy(inputs)
                 outputs = self._checked_call(given)
-        self._writes = any(
-            new.is_inference() or new._version > 0 or not torch.equal(new, old)
-            for (_, new), (_, old) in zip(components(given), components(inputs))
-        )
+        self._writes = _differ(given, inputs)
         if numbers and isinstance(outputs, Tensor) and outputs.ndim == 1:
             self.layout = Layout(torch.Size(()))
         else:
@@ -264,7 +267,7 @@ class Model:
         if (form := form_of(inputs)) in self._admitted:
             return
         few = first_of(inputs)
-        self.calls.arguments(few)
+        self.calls.arguments(value_of(few))
         with torch.no_grad():
             self.raw(self.values, few, explained="")
         self._admitted.add(form)
@@ -272,7 +275,7 @@ class Model:
     def require_points_apart(self, outputs: Tensor, alone: Tensor) -> None:
         """Raise ValueError unless the first of these outputs equals the output of its point `alone`, up to rounding."""
         slack = self.eps**0.5 * (1 + outputs.abs().max())
-        if bool(((outputs[:1] - alone).abs() > slack).any()):
+        if bool(((outputs[: len(alone)] - alone).abs() > slack).any()):
             across = [repr(path) for part, path in self.paths.items() if getattr(part, "batch_first", True) is False]
             where = f" (not so {', '.join(across[:3])})" if across else ""
             raise ValueError(
@@ -287,8 +290,8 @@ class Model:
             with torch.inference_mode(False), torch.enable_grad():
                 outputs = self._call(values, inputs)
             return outputs.detach() if isinstance(outputs, Tensor) else outputs
-        inputs = map_inputs(_recordable, inputs)
         with self.holding(values) as tensors:
+            inputs = inputs.value() if isinstance(inputs, Objects) else map_inputs(_recordable, inputs)
             if self._function is not None:
                 return self._function(tensors, self.calls.as_given(inputs))
             assert self.module is not None
@@ -533,8 +536,20 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Bl
     )
 
 
+def _differ(given: Inputs, inputs: Inputs) -> bool:
+    """Return whether a call of the model changed the inputs that it was given, which were a copy of others."""
+    if isinstance(given, Objects):
+        return digest_of(given.points) != digest_of(inputs.points)  # type: ignore[union-attr]
+    return any(
+        new.is_inference() or new._version > 0 or not torch.equal(new, old)
+        for (_, new), (_, old) in zip(components(given), components(inputs))
+    )
+
+
 def form_of(inputs: Inputs) -> Hashable:
     """Return names, dtypes and shapes without the points; besides the values, a model may depend on these."""
+    if isinstance(inputs, Objects):
+        return inputs.form
     return tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in components(inputs))
 
 

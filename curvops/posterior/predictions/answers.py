@@ -23,7 +23,7 @@ from torch import Tensor
 from curvops.checks import check_choice, shown
 from curvops.linalg import Estimate
 from curvops.metrics import divergences
-from curvops.network.data.inputs import as_inputs, num_points, tensor_of
+from curvops.network.data.inputs import num_points, tensor_of
 from curvops.network.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -64,7 +64,7 @@ def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
         raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(y)}.")
     device, dtype = lin.theta.device, lin.theta.dtype
     y = y.to(device=device, dtype=dtype if y.is_floating_point() else None)
-    points = num_points(as_inputs(x, device, dtype))
+    points = num_points(lin.inputs_of(x))
     if len(y) != points:
         raise ValueError(f"there are {points} inputs, but {len(y)} targets: pass one target per point.")
     layout = lin.model.layout

@@ -30,7 +30,7 @@ from curvops.linalg import Dense, LowRank, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.operators.algebra import Product
 from curvops.network import LEAST_ROOM, PointNormals, saved_bytes
-from curvops.network.data.inputs import Inputs, components, num_points, take
+from curvops.network.data.inputs import Inputs, components, cut, first_of, num_points
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.operators.function_space.point_covariance import row_covariances
@@ -229,12 +229,12 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
     The outputs of the first draw at the first points are compared with the model's own.
     """
     count, points = num_points(inputs), lin.data.largest
-    first = take(inputs, slice(0, 2))
+    first = first_of(inputs)
     draw_bytes = saved_bytes(lin.model, first) // num_points(first) * min(points, count) + samples[0].nbytes
     if draw_bytes > LARGE and samples.device.type == "cpu":
         return None
     draws = max(1, int(max(0, lin.memory.room()) // (SHARE * max(1, draw_bytes))))
-    run, starts = torch.func.vmap(lin.model, (0, None)), range(0, count, points)
+    run, pieces = torch.func.vmap(lin.model, (0, None)), [part for _, part in cut(inputs, points)]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # detects operations that vmap runs one by one
@@ -244,7 +244,7 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
             if not bool(((mapped - alone).abs() <= slack).all()):
                 return None
             named = [_named(lin, some) for some in samples.split(draws)]
-            parts = [[run(some, take(inputs, slice(i, i + points))) for i in starts] for some in named]
+            parts = [[run(some, part) for part in pieces] for some in named]
     except (RuntimeError, TypeError, ValueError, Warning):  # no rule, control flow by values, randomness, memory
         return None
     return torch.cat([torch.cat(row, 1) for row in parts])
