@@ -45,6 +45,8 @@ class Bernoulli(Independent):
         tensor([-0.6931])
     """
 
+    form = "labels"
+
     def __init__(
         self, weight: Tensor | np.ndarray | None = None, pos_weight: Tensor | np.ndarray | None = None
     ) -> None:
@@ -92,6 +94,9 @@ class Bernoulli(Independent):
     def mean(self, f: Outputs) -> Outputs:
         return f.sigmoid()
 
+    def log_probabilities(self, f: Outputs) -> Float[Tensor, "n C 2"]:
+        return logsigmoid(torch.stack([f, -f], -1))
+
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         check_rows(y, num_outputs, "Bernoulli")
         for name, tensor in (("weight", self.weight), ("pos_weight", self.pos_weight)):
@@ -134,6 +139,8 @@ class Poisson(Independent):
         >>> lin = co.linearize(nn.Linear(2, 1), (x, counts), co.likelihoods.Poisson())
     """
 
+    form = "counts"
+
     def __repr__(self) -> str:
         return "Poisson()"
 
@@ -156,6 +163,9 @@ class Poisson(Independent):
     def mean(self, f: Outputs) -> Outputs:
         return f.exp()
 
+    def variance(self, f: Outputs) -> Outputs:
+        return f.exp()
+
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if y.dtype == torch.bool:
             raise TypeError(f"Poisson targets are counts; given {y.dtype}. For yes or no use Bernoulli.")
@@ -175,6 +185,8 @@ class HeteroscedasticGaussian(Independent):
         >>> likelihood = co.likelihoods.HeteroscedasticGaussian()
         >>> lin = co.linearize(nn.Linear(2, 2), (x, torch.zeros(8, 1)), likelihood)
     """
+
+    form = "numbers"
 
     def __repr__(self) -> str:
         return "HeteroscedasticGaussian()"
@@ -212,6 +224,9 @@ class HeteroscedasticGaussian(Independent):
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         return f.chunk(2, -1)[0]
+
+    def variance(self, f: Outputs) -> Float[Tensor, "n m"]:
+        return f.chunk(2, -1)[1].exp()
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if not y.is_floating_point():
