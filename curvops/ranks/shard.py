@@ -102,11 +102,12 @@ class Shard(Batches):
             part = points.labels(slice(start, start + step))
             item = {"inputs": take(points.inputs, slice(start, start + step)), "targets": part.targets}
             items.append(item if part.weights is None else item | {"weights": part.weights})
-        return Batches(items, Reading(like.device, like.dtype, weights=self.weighted))
+        return Batches(items, Reading(like.device, like.dtype, weights=self.weighted, missing=self._reading.missing))
 
     def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
         own = [] if self.borrows else self._chosen(chosen, factor, like)
-        return Shard(own, Reading(like.device, like.dtype, weights=True), self.ranks)
+        reading = Reading(like.device, like.dtype, weights=True, missing=self._reading.missing)
+        return Shard(own, reading, self.ranks)
 
     def in_turn(self) -> Iterator[Inputs | None]:
         """Yield the inputs of each rank's points in turn, for ranks that have points; None for this rank's own."""

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from curvops.errors import DataChangedError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.inputs import (
+    MISSING,
     Inputs,
     Layout,
     components,
@@ -52,7 +53,9 @@ LABELS = ("labels", "label")
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Some points: inputs, targets with leading dimension n, and sample weights (n,), (n, T) or None for ones.
+    """Some points: inputs, targets with leading dimension n, and sample weights, or None for ones.
+
+    Weights are (n,), (n, T), or of the targets' shape.
 
     `start` is the position of the first point among all data.
     """
@@ -106,6 +109,7 @@ class Reading:
     layout: the layout of the outputs if a point has several positions: targets (n, *positions, ...) become
         (n, T, ...), and weights may be (n,) or (n, *positions). None leaves both as they are.
     weights: whether a third item holds sample weights; in mappings they are named.
+    missing: whether targets may be NaN, because they are missing.
     admit: called with each batch's inputs; raises if the model cannot be run on them.
     """
 
@@ -114,6 +118,7 @@ class Reading:
     check: Callable[[Tensor], None] | None = None
     layout: Layout | None = None
     weights: bool = False
+    missing: bool = False
     admit: Callable[[Inputs], None] | None = None
 
     def read(self, item: object, index: int = 0) -> Batch:
@@ -125,7 +130,8 @@ class Reading:
             if w is not None and not w.is_floating_point():
                 w = w.to(self.dtype or torch.get_default_dtype())
             if self.layout is not None:
-                targets, w = self.layout.targets(targets), None if w is None else self.layout.weights(w)
+                w = None if w is None else self.layout.weights(w, targets.shape)
+                targets = self.layout.targets(targets)
         w = None if w is None else move_tensor(w, self.device, self.dtype)
         return Batch(move(inputs, self.device, self.dtype), move_tensor(targets, self.device, self.dtype), w)
 
@@ -135,7 +141,10 @@ class Reading:
         if batch.num_points == 0:
             raise ValueError(f"Batch {index} is empty. Leave it out.")
         for name, tensor in batch.named_tensors():
-            require_finite(f"Batch {index}: {name}", tensor)
+            if name != "targets":
+                require_finite(f"Batch {index}: {name}", tensor)
+            elif not self.missing:  # otherwise `check` looks for Inf
+                require_finite(f"Batch {index}: {name}", tensor, MISSING)
         if batch.weights is not None and bool((batch.weights < 0).any()):
             raise ValueError(
                 f"Batch {index} has negative sample weights. They multiply log-likelihoods: use 0 or more."
@@ -209,7 +218,8 @@ class Batches:
 
     def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
         """Return some points, in ascending order, on the device of `like`; their weights are multiplied by a factor."""
-        return Batches(self._chosen(chosen, factor, like), Reading(like.device, like.dtype, weights=True))
+        reading = Reading(like.device, like.dtype, weights=True, missing=self._reading.missing)
+        return Batches(self._chosen(chosen, factor, like), reading)
 
     def _chosen(self, chosen: Tensor, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor, Tensor]]:
         """Return those of the chosen points that this process has, batch by batch, with their weights."""

@@ -28,7 +28,7 @@ from curvops.network.likelihoods import (
 )
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
 from curvops.network.likelihoods.from_loss import shrunk
-from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Likelihood
+from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Independent, Likelihood
 from curvops.network.model.model import Model
 from curvops.ranks.process_group import Ranks
 
@@ -65,6 +65,7 @@ def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, La
     if isinstance(likelihood, Gaussian):
         likelihood, class_dim = likelihood.along(layout.shape)
         layout = layout if class_dim is None else dataclasses.replace(layout, class_dim=class_dim)
+    layout = dataclasses.replace(layout, apart=isinstance(likelihood.of_position, Independent))
     if layout.positions and not isinstance(likelihood, Sequences):
         return Sequences(likelihood, *layout.output_shape), layout
     if isinstance(likelihood, Sequences):
@@ -95,7 +96,9 @@ def reading_for(
     if outputs is not None and isinstance(likelihood.of_position, ByAutograd):
         f = layout.rows(outputs).to(theta.dtype)
         check = partial(_check_targets, likelihood, f[: max(1, SCORED // f.shape[1])])
-    return Reading(theta.device, theta.dtype, check, layout, weights, model.admit)
+    of_target = likelihood.of_position
+    missing = isinstance(of_target, Independent) and of_target.missing is not None
+    return Reading(theta.device, theta.dtype, check, layout, weights, missing, model.admit)
 
 
 def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Inputs, Any, type]:

@@ -139,7 +139,8 @@ def linearize(
             Inputs may be a tensor, a tuple or a mapping. Floating-point data are cast to the parameters' dtype. Each
             item may also be a mapping {"inputs": ..., "targets": ..., "weights": ...}, or a Hugging Face batch, whose
             "labels" are the targets and everything else the inputs. Weights, (N,) or one per position, multiply
-            log-likelihoods.
+            log-likelihoods; where targets are independent given the outputs, there may be one for each. NaN in targets
+            is refused unless the likelihood ignores it, `co.likelihoods.Gaussian(missing="ignore")`.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
             `Poisson()`, `HeteroscedasticGaussian()`); "classification", or "regression", which is `Gaussian()` with a
             noise that is estimated; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()` or

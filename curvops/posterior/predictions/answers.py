@@ -107,10 +107,14 @@ def dyadic_score(
 def gaussian_log_density(
     mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], y: Float[Tensor, "N C"]
 ) -> Float[Tensor, " N"]:
-    """Return log N(y; mean, covariance) of each point, in nats."""
-    L = torch.linalg.cholesky(covariance)
-    whitened = torch.linalg.solve_triangular(L, (y - mean).unsqueeze(-1), upper=False).squeeze(-1)
-    half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mean.shape[-1] * math.log(2 * math.pi) / 2
+    """Return log N(y; mean, covariance) of each point, in nats, over the targets that are not NaN."""
+    known = ~y.isnan()
+    # A missing target counts as one of its own, with the variance 1 and equal to its mean.
+    both = known.unsqueeze(-1) & known.unsqueeze(-2)
+    L = torch.linalg.cholesky(covariance.where(both, torch.diag_embed(torch.ones_like(y))))
+    gap = (y - mean).where(known, 0)
+    whitened = torch.linalg.solve_triangular(L, gap.unsqueeze(-1), upper=False).squeeze(-1)
+    half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + known.sum(-1, dtype=y.dtype) * math.log(2 * math.pi) / 2
     return -whitened.square().sum(-1) / 2 - half_logdet
 
 
