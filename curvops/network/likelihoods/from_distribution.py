@@ -13,7 +13,7 @@ from torch.distributions import Distribution
 from torch.nn.functional import logsigmoid
 
 from curvops.checks import drawn_seed
-from curvops.network.likelihoods.likelihood import ByAutograd, Form, Outputs, vjp
+from curvops.network.likelihoods.likelihood import ByAutograd, Outputs, TargetForm, vjp
 from curvops.summary import summary
 
 # The number of points and draws on which a Hessian is checked before it is used as the Fisher.
@@ -190,7 +190,7 @@ class FromDistribution(ByAutograd):
         return bool((targets.unflatten(0, (DRAWS + 1, -1)) != targets[: len(y)]).any())
 
 
-def _form_of(p: Distribution) -> Form:
+def _form_of(p: Distribution) -> TargetForm:
     """Return the form of a distribution's targets."""
     base = _base(p)
     if isinstance(base, distributions.Categorical | distributions.OneHotCategorical):
