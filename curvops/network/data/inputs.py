@@ -66,7 +66,7 @@ def normalise(x: object) -> Inputs:
 
 def batch_inputs(x: object, n: int) -> Inputs:
     """Convert the inputs of a batch of n targets: what are no tensors of points is a `WholeBatch` for the model."""
-    if isinstance(x, Tensor) and x.ndim:
+    if isinstance(x, Tensor):
         return x
     try:
         inputs = normalise(x)
