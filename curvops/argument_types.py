@@ -48,7 +48,5 @@ if TYPE_CHECKING:
     SamplingMethod: TypeAlias = Transition
     """What one of the functions of `co.sampling` makes."""
 else:
-    Network = Points = Data = LikelihoodChoice = ParameterChoice = CurvatureChoice = PriorPrecision = (
-        PriorMean
-    ) = Any
+    Network = Points = Data = LikelihoodChoice = ParameterChoice = CurvatureChoice = PriorPrecision = PriorMean = Any
     GivenBatch = Density = StepSizes = Preconditioning = Draws = SamplingMethod = Collate = Any

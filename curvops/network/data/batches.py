@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from curvops.errors import DataChangedError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
@@ -123,6 +123,7 @@ class Reading:
         (n, T, ...), and weights may be (n,) or (n, *positions). None leaves both as they are.
     weights: whether a third item holds sample weights; in mappings they are named.
     admit: called with each batch's inputs; raises if the model cannot be run on them.
+    whole: whether only the model can read a batch; None decides by the batch.
     """
 
     device: torch.device | str | None = None
@@ -131,12 +132,13 @@ class Reading:
     layout: Layout | None = None
     weights: bool = False
     admit: Callable[[Inputs], None] | None = None
+    whole: bool | None = None
 
     def read(self, item: object, index: int = 0) -> Batch:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
         with _in_batch(index):
             given, targets, w = parts_of(item, self.weights)
-            inputs = batch_inputs(given, len(targets) if targets.ndim else 0)
+            inputs = batch_inputs(given, len(targets) if targets.ndim else 0, self.whole)
             _require_aligned(inputs, targets, w)
             if w is not None and not w.is_floating_point():
                 w = w.to(self.dtype or torch.get_default_dtype())
@@ -412,7 +414,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         return _InMemory(inputs, others, batch_size, type(given))
     if isinstance(data, Dataset):
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
-        gather = data.gather if isinstance(data, PointPairs) else None
+        gather = data.gather if isinstance(data, PointPairs) else _stacked
         return DataLoader(data, batch_size, shuffle=False, generator=torch.Generator(), collate_fn=gather)
     if isinstance(data, DataLoader):
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
@@ -421,6 +423,17 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
     return data
+
+
+def _stacked(items: list[Any]) -> Any:
+    """Return items of a Dataset as a batch; raise ValueError if they have no common shape, or are no tensors."""
+    try:
+        return default_collate(items)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the items of the Dataset cannot be stacked ({error}). Pass collate=, a function of a list of points that "
+            "returns what the model takes."
+        ) from error
 
 
 def holds_all(data: object) -> bool:

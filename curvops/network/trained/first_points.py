@@ -97,7 +97,8 @@ def reading_for(
     if outputs is not None and isinstance(likelihood.of_position, ByAutograd):
         f = layout.rows(outputs).to(theta.dtype)
         check = partial(_check_targets, likelihood, f[: max(1, SCORED // f.shape[1])])
-    return Reading(theta.device, theta.dtype, check, layout, weights, model.admit)
+    whole = isinstance(model.calls.example, WholeBatch)
+    return Reading(theta.device, theta.dtype, check, layout, weights, model.admit, whole)
 
 
 def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Any, Inputs, Any, type]:
