@@ -138,7 +138,7 @@ class LogPosterior:
         if len(outputs) != len(targets):
             raise ValueError(f"the batch has {len(outputs)} inputs, but targets of shape {tuple(targets.shape)}.")
         y = layout.targets(move_tensor(targets, *place))
-        w = None if weights is None else layout.weights(weights.to(*place))
+        w = None if weights is None else layout.weights(weights.to(*place), targets.shape)
         return likelihood.log_prob(outputs, y, w)
 
     def num_points(self, batch: GivenBatch) -> int:

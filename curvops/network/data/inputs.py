@@ -202,10 +202,16 @@ def move_tensor(tensor: Tensor, device: torch.device | str | None, dtype: torch.
     return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
 
-def require_finite(name: str, tensor: Tensor) -> None:
+MISSING = (
+    "Remove or impute them. Targets that are missing may be NaN under co.likelihoods.Gaussian(missing='ignore'), and "
+    "likewise Bernoulli and Poisson."
+)
+
+
+def require_finite(name: str, tensor: Tensor, remedy: str = "Remove or impute them.") -> None:
     """Raise ValueError if a floating-point tensor holds NaN or Inf. Waits for the device once."""
     if not is_finite(tensor):
-        raise ValueError(f"{name} of shape {tuple(tensor.shape)} holds NaN or infinite values. Remove or impute them.")
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} holds NaN or infinite values. {remedy}")
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -298,11 +304,13 @@ class Layout:
     class_dim: the dimension of (N, *shape) that holds the C outputs of a position: the last, or 1, as in torch's
         cross-entropy, and for the channels of images. All others are positions, T in total.
     positions_in_rows: T, if the model itself returns rows (N, T·C) and the likelihood is that of sequences.
+    apart: whether targets are independent given the outputs, so that each may have a weight.
     """
 
     shape: torch.Size
     class_dim: int = -1
     positions_in_rows: int | None = None
+    apart: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -345,13 +353,26 @@ class Layout:
             raise ValueError(self._misplaced(y))
         return y.flatten(1, len(self.positions))
 
-    def weights(self, w: Tensor) -> Tensor:
-        """Return sample weights (n,) unchanged, and (n, *positions) as (n, T). Raises ValueError for other shapes."""
+    def in_given_form(self, y: Tensor) -> Tensor:
+        """Return targets (n, T, ...) as (n, *positions, ...), a form from which `targets` makes these."""
+        if not self.shape:
+            return y.squeeze(1)
+        return y.unflatten(1, self.positions) if self.positions else y
+
+    def weights(self, w: Tensor, shape: torch.Size) -> Tensor:
+        """Return sample weights (n,) unchanged, (n, *positions) as (n, T), and those of the targets' shape as targets.
+
+        Raises ValueError for other shapes.
+        """
+        apart = self.apart and len(shape) > 1
+        if apart and w.shape == shape:
+            return self.targets(w)
         n, in_rows = len(w) if w.ndim else 0, self.positions_in_rows
         places = self.positions or (() if in_rows is None else (in_rows,))
         if w.shape[1:] not in ((), places) or not w.ndim:
-            or_positions = f" or, one per position, {(n, *places)}" if places else ""
-            raise ValueError(f"the sample weights must have shape ({n},){or_positions}; given {tuple(w.shape)}.")
+            others = f" or, one per position, {(n, *places)}" if places else ""
+            others += f" or, one per target, {tuple(shape)}" if apart else ""
+            raise ValueError(f"the sample weights must have shape ({n},){others}; given {tuple(w.shape)}.")
         return w.flatten(1) if w.ndim > 1 else w
 
     def _misplaced(self, y: Tensor) -> str:

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.errors import NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
-from curvops.network.data.batches import ACCEPTED, Reading, as_source, holds_all, parts_of
+from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
+from curvops.network.data.batches import ACCEPTED, Reading, as_source, holds_all, split_batch
 from curvops.network.data.inputs import Inputs, Layout, first_of, is_finite, move, move_tensor, num_points, take
 from curvops.network.data.objects import WholeBatch
 from curvops.network.data.point_sources import LoaderOfPoints
@@ -30,7 +30,7 @@ from curvops.network.likelihoods import (
 )
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
 from curvops.network.likelihoods.from_loss import shrunk
-from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Likelihood
+from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Independent, Likelihood
 from curvops.network.model.model import Model
 from curvops.ranks.process_group import Ranks
 
@@ -67,6 +67,7 @@ def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, La
     if isinstance(likelihood, Gaussian):
         likelihood, class_dim = likelihood.along(layout.shape)
         layout = layout if class_dim is None else dataclasses.replace(layout, class_dim=class_dim)
+    layout = dataclasses.replace(layout, apart=isinstance(likelihood.of_position, Independent))
     if layout.positions and not isinstance(likelihood, Sequences):
         return Sequences(likelihood, *layout.output_shape), layout
     if isinstance(likelihood, Sequences):
@@ -86,23 +87,37 @@ def output_shape(likelihood: Likelihood, layout: Layout) -> torch.Size:
 
 
 def reading_for(
-    model: Model, likelihood: Likelihood, layout: Layout, weights: bool, outputs: Tensor | None = None
+    model: Model,
+    likelihood: Likelihood,
+    layout: Layout,
+    weights: bool,
+    outputs: Tensor | None = None,
+    labelled: bool = True,
 ) -> Reading:
     """Return how batches for a model and a likelihood are read.
 
-    With `outputs` of some points, a likelihood that is a function has to score each point of a batch by itself.
+    With `outputs` of some points, a likelihood that is a function has to score each point of a batch by itself. Raises
+    MissingLabelsError if the batches are not `labelled`, and H depends on their labels.
     """
     theta = model.theta
     check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
     if outputs is not None and isinstance(likelihood.of_position, ByAutograd):
         f = layout.rows(outputs).to(theta.dtype)
         check = partial(_check_targets, likelihood, f[: max(1, SCORED // f.shape[1])])
-    whole = isinstance(model.calls.example, WholeBatch)
-    return Reading(theta.device, theta.dtype, check, layout, weights, model.admit, whole)
+    of_target = likelihood.of_position
+    missing = isinstance(of_target, Independent) and of_target.missing is not None
+    reading = Reading(theta.device, theta.dtype, check, layout, weights, missing, model.admit, labelled)
+    reading = dataclasses.replace(reading, whole=isinstance(model.calls.example, WholeBatch))
+    if labelled:
+        return reading
+    if missing:
+        raise MissingLabelsError("which of them count")
+    assert outputs is not None
+    return dataclasses.replace(reading, any_target=likelihood.any_targets(layout.rows(outputs).to(theta.dtype))[0])
 
 
 def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Any, Inputs, Any, type]:
-    """Return the data, the inputs of some points, their targets in the user's form, and the type of mappings.
+    """Return the data, the inputs of some points, their targets in the user's form, if any, and the type of mappings.
 
     The data are those given or, for a DataLoader whose batches are no tensors of points, its single points. These are
     the first two points, the middle and the last of the first batch (of all data in memory). For a shard they are of
@@ -110,16 +125,16 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
     """
     # Of a Dataset some points are fetched, of tensors in memory all are looked at.
     source, reading = as_source(data, sys.maxsize if holds_all(data) else LOOKED_AT, weights), Reading(weights=weights)
-    own: tuple[Inputs, Tensor, type] | None = None
+    own: tuple[Inputs, Tensor | None, type] | None = None
     for index, item in enumerate(items(source, theta.device)):
         batch = reading.read(item, index)
         if isinstance(batch.inputs, WholeBatch) and (points := LoaderOfPoints.of(data, weights)) is not None:
             return first_points(points, theta, weights, ranks)
         if batch.num_points:
             few = few_of(batch.inputs)
-            kind = getattr(source, "mapping_type", None) or type(parts_of(item, weights)[0])
+            kind = getattr(source, "mapping_type", None) or type(split_batch(item, weights)[0])
             inputs = move(take(batch.inputs, few), theta.device, theta.dtype)
-            own = inputs, batch.targets[few.to(batch.targets.device)], kind
+            own = inputs, batch.targets[few.to(batch.targets.device)] if batch.labelled else None, kind
             break
     some = [of_rank for of_rank in ([own] if ranks is None else ranks.gather(own)) if of_rank is not None]
     if not some:
@@ -137,17 +152,19 @@ def few_of(inputs: Inputs) -> Tensor:
     return torch.tensor(sorted({*every[:2], *every[len(every) // 2 :][:1], *every[-1:]}), dtype=torch.long)
 
 
-def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Tensor, spec: Any) -> None:
+def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, spec: Any) -> None:
     """Score the outputs at the first points by a user's function, so that its errors are raised at the call.
 
-    Raises ValueError if `spec`, the user's argument, is a torch loss that computes something else.
+    Without targets these are the likelihood's `any_targets`. Raises ValueError if `spec`, the user's argument, is a
+    torch loss that computes something else.
     """
     own_class = type(likelihood.of_position) in OWN
     if own_class and (not isinstance(spec, nn.Module) or type(spec) in INTERPRETATIONS):
         return
     assert model.layout is not None
-    y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
     f = model.layout.rows(outputs).to(model.theta.dtype)
+    targets = model.layout.in_given_form(likelihood.any_targets(f)) if targets is None else targets
+    y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
     rows, labels = f, model.layout.targets(y)  # raises if these are targets of other positions
     position = likelihood
     if isinstance(likelihood, Sequences) and likelihood.likelihood.positions is None:

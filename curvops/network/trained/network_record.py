@@ -117,17 +117,19 @@ def recorded_network(
     if collate is not None:
         data = None if data is None else with_collate(data, collate)
         inputs = None if inputs is None else Objects((), collate).like(inputs)
+    targets = None
     if data is not None:
-        data, _, _, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
+        data, _, targets, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
     tried = as_inputs(_tried_points(record, data, inputs), theta.device, theta.dtype)
-    layout = _try_network(network, tried, record)
+    layout, outputs = _try_network(network, tried, record)
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:
         sizes, dtype = (saved["largest_batch"],), _dtype(saved)
         prints = DataPrints(saved.get("contents", saved["fingerprint"]), saved["fingerprint"])
         source: Batches | AbsentBatches = AbsentBatches(tried, saved["points"], sizes, prints, dtype, saved["weighted"])
     else:
-        source = _same_data(saved, data, probability, layout, network)
+        reading = reading_for(network, probability, layout, saved["weighted"], outputs, targets is not None)
+        source = _same_data(saved, data, reading, network)
     budget = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
     shape = output_shape(probability, layout)
     lin = kind(
@@ -171,10 +173,10 @@ def _tried_points(record: Mapping[str, Any], data: Any, inputs: Any) -> Inputs:
     return join([parts[number] for number in wanted])
 
 
-def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layout:
-    """Return the layout, once the model has reproduced the outputs that it had when it was saved."""
+def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> tuple[Layout, Tensor]:
+    """Return layout and outputs, once the model has reproduced the outputs that it had when it was saved."""
     shape = torch.Size(record["outputs"]["shape"])
-    layout, _ = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
+    layout, outputs = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
     saved = record["tried"]["outputs"].to(network.theta.device)
     with torch.no_grad():
         present = network(network.values, few)
@@ -183,13 +185,12 @@ def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layo
     slack = network.eps**digits * (1 + saved.abs().max())
     if layout.shape != shape or not bool(((present - saved).abs() <= slack).all()):
         raise ValueError("the model has the saved weights, but other outputs: restore its forward and its settings.")
-    return layout
+    return layout, outputs
 
 
-def _same_data(saved: Mapping[str, Any], data: Any, likelihood: Likelihood, layout: Layout, network: Model) -> Batches:
+def _same_data(saved: Mapping[str, Any], data: Any, reading: Reading, network: Model) -> Batches:
     """Return the batches, after checking the saved fingerprint (taken before the network was cast, if it was)."""
     theta, dtype = network.theta, _dtype(saved)
-    reading = reading_for(network, likelihood, layout, saved["weighted"])
     reading = replace(reading, dtype=dtype, admit=network.admit if dtype == theta.dtype else None)
     batches = Batches(as_source(data, saved["largest_batch"], saved["weighted"]), reading)
     if batches.num_data != saved["points"]:

@@ -158,7 +158,7 @@ def warn_of_noise(lin: Linearization) -> None:
     gaussian = lin.likelihood.of_position
     if not isinstance(gaussian, Gaussian) or needs_noise(gaussian) or gaussian.noise.requires_grad:
         return
-    if not lin.data.is_present:
+    if not lin.data.is_present or not lin.data.labelled:
         return
     found = mean_squares(lin.likelihood, lin.squared_residuals(), torch.finfo(lin.theta.dtype).eps)
     if found is None:
@@ -236,7 +236,8 @@ def checked_posterior(post: Updated, check_mode: bool) -> Updated:
     _require_equal_on_ranks(post)
     require_usable(post.terms)
     post.cache.checks_mode &= check_mode  # False if it has warned
-    gradient = post.cache.gradient() if check_mode else None
+    labelled = isinstance(post.cache.data, str) or all(lin.data.labelled for lin in post.cache.data)
+    gradient = post.cache.gradient() if check_mode and labelled else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
             "the log-likelihood's gradient holds NaN or Inf: see lin.outputs(), and leave such points out."

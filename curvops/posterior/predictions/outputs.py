@@ -35,7 +35,15 @@ from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.operators.function_space.point_covariance import row_covariances
 from curvops.operators.linearized.jacobian import Jacobian
-from curvops.posterior.predictions.answers import ErrorOfMean, Uncertainty, decompose_numbers, error_of_mean
+from curvops.posterior.predictions.answers import (
+    NUMBERS,
+    ErrorOfMean,
+    Uncertainty,
+    add_noise,
+    decompose_numbers,
+    error_of_mean,
+    moments_of_draws,
+)
 from curvops.ranks.split_points import SplitPoints
 
 OUTPUT_DRAWS = 1000
@@ -103,6 +111,20 @@ class OutputDistribution(ABC):
         mean, covariance = self.moments()
         return decompose_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
 
+    def moments_of_targets(
+        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
+    ) -> OutputMoments:
+        """Return the mean and covariance of real targets, noise included; in closed form for likelihoods of NUMBERS."""
+        if isinstance(likelihood, NUMBERS):
+            return add_noise(likelihood, *self.moments(together))
+        return self.drawn_moments(likelihood, together, normals, start)
+
+    @abstractmethod
+    def drawn_moments(
+        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
+    ) -> OutputMoments:
+        """Return the moments of real targets over draws of the outputs: Cov[E[y | f]] + E[Var[y | f]] is theirs."""
+
     def require_whole_groups(self, points: int, together: int) -> None:
         """Raise ValueError if the size of a group does not divide the number of points, or would cut sequences."""
         positions = self.lin.num_outputs // self.lin.output_shape[-1]
@@ -157,6 +179,23 @@ class NormalOutputs(OutputDistribution):
             yield gaussian_draws(mean, covariance, OUTPUT_DRAWS, normals, first)
             first += len(mean)
 
+    def drawn_moments(
+        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
+    ) -> OutputMoments:
+        """Return the moments over draws from each point's own covariance; raise ValueError for joint ones."""
+        if together != 1:
+            raise ValueError(
+                f"a joint distribution of targets of {likelihood!r} needs draws of the weights, which are joint over "
+                "points: pass samples=post.sample(k)."
+            )
+        means, blocks = [], []
+        for draws in self.draws(normals, start):
+            mean, deviations, noise = moments_of_draws(likelihood, draws)
+            last = deviations.movedim(0, -1)
+            means.append(mean)
+            blocks.append(last @ last.mT / len(draws) + torch.diag_embed(noise))
+        return torch.cat(means), Dense(torch.cat(blocks), psd=True)
+
 
 @dataclass(frozen=True, eq=False)
 class DrawnOutputs(OutputDistribution):
@@ -183,6 +222,14 @@ class DrawnOutputs(OutputDistribution):
             return SampledCovariance(last.unflatten(0, (-1, together)).flatten(1, 2), self.lin.memory_budget, Cache())
         root = last.flatten(0, 1)
         return LowRank(root, root.new_full(root.shape[1:], 1 / root.shape[1]))
+
+    def drawn_moments(
+        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
+    ) -> OutputMoments:
+        """Return the moments over the functions, which are joint at all points."""
+        mean, deviations, noise = moments_of_draws(likelihood, self.functions())
+        covariance = self.covariance_of(deviations, together)
+        return mean, covariance.add_diagonal(noise.reshape(covariance.shape[:-1]))
 
     @cached_property
     def pushed(self) -> Float[Tensor, "k N C"]:

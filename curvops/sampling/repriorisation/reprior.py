@@ -445,6 +445,8 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
     if isinstance(likelihood, Categorical):
         return None
     check_kind("likelihood", likelihood, Gaussian, "Gaussian with one noise variance, or 'classification'")
+    if likelihood.missing is not None:
+        raise ValueError("reprior takes no missing targets: leave these points out, or give each point one weight.")
     if len(set(likelihood.noise.flatten().tolist())) > 1:
         raise ValueError(f"reprior needs one noise variance for all outputs, got {likelihood.noise.tolist()}.")
     return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise

@@ -494,3 +494,12 @@ def test_a_point_that_requires_a_gradient_is_refused():
     lin = of_points(Pooled().double(), rows, y, noise(), list)
     with pytest.raises(ValueError, match="requires a gradient"):
         lin.predict([rows[0].clone().requires_grad_()])
+
+
+def test_points_without_labels():
+    points, _, sums = of_clouds()
+    model = Pooled().double()
+    lin = co.linearize(model, (points, None), "classification", collate=list)
+    reference = co.linearize(model.net, (sums, None), "classification")
+    for name in ("GGN", "diagonal", "KFAC"):
+        close(QUESTIONS[name](lin, None), QUESTIONS[name](reference, None))
