@@ -64,7 +64,8 @@ class Objects:
         """
         if isinstance(x, Objects):
             return x
-        if isinstance(x, list | Dataset) or (isinstance(x, np.ndarray) and x.dtype == object):
+        listed = list | Dataset if isinstance(self.points and self.value(), tuple) else list | tuple | Dataset
+        if isinstance(x, listed) or (isinstance(x, np.ndarray) and x.dtype == object):
             return self.with_points([x[i] for i in range(len(x))])  # type: ignore[arg-type]
         if type(x) in set(map(type, self.points)) and not isinstance(self.value(), type(x)):
             raise TypeError(f"inputs are a list of points; given one {type(x).__name__}: pass [x].")

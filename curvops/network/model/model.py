@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
 from curvops.network.data.contents import digest_of
-from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs, value_of
+from curvops.network.data.inputs import (
+    Inputs,
+    Layout,
+    components,
+    copy,
+    first_of,
+    is_finite,
+    map_inputs,
+    value_of,
+)
 from curvops.network.data.objects import Objects
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
@@ -264,7 +273,7 @@ class Model:
 
         Raises ValueError or TypeError, with the remedy, for an error inside the model or outputs of another shape.
         """
-        if (form := form_of(inputs)) in self._admitted:
+        if (form := form_of(inputs)) in self._admitted or (isinstance(inputs, Objects) and not len(inputs)):
             return
         few = first_of(inputs)
         self.calls.arguments(value_of(few))

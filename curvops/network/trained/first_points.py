@@ -107,6 +107,7 @@ def reading_for(
     of_target = likelihood.of_position
     missing = isinstance(of_target, Independent) and of_target.missing is not None
     reading = Reading(theta.device, theta.dtype, check, layout, weights, missing, model.admit, labelled)
+    reading = dataclasses.replace(reading, whole=isinstance(model.calls.example, WholeBatch))
     if labelled:
         return reading
     if missing:
