@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from curvops.errors import DataChangedError, NoDataError
@@ -43,7 +44,7 @@ ACCEPTED = (
     "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs."
 )
 TARGETS = (
-    "Pass one of several targets, or join them (and the outputs) into one tensor; convert a list of numbers with "
+    "Several targets are a mapping of tensors, with a likelihood under each name; convert a list of numbers with "
     "torch.tensor; a network without labels has other targets, such as its inputs for an autoencoder."
 )
 NAMES = ("inputs", "targets", "weights")
@@ -123,17 +124,23 @@ class Reading:
 
     def read(self, item: object, index: int = 0) -> Batch:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
+        inputs, targets, w = self.parts(item, index)
+        with _in_batch(index):
+            if w is not None and not w.is_floating_point():
+                w = w.to(self.dtype or torch.get_default_dtype())
+            if self.layout is not None:
+                w = None if w is None else self.layout.weights(w, getattr(targets, "shape", torch.Size()))
+                targets = self.layout.targets(targets)
+        w = None if w is None else move_tensor(w, self.device, self.dtype)
+        return Batch(move(inputs, self.device, self.dtype), move_tensor(targets, self.device, self.dtype), w)
+
+    def parts(self, item: object, index: int = 0) -> tuple[Inputs, Any, Tensor | None]:
+        """Return inputs, targets and weights of one item as they are given, of as many points each."""
         with _in_batch(index):
             given, targets, w = parts_of(item, self.weights)
             inputs = normalise(given)
             _require_aligned(inputs, targets, w)
-            if w is not None and not w.is_floating_point():
-                w = w.to(self.dtype or torch.get_default_dtype())
-            if self.layout is not None:
-                w = None if w is None else self.layout.weights(w, targets.shape)
-                targets = self.layout.targets(targets)
-        w = None if w is None else move_tensor(w, self.device, self.dtype)
-        return Batch(move(inputs, self.device, self.dtype), move_tensor(targets, self.device, self.dtype), w)
+        return inputs, targets, w
 
     def read_checked(self, item: object, index: int = 0) -> Batch:
         """Read one batch and check its values, too, without copying. Waits for the device once per tensor."""
@@ -239,8 +246,8 @@ class Batches:
 
         Other numbers of points are told apart before anything is read or moved.
         """
-        x, y = normalise(inputs), tensor_of(targets)
-        if self.weighted or not isinstance(y, Tensor) or not y.ndim or {num_points(x), len(y)} != {self.num_data}:
+        x, y = normalise(inputs), targets_of(targets)
+        if self.weighted or y is None or {num_points(x), num_points(y)} != {self.num_data}:
             return False
         batch = self._reading.read((x, y))
         return int(point_prints([tensor for _, tensor in batch.named_tensors()]).sum()) == self.prints.contents
@@ -371,14 +378,14 @@ class _InMemory:
     """Re-iterable slices of tensors in memory, as mappings with the three names that any batch may have."""
 
     inputs: Inputs
-    others: dict[str, Tensor]
+    others: dict[str, Any]
     batch_size: int
     mapping_type: type  # the type of the inputs, if they were a mapping
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for start in range(0, len(self.others["targets"]), self.batch_size):
+        for start in range(0, num_points(self.inputs), self.batch_size):
             chosen = slice(start, start + self.batch_size)
-            others = {name: tensor[chosen] for name, tensor in self.others.items()}
+            others = {name: take(part, chosen) for name, part in self.others.items()}
             yield {"inputs": take(self.inputs, chosen), **others}
 
 
@@ -418,10 +425,19 @@ def holds_all(data: object) -> bool:
     if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
         return False
     # No batch is a tensor, so if the first item is one, these are inputs and targets, of whatever type.
-    return isinstance(data[0], Tensor | np.ndarray) or all(isinstance(part, Tensor | np.ndarray) for part in data[1:])
+    return isinstance(data[0], Tensor | np.ndarray) or all(map(_is_of_points, data[1:]))
 
 
-def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
+def _is_of_points(part: object) -> bool:
+    """Return whether this is a tensor, or a mapping of them that is no batch."""
+    if isinstance(part, Mapping):
+        return (
+            not _is_named(part) and not any(name in part for name in LABELS) and all(map(_is_of_points, part.values()))
+        )
+    return isinstance(part, Tensor | np.ndarray)
+
+
+def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
     """Return inputs, targets and weights of one batch: a tuple, a list, or a mapping with these names or with labels.
 
     weights: whether a third item was declared to be weights. Raises TypeError for another form, and for a third item
@@ -439,11 +455,22 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
         raise TypeError(_not_a_batch(item))
     if weights and not rest:
         raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
-    targets, w = tensor_of(targets), tensor_of(rest[0]) if rest else None
-    if not isinstance(targets, Tensor) or (rest and not isinstance(w, Tensor)):
+    y, w = targets_of(targets), tensor_of(rest[0]) if rest else None
+    if y is None or (rest and not isinstance(w, Tensor)):
         kinds = type(targets).__name__ + (f", {type(w).__name__}" if rest else "")
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
-    return inputs, targets, w
+    return inputs, y, w
+
+
+def targets_of(given: object) -> Any:
+    """Return targets as a tensor, or several as a mapping or a tuple of tensors; None for anything else."""
+    y: Any = tensor_of(given)
+    if isinstance(y, Mapping):
+        y = {name: tensor_of(part) for name, part in y.items()}
+    elif isinstance(y, (tuple, list)):
+        y = tuple(map(tensor_of, y))
+    parts = list(y.values()) if isinstance(y, dict) else y if isinstance(y, tuple) else [y]
+    return y if parts and all(isinstance(part, Tensor) for part in parts) else None
 
 
 def _is_named(item: Mapping[Any, Any]) -> bool:
@@ -477,13 +504,14 @@ def _describe_undeclared(third: object) -> str:
     )
 
 
-def _require_aligned(inputs: Inputs, targets: Tensor, weights: Tensor | None) -> None:
+def _require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> None:
     n = num_points(inputs)
-    if targets.ndim == 0 or len(targets) != n:
-        raise ValueError(
-            f"There are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading dimension of both "
-            "counts points."
-        )
+    for part in [targets] if isinstance(targets, Tensor) else tree_leaves(targets):
+        if part.ndim == 0 or len(part) != n:
+            raise ValueError(
+                f"There are {n} inputs, but the targets have shape {tuple(part.shape)}. The leading dimension of both "
+                "counts points."
+            )
     if weights is not None and (weights.ndim == 0 or len(weights) != n):
         raise ValueError(
             f"There are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one weight per "

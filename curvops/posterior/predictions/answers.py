@@ -23,7 +23,8 @@ from torch import Tensor
 from curvops.checks import check_choice, shown
 from curvops.linalg import Estimate
 from curvops.metrics import divergences
-from curvops.network.data.inputs import as_inputs, num_points, tensor_of
+from curvops.network.data.batches import targets_of
+from curvops.network.data.inputs import as_inputs, move, num_points
 from curvops.network.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -59,16 +60,15 @@ def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean
 
 def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
     """Return the targets of test data by position; raise TypeError or ValueError for unsuitable ones."""
-    y = tensor_of(y)
-    if not isinstance(y, Tensor) or not y.ndim:
-        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(y)}.")
+    given, y = y, targets_of(y)
+    if y is None or (isinstance(y, Tensor) and not y.ndim):
+        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(given)}.")
     device, dtype = lin.theta.device, lin.theta.dtype
-    y = y.to(device=device, dtype=dtype if y.is_floating_point() else None)
     points = num_points(as_inputs(x, device, dtype))
-    if len(y) != points:
-        raise ValueError(f"there are {points} inputs, but {len(y)} targets: pass one target per point.")
+    if num_points(y) != points:
+        raise ValueError(f"there are {points} inputs, but {num_points(y)} targets: pass one target per point.")
     layout = lin.model.layout
-    y = y if layout is None else layout.targets(y)
+    y = move(y if layout is None else layout.targets(y), device, dtype)
     lin.likelihood.check_targets(y, lin.num_outputs)
     return y.flatten(0, 1) if isinstance(lin.likelihood, Sequences) else y
 
