@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     """A module, or a function (parameters, inputs) -> outputs with its parameters by name."""
     Points: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Any]
     """Points along the first dimension of a tensor, of several tensors, or of a mapping's."""
-    Data: TypeAlias = tuple[Points, Tensor] | tuple[Points, Tensor, Tensor] | Iterable[Any]
-    """Points and targets, with weights if there are some; or an iterable of such batches that can be read again."""
+    Data: TypeAlias = tuple[Points, Tensor | None] | tuple[Points, Tensor | None, Tensor] | Iterable[Any]
+    """Points and targets or None, with weights if there are some; or such batches, which can be read again."""
     LikelihoodChoice: TypeAlias = str | Likelihood | nn.Module | Callable[..., Any]
     """A name such as "classification", a likelihood, a torch loss, or a function of outputs and targets."""
     ParameterChoice: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool] | Tensor | Sequence[int]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
 from curvops.checks import check_flag
-from curvops.errors import UndeterminedWarning
+from curvops.errors import MissingLabelsError, UndeterminedWarning
 from curvops.evidence.maximize import maximize
 from curvops.evidence.validate import validate
 from curvops.linalg.core.solve_routes import WHOLE
@@ -82,7 +82,8 @@ def laplace(
             whether the first evidence of this posterior that assumes a mode of it warns with `ModeWarning` if the
             weights are none (`log_evidence`, `evidence.maximize`, `evidence.grid`, at mode="map"). Likewise whether a
             given Gaussian noise is compared with the mean squared residual of the training data, at the cost of one
-            forward pass, with a `NoiseWarning` if one is more than three times the other.
+            forward pass, with a `NoiseWarning` if one is more than three times the other. Without labels, nothing is
+            checked.
         validation: held-out data, (X, y), a Dataset, a DataLoader or batches, as in `co.evidence.validate`: they choose
             the prior precision, whatever training did, as the one under which they are most likely. Some hundred
             points are enough.
@@ -97,6 +98,7 @@ def laplace(
             was linearised at other weights or is not known to be symmetric; G + A is indefinite; or (with check_mode)
             a gradient is not finite.
         TypeError: an argument is of another kind, or parameters are in half precision.
+        MissingLabelsError: the evidence is to choose the prior precision, and the data have no labels.
 
     Cost: KFAC takes about one gradient for each output. A prior precision that is chosen then costs some 25 predictions
     of the held-out points, ten of 200 training points (of fewer if there are more than 10 classes), or one pass for the
@@ -153,6 +155,9 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
         linear = all(isinstance(target, Gaussian) for target in targets) or len(targets) > 1
         mode = "linear" if linear else "auto"
         return maximize(post, generator=_seeded(post), mode=mode)
+    except MissingLabelsError as error:
+        remedy = "Pass prior_precision= (weight decay × N of training on a mean loss), or validation=(x, y). "
+        raise MissingLabelsError("the choice of a prior precision by the evidence", remedy) from error
     except ValueError as error:
         raise ValueError(
             "the prior precision was left out, and cannot be chosen without held-out data: pass validation=(x, y), or "

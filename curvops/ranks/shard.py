@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning, warn
 from curvops.fingerprints import in_64_bits, join_sums
-from curvops.network.data.batches import ACCEPTED, Batch, Batches, DataPrints, Reading, parts_of
+from curvops.network.data.batches import ACCEPTED, NAMES, Batch, Batches, DataPrints, Reading, split_batch
 from curvops.network.data.inputs import Inputs, components, map_inputs, move, normalise, take
 from curvops.ranks.process_group import Ranks
 
@@ -86,12 +87,14 @@ class Shard(Batches):
         parts = list(self)
         weights = [batch.weights for batch in parts if batch.weights is not None]
         inputs = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in parts))
-        own = Batch(inputs, torch.cat([batch.targets for batch in parts]), torch.cat(weights) if weights else None)
+        targets = torch.cat([batch.any_targets for batch in parts])
+        own = Batch(inputs, targets, torch.cat(weights) if weights else None, labelled=self.labelled)
         self._require_one_form(own.named_tensors())
-        return Batch(
-            tree_map(self.line_up, own.inputs),
-            self.line_up(own.targets),
-            None if own.weights is None else self.line_up(own.weights),
+        return replace(
+            own,
+            inputs=tree_map(self.line_up, own.inputs),
+            any_targets=self.line_up(targets),
+            weights=None if own.weights is None else self.line_up(own.weights),
         )
 
     def whole(self, like: Tensor) -> Batches:
@@ -100,14 +103,14 @@ class Shard(Batches):
         items = []
         for start in range(0, points.num_points, step):
             part = points.labels(slice(start, start + step))
-            item = {"inputs": take(points.inputs, slice(start, start + step)), "targets": part.targets}
+            item: dict[str, Any] = {"inputs": take(points.inputs, slice(start, start + step))}
+            item["targets"] = part.targets if part.labelled else None
             items.append(item if part.weights is None else item | {"weights": part.weights})
-        return Batches(items, Reading(like.device, like.dtype, weights=self.weighted, missing=self._reading.missing))
+        return Batches(items, self.reading_again(like, self.weighted))
 
     def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
         own = [] if self.borrows else self._chosen(chosen, factor, like)
-        reading = Reading(like.device, like.dtype, weights=True, missing=self._reading.missing)
-        return Shard(own, reading, self.ranks)
+        return Shard(own, self.reading_again(like, weights=True), self.ranks)
 
     def in_turn(self) -> Iterator[Inputs | None]:
         """Yield the inputs of each rank's points in turn, for ranks that have points; None for this rank's own."""
@@ -181,8 +184,6 @@ def _unlikely(within: int, repeated: int, together: float) -> bool:
 
 def _first_point(item: object, weights: bool) -> dict[str, object]:
     """Return the first point of an item of a source as a separate item, on the CPU."""
-    given, targets, w = parts_of(item, weights)
-    point = {"inputs": take(normalise(given), slice(0, 1)), "targets": targets[:1]}
-    if w is not None:
-        point["weights"] = w[:1]
-    return {name: move(part, "cpu") for name, part in point.items()}
+    given, *others = split_batch(item, weights)
+    point: dict[str, object] = {"inputs": move(take(normalise(given), slice(0, 1)), "cpu"), "targets": None}
+    return point | {name: part[:1].cpu() for name, part in zip(NAMES[1:], others) if part is not None}

@@ -97,7 +97,7 @@ class ShardedLinearization(NetworkOnData):
         probability = given.snapshot(theta.device, theta.dtype)
         layers = ShardedLayers(network, few)
         step = max(1, memory.budget // (8 * max(1, layers.bytes_a_point(layers.num_outputs))))
-        reading: Reading = reading_for(network, probability, layout, weights, outputs)
+        reading: Reading = reading_for(network, probability, layout, weights, outputs, first_targets is not None)
         shard = Shard(as_source(data, step, weights), reading, ranks)
         shard.require_apart()
         check_scores(network, probability, outputs, first_targets, likelihood)

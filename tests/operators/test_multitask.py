@@ -432,3 +432,11 @@ def test_one_name_alone_is_the_likelihood_itself() -> None:
     torch.testing.assert_close(co.GGN(several).to_dense(), co.GGN(one).to_dense(), **TIGHT)
     posts = [co.laplace(lin, co.KFAC, 1.0, check_mode=False) for lin in (several, one)]
     torch.testing.assert_close(posts[0].predict(x)["value"].variance, posts[1].predict(x).variance, **TIGHT)
+
+
+def test_curvatures_need_no_targets() -> None:
+    joined, x, _, lin = built("a class and values")
+    bare = co.linearize(joined.net, (x, None), FIRST.likelihoods)
+    for kind in (co.GGN, co.KFAC, co.EKFAC, co.DiagonalGGN):
+        torch.testing.assert_close(kind(bare).to_dense(), kind(lin).to_dense(), **TIGHT)
+    assert "labels" in str(pytest.raises(ValueError, bare.log_likelihood).value)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from curvops.errors import DataChangedError, NoDataError
+from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.inputs import (
     MISSING,
@@ -35,21 +35,24 @@ from curvops.network.data.inputs import (
     take,
     tensor_of,
 )
-from curvops.network.data.loaders import LoaderPasses, in_order
+from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order
 from curvops.network.data.randomness import items
 
 ACCEPTED = (
     "Pass a pair (inputs, targets) of tensors or arrays, a torch Dataset, a DataLoader, or a list (any re-iterable) of "
     "batches (inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names. In a "
-    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs."
+    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs. Without "
+    "labels, write (inputs, None), or pass one tensor."
 )
 TARGETS = (
     "Several targets are a mapping of tensors, with a likelihood under each name; convert a list of numbers with "
-    "torch.tensor; a network without labels has other targets, such as its inputs for an autoencoder."
+    "torch.tensor; those of an autoencoder are its inputs; without labels pass None."
 )
 NAMES = ("inputs", "targets", "weights")
 LABELS = ("labels", "label")
 """The names of the targets in Hugging Face collators and data sets."""
+NONE = torch.zeros(())
+"""A target for data without labels while the likelihood is unknown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,34 +61,45 @@ class Batch:
 
     Weights are (n,), (n, T), or of the targets' shape.
 
-    `start` is the position of the first point among all data.
+    any_targets: the targets; for data that are not `labelled` some others, which a curvature may take in their place,
+        since H is the same for all (`Likelihood.any_targets`).
+    start: the position of the first point among all data.
     """
 
     inputs: Inputs
-    targets: Tensor
+    any_targets: Tensor
     weights: Tensor | None = None
     start: int = 0
+    labelled: bool = True
+
+    @property
+    def targets(self) -> Tensor:
+        """The targets of the data. Raises MissingLabelsError if they have none."""
+        if not self.labelled:
+            raise MissingLabelsError
+        return self.any_targets
 
     @property
     def num_points(self) -> int:
         """The number n of points."""
-        return len(self.targets)
+        return len(self.any_targets)
 
     def labels(self, points: slice | Tensor) -> Batch:
         """Return the points in a range or at positions, without their inputs; positions keep the batch's `start`."""
         weights = None if self.weights is None else self.weights[points]
         first = (points.start or 0) if isinstance(points, slice) else 0
-        return Batch((), self.targets[points], weights, self.start + first)
+        return Batch((), self.any_targets[points], weights, self.start + first, self.labelled)
 
     def copy(self) -> Batch:
         """Return a copy of all tensors."""
         weights = None if self.weights is None else self.weights.clone()
-        return Batch(copy(self.inputs), self.targets.clone(), weights, self.start)
+        return Batch(copy(self.inputs), self.any_targets.clone(), weights, self.start, self.labelled)
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return all tensors with the names that messages use for them."""
-        named = [*components(self.inputs), ("targets", self.targets)]
-        return named if self.weights is None else [*named, ("weights", self.weights)]
+        """Return all tensors of the data with the names that messages use for them."""
+        targets = [("targets", self.targets)] if self.labelled else []
+        weights = [] if self.weights is None else [("weights", self.weights)]
+        return [*components(self.inputs), *targets, *weights]
 
     @property
     def form(self) -> object:
@@ -112,6 +126,8 @@ class Reading:
     weights: whether a third item holds sample weights; in mappings they are named.
     missing: whether targets may be NaN, because they are missing.
     admit: called with each batch's inputs; raises if the model cannot be run on them.
+    labelled: whether the batches have targets; None reads both kinds.
+    any_target: the target of each point without one, in the layout's form.
     """
 
     device: torch.device | str | None = None
@@ -121,6 +137,8 @@ class Reading:
     weights: bool = False
     missing: bool = False
     admit: Callable[[Inputs], None] | None = None
+    labelled: bool | None = None
+    any_target: Tensor = NONE
 
     def read(self, item: object, index: int = 0) -> Batch:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
@@ -130,14 +148,19 @@ class Reading:
                 w = w.to(self.dtype or torch.get_default_dtype())
             if self.layout is not None:
                 w = None if w is None else self.layout.weights(w, getattr(targets, "shape", torch.Size()))
-                targets = self.layout.targets(targets)
+                targets = None if targets is None else self.layout.targets(targets)
         w = None if w is None else move_tensor(w, self.device, self.dtype)
-        return Batch(move(inputs, self.device, self.dtype), move_tensor(targets, self.device, self.dtype), w)
+        y = self.any_target.repeat(num_points(inputs), *[1] * self.any_target.ndim) if targets is None else targets
+        y = move_tensor(y, self.device, self.dtype)
+        return Batch(move(inputs, self.device, self.dtype), y, w, labelled=targets is not None)
 
     def parts(self, item: object, index: int = 0) -> tuple[Inputs, Any, Tensor | None]:
         """Return inputs, targets and weights of one item as they are given, of as many points each."""
         with _in_batch(index):
-            given, targets, w = parts_of(item, self.weights)
+            given, targets, w = split_batch(item, self.weights)
+            if self.labelled not in (None, targets is not None):
+                what = "no labels, and others do" if self.labelled else "labels, and others do not"
+                raise ValueError(f"this batch has {what}: give all of them labels, or none.")
             inputs = normalise(given)
             _require_aligned(inputs, targets, w)
         return inputs, targets, w
@@ -158,7 +181,7 @@ class Reading:
             )
         with _in_batch(index):
             if self.check is not None:
-                self.check(batch.targets)
+                self.check(batch.any_targets)
             if self.admit is not None:
                 self.admit(batch.inputs)
         return batch
@@ -197,9 +220,10 @@ class Batches:
             sizes.append(batch.num_points)
             points += batch.num_points
             if index == 0:
-                self._few = copy(take(batch.inputs, slice(0, 2)))
+                self._few, self.labelled = copy(take(batch.inputs, slice(0, 2))), batch.labelled
             if hold:
                 self._held.append(batch.copy())
+        source = source.source if isinstance(source, InputsAlone) else source
         if not sizes:
             kind = type(source.loader if isinstance(source, LoaderPasses) else source).__name__
             raise NoDataError(f"The data are empty: a pass over this {kind} gave no batch. {ACCEPTED}")
@@ -225,20 +249,25 @@ class Batches:
 
     def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
         """Return some points, in ascending order, on the device of `like`; their weights are multiplied by a factor."""
-        reading = Reading(like.device, like.dtype, weights=True, missing=self._reading.missing)
-        return Batches(self._chosen(chosen, factor, like), reading)
+        return Batches(self._chosen(chosen, factor, like), self.reading_again(like, weights=True))
 
-    def _chosen(self, chosen: Tensor, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor, Tensor]]:
+    def reading_again(self, like: Tensor, weights: bool) -> Reading:
+        """Return the reading of batches made from these, on the device and in the dtype of `like`."""
+        read = self._reading
+        return Reading(like.device, like.dtype, weights=weights, missing=read.missing, any_target=read.any_target)
+
+    def _chosen(self, chosen: Tensor, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor | None, Tensor]]:
         """Return those of the chosen points that this process has, batch by batch, with their weights."""
         parts, start = [], self.start
         for batch in self:
             inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
             start += batch.num_points
             if len(inside):
-                index = inside.to(batch.targets.device)
-                ones = batch.targets.new_ones(batch.num_points, dtype=like.dtype)
+                index = inside.to(batch.any_targets.device)
+                ones = batch.any_targets.new_ones(batch.num_points, dtype=like.dtype)
                 weights = (ones if batch.weights is None else batch.weights)[index] * factor
-                parts.append((take(batch.inputs, index), batch.targets[index], weights))
+                targets = batch.targets[index] if batch.labelled else None
+                parts.append((take(batch.inputs, index), targets, weights))
         return parts
 
     def are(self, inputs: object, targets: object) -> bool:
@@ -247,7 +276,9 @@ class Batches:
         Other numbers of points are told apart before anything is read or moved.
         """
         x, y = normalise(inputs), targets_of(targets)
-        if self.weighted or y is None or {num_points(x), num_points(y)} != {self.num_data}:
+        if self.weighted or not self.labelled or y is None or not sizes_of(y):
+            return False
+        if {num_points(x), *sizes_of(y)} != {self.num_data}:
             return False
         batch = self._reading.read((x, y))
         return int(point_prints([tensor for _, tensor in batch.named_tensors()]).sum()) == self.prints.contents
@@ -348,6 +379,7 @@ class AbsentBatches:
     prints: DataPrints
     fingerprint_dtype: torch.dtype | None
     weighted: bool
+    labelled: ClassVar[bool] = True
     is_present: ClassVar[bool] = False
     start: ClassVar[int] = 0
 
@@ -385,7 +417,7 @@ class _InMemory:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for start in range(0, num_points(self.inputs), self.batch_size):
             chosen = slice(start, start + self.batch_size)
-            others = {name: take(part, chosen) for name, part in self.others.items()}
+            others = {name: None if part is None else take(part, chosen) for name, part in self.others.items()}
             yield {"inputs": take(self.inputs, chosen), **others}
 
 
@@ -395,17 +427,25 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     data: a tuple or list (inputs, targets[, weights]) of tensors in memory, or a mapping of them with these names; a
         Dataset; a DataLoader (a shuffling one is read in the order of its dataset) or any re-iterable of such tuples
         or mappings. Inputs may be a tensor, a tuple or list of tensors, or a mapping of tensors; NumPy arrays may
-        replace tensors. `parts_of` finds inputs, targets and weights in each item.
+        replace tensors. `split_batch` finds inputs, targets and weights in each item. Without labels one tensor, or
+        (inputs, None), where inputs may also be a Dataset or a DataLoader of inputs.
     batch_size: points per batch, only for tensors in memory and Datasets.
 
     Raises TypeError for data of another form, or that can be read only once.
     """
     if holds_all(data):
-        given, targets, w = parts_of(data, weights)
+        given, targets, w = split_batch(data, weights)
         inputs = normalise(given)
         _require_aligned(inputs, targets, w)
-        others = {"targets": targets} if w is None else {"targets": targets, "weights": w}
+        others: dict[str, Tensor | None] = {"targets": targets} if w is None else {"targets": targets, "weights": w}
         return _InMemory(inputs, others, batch_size, type(given))
+    if (source := _unlabelled_source(data)) is not None:
+        return InputsAlone(as_source(source, batch_size))
+    if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        raise TypeError(
+            f"A {type(data).__name__} of {len(data)} tensors can be read in several ways. If all are inputs, without "
+            "labels, write ((a, b, ...), None)."
+        )
     if isinstance(data, Dataset):
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
         return DataLoader(data, batch_size=batch_size, shuffle=False, generator=torch.Generator())
@@ -419,26 +459,51 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
 
 
 def holds_all(data: object) -> bool:
-    """Return whether data are tensors of all points: a pair, a triple, or a mapping that names its targets."""
+    """Return whether data are tensors of all points: one, a pair, a triple, or a mapping that names its targets."""
     if isinstance(data, Mapping):
         return _is_named(data) or any(name in data for name in LABELS)
     if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
-        return False
-    # No batch is a tensor, so if the first item is one, these are inputs and targets, of whatever type.
-    return isinstance(data[0], Tensor | np.ndarray) or all(map(_is_of_points, data[1:]))
+        return _alone(data) is not None
+    # In a list of batches none is a tensor: if the first item is one, these are inputs and targets, of whatever type.
+    if isinstance(data[0], Tensor | np.ndarray):
+        return True
+    return all(part is None or _is_of_points(part) for part in data[1:]) and _unlabelled_source(data) is None
 
 
 def _is_of_points(part: object) -> bool:
     """Return whether this is a tensor, or a mapping of them that is no batch."""
     if isinstance(part, Mapping):
-        return (
-            not _is_named(part) and not any(name in part for name in LABELS) and all(map(_is_of_points, part.values()))
-        )
+        batch = _is_named(part) or any(name in part for name in LABELS)
+        return not batch and all(map(_is_of_points, part.values()))
     return isinstance(part, Tensor | np.ndarray)
 
 
+def _unlabelled_source(data: object) -> Dataset[Any] | DataLoader[Any] | None:
+    """Return the Dataset or the DataLoader of a pair (source of inputs, None)."""
+    if not isinstance(data, (tuple, list)) or len(data) != 2 or data[1] is not None:
+        return None
+    return data[0] if isinstance(data[0], Dataset | DataLoader) else None
+
+
+def _alone(item: object) -> Tensor | np.ndarray | None:
+    """Return the inputs of a batch that is one tensor, or, as from a `TensorDataset` of inputs alone, a list of one."""
+    only = item[0] if isinstance(item, (tuple, list)) and len(item) == 1 else item
+    return only if isinstance(only, Tensor | np.ndarray) else None
+
+
 def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
+    """Return what `split_batch` does, for a batch that has targets; raise TypeError for one without."""
+    inputs, targets, w = split_batch(item, weights)
+    if targets is None:
+        raise TypeError("A batch is (inputs, targets), and here targets are needed; this one has inputs alone.")
+    return inputs, targets, w
+
+
+def split_batch(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
     """Return inputs, targets and weights of one batch: a tuple, a list, or a mapping with these names or with labels.
+
+    Without labels a batch is (inputs, None) or one tensor; nothing else is read so, since other tuples and mappings may
+    hold labels.
 
     weights: whether a third item was declared to be weights. Raises TypeError for another form, and for a third item
     that was not declared; ValueError for labels that a causal language model shifts.
@@ -451,15 +516,22 @@ def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
         inputs, targets, *rest = (item[name] for name in NAMES if name in item)
     elif isinstance(item, Mapping) and any(name in item for name in LABELS):
         inputs, targets, *rest = _split_labels(item, weights)
+    elif (only := _alone(item)) is not None:
+        inputs, targets, *rest = only, None
     else:
         raise TypeError(_not_a_batch(item))
     if weights and not rest:
         raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
     y, w = targets_of(targets), tensor_of(rest[0]) if rest else None
-    if y is None or (rest and not isinstance(w, Tensor)):
+    if (y is None and targets is not None) or (rest and not isinstance(w, Tensor)):
         kinds = type(targets).__name__ + (f", {type(w).__name__}" if rest else "")
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
     return inputs, y, w
+
+
+def sizes_of(targets: Any) -> set[int]:
+    """Return the leading dimensions of targets, one if all have the same number of points."""
+    return {len(part) if part.ndim else 0 for part in tree_leaves(targets)}
 
 
 def targets_of(given: object) -> Any:
@@ -506,7 +578,7 @@ def _describe_undeclared(third: object) -> str:
 
 def _require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> None:
     n = num_points(inputs)
-    for part in [targets] if isinstance(targets, Tensor) else tree_leaves(targets):
+    for part in [] if targets is None else [targets] if isinstance(targets, Tensor) else tree_leaves(targets):
         if part.ndim == 0 or len(part) != n:
             raise ValueError(
                 f"There are {n} inputs, but the targets have shape {tuple(part.shape)}. The leading dimension of both "
@@ -532,5 +604,5 @@ def _in_batch(index: int) -> Iterator[None]:
 def _not_a_batch(item: object) -> str:
     hint = ACCEPTED
     if isinstance(item, Mapping):
-        hint = "Name the targets of a mapping 'labels', or split it into (inputs, targets)."
+        hint = "Name the targets of a mapping 'labels', or pass (inputs, targets); without labels (inputs, None)."
     return f"A batch is (inputs, targets); this is a {type(item).__name__}. {hint}"

@@ -297,6 +297,12 @@ class Layout:
             raise ValueError(self._misplaced(y))
         return y.flatten(1, len(self.positions))
 
+    def in_given_form(self, y: Tensor) -> Tensor:
+        """Return targets (n, T, ...) as (n, *positions, ...), a form from which `targets` makes these."""
+        if not self.shape:
+            return y.squeeze(1)
+        return y.unflatten(1, self.positions) if self.positions else y
+
     def weights(self, w: Tensor, shape: torch.Size) -> Tensor:
         """Return sample weights (n,) unchanged, (n, *positions) as (n, T), and those of the targets' shape as targets.
 

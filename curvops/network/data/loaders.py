@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import length_hint
 from typing import Any
 
@@ -56,6 +56,16 @@ class LoaderPasses:
                 f"a batch came {workers} times, once from each of the loader's {workers} workers: pass num_workers=1, "
                 "or let the dataset's __iter__ yield a part for each worker (torch.utils.data.get_worker_info())."
             )
+
+
+class InputsAlone:
+    """The batches (inputs, None) of a source whose items are inputs as a whole."""
+
+    def __init__(self, source: Iterable[object]) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[tuple[object, None]]:
+        return ((item, None) for item in self.source)
 
 
 def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:

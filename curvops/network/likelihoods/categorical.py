@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from curvops.checks import checked_number, checked_whole
+from curvops.errors import MissingLabelsError
 from curvops.network.data.inputs import within
 from curvops.network.likelihoods.likelihood import (
     HessianParts,
@@ -155,6 +156,14 @@ class Categorical(Likelihood):
                 f"or equal ignore_index = {self.ignore_index}; given values from {low} to {high}. "
                 "Renumber the classes from 0, or give the model more outputs."
             )
+
+    def any_targets(self, f: Outputs) -> Tensor:
+        if self.weight is not None:
+            raise MissingLabelsError(f"the weight of a point under {self!r}")
+        if self.ignore_index != -100:  # not the default, so some labels are ignored
+            remedy = "(Leave these points or positions out by weights of zero, (inputs, None, weights).) "
+            raise MissingLabelsError(f"which points are ignored under {self!r}", remedy)
+        return torch.zeros(len(f), dtype=torch.long, device=f.device)
 
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, " n"]:
         f = y if y.is_floating_point() else torch.zeros((), device=y.device)

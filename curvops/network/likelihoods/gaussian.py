@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.errors import NoiseWarning, warn
+from curvops.errors import MissingLabelsError, NoiseWarning, warn
 from curvops.network.data.inputs import tensor_of, within
 from curvops.network.likelihoods.likelihood import (
     ROUNDINGS,
@@ -152,6 +152,11 @@ class Gaussian(Independent):
         if num_outputs is not None and self.noise.shape not in ((), (1,), (num_outputs,)):
             raise ValueError(f"the model has {num_outputs} outputs, and the noise has shape {tuple(self.noise.shape)}.")
         require_known(y, self.missing)
+
+    def any_targets(self, f: Outputs) -> Tensor:
+        if self.estimated and not self.found:
+            raise MissingLabelsError("the noise", "Pass it, co.likelihoods.Gaussian(noise=variance). ")
+        return torch.zeros_like(f)
 
     @property
     def single_noise(self) -> Tensor | None:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from curvops.errors import MissingLabelsError
 from curvops.network.data.inputs import within
 from curvops.network.likelihoods.likelihood import (
     Independent,
@@ -100,6 +101,11 @@ class Bernoulli(Independent):
         if y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
             raise ValueError("Bernoulli targets lie in [0, 1]; convert -1 and 1 with (y + 1) / 2.")
 
+    def any_targets(self, f: Outputs) -> Tensor:
+        if self.pos_weight is not None:
+            raise MissingLabelsError("a point's curvature under pos_weight")
+        return torch.zeros_like(f)
+
     def _mass(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the target mass of yes and of no, (n, C) each."""
         yes = y.to(f.dtype)
@@ -173,6 +179,9 @@ class Poisson(Independent):
         if y.numel() and not bool(((y >= 0) & (y == y.round()) & y.isfinite()).all()):
             raise ValueError("Poisson targets are whole numbers, at least 0: let the outputs hold the log exposure.")
 
+    def any_targets(self, f: Outputs) -> Tensor:
+        return torch.zeros_like(f)
+
 
 class HeteroscedasticGaussian(Independent):
     """The Gaussian likelihood of targets y ~ N(mu, sigma^2) with predicted variances: f = (mu_1 .. mu_m, s_1 .. s_m).
@@ -236,6 +245,9 @@ class HeteroscedasticGaussian(Independent):
             m = "m" if num_outputs is None else str(num_outputs // 2)
             raise ValueError(f"HeteroscedasticGaussian targets have shape (n, {m}); given {tuple(y.shape)}.")
         require_known(y, self.missing)
+
+    def any_targets(self, f: Outputs) -> Tensor:
+        return torch.zeros_like(self.mean(f))
 
 
 def _standardise(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

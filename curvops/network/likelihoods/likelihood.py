@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.checks import check_tensor
+from curvops.errors import MissingLabelsError
 from curvops.fingerprints import fingerprint, in_single
 from curvops.network.data.inputs import MISSING, move_tensor, own, require_finite, tensor_of
 
@@ -57,10 +58,12 @@ class Likelihood(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "hessian_product" in vars(cls):  # another H: what the class above it knows of its own does not hold
-            for name in ("hessian_parts", "narrow_columns", "narrow_root"):
-                if name not in vars(cls):
-                    setattr(cls, name, getattr(Likelihood, name))
+        of_H = ("hessian_parts", "narrow_columns", "narrow_root", "any_targets")
+        for method, known in (("hessian_product", of_H), ("curvature", of_H[-1:])):
+            if method in vars(cls):  # another H: what the class above it knows of its own does not hold
+                for name in known:
+                    if name not in vars(cls):
+                        setattr(cls, name, getattr(Likelihood, name))
 
     @property
     def kind(self) -> str:
@@ -161,6 +164,16 @@ class Likelihood(ABC):
         Without ``num_outputs`` (C is known only after a forward pass) nothing that depends on C is checked.
         Waits for the device once. Raises TypeError for a wrong dtype and ValueError for a wrong shape or value.
         """
+
+    def any_targets(self, f: Outputs) -> Tensor:
+        """Return targets with which H is that of every target, for points without labels.
+
+        Raises MissingLabelsError if H depends on them; a likelihood for which nothing is known does.
+        """
+        raise MissingLabelsError(
+            f"the curvature of {self!r}",
+            "(If that of your own class does not, let its any_targets(f) return some targets of the right shape.) ",
+        )
 
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, "n *T"] | None:
         """Return a mask of the points (for sequences: positions) that count; None if all do.

@@ -140,6 +140,10 @@ class Multitask(Likelihood):
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"targets[{name!r}]: {error}") from error
 
+    def any_targets(self, f: Outputs) -> Tensor:
+        drawn = zip((m.any_targets(g) for m, g in zip(self.members, f.split(self.num_outputs, -1))), self.targets)
+        return torch.cat([_as_row(y, form).to(f.dtype) for y, form in drawn], 1)
+
     def counted(self, y: Tensor, w: PointWeights = None) -> Bool[Tensor, " n"] | None:
         """Return a mask of the points of which some target counts; None if all do."""
         masks = [member.counted(part, w) for member, part in zip(self.members, self._targets(y))]

@@ -50,7 +50,7 @@ class OutputFisher(ABC):
 
     def counted(self, batch: Batch) -> Bool[Tensor, "n *T"] | None:
         """Return a mask of the points that count, or of the positions for sequences; None if all do."""
-        return self.likelihood.counted(batch.targets, batch.weights)
+        return self.likelihood.counted(batch.any_targets, batch.weights)
 
     def weights_of_points(self, batch: Batch) -> Float[Tensor, "n *T"] | None:
         """Return one weight per point, or per position; see `Likelihood.weights_of_points`."""
@@ -80,13 +80,13 @@ class Exact(OutputFisher):
         return self.likelihood.root_columns(num_outputs)
 
     def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.hessian_product(self.outputs_at(f, batch), u, batch.targets, batch.weights)
+        return self.likelihood.hessian_product(self.outputs_at(f, batch), u, batch.any_targets, batch.weights)
 
     def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_product(self.outputs_at(f, batch), z, batch.targets, batch.weights)
+        return self.likelihood.root_product(self.outputs_at(f, batch), z, batch.any_targets, batch.weights)
 
     def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_transpose_product(self.outputs_at(f, batch), u, batch.targets, batch.weights)
+        return self.likelihood.root_transpose_product(self.outputs_at(f, batch), u, batch.any_targets, batch.weights)
 
     @property
     def is_diagonal(self) -> bool:
@@ -94,7 +94,7 @@ class Exact(OutputFisher):
         return type(self.likelihood.of_position).hessian_parts is Independent.hessian_parts
 
     def hessian_parts(self, f: Tensor, batch: Batch) -> HessianParts | None:
-        return self.likelihood.hessian_parts(self.outputs_at(f, batch).double(), batch.targets, batch.weights)
+        return self.likelihood.hessian_parts(self.outputs_at(f, batch).double(), batch.any_targets, batch.weights)
 
     def residual(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, "n C"]:
         """Return the gradient of each point's negative log-likelihood in its outputs."""
@@ -177,7 +177,7 @@ class Narrow(FromColumns):
 
     def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
         at = self.exact.outputs_at(f, batch)
-        return self.likelihood.narrow_root(at, batch.targets, batch.weights, start, stop)
+        return self.likelihood.narrow_root(at, batch.any_targets, batch.weights, start, stop)
 
 
 @dataclass(frozen=True, eq=False)

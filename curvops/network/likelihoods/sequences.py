@@ -135,6 +135,9 @@ class Sequences(Likelihood):
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"With each of the {self.positions} positions as a point (n·T in total): {error}") from error
 
+    def any_targets(self, f: Outputs) -> Tensor:
+        return self.likelihood.any_targets(self._split(f)).unflatten(0, (-1, self.positions))
+
     def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"] | None:
         """Return a mask of the positions that count, None if all do."""
         mask = self.likelihood.counted(y.flatten(0, 1), self._each(w))

@@ -12,18 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.errors import NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
-from curvops.network.data.batches import ACCEPTED, Reading, as_source, holds_all, parts_of
-from curvops.network.data.inputs import (
-    Inputs,
-    Layout,
-    first_of,
-    is_finite,
-    move,
-    move_tensor,
-    num_points,
-    take,
-)
+from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
+from curvops.network.data.batches import ACCEPTED, Reading, as_source, holds_all, split_batch
+from curvops.network.data.inputs import Inputs, Layout, first_of, is_finite, move, move_tensor, num_points, take
 from curvops.network.data.named_outputs import Name, NamedLayout, part_of
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.likelihoods import (
@@ -97,14 +88,17 @@ def _several_at(
         name: at_positions(as_likelihood(spec, member.shape), member)
         for (name, spec), member in zip(specs.items(), first.members)
     }
-    layout = NamedLayout.of([member for _, member in placed.values()]).for_targets(targets)
-    model.layout = layout
+    model.layout = layout = NamedLayout.of([member for _, member in placed.values()])
     with model.differentiating(), torch.no_grad():
         outputs = model.raw(model.values, few)
     widths = [member.output_shape.numel() for member in layout.members]
+    rows = dict(zip(placed, outputs.split(widths, 1)))
+    if targets is None:
+        targets = {n: at.in_given_form(member.any_targets(rows[n])) for n, (member, at) in placed.items()}
+    model.layout = layout = layout.for_targets(targets)
     likelihood = Multitask({name: member for name, (member, _) in placed.items()}, widths, layout.forms)
-    for member, rows in zip(likelihood.members, outputs.split(widths, 1)):
-        _warn_of_no_logits(model, member, rows, outputs.dtype)
+    for name, member in likelihood.likelihoods.items():
+        _warn_of_no_logits(model, member, rows[name], outputs.dtype)
     return likelihood, layout, outputs
 
 
@@ -136,11 +130,17 @@ def output_shape(likelihood: Likelihood, layout: Layout) -> torch.Size:
 
 
 def reading_for(
-    model: Model, likelihood: Likelihood, layout: Layout, weights: bool, outputs: Tensor | None = None
+    model: Model,
+    likelihood: Likelihood,
+    layout: Layout,
+    weights: bool,
+    outputs: Tensor | None = None,
+    labelled: bool = True,
 ) -> Reading:
     """Return how batches for a model and a likelihood are read.
 
-    With `outputs` of some points, a likelihood that is a function has to score each point of a batch by itself.
+    With `outputs` of some points, a likelihood that is a function has to score each point of a batch by itself. Raises
+    MissingLabelsError if the batches are not `labelled`, and H depends on their labels.
     """
     theta = model.theta
     check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
@@ -148,11 +148,17 @@ def reading_for(
         f = layout.rows(outputs).to(theta.dtype)
         check = partial(_check_targets, likelihood, f[: max(1, SCORED // f.shape[1])])
     missing = likelihood.of_position.missing is not None
-    return Reading(theta.device, theta.dtype, check, layout, weights, missing, model.admit)
+    reading = Reading(theta.device, theta.dtype, check, layout, weights, missing, model.admit, labelled)
+    if labelled:
+        return reading
+    if missing:
+        raise MissingLabelsError("which of them count")
+    assert outputs is not None
+    return dataclasses.replace(reading, any_target=likelihood.any_targets(layout.rows(outputs).to(theta.dtype))[0])
 
 
 def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Inputs, Any, type]:
-    """Return the inputs of some points, their targets in the user's form, and the type of mappings.
+    """Return the inputs of some points, their targets in the user's form, if any, and the type of mappings.
 
     These are the first two points, the middle and the last of the first batch (of all data in memory). For a shard they
     are of the first rank that has points, so that all ranks try the model on the same ones.
@@ -164,9 +170,9 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
         given, labels, _ = reading.parts(item, index)
         if num_points(given):
             few = few_of(num_points(given))
-            kind = getattr(source, "mapping_type", None) or type(parts_of(item, weights)[0])
+            kind = getattr(source, "mapping_type", None) or type(split_batch(item, weights)[0])
             inputs = move(take(given, few), theta.device, theta.dtype)
-            own = inputs, take(labels, few), kind
+            own = inputs, None if labels is None else take(labels, few), kind
             break
     points = [of_rank for of_rank in ([own] if ranks is None else ranks.gather(own)) if of_rank is not None]
     if not points:
@@ -185,7 +191,8 @@ def few_of(points: int) -> Tensor:
 def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Any, spec: Any) -> None:
     """Score the outputs at the first points by a user's function, so that its errors are raised at the call.
 
-    Raises ValueError if `spec`, the user's argument, is a torch loss that computes something else.
+    Without targets these are the likelihood's `any_targets`. Raises ValueError if `spec`, the user's argument, is a
+    torch loss that computes something else.
     """
     if isinstance(likelihood, Multitask):
         _check_several(model, likelihood, outputs, targets, spec)
@@ -194,8 +201,9 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     if own_class and (not isinstance(spec, nn.Module) or type(spec) in INTERPRETATIONS):
         return
     assert model.layout is not None
-    y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
     f = model.layout.rows(outputs).to(model.theta.dtype)
+    targets = model.layout.in_given_form(likelihood.any_targets(f)) if targets is None else targets
+    y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
     rows, labels = f, model.layout.targets(y)  # raises if these are targets of other positions
     position = likelihood
     if isinstance(likelihood, Sequences) and likelihood.likelihood.positions is None:
@@ -217,7 +225,8 @@ def _check_several(model: Model, likelihood: Multitask, outputs: Tensor, targets
     parts = zip(model.layout.members, likelihood.likelihoods.items(), outputs.split(likelihood.num_outputs, 1))
     for layout, (name, member), rows in parts:
         view = model.with_layout(layout)
-        check_scores(view, member, layout.restored(rows), part_of(targets, name), part_of(specs, name))
+        own = None if targets is None else part_of(targets, name)
+        check_scores(view, member, layout.restored(rows), own, part_of(specs, name))
 
 
 def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
-from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, as_source
+from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Reading, as_source
 from curvops.network.data.inputs import Inputs, Layout, as_inputs, num_points, take
 from curvops.network.data.named_outputs import NamedLayout, TargetForm
 from curvops.network.likelihoods import (
@@ -107,16 +107,18 @@ def recorded_network(
     network = Model(model, Selection(tuple(names), tuple(held[name].shape for name in names), index))
     theta, saved = network.theta, record["data"]
     tried = as_inputs(record["tried"]["inputs"], theta.device)
+    targets = None
     if data is not None:
-        _, _, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
-    layout = _try_network(network, tried, record)
+        _, targets, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
+    layout, outputs = _try_network(network, tried, record)
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:
         sizes, dtype = (saved["largest_batch"],), _dtype(saved)
         prints = DataPrints(saved.get("contents", saved["fingerprint"]), saved["fingerprint"])
         source: Batches | AbsentBatches = AbsentBatches(tried, saved["points"], sizes, prints, dtype, saved["weighted"])
     else:
-        source = _same_data(saved, data, probability, layout, network)
+        reading = reading_for(network, probability, layout, saved["weighted"], outputs, targets is not None)
+        source = _same_data(saved, data, reading, network)
     budget = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
     shape = output_shape(probability, layout)
     lin = kind(
@@ -133,15 +135,15 @@ def recorded_network(
     return lin
 
 
-def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layout:
-    """Return the layout, once the model has reproduced the outputs that it had when it was saved."""
+def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> tuple[Layout, Tensor]:
+    """Return layout and outputs, once the model has reproduced the outputs that it had when it was saved."""
     saved_outputs = record["outputs"]
     shape = torch.Size(saved_outputs["shape"])
     if "members" in saved_outputs:
         layouts: Callable[[Any], Layout] = partial(_named_layout, saved_outputs["members"], saved_outputs["targets"])
     else:
         layouts = partial(layout_of, class_dim=saved_outputs["class_dim"], numbers=not shape)
-    layout, _ = checked_layout(network, few, layouts)
+    layout, outputs = checked_layout(network, few, layouts)
     saved = record["tried"]["outputs"].to(network.theta.device)
     with torch.no_grad():
         present = network(network.values, few)
@@ -150,7 +152,7 @@ def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layo
     slack = network.eps**digits * (1 + saved.abs().max())
     if layout.shape != shape or not bool(((present - saved).abs() <= slack).all()):
         raise ValueError("the model has the saved weights, but other outputs: restore its forward and its settings.")
-    return layout
+    return layout, outputs
 
 
 def _members_of(layout: Layout) -> dict[str, Any]:
@@ -167,10 +169,9 @@ def _named_layout(members: Sequence[Any], targets: Sequence[Any], outputs: Any) 
     return replace(layout, forms=tuple(TargetForm(tuple(shape), floating) for shape, floating in targets))
 
 
-def _same_data(saved: Mapping[str, Any], data: Any, likelihood: Likelihood, layout: Layout, network: Model) -> Batches:
+def _same_data(saved: Mapping[str, Any], data: Any, reading: Reading, network: Model) -> Batches:
     """Return the batches, after checking the saved fingerprint (taken before the network was cast, if it was)."""
     theta, dtype = network.theta, _dtype(saved)
-    reading = reading_for(network, likelihood, layout, saved["weighted"])
     reading = replace(reading, dtype=dtype, admit=network.admit if dtype == theta.dtype else None)
     batches = Batches(as_source(data, saved["largest_batch"], saved["weighted"]), reading)
     if batches.num_data != saved["points"]:

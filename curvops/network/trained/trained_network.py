@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from curvops.checkpoint import identify
 from curvops.checks import check_tensor
+from curvops.errors import MissingLabelsError
 from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_source
 from curvops.network.data.inputs import Inputs, as_inputs, components, copy, in_pieces, map_inputs, num_points, take
 from curvops.network.data.named_outputs import Name, NamedLayout
@@ -99,6 +100,11 @@ class NetworkOnData:
         """Return T if the tokens of a sequence are to count one by one, otherwise 1."""
         return self.output_shape[0] if per_token and len(self.output_shape) == 2 else 1
 
+    def require_labels(self, what: str) -> None:
+        """Raise MissingLabelsError, with the name of what depends on them, if the data have no labels."""
+        if not self.data.labelled:
+            raise MissingLabelsError(what)
+
     @property
     def tangent_space(self) -> TangentSpace:
         """The selected parameters and their values; a sum of operators from different ones is rejected."""
@@ -150,6 +156,8 @@ class NetworkOnData:
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
         """Return the H named by `fisher=`; see `drawn_fisher.output_fisher`."""
+        if kind == "empirical":
+            self.require_labels("the empirical Fisher")
         return output_fisher(kind, self.likelihood, mc_samples, lambda: self._drawn(mc_samples, generator))
 
     def draw_residuals(self, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
@@ -169,7 +177,8 @@ class NetworkOnData:
 
     def _printed(self, dtype: torch.dtype, place: object) -> str:
         return (
-            f"{type(self).__name__}({self.num_parameters} weights, {self.num_data} points, {self.num_outputs} outputs, "
+            f"{type(self).__name__}({self.num_parameters} weights, {self.num_data} points"
+            f"{'' if self.data.labelled else ' without labels'}, {self.num_outputs} outputs, "
             f"{self.likelihood.described}, {name_of(dtype)}, {place})"
         )
 
@@ -247,7 +256,7 @@ class TrainedNetwork(NetworkOnData):
         engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
         kept = engines.plan.routes.saved_bytes
         step = max(1, memory.budget // (8 * max(1, kept)))
-        reading = reading_for(network, probability, layout, weights, outputs)
+        reading = reading_for(network, probability, layout, weights, outputs, first_targets is not None)
         source = as_source(data, step, weights)
         batches = Batches(source, reading) if ranks is None else Shard(source, reading, ranks)
         if isinstance(batches, Shard):
@@ -364,7 +373,8 @@ class TrainedNetwork(NetworkOnData):
         return self.passes.add_up(total)
 
     def require_symmetric_hessian(self) -> None:
-        """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points."""
+        """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points, and if there are no labels."""
+        self.require_labels("the Hessian")
         inputs, _ = next(iter(self.passes.source))
         require_symmetric(self.model, take(inputs, slice(0, 2)))
 
@@ -406,7 +416,7 @@ class TrainedNetwork(NetworkOnData):
                 total = accumulate(total, self.likelihood.log_prob(f, batch.targets, batch.weights).sum())
             count += batch.num_points
 
-        yield from self.passes.root_pieces(fisher, chunk, apart, first, score)
+        yield from self.passes.root_pieces(fisher, chunk, apart, first, score if self.data.labelled else None)
         if total is not None and count == sum(self.data.sizes):
             results["log likelihood"] = self.passes.add_up(total)
 
@@ -511,7 +521,7 @@ class TrainedNetwork(NetworkOnData):
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:
         """Return by name the facts that a checkpoint compares, including the log-likelihood. Costs one forward pass."""
-        return {**self.facts(), "its log-likelihood": self.log_likelihood()}
+        return self.facts() | ({"its log-likelihood": self.log_likelihood()} if self.data.labelled else {})
 
     @property
     def order(self) -> dict[str, Any]:
@@ -552,5 +562,5 @@ class _Labelled:
         for batch in self._data:
             # Clone: stored parts of a batch must not change with the user's tensors.
             weights = None if batch.weights is None else batch.weights.clone()
-            yield batch.inputs, Batch((), batch.targets.clone(), weights, start)
+            yield batch.inputs, Batch((), batch.any_targets.clone(), weights, start, batch.labelled)
             start += batch.num_points

@@ -59,5 +59,5 @@ def shuffled(walk: Passes, size: int, generator: torch.Generator | None) -> Iter
     device = None if generator is None else generator.device
     for inputs, batch in walk.source:
         order = torch.randperm(num_points(inputs), generator=generator, device=device)
-        for chosen in order.to(batch.targets.device).split(size):
+        for chosen in order.to(batch.any_targets.device).split(size):
             yield chosen + batch.start, walk.over([(take(inputs, chosen), batch.labels(chosen))])

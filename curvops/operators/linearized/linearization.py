@@ -112,6 +112,7 @@ class Linearization(TrainedNetwork):
             TypeError: per_token is neither True nor False.
         """
         check_flag("per_token", per_token, "For points other than the training points, linearise with those points.")
+        self.require_labels("a point's gradient")
         return Gradients(self.theta, *self.likelihood.hyperparameters, lin=self, per_token=per_token)
 
 
@@ -140,7 +141,9 @@ def linearize(
             item may also be a mapping {"inputs": ..., "targets": ..., "weights": ...}, or a Hugging Face batch, whose
             "labels" are the targets and everything else the inputs. Weights, (N,) or one per position, multiply
             log-likelihoods; where targets are independent given the outputs, there may be one for each. NaN in targets
-            is refused unless the likelihood ignores it, `co.likelihoods.Gaussian(missing="ignore")`.
+            is refused unless the likelihood ignores it, `co.likelihoods.Gaussian(missing="ignore")`. Without labels:
+            one tensor X, or (X, None), where X may also be a Dataset or a DataLoader of inputs. What depends on labels
+            then raises `MissingLabelsError`.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
             `Poisson()`, `HeteroscedasticGaussian()`); "classification", or "regression", which is `Gaussian()` with a
             noise that is estimated; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()` or
@@ -150,10 +153,11 @@ def linearize(
             outputs and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all
             others the outputs are last. Its `reduction` is ignored, since likelihoods are sums. The gradient of a
             subclass of such a loss is compared with that of the likelihood on the first points.
-        parameters: None (all that require a gradient); "last_layer" (the layer in which the model's output is linear,
-            found by running the model); a glob or a list of globs over names; a predicate (name, tensor) -> bool; or
-            positions (indices or a mask) in the flat vector of all parameters, which select a subnetwork. A complex
-            parameter counts as pairs of reals (*shape, 2), as `torch.view_as_real` gives them.
+        parameters: None (all that require a gradient); "last_layer" (the layer after which no other runs, in whose
+            output the model's is affine, found by running the model; `lin.plan` names it); a glob or a list of globs
+            over names; a predicate (name, tensor) -> bool; or positions (indices or a mask) in the flat vector of all
+            parameters, which select a subnetwork. A complex parameter counts as pairs of reals (*shape, 2), as
+            `torch.view_as_real` gives them.
         memory_budget: bytes for the linearisations kept between products, and for the working vectors of algorithms on
             operators made from this one (solvers, bases, sketches, predictions) that have no budget of their own.
             None means a quarter of the device memory that is free when this is called. If both need more, each gets
@@ -186,6 +190,8 @@ def linearize(
         ValueError: data are empty, non-finite or readable only once; targets do not suit the likelihood; a module in
             train mode is random or depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches
             nothing or mixes dtypes. The message says what to do.
+        MissingLabelsError: there are no labels, and the curvature depends on them, as by class weights, a loss of your
+            own or a noise that is to be estimated.
         RanksDifferError: the ranks were given different models, likelihoods, options or versions, or the same data.
 
     Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a

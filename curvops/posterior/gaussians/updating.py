@@ -177,7 +177,9 @@ def warn_of_noise(lin: Linearization) -> None:
     An estimated noise, one that is being learned, and one without data or with an exact fit are left alone.
     """
     gaussians = [member.of_position for member in lin.likelihood.members if isinstance(member.of_position, Gaussian)]
-    if not lin.data.is_present or all(needs_noise(each) or each.noise.requires_grad for each in gaussians):
+    if all(needs_noise(each) or each.noise.requires_grad for each in gaussians):
+        return
+    if not lin.data.is_present or not lin.data.labelled:
         return
     for member, sums in gaussians_with_sums(lin.likelihood, lin.squared_residuals()):
         if sums is not None:
@@ -265,7 +267,8 @@ def checked_posterior(post: Updated, check_mode: bool) -> Updated:
     _require_equal_on_ranks(post)
     require_usable(post.terms)
     post.cache.checks_mode &= check_mode  # False if it has warned
-    gradient = post.cache.gradient() if check_mode else None
+    labelled = isinstance(post.cache.data, str) or all(lin.data.labelled for lin in post.cache.data)
+    gradient = post.cache.gradient() if check_mode and labelled else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
             "the log-likelihood's gradient holds NaN or Inf: see lin.outputs(), and leave such points out."
