@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from linear_operator.operators import LinearOperator
-from torch.utils._pytree import tree_map
 
 from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
 from curvops.checks import check_flag
@@ -22,6 +21,7 @@ from curvops.evidence.maximize import maximize
 from curvops.evidence.validate import validate
 from curvops.linalg.core.solve_routes import WHOLE
 from curvops.network import needs_noise
+from curvops.network.data.inputs import join
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, KFAC, Linearization
 from curvops.posterior import Laplace
@@ -202,7 +202,7 @@ def training_inputs(lin: Linearization) -> Any:
     total = lin.num_data
     count = min(total, max(POINTS, ROWS // lin.num_outputs))
     data = lin.restrict(torch.arange(count) * total // count, 1.0).gathered().data
-    return tree_map(lambda *parts: torch.cat(parts), *(batch.inputs for batch in data))
+    return join([batch.inputs for batch in data])
 
 
 def _seeded(post: Laplace) -> torch.Generator:

@@ -102,6 +102,11 @@ class EmpiricalOutputs(DrawnOutputs):
         mean = outputs.mean(0)
         return mean, self.covariance_of(outputs - mean, together)
 
+    def moments_of_targets(
+        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
+    ) -> OutputMoments:
+        return self.drawn_moments(likelihood, together, normals, start)
+
     def uncertainty_of_numbers(self, likelihood: Likelihood) -> Uncertainty:
         return decompose_drawn_numbers(likelihood, self.functions(), self.error)
 

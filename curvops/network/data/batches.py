@@ -25,8 +25,10 @@ from curvops.network.data.inputs import (
     MISSING,
     Inputs,
     Layout,
+    batch_inputs,
     components,
     copy,
+    first_of,
     move,
     move_tensor,
     normalise,
@@ -36,13 +38,14 @@ from curvops.network.data.inputs import (
     tensor_of,
 )
 from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order
+from curvops.network.data.objects import Objects, PointPairs, WholeBatch
 from curvops.network.data.randomness import items
 
 ACCEPTED = (
     "Pass a pair (inputs, targets) of tensors or arrays, a torch Dataset, a DataLoader, or a list (any re-iterable) of "
     "batches (inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names. In a "
-    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs. Without "
-    "labels, write (inputs, None), or pass one tensor."
+    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs. A batch "
+    "of graphs has its targets as y. Without labels, write (inputs, None), or pass one tensor."
 )
 TARGETS = (
     "Several targets are a mapping of tensors, with a likelihood under each name; convert a list of numbers with "
@@ -101,10 +104,22 @@ class Batch:
         weights = [] if self.weights is None else [("weights", self.weights)]
         return [*components(self.inputs), *targets, *weights]
 
+    @cached_property
+    def _rows(self) -> list[tuple[str, Tensor]]:
+        if not isinstance(self.inputs, Objects):
+            return self.named_tensors()
+        prints = self.inputs.prints().to(self.any_targets.device)
+        return [("inputs", prints), *replace(self, inputs=()).named_tensors()]
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """The tensors whose rows identify the points: the prints of objects, otherwise all tensors."""
+        return [tensor for _, tensor in self._rows]
+
     @property
     def form(self) -> object:
-        """The names, shapes and dtypes of all tensors."""
-        return [(name, tensor.shape, tensor.dtype) for name, tensor in self.named_tensors()]
+        """The names, shapes and dtypes of these tensors."""
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in self._rows]
 
 
 @dataclass(frozen=True)
@@ -161,7 +176,7 @@ class Reading:
             if self.labelled not in (None, targets is not None):
                 what = "no labels, and others do" if self.labelled else "labels, and others do not"
                 raise ValueError(f"this batch has {what}: give all of them labels, or none.")
-            inputs = normalise(given)
+            inputs = normalise(given) if targets is None else batch_inputs(given, max(sizes_of(targets)))
             _require_aligned(inputs, targets, w)
         return inputs, targets, w
 
@@ -213,14 +228,13 @@ class Batches:
         points, sizes, prints = 0, [], []
         for index, item in enumerate(self._items()):
             batch = reading.read_checked(item, index)
-            tensors = [tensor for _, tensor in batch.named_tensors()]
-            self._note_points(point_prints(tensors), points)
-            prints.append(fingerprint(tensors))
+            self._note_points(point_prints(batch.rows), points)
+            prints.append(fingerprint(batch.rows))
             self._forms.append(batch.form)
             sizes.append(batch.num_points)
             points += batch.num_points
             if index == 0:
-                self._few, self.labelled = copy(take(batch.inputs, slice(0, 2))), batch.labelled
+                self._few, self.labelled = copy(first_of(batch.inputs)), batch.labelled
             if hold:
                 self._held.append(batch.copy())
         source = source.source if isinstance(source, InputsAlone) else source
@@ -276,12 +290,12 @@ class Batches:
         Other numbers of points are told apart before anything is read or moved.
         """
         x, y = normalise(inputs), targets_of(targets)
-        if self.weighted or not self.labelled or y is None or not sizes_of(y):
+        if isinstance(x, WholeBatch) or self.weighted or not self.labelled or y is None or 0 in sizes_of(y):
             return False
         if {num_points(x), *sizes_of(y)} != {self.num_data}:
             return False
         batch = self._reading.read((x, y))
-        return int(point_prints([tensor for _, tensor in batch.named_tensors()]).sum()) == self.prints.contents
+        return int(point_prints(batch.rows).sum()) == self.prints.contents
 
     @property
     def print_of_batches(self) -> int:
@@ -327,7 +341,7 @@ class Batches:
                     self._describe_change(f"there are more than the first pass's {self.num_batches} batches")
                 )
             batch = self._reading.read(item, index)
-            prints.append(fingerprint([tensor for _, tensor in batch.named_tensors()]))
+            prints.append(fingerprint(batch.rows))
             if batch.form != self._forms[index]:
                 raise DataChangedError(self._describe_change(f"batch {index} has other shapes or dtypes"))
             yield batch
@@ -448,7 +462,8 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         )
     if isinstance(data, Dataset):
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
-        return DataLoader(data, batch_size=batch_size, shuffle=False, generator=torch.Generator())
+        gather = data.gather if isinstance(data, PointPairs) else None
+        return DataLoader(data, batch_size, shuffle=False, generator=torch.Generator(), collate_fn=gather)
     if isinstance(data, DataLoader):
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
     if isinstance(data, Iterator):
@@ -500,7 +515,9 @@ def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
 
 
 def split_batch(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
-    """Return inputs, targets and weights of one batch: a tuple, a list, or a mapping with these names or with labels.
+    """Return inputs, targets and weights of one batch: a tuple, a list, a mapping with these names or with labels.
+
+    An object with targets `y`, such as a batch of graphs, is the inputs itself.
 
     Without labels a batch is (inputs, None) or one tensor; nothing else is read so, since other tuples and mappings may
     hold labels.
@@ -518,6 +535,8 @@ def split_batch(item: object, weights: bool) -> tuple[object, Any, Tensor | None
         inputs, targets, *rest = _split_labels(item, weights)
     elif (only := _alone(item)) is not None:
         inputs, targets, *rest = only, None
+    elif isinstance(getattr(item, "y", None), Tensor):  # a batch of torch_geometric
+        inputs, targets, rest = item, item.y, []  # type: ignore[attr-defined]
     else:
         raise TypeError(_not_a_batch(item))
     if weights and not rest:

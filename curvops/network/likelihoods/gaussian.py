@@ -58,6 +58,8 @@ class Gaussian(Independent):
         Gaussian(noise=0.1)
     """
 
+    form = "numbers"
+
     def __init__(
         self, noise: float | int | Tensor | np.ndarray | str | None = None, missing: str | None = None
     ) -> None:
@@ -144,6 +146,9 @@ class Gaussian(Independent):
 
     def mean(self, f: Outputs) -> Outputs:
         return f
+
+    def variance(self, f: Outputs) -> Outputs:
+        return self.noise.to(f).expand_as(f)
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if not y.is_floating_point():

@@ -47,6 +47,8 @@ class Bernoulli(Independent):
         tensor([-0.6931])
     """
 
+    form = "labels"
+
     def __init__(
         self,
         weight: Tensor | np.ndarray | None = None,
@@ -91,6 +93,9 @@ class Bernoulli(Independent):
 
     def mean(self, f: Outputs) -> Outputs:
         return f.sigmoid()
+
+    def log_probabilities(self, f: Outputs) -> Float[Tensor, "n C 2"]:
+        return logsigmoid(torch.stack([f, -f], -1))
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         check_rows(y, num_outputs, "Bernoulli")
@@ -146,6 +151,8 @@ class Poisson(Independent):
         >>> lin = co.linearize(nn.Linear(2, 1), (x, counts), co.likelihoods.Poisson())
     """
 
+    form = "counts"
+
     def __init__(self, missing: str | None = None) -> None:
         self.missing = checked_missing(missing)
 
@@ -169,6 +176,9 @@ class Poisson(Independent):
         return torch.poisson(f.detach().exp(), generator=generator)
 
     def mean(self, f: Outputs) -> Outputs:
+        return f.exp()
+
+    def variance(self, f: Outputs) -> Outputs:
         return f.exp()
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
@@ -200,6 +210,8 @@ class HeteroscedasticGaussian(Independent):
         >>> likelihood = co.likelihoods.HeteroscedasticGaussian()
         >>> lin = co.linearize(nn.Linear(2, 2), (x, torch.zeros(8, 1)), likelihood)
     """
+
+    form = "numbers"
 
     def __init__(self, missing: str | None = None) -> None:
         self.missing = checked_missing(missing)
@@ -233,6 +245,9 @@ class HeteroscedasticGaussian(Independent):
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         return f.chunk(2, -1)[0]
+
+    def variance(self, f: Outputs) -> Float[Tensor, "n m"]:
+        return f.chunk(2, -1)[1].exp()
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if not y.is_floating_point():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
 RootBlock = Float[Tensor, "*K n R"]
 Weights = Float[Tensor, " n"] | Float[Tensor, "n m"] | None
+Form = Literal["classes", "labels", "numbers", "counts", "vectors"]
+"""The form of a target: one of several classes, yes or no for each label, real numbers that are independent given the
+outputs, other numbers that are independent, or vectors of dependent ones."""
 ROUNDINGS = 64.0
 """Numbers that differ by at most this many eps of their size count as equal."""
 
@@ -55,6 +58,8 @@ class Likelihood(ABC):
     """The number of positions that a point must have; None for any number."""
     missing: str | None = None
     """What happens to targets that are NaN: "ignore" leaves them out, None refuses them."""
+    form: Form | None = None
+    """The form of a target, by which predictions of targets are made; None if there are none."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -156,6 +161,14 @@ class Likelihood(ABC):
 
         m is C unless targets have another number of entries than the outputs.
         """
+
+    def log_probabilities(self, f: Outputs) -> Float[Tensor, "n *L c"]:
+        """Return the log-probabilities of the values of a target: of its classes, or of yes and no for each label."""
+        raise ValueError(f"{self!r} has no class probabilities.")
+
+    def variance(self, f: Outputs) -> Float[Tensor, "n m"]:
+        """Return the variance of each number of the target given the outputs."""
+        raise ValueError(f"{self!r} has no variance.")
 
     @abstractmethod
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:

@@ -15,8 +15,10 @@ from torch.utils._pytree import tree_map
 
 from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
-from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs
+from curvops.network.data.contents import digest_of
+from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs, value_of
 from curvops.network.data.named_outputs import Name, NamedLayout, part_of
+from curvops.network.data.objects import Objects
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
 from curvops.network.model.fused_kernels import NORMS, ContiguousNorms, contexts_for, unfused
@@ -230,7 +232,10 @@ class Model:
         """Return the model's outputs (n, ...) in its own shape; errors that have this pattern are explained."""
         with explain(inputs, explained):
             outputs = self._call(values, copy(inputs) if self._writes else inputs)
-        return checked_outputs(outputs, self.layout)
+        outputs = checked_outputs(outputs, self.layout)
+        if isinstance(inputs, Objects) and inputs.size not in (None, len(outputs)):
+            raise ValueError(f"{inputs!r} gave outputs {tuple(outputs.shape)}, expected one row for each point.")
+        return outputs
 
     def fix_layout(
         self, inputs: Any, layouts: Callable[[Any], Layout] | None = None
@@ -241,21 +246,19 @@ class Model:
         how the model is called, whether it writes into its inputs, and whether it takes derivatives of its own, for
         which gradients must be enabled. Raises ValueError or TypeError, with the remedy, for an error inside the model.
         """
-        self.calls.arguments(inputs)
+        self.calls.arguments(value_of(inputs))
+        self.calls.example = inputs if isinstance(inputs, Objects) else None
         given = copy(inputs)
         with torch.no_grad(), explain(inputs):
             try:
                 outputs = self._checked_call(given)
             except (TypeError, RuntimeError) as error:
                 self._differentiates = isinstance(error, RuntimeError)
-                if not (self._differentiates or self.calls.turn(inputs)):
+                if not (self._differentiates or self.calls.turn(value_of(inputs))):
                     raise
                 given = copy(inputs)
                 outputs = self._checked_call(given)
-        self._writes = any(
-            new.is_inference() or new._version > 0 or not torch.equal(new, old)
-            for (_, new), (_, old) in zip(components(given), components(inputs))
-        )
+        self._writes = _differ(given, inputs)
         self.layout = (layouts or layout_of)(outputs)
         self._admitted.add(form_of(inputs))
         return self.layout, checked_outputs(outputs, self.layout)
@@ -268,7 +271,7 @@ class Model:
         if (form := form_of(inputs)) in self._admitted:
             return
         few = first_of(inputs)
-        self.calls.arguments(few)
+        self.calls.arguments(value_of(few))
         with torch.no_grad():
             self.raw(self.values, few, explained="")
         self._admitted.add(form)
@@ -276,7 +279,7 @@ class Model:
     def require_points_apart(self, outputs: Tensor, alone: Tensor) -> None:
         """Raise ValueError unless the first of these outputs equals the output of its point `alone`, up to rounding."""
         slack = self.eps**0.5 * (1 + outputs.abs().max())
-        if bool(((outputs[:1] - alone).abs() > slack).any()):
+        if bool(((outputs[: len(alone)] - alone).abs() > slack).any()):
             across = [repr(path) for part, path in self.paths.items() if getattr(part, "batch_first", True) is False]
             where = f" (not so {', '.join(across[:3])})" if across else ""
             raise ValueError(
@@ -291,8 +294,8 @@ class Model:
             with torch.inference_mode(False), torch.enable_grad():
                 outputs = self._call(values, inputs)
             return tree_map(lambda part: part.detach() if isinstance(part, Tensor) else part, outputs)
-        inputs = map_inputs(_recordable, inputs)
         with self.holding(values) as tensors:
+            inputs = inputs.value() if isinstance(inputs, Objects) else map_inputs(_recordable, inputs)
             if self._function is not None:
                 return self._function(tensors, self.calls.as_given(inputs))
             assert self.module is not None
@@ -558,8 +561,20 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Bl
     )
 
 
+def _differ(given: Inputs, inputs: Inputs) -> bool:
+    """Return whether a call of the model changed the inputs that it was given, which were a copy of others."""
+    if isinstance(given, Objects):
+        return digest_of(given.points) != digest_of(inputs.points)  # type: ignore[union-attr]
+    return any(
+        new.is_inference() or new._version > 0 or not torch.equal(new, old)
+        for (_, new), (_, old) in zip(components(given), components(inputs))
+    )
+
+
 def form_of(inputs: Inputs) -> Hashable:
     """Return names, dtypes and shapes without the points; besides the values, a model may depend on these."""
+    if isinstance(inputs, Objects):
+        return inputs.form
     return tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in components(inputs))
 
 

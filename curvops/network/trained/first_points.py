@@ -16,6 +16,8 @@ from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, 
 from curvops.network.data.batches import ACCEPTED, Reading, as_source, holds_all, split_batch
 from curvops.network.data.inputs import Inputs, Layout, first_of, is_finite, move, move_tensor, num_points, take
 from curvops.network.data.named_outputs import Name, NamedLayout, part_of
+from curvops.network.data.objects import WholeBatch
+from curvops.network.data.point_sources import LoaderOfPoints
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.likelihoods import (
     Bernoulli,
@@ -157,35 +159,40 @@ def reading_for(
     return dataclasses.replace(reading, any_target=likelihood.any_targets(layout.rows(outputs).to(theta.dtype))[0])
 
 
-def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Inputs, Any, type]:
-    """Return the inputs of some points, their targets in the user's form, if any, and the type of mappings.
+def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Any, Inputs, Any, type]:
+    """Return the data, the inputs of some points, their targets in the user's form, if any, and the type of mappings.
 
-    These are the first two points, the middle and the last of the first batch (of all data in memory). For a shard they
-    are of the first rank that has points, so that all ranks try the model on the same ones.
+    The data are those given or, for a DataLoader whose batches are no tensors of points, its single points. These are
+    the first two points, the middle and the last of the first batch (of all data in memory). For a shard they are of
+    the first rank that has points, so that all ranks try the model on the same ones.
     """
     # Of a Dataset some points are fetched, of tensors in memory all are looked at.
     source, reading = as_source(data, sys.maxsize if holds_all(data) else LOOKED_AT, weights), Reading(weights=weights)
     own: tuple[Inputs, Any, type] | None = None
     for index, item in enumerate(items(source, theta.device)):
         given, labels, _ = reading.parts(item, index)
+        if isinstance(given, WholeBatch) and (points := LoaderOfPoints.of(data, weights)) is not None:
+            return first_points(points, theta, weights, ranks)
         if num_points(given):
-            few = few_of(num_points(given))
+            few = few_of(given)
             kind = getattr(source, "mapping_type", None) or type(split_batch(item, weights)[0])
             inputs = move(take(given, few), theta.device, theta.dtype)
             own = inputs, None if labels is None else take(labels, few), kind
             break
-    points = [of_rank for of_rank in ([own] if ranks is None else ranks.gather(own)) if of_rank is not None]
-    if not points:
+    some = [of_rank for of_rank in ([own] if ranks is None else ranks.gather(own)) if of_rank is not None]
+    if not some:
         whose = "The data are empty: they" if ranks is None else f"the shards of all {ranks.size} ranks"
         raise NoDataError(f"{whose} hold no points. {ACCEPTED}")
-    inputs, targets, kind = points[0]
-    return move(inputs, theta.device), targets, kind
+    inputs, targets, kind = some[0]
+    return data, move(inputs, theta.device), targets, kind
 
 
-def few_of(points: int) -> Tensor:
-    """Return the positions of the first two points, the middle and the last, of so many."""
-    every = range(points)
-    return torch.tensor(sorted({*every[:2], *every[points // 2 :][:1], *every[-1:]}), dtype=torch.long)
+def few_of(inputs: Inputs) -> Tensor:
+    """Return the positions of the first two points, the middle and the last; of a `WholeBatch` those of all."""
+    every = range(num_points(inputs))
+    if isinstance(inputs, WholeBatch):
+        return torch.tensor(every)
+    return torch.tensor(sorted({*every[:2], *every[len(every) // 2 :][:1], *every[-1:]}), dtype=torch.long)
 
 
 def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Any, spec: Any) -> None:
@@ -351,7 +358,7 @@ def checked_layout(
         if drew and model.training:  # two masks of few entries are often the same
             raise ValueError("the model is in train mode and draws random numbers; call model.eval() first.")
         try:
-            alone = model.raw(model.values, take(few, slice(0, 1)))
+            alone = model.raw(model.values, first_of(few, 1))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"the model rejects a single point ({error}): call model.eval(), and accept batches of any size."

@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvops.argument_types import Collate
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Reading, as_source
-from curvops.network.data.inputs import Inputs, Layout, as_inputs, num_points, take
+from curvops.network.data.inputs import Inputs, Layout, as_inputs, batch_inputs, first_of, join, num_points, take
 from curvops.network.data.named_outputs import NamedLayout, TargetForm
+from curvops.network.data.objects import Objects
+from curvops.network.data.point_sources import with_collate
 from curvops.network.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -53,17 +56,22 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
     """Return the record; models are tried on `inputs` of one or two points, by default the first two of the data."""
     model, data, layout = lin.model, lin.data, lin.model.layout
     assert layout is not None
-    few = data.few if inputs is None else take(lin.admit(inputs), slice(0, 2))
+    few = data.few if inputs is None else lin.admit(inputs)
     if not num_points(few):
         raise ValueError("inputs= has no points; pass one or two, on which the model is tried when it is loaded.")
+    few = first_of(few)
     outputs = model(model.values, few)
+    # Objects are not saved, since nothing is pickled, but their prints.
+    tried: dict[str, Any] = (
+        {"inputs": None, "prints": few.prints().tolist()} if isinstance(few, Objects) else {"inputs": few}
+    )
     return {
         "tensors": identity_of(model.kept_tensors),
         "weights": dict(model.values),
         "names": list(model.selection.names),
         "index": model.selection.index,
         "outputs": {"shape": list(layout.shape), "class_dim": layout.class_dim, **_members_of(layout)},
-        "tried": {"inputs": few, "outputs": outputs, "device": outputs.device.type},
+        "tried": tried | {"outputs": outputs, "device": outputs.device.type},
         "likelihood": _record_of(lin.likelihood) or _describe(lin, outputs),
         "token": lin.token,
         "engine": lin.engine,
@@ -87,11 +95,14 @@ def recorded_network(
     load_weights: bool = False,
     memory_budget: int | None = None,
     progress: Progress = None,
+    inputs: Any = None,
+    collate: Collate | None = None,
 ) -> N:
     """Read the network of this record again, with the model, and with the data if they are given.
 
-    With `load_weights`, the selected weights of the record are first written into the model. Raises ValueError if the
-    model, the data or the likelihood are not those of the record.
+    With `load_weights`, the selected weights of the record are first written into the model. Points that are objects
+    are not in the record: those that the model was tried on are taken from the data, or are `inputs`. Raises ValueError
+    if the model, the data or the likelihood are not those of the record.
     """
     check_progress(progress)
     check_limits(memory_budget=memory_budget)
@@ -106,10 +117,13 @@ def recorded_network(
     index = None if index is None else index.to(held[names[0]].device)
     network = Model(model, Selection(tuple(names), tuple(held[name].shape for name in names), index))
     theta, saved = network.theta, record["data"]
-    tried = as_inputs(record["tried"]["inputs"], theta.device)
+    if collate is not None:
+        data = None if data is None else with_collate(data, collate)
+        inputs = None if inputs is None else Objects((), collate).like(inputs)
     targets = None
     if data is not None:
-        _, targets, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
+        data, _, targets, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
+    tried = as_inputs(_tried_points(record, data, inputs), theta.device, theta.dtype)
     layout, outputs = _try_network(network, tried, record)
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:
@@ -133,6 +147,33 @@ def recorded_network(
     )
     _ = lin.passes.engines  # probe now, not in the first product
     return lin
+
+
+def _tried_points(record: Mapping[str, Any], data: Any, inputs: Any) -> Inputs:
+    """Return the points on which the model was tried: saved, or objects of the data or `inputs` with these prints."""
+    tried, saved = record["tried"], record["data"]
+    if tried["inputs"] is not None:
+        return tried["inputs"]
+    wanted, parts = tried["prints"], dict[int, Inputs]()
+    reading = Reading(weights=saved["weighted"])
+    source = [] if data is None else as_source(data, saved["largest_batch"], saved["weighted"])
+    given = (
+        [batch_inputs(inputs, len(wanted))] if inputs is not None else (reading.read(item).inputs for item in source)
+    )
+    for points in given:
+        prints = points.prints().tolist() if isinstance(points, Objects) else []
+        if prints == wanted:
+            return points
+        for i, number in enumerate(prints):
+            if number in wanted and number not in parts:
+                parts[number] = take(points, slice(i, i + 1))
+    if len(parts) < len(set(wanted)):
+        raise ValueError(
+            "the points of the saved posterior are objects, which are not saved: pass the training data, as to "
+            "co.linearize, or inputs=, the first two training points (or those of post.save(path, inputs=)), with "
+            "collate= if that was given."
+        )
+    return join([parts[number] for number in wanted])
 
 
 def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> tuple[Layout, Tensor]:

@@ -17,8 +17,19 @@ from curvops.checkpoint import identify
 from curvops.checks import check_tensor
 from curvops.errors import MissingLabelsError
 from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_source
-from curvops.network.data.inputs import Inputs, as_inputs, components, copy, in_pieces, map_inputs, num_points, take
+from curvops.network.data.inputs import (
+    Inputs,
+    as_inputs,
+    components,
+    copy,
+    cut,
+    first_of,
+    in_pieces,
+    map_inputs,
+    num_points,
+)
 from curvops.network.data.named_outputs import Name, NamedLayout
+from curvops.network.data.objects import Objects, WholeBatch
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
@@ -243,7 +254,7 @@ class TrainedNetwork(NetworkOnData):
         by_running = isinstance(parameters, str) and parameters == "last_layer"
         network = Model(model, None if by_running else parameters)
         network.refuse_modes()
-        few, first_targets, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
+        data, few, first_targets, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
         given, layout, outputs = likelihood_at(network, few, likelihood, first_targets)
         if by_running:
             network = network.selecting(last_layer(network, few))
@@ -322,8 +333,8 @@ class TrainedNetwork(NetworkOnData):
         given, engines = copy(self.admit(x, differentiable)), self.passes.engines
         names = tuple(name for name, _ in _require_gradient(given)) if num_points(given) else ()
         graph = InputGraph(engines, given, names) if names else None
-        inputs, step = map_inputs(Tensor.detach, given), self.data.largest
-        parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
+        inputs = map_inputs(Tensor.detach, given)
+        parts = [(part, None) for _, part in cut(inputs, self.data.largest)]
         walk = Passes(self.model, parts, self.engine, self.memory, engines, progress=self.passes.progress)
         return walk, num_points(inputs), graph
 
@@ -351,11 +362,26 @@ class TrainedNetwork(NetworkOnData):
     def admit(self, x: Any, differentiable: bool = False) -> Inputs:
         """Return inputs on the weights' device, after trying the model on them; raise as `jacobian` does."""
         self.model.refuse_modes()
-        inputs = as_inputs(x, self.theta.device, self.theta.dtype)
-        for name, _ in () if differentiable else _require_gradient(inputs):
+        inputs = self.inputs_of(x)
+        constant = isinstance(inputs, Objects)
+        for name, _ in () if differentiable and not constant else _require_gradient(inputs):
+            if constant:
+                raise ValueError(f"{name} requires a gradient, which points joined by collate= do not get: detach it.")
             raise ValueError(f"{name} requires a gradient: use lin.jacobian(x, differentiable=True), or x.detach().")
         self.model.admit(inputs)
         return inputs
+
+    def inputs_of(self, x: Any) -> Inputs:
+        """Return inputs on the weights' device; a batch that only the model can read takes a pass to count its points.
+
+        Raises as `as_inputs` does, and ValueError or TypeError if the model cannot be run on such a batch.
+        """
+        given, place = self.model.calls.read(x), (self.theta.device, self.theta.dtype)
+        if isinstance(given, WholeBatch) and given.size is None:
+            with torch.no_grad():
+                outputs = self.model.raw(self.model.values, given.move(*place), explained="")
+            given = given.of_size(len(outputs))
+        return as_inputs(given, *place)
 
     def gradient(self) -> Float[Tensor, " D"]:
         """Return the gradient of the negative log-likelihood (a sum over the data), Jᵀr. Costs one gradient."""
@@ -376,7 +402,7 @@ class TrainedNetwork(NetworkOnData):
         """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points, and if there are no labels."""
         self.require_labels("the Hessian")
         inputs, _ = next(iter(self.passes.source))
-        require_symmetric(self.model, take(inputs, slice(0, 2)))
+        require_symmetric(self.model, first_of(inputs))
 
     @torch.no_grad()
     def curvature_diagonal(self, fisher: OutputFisher) -> Float[Tensor, " D"]:

@@ -27,6 +27,17 @@ class NetworkOperator(Operator):
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """The keywords that define the operator, in addition to the linearisation."""
 
+    MADE_BY: ClassVar[str] = ""
+    """The call that makes the operator, if users do not call its class, which then takes the stored form only."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if self.MADE_BY and not (args and isinstance(args[0], Tensor)):
+            raise TypeError(
+                f"{self.MADE_BY} makes the {type(self).__name__} of a linearised network, "
+                "lin = co.linearize(model, data, likelihood); its class is not called."
+            )
+        super().__init__(*args, **kwargs)
+
     @property
     def theta(self) -> Tensor:
         """The weights θ* of the linearisation, (D,)."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from curvops.argument_types import Points
 from curvops.linalg import Estimate
-from curvops.network.likelihoods import Gaussian, Likelihood
-from curvops.posterior.predictions.answers import LABELS, NUMBERS
+from curvops.network.likelihoods.likelihood import Form
+from curvops.posterior.predictions.answers import NAMED
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,21 +42,21 @@ class NamedPredictions(Mapping[Any, Any]):
         return len(self.outputs)
 
     def predict(self, joint: bool = False, noise: bool = False, groups: int | None = None) -> dict[Any, Any]:
-        """Return the distribution of each output; with noise=True, of the Gaussian ones."""
-        kinds = (Gaussian,) if noise is True else (Likelihood,)
-        return self._each(lambda output: output.predict(joint, noise, groups), kinds, "observation noise")
+        """Return the distribution of each output; with noise=True, of the targets that are numbers."""
+        forms = ("numbers",) if noise is True else None
+        return self._each(lambda output: output.predict(joint, noise, groups), forms, "observation noise")
 
     def functions(self) -> dict[Any, Any]:
         """Return the linearised network as a function at each of the samples, for each output."""
-        return self._each(lambda output: output.functions(), (Likelihood,), "")
+        return self._each(lambda output: output.functions(), None, "")
 
-    def probabilities(self, link: str = "probit", generator: torch.Generator | None = None) -> dict[Any, Any]:
+    def probabilities(self, link: str | None = None, generator: torch.Generator | None = None) -> dict[Any, Any]:
         """Return class probabilities for each output that has some."""
-        return self._each(lambda output: output.probabilities(link, generator), LABELS, "probabilities")
+        return self._each(lambda output: output.probabilities(link, generator), NAMED, "probabilities")
 
     def uncertainty(self, generator: torch.Generator | None = None) -> dict[Any, Any]:
         """Return the uncertainty of each output's targets."""
-        return self._each(lambda output: output.uncertainty(generator), LABELS + NUMBERS, "a decomposed uncertainty")
+        return self._each(lambda output: output.uncertainty(generator), get_args(Form), "a decomposed uncertainty")
 
     def log_likelihood(
         self, y: Points, joint: bool = False, generator: torch.Generator | None = None, link: str = "mc"
@@ -65,9 +65,12 @@ class NamedPredictions(Mapping[Any, Any]):
         score: Estimate = self.whole.log_likelihood(y, joint, generator, link)
         return score
 
-    def _each(self, ask: Callable[[Any], Any], kinds: tuple[type, ...], what: str) -> dict[Any, Any]:
+    def _each(self, ask: Callable[[Any], Any], forms: tuple[str, ...] | None, what: str) -> dict[Any, Any]:
+        """Return an answer for each output whose targets have one of these forms (None: any)."""
         targets = {name: output.lin.likelihood.of_position for name, output in self.outputs.items()}
-        answers = {name: ask(self.outputs[name]) for name, target in targets.items() if isinstance(target, kinds)}
+        answers = {
+            name: ask(self.outputs[name]) for name, target in targets.items() if forms is None or target.form in forms
+        }
         if not answers:
             raise ValueError(f"none of the likelihoods of {list(targets)} has {what}: {list(targets.values())}.")
         return answers
