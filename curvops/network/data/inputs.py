@@ -64,10 +64,17 @@ def normalise(x: object) -> Inputs:
     )
 
 
-def batch_inputs(x: object, n: int) -> Inputs:
-    """Convert the inputs of a batch of n targets: what are no tensors of points is a `WholeBatch` for the model."""
-    if isinstance(x, Tensor) and x.ndim:
+def batch_inputs(x: object, n: int, whole: bool | None = None) -> Inputs:
+    """Convert the inputs of a batch of n targets, to a `WholeBatch` if `whole`; None does so for no tensors of points.
+
+    Raises TypeError as `normalise` does if `whole` is False.
+    """
+    if isinstance(x, Objects):
         return x
+    if whole:
+        return WholeBatch(x, n)
+    if whole is False or isinstance(x, Tensor):
+        return normalise(x)
     try:
         inputs = normalise(x)
         num_points(inputs)
@@ -110,7 +117,8 @@ def num_points(inputs: Inputs) -> int:
         shapes = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in components(inputs))
         raise ValueError(
             f"All inputs need the same leading dimension, the number of points; given {shapes}. Keep what does not "
-            "vary between points (masks, positions) inside the model."
+            "vary between points (masks, positions) inside the model; for points of unequal sizes pass collate= to "
+            "co.linearize."
         )
     return first[0]
 
@@ -297,12 +305,14 @@ class Layout:
         cross-entropy, and for the channels of images. All others are positions, T in total.
     positions_in_rows: T, if the model itself returns rows (N, T·C) and the likelihood is that of sequences.
     apart: whether targets are independent given the outputs, so that each may have a weight.
+    name: the key of this output among those that the model returns; None if it returns one tensor.
     """
 
     shape: torch.Size
     class_dim: int = -1
     positions_in_rows: int | None = None
     apart: bool = False
+    name: str | int | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -330,11 +340,23 @@ class Layout:
         moved = outputs.movedim(1, -1) if self.positions and self.class_dim == 1 else outputs
         return moved.flatten(1)
 
-    def targets(self, y: Tensor) -> Tensor:
+    def restored(self, rows: Float[Tensor, "n R"]) -> Tensor:
+        """Return rows (n, T·C) in the shape (n, *shape) of the model's outputs, the inverse of `rows`."""
+        if not self.shape:
+            return rows.squeeze(1)
+        outputs = rows.reshape(len(rows), *self.positions, self.num_outputs)
+        return outputs.movedim(-1, 1) if self.positions and self.class_dim == 1 else outputs
+
+    def targets(self, y: Any) -> Tensor:
         """Return targets (n, *positions, ...), or (n, C, *positions) with the classes at dimension 1, as (n, T, ...).
 
         Raises ValueError if they do not have the outputs' positions.
         """
+        if not isinstance(y, Tensor):
+            raise TypeError(
+                "targets under several names, or in a tuple, need a likelihood for each: pass a mapping of likelihoods "
+                'with the same keys, such as {"kind": "classification", "value": "regression"}.'
+            )
         if not self.shape and y.ndim == 1:
             return y.unsqueeze(1)
         if not self.positions:
