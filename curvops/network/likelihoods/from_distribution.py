@@ -76,8 +76,8 @@ class FromDistribution(ByAutograd):
             raise TypeError(f"{self!r} returns {type(p).__name__}, expected a torch.distributions.Distribution.")
         if p.batch_shape[:1] != f.shape[:1]:
             raise ValueError(
-                f"{self!r} made a batch of shape {tuple(p.batch_shape)}; expected one row per point, {len(f)} for outputs "
-                f"{tuple(f.shape)} (each position of a sequence or an image is one)."
+                f"{self!r} made a batch of shape {tuple(p.batch_shape)}; expected one row per point, {len(f)} for "
+                f"outputs {tuple(f.shape)} (each position of a sequence or an image is one)."
             )
         self.form = _form_of(p)
         return p
