@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
     Network: TypeAlias = nn.Module | tuple[Callable[..., Tensor], Mapping[str, Tensor]]
     """A module, or a function (parameters, inputs) -> outputs with its parameters by name."""
-    Points: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Any]
-    """Points along the first dimension of a tensor, of several tensors, or of a mapping's."""
+    Points: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
+    """Points along the first dimension of a tensor, of several tensors, or of a mapping's; or a list of objects."""
+    Collate: TypeAlias = Callable[[list[Any]], Any]
+    """A function of a list of points that returns what the model takes."""
     Data: TypeAlias = tuple[Points, Tensor | None] | tuple[Points, Tensor | None, Tensor] | Iterable[Any]
     """Points and targets or None, with weights if there are some; or such batches, which can be read again."""
     LikelihoodChoice: TypeAlias = str | Likelihood | nn.Module | Callable[..., Any]
@@ -47,4 +49,4 @@ if TYPE_CHECKING:
     """What one of the functions of `co.sampling` makes."""
 else:
     Network = Points = Data = LikelihoodChoice = ParameterChoice = CurvatureChoice = PriorPrecision = PriorMean = Any
-    GivenBatch = Density = StepSizes = Preconditioning = Draws = SamplingMethod = Any
+    GivenBatch = Density = StepSizes = Preconditioning = Draws = SamplingMethod = Collate = Any

@@ -16,15 +16,19 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.inputs import (
+    MISSING,
     Inputs,
     Layout,
+    batch_inputs,
     components,
     copy,
+    first_of,
     move,
     move_tensor,
     normalise,
@@ -34,16 +38,17 @@ from curvops.network.data.inputs import (
     tensor_of,
 )
 from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order
+from curvops.network.data.objects import Objects, PointPairs, WholeBatch
 from curvops.network.data.randomness import items
 
 ACCEPTED = (
     "Pass a pair (inputs, targets) of tensors or arrays, a torch Dataset, a DataLoader, or a list (any re-iterable) of "
     "batches (inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names. In a "
-    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs. Without "
-    "labels, write (inputs, None), or pass one tensor."
+    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs. A batch "
+    "of graphs has its targets as y. Without labels, write (inputs, None), or pass one tensor."
 )
 TARGETS = (
-    "Pass one of several targets, or join them (and the outputs) into one tensor; convert a list of numbers with "
+    "Several targets are a mapping of tensors, with a likelihood under each name; convert a list of numbers with "
     "torch.tensor; those of an autoencoder are its inputs; without labels pass None."
 )
 NAMES = ("inputs", "targets", "weights")
@@ -55,7 +60,9 @@ NONE = torch.zeros(())
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Some points: inputs, targets with leading dimension n, and sample weights (n,), (n, T) or None for ones.
+    """Some points: inputs, targets with leading dimension n, and sample weights, or None for ones.
+
+    Weights are (n,), (n, T), or of the targets' shape.
 
     any_targets: the targets; for data that are not `labelled` some others, which a curvature may take in their place,
         since H is the same for all (`Likelihood.any_targets`).
@@ -97,10 +104,22 @@ class Batch:
         weights = [] if self.weights is None else [("weights", self.weights)]
         return [*components(self.inputs), *targets, *weights]
 
+    @cached_property
+    def _rows(self) -> list[tuple[str, Tensor]]:
+        if not isinstance(self.inputs, Objects):
+            return self.named_tensors()
+        prints = self.inputs.prints().to(self.any_targets.device)
+        return [("inputs", prints), *replace(self, inputs=()).named_tensors()]
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """The tensors whose rows identify the points: the prints of objects, otherwise all tensors."""
+        return [tensor for _, tensor in self._rows]
+
     @property
     def form(self) -> object:
-        """The names, shapes and dtypes of all tensors."""
-        return [(name, tensor.shape, tensor.dtype) for name, tensor in self.named_tensors()]
+        """The names, shapes and dtypes of these tensors."""
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in self._rows]
 
 
 @dataclass(frozen=True)
@@ -120,9 +139,11 @@ class Reading:
     layout: the layout of the outputs if a point has several positions: targets (n, *positions, ...) become
         (n, T, ...), and weights may be (n,) or (n, *positions). None leaves both as they are.
     weights: whether a third item holds sample weights; in mappings they are named.
+    missing: whether targets may be NaN, because they are missing.
     admit: called with each batch's inputs; raises if the model cannot be run on them.
     labelled: whether the batches have targets; None reads both kinds.
     any_target: the target of each point without one, in the layout's form.
+    whole: whether only the model can read a batch; None decides by the batch.
     """
 
     device: torch.device | str | None = None
@@ -130,28 +151,36 @@ class Reading:
     check: Callable[[Tensor], None] | None = None
     layout: Layout | None = None
     weights: bool = False
+    missing: bool = False
     admit: Callable[[Inputs], None] | None = None
     labelled: bool | None = None
     any_target: Tensor = NONE
+    whole: bool | None = None
 
     def read(self, item: object, index: int = 0) -> Batch:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
+        inputs, targets, w = self.parts(item, index)
         with _in_batch(index):
-            given, targets, w = split_batch(item, self.weights)
-            if self.labelled not in (None, targets is not None):
-                what = "no labels, and others do" if self.labelled else "labels, and others do not"
-                raise ValueError(f"this batch has {what}: give all of them labels, or none.")
-            inputs = normalise(given)
-            _require_aligned(inputs, targets, w)
             if w is not None and not w.is_floating_point():
                 w = w.to(self.dtype or torch.get_default_dtype())
             if self.layout is not None:
-                w = None if w is None else self.layout.weights(w)
+                w = None if w is None else self.layout.weights(w, getattr(targets, "shape", torch.Size()))
                 targets = None if targets is None else self.layout.targets(targets)
         w = None if w is None else move_tensor(w, self.device, self.dtype)
         y = self.any_target.repeat(num_points(inputs), *[1] * self.any_target.ndim) if targets is None else targets
         y = move_tensor(y, self.device, self.dtype)
         return Batch(move(inputs, self.device, self.dtype), y, w, labelled=targets is not None)
+
+    def parts(self, item: object, index: int = 0) -> tuple[Inputs, Any, Tensor | None]:
+        """Return inputs, targets and weights of one item as they are given, of as many points each."""
+        with _in_batch(index):
+            given, targets, w = split_batch(item, self.weights)
+            if self.labelled not in (None, targets is not None):
+                what = "no labels, and others do" if self.labelled else "labels, and others do not"
+                raise ValueError(f"this batch has {what}: give all of them labels, or none.")
+            inputs = normalise(given) if targets is None else batch_inputs(given, max(sizes_of(targets)), self.whole)
+            _require_aligned(inputs, targets, w)
+        return inputs, targets, w
 
     def read_checked(self, item: object, index: int = 0) -> Batch:
         """Read one batch and check its values, too, without copying. Waits for the device once per tensor."""
@@ -159,7 +188,10 @@ class Reading:
         if batch.num_points == 0:
             raise ValueError(f"Batch {index} is empty. Leave it out.")
         for name, tensor in batch.named_tensors():
-            require_finite(f"Batch {index}: {name}", tensor)
+            if name != "targets":
+                require_finite(f"Batch {index}: {name}", tensor)
+            elif not self.missing:  # otherwise `check` looks for Inf
+                require_finite(f"Batch {index}: {name}", tensor, MISSING)
         if batch.weights is not None and bool((batch.weights < 0).any()):
             raise ValueError(
                 f"Batch {index} has negative sample weights. They multiply log-likelihoods: use 0 or more."
@@ -198,14 +230,13 @@ class Batches:
         points, sizes, prints = 0, [], []
         for index, item in enumerate(self._items()):
             batch = reading.read_checked(item, index)
-            tensors = [tensor for _, tensor in batch.named_tensors()]
-            self._note_points(point_prints(tensors), points)
-            prints.append(fingerprint(tensors))
+            self._note_points(point_prints(batch.rows), points)
+            prints.append(fingerprint(batch.rows))
             self._forms.append(batch.form)
             sizes.append(batch.num_points)
             points += batch.num_points
             if index == 0:
-                self._few, self.labelled = copy(take(batch.inputs, slice(0, 2))), batch.labelled
+                self._few, self.labelled = copy(first_of(batch.inputs)), batch.labelled
             if hold:
                 self._held.append(batch.copy())
         source = source.source if isinstance(source, InputsAlone) else source
@@ -238,7 +269,8 @@ class Batches:
 
     def reading_again(self, like: Tensor, weights: bool) -> Reading:
         """Return the reading of batches made from these, on the device and in the dtype of `like`."""
-        return Reading(like.device, like.dtype, weights=weights, any_target=self._reading.any_target)
+        read = self._reading
+        return Reading(like.device, like.dtype, weights=weights, missing=read.missing, any_target=read.any_target)
 
     def _chosen(self, chosen: Tensor, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor | None, Tensor]]:
         """Return those of the chosen points that this process has, batch by batch, with their weights."""
@@ -259,13 +291,13 @@ class Batches:
 
         Other numbers of points are told apart before anything is read or moved.
         """
-        x, y = normalise(inputs), tensor_of(targets)
-        if self.weighted or not self.labelled or not isinstance(y, Tensor) or not y.ndim:
+        x, y = normalise(inputs), targets_of(targets)
+        if isinstance(x, WholeBatch) or self.weighted or not self.labelled or y is None or 0 in sizes_of(y):
             return False
-        if {num_points(x), len(y)} != {self.num_data}:
+        if {num_points(x), *sizes_of(y)} != {self.num_data}:
             return False
         batch = self._reading.read((x, y))
-        return int(point_prints([tensor for _, tensor in batch.named_tensors()]).sum()) == self.prints.contents
+        return int(point_prints(batch.rows).sum()) == self.prints.contents
 
     @property
     def print_of_batches(self) -> int:
@@ -311,7 +343,7 @@ class Batches:
                     self._describe_change(f"there are more than the first pass's {self.num_batches} batches")
                 )
             batch = self._reading.read(item, index)
-            prints.append(fingerprint([tensor for _, tensor in batch.named_tensors()]))
+            prints.append(fingerprint(batch.rows))
             if batch.form != self._forms[index]:
                 raise DataChangedError(self._describe_change(f"batch {index} has other shapes or dtypes"))
             yield batch
@@ -394,14 +426,14 @@ class _InMemory:
     """Re-iterable slices of tensors in memory, as mappings with the three names that any batch may have."""
 
     inputs: Inputs
-    others: dict[str, Tensor | None]
+    others: dict[str, Any]
     batch_size: int
     mapping_type: type  # the type of the inputs, if they were a mapping
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for start in range(0, num_points(self.inputs), self.batch_size):
             chosen = slice(start, start + self.batch_size)
-            others = {name: None if tensor is None else tensor[chosen] for name, tensor in self.others.items()}
+            others = {name: None if part is None else take(part, chosen) for name, part in self.others.items()}
             yield {"inputs": take(self.inputs, chosen), **others}
 
 
@@ -432,7 +464,8 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         )
     if isinstance(data, Dataset):
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
-        return DataLoader(data, batch_size=batch_size, shuffle=False, generator=torch.Generator())
+        gather = data.gather if isinstance(data, PointPairs) else _stacked
+        return DataLoader(data, batch_size, shuffle=False, generator=torch.Generator(), collate_fn=gather)
     if isinstance(data, DataLoader):
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
     if isinstance(data, Iterator):
@@ -440,6 +473,17 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
     return data
+
+
+def _stacked(items: list[Any]) -> Any:
+    """Return items of a Dataset as a batch; raise ValueError if they have no common shape, or are no tensors."""
+    try:
+        return default_collate(items)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the items of the Dataset cannot be stacked ({error}). Pass collate=, a function of a list of points that "
+            "returns what the model takes."
+        ) from error
 
 
 def holds_all(data: object) -> bool:
@@ -451,13 +495,22 @@ def holds_all(data: object) -> bool:
     # In a list of batches none is a tensor: if the first item is one, these are inputs and targets, of whatever type.
     if isinstance(data[0], Tensor | np.ndarray):
         return True
-    return all(isinstance(part, Tensor | np.ndarray | None) for part in data[1:]) and _unlabelled_source(data) is None
+    return all(part is None or _is_of_points(part) for part in data[1:]) and _unlabelled_source(data) is None
+
+
+def _is_of_points(part: object) -> bool:
+    """Return whether this is a tensor, or a mapping of them that is no batch."""
+    if isinstance(part, Mapping):
+        batch = _is_named(part) or any(name in part for name in LABELS)
+        return not batch and all(map(_is_of_points, part.values()))
+    return isinstance(part, Tensor | np.ndarray)
 
 
 def _unlabelled_source(data: object) -> Dataset[Any] | DataLoader[Any] | None:
     """Return the Dataset or the DataLoader of a pair (source of inputs, None)."""
-    pair = isinstance(data, (tuple, list)) and len(data) == 2 and data[1] is None
-    return data[0] if pair and isinstance(data[0], Dataset | DataLoader) else None
+    if not isinstance(data, (tuple, list)) or len(data) != 2 or data[1] is not None:
+        return None
+    return data[0] if isinstance(data[0], Dataset | DataLoader) else None
 
 
 def _alone(item: object) -> Tensor | np.ndarray | None:
@@ -466,7 +519,7 @@ def _alone(item: object) -> Tensor | np.ndarray | None:
     return only if isinstance(only, Tensor | np.ndarray) else None
 
 
-def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
+def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
     """Return what `split_batch` does, for a batch that has targets; raise TypeError for one without."""
     inputs, targets, w = split_batch(item, weights)
     if targets is None:
@@ -474,8 +527,10 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
     return inputs, targets, w
 
 
-def split_batch(item: object, weights: bool) -> tuple[object, Tensor | None, Tensor | None]:
-    """Return inputs, targets and weights of one batch: a tuple, a list, or a mapping with these names or with labels.
+def split_batch(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
+    """Return inputs, targets and weights of one batch: a tuple, a list, a mapping with these names or with labels.
+
+    An object with targets `y`, such as a batch of graphs, is the inputs itself.
 
     Without labels a batch is (inputs, None) or one tensor; nothing else is read so, since other tuples and mappings may
     hold labels.
@@ -493,15 +548,33 @@ def split_batch(item: object, weights: bool) -> tuple[object, Tensor | None, Ten
         inputs, targets, *rest = _split_labels(item, weights)
     elif (only := _alone(item)) is not None:
         inputs, targets, *rest = only, None
+    elif isinstance(getattr(item, "y", None), Tensor):  # a batch of torch_geometric
+        inputs, targets, rest = item, item.y, []  # type: ignore[attr-defined]
     else:
         raise TypeError(_not_a_batch(item))
     if weights and not rest:
         raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
-    targets, w = tensor_of(targets), tensor_of(rest[0]) if rest else None
-    if not isinstance(targets, Tensor | None) or (rest and not isinstance(w, Tensor)):
+    y, w = targets_of(targets), tensor_of(rest[0]) if rest else None
+    if (y is None and targets is not None) or (rest and not isinstance(w, Tensor)):
         kinds = type(targets).__name__ + (f", {type(w).__name__}" if rest else "")
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
-    return inputs, targets, w
+    return inputs, y, w
+
+
+def sizes_of(targets: Any) -> set[int]:
+    """Return the leading dimensions of targets, one if all have the same number of points."""
+    return {len(part) if part.ndim else 0 for part in tree_leaves(targets)}
+
+
+def targets_of(given: object) -> Any:
+    """Return targets as a tensor, or several as a mapping or a tuple of tensors; None for anything else."""
+    y: Any = tensor_of(given)
+    if isinstance(y, Mapping):
+        y = {name: tensor_of(part) for name, part in y.items()}
+    elif isinstance(y, (tuple, list)):
+        y = tuple(map(tensor_of, y))
+    parts = list(y.values()) if isinstance(y, dict) else y if isinstance(y, tuple) else [y]
+    return y if parts and all(isinstance(part, Tensor) for part in parts) else None
 
 
 def _is_named(item: Mapping[Any, Any]) -> bool:
@@ -535,13 +608,14 @@ def _describe_undeclared(third: object) -> str:
     )
 
 
-def _require_aligned(inputs: Inputs, targets: Tensor | None, weights: Tensor | None) -> None:
+def _require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> None:
     n = num_points(inputs)
-    if targets is not None and (targets.ndim == 0 or len(targets) != n):
-        raise ValueError(
-            f"There are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading dimension of both "
-            "counts points."
-        )
+    for part in [] if targets is None else [targets] if isinstance(targets, Tensor) else tree_leaves(targets):
+        if part.ndim == 0 or len(part) != n:
+            raise ValueError(
+                f"There are {n} inputs, but the targets have shape {tuple(part.shape)}. The leading dimension of both "
+                "counts points."
+            )
     if weights is not None and (weights.ndim == 0 or len(weights) != n):
         raise ValueError(
             f"There are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one weight per "

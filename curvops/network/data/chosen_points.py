@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, default_collate
 
 from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.inputs import normalise, take
+from curvops.network.data.objects import Objects, PointPairs
 from curvops.ranks.shard import Shard
 
 
@@ -62,11 +63,13 @@ def _reader(data: Any, weights: bool) -> tuple[int, Callable[[Tensor], Any]]:
     if not isinstance(data, Dataset) or not hasattr(data, "__len__"):
         raise TypeError(f"data must be tensors (X, y) or a Dataset with a length, got {type(data).__name__}.")
 
+    gather = data.gather if isinstance(data, PointPairs) else default_collate
+
     def read(chosen: Tensor) -> Any:
         if not len(data):
             return None
         if not len(chosen):  # of the same form as other batches
-            return tree_map_only(Tensor, lambda each: each[:0], default_collate([data[0]]))
-        return default_collate([data[i] for i in chosen.tolist()])
+            return tree_map_only(Tensor | Objects, lambda each: take(each, slice(0)), gather([data[0]]))
+        return gather([data[i] for i in chosen.tolist()])
 
     return len(data), read

@@ -83,7 +83,7 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     shuffles = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
     if not shuffles and not _leaves_points_out(loader):
         return loader
-    plain = type(loader) is DataLoader and type(loader.batch_sampler) in (BatchSampler, type(None))
+    plain = iterates_as_torch(loader) and type(loader.batch_sampler) in (BatchSampler, type(None))
     if not shuffles and (not plain or loader.batch_size is None):  # None: batches from a user's own sampler
         raise ValueError(f"this {type(loader).__name__} has drop_last=True, and sums need all: pass drop_last=False.")
     once = isinstance(sampler, SubsetRandomSampler) or (
@@ -105,6 +105,12 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     elif not shuffles and not isinstance(dataset, IterableDataset):
         options["sampler"] = sampler
     return DataLoader(dataset, shuffle=False, **options)
+
+
+def iterates_as_torch(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader's class changes at most its options and its collate_fn, as torch_geometric's does."""
+    names = ("__iter__", "_get_iterator", "__setattr__", "_index_sampler")
+    return all(getattr(type(loader), name) is getattr(DataLoader, name) for name in names)
 
 
 def _leaves_points_out(loader: DataLoader[Any]) -> bool:

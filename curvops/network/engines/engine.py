@@ -12,7 +12,8 @@ from torch import Tensor
 
 from curvops.ambient import SMALL_BYTES
 from curvops.network.data.inputs import copy as copied
-from curvops.network.data.inputs import in_pieces, num_points, take
+from curvops.network.data.inputs import first_of, in_pieces, num_points
+from curvops.network.data.objects import WholeBatch
 from curvops.network.engines.autodiff import KeptRows, Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import (
     Call,
@@ -73,6 +74,7 @@ class Engines:
     def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
         self._choice, self.memory_budget = choice, memory_budget
         self._owned = owners_of(model)
+        self._ragged: frozenset[str] = frozenset()  # parameters of layers whose rows belong to points unevenly
         self._run: Any = None
         self._probe(model, first, whole)
 
@@ -84,8 +86,8 @@ class Engines:
         return other
 
     def _probe(self, model: Model, first: Any, whole: bool) -> None:
-        seen = first if whole else take(first, slice(0, 2))
-        recording = record(model, seen, self._owned)
+        seen = first if whole else first_of(first)
+        recording = record(model, seen, self._owned, ragged=self._ragged)
         outputs, calls, misfits = recording
         self.model, self._first = model, (seen, recording) if whole else None
         path = path_of(model, recording) if whole else None
@@ -93,7 +95,7 @@ class Engines:
         if run is not None and run == self._run:
             return  # the network runs as it did at the weights before: what was found then holds
         self._run, self._num_outputs = run, outputs.shape[1]
-        self._few = copied(take(first, slice(0, 2))) if whole else seen  # engines may outlive the batch
+        self._few = copied(first_of(first)) if whole else seen  # engines may outlive the batch
         self._unlike: frozenset[str] = frozenset()
         self._first_differs: bool | None = None
         self._recorded_verified: set[tuple[str, ...]] = set()
@@ -103,7 +105,11 @@ class Engines:
         names = model.selection.names
         self._routes = {names: find_routes(model, self._few, names)}
         # One point in addition to two: a dimension of length two is not mistaken for the points, nor one squeezed.
-        alone = record(model, take(self._few, slice(0, 1)), self._owned)[2] if self._owned else set()
+        of_one = first_of(self._few, 1)
+        _, of_alone, alone = record(model, of_one, self._owned, ragged=()) if self._owned else (outputs, [], set())
+        if ragged := {name for call in (*calls, *of_alone) if call.rows for name in call.layer.names.values()}:
+            self._ragged |= ragged
+            _, calls, misfits = record(model, self._few, self._owned, ragged=self._ragged)
         self._rejected = dict.fromkeys(misfits | alone | never_ran(calls, self._owned), NO_LAYER)
         self._make_plan(calls)
 
@@ -126,7 +132,7 @@ class Engines:
             if not self.plan.layers:
                 with torch.no_grad():
                     return self.model(self.model.values, inputs), [], set()
-            outputs, calls, misfits = record(self.model, inputs, self._served, graph)
+            outputs, calls, misfits = record(self.model, inputs, self._served, graph, self._ragged)
             return outputs, calls, misfits | self._differing(inputs, (outputs, calls, misfits))
 
     def _differing(self, inputs: Any, recording: Recording) -> Set[str]:
@@ -137,7 +143,7 @@ class Engines:
         path = path_of(self.model, recording)
         if path is None or path not in self._paths:
             with torch.no_grad():
-                alone = self.model(self.model.values, take(inputs, slice(0, 1)))
+                alone = self.model(self.model.values, first_of(inputs, 1))
                 self.model.require_points_apart(outputs.detach(), alone)
             wrong, shown = self._check(inputs, recording, whole=False)
             if not shown:
@@ -215,10 +221,9 @@ class Engines:
         the graph tells which layers are left out by a path.
         """
         with self.model.lock:
-            count = min(8, num_points(inputs))
             while self.plan.layers and not self._checked & {True, whole}:
-                alone = [take(inputs, slice(i, i + 1)) for i in range(count)]
-                wrong = self._wrong_at([take(inputs, slice(0, count))], whole) and self._wrong_at(alone, whole)
+                few = first_of(inputs, 8)
+                wrong = self._wrong_at([few], whole) and self._wrong_at([*in_pieces(few, 1)], whole)
                 if wrong is None:
                     self._checked.add(whole)
                 else:
@@ -240,7 +245,7 @@ class Engines:
     def _wrong_at(self, parts: Sequence[Any], whole: bool) -> tuple[Set[str], str] | None:
         """Return the parameters whose layers are wrong at some points, and why; note the paths that are right."""
         for few in parts:
-            recording = record(self.model, few, self._served)
+            recording = record(self.model, few, self._served, ragged=self._ragged)
             if recording[2]:
                 return recording[2], NO_LAYER
             wrong, shown = self._check(few, recording, whole)
@@ -326,7 +331,7 @@ class Engines:
         # Rows and factors come from the rules with every engine, so that no result depends on the engine.
         rejected, names = self._rejected, self.model.selection.names
         if calls is None:
-            calls = record(self.model, self._few, self._owners(rejected))[1]
+            calls = record(self.model, self._few, self._owners(rejected), ragged=self._ragged)[1]
         calls = [call for call in calls if not set(call.layer.names.values()) & rejected.keys()]
         served = {name for call in calls for name in call.layer.names.values()}
         others = {name: rejected.get(name, "no layer rule") for name in names if name not in served}
@@ -343,6 +348,7 @@ class Engines:
             rest=self._routes_of(tuple(others)) if calls and others and layerwise else None,
             memory_budget=self.memory_budget,
             rates=CPU if self.model.theta.device.type == "cpu" else GPU,
+            single=not isinstance(self._few, WholeBatch),
             half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
             unlike=self._unlike,
         )

@@ -49,6 +49,8 @@ class Categorical(Likelihood):
         >>> lin = co.linearize(model, (x, y), likelihood)
     """
 
+    form = "classes"
+
     def __init__(
         self,
         weight: Tensor | np.ndarray | None = None,
@@ -128,6 +130,9 @@ class Categorical(Likelihood):
 
     def mean(self, f: Outputs) -> Outputs:
         return f.softmax(-1)
+
+    def log_probabilities(self, f: Outputs) -> Float[Tensor, "n C"]:
+        return f.log_softmax(-1)
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if num_outputs is not None:

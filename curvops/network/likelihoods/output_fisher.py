@@ -52,6 +52,10 @@ class OutputFisher(ABC):
         """Return a mask of the points that count, or of the positions for sequences; None if all do."""
         return self.likelihood.counted(batch.any_targets, batch.weights)
 
+    def weights_of_points(self, batch: Batch) -> Float[Tensor, "n *T"] | None:
+        """Return one weight per point, or per position; see `Likelihood.weights_of_points`."""
+        return None if batch.weights is None else self.likelihood.weights_of_points(batch.weights)
+
     def columns(self, f: Float[Tensor, "n C"], batch: Batch, start: int, stop: int) -> Float[Tensor, "r n C"]:
         """Return the columns s_start … s_(stop−1) of every point."""
         return self.root_product(f, unit_vectors(f, self.num_columns(f.shape[1]), start, stop), batch)
@@ -195,8 +199,8 @@ class Empirical(FromResiduals):
     """The empirical Fisher: one outer product per point, of the residual at the true target (R = 1).
 
     With more than one of `positions` T, a point is a sequence of T tokens, each with its own outer product (R = T). A
-    sample weight is a number of points: it multiplies the outer product, and its root multiplies the residual. A
-    sequence with a weight for each position counts with its largest weight; the others are relative to that.
+    sample weight is a number of points: it multiplies the outer product, and its root multiplies the residual. A point
+    with several weights, one for each position or target, counts with the largest; the others are relative to that.
     """
 
     likelihood: Likelihood
@@ -229,7 +233,7 @@ class Empirical(FromResiduals):
         return z if roots is None else z * roots
 
     def _weight_roots(self, batch: Batch) -> Float[Tensor, "n T"] | None:
-        w = batch.weights
+        w = self.weights_of_points(batch)
         if w is None:
             return None
         w = w.unsqueeze(1) if w.ndim == 1 else w

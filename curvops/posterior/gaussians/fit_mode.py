@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
+from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checks import checked_number, checked_whole
 from curvops.errors import ConvergenceError, ModeWarning, warn
 from curvops.linalg import Reason
@@ -78,6 +78,7 @@ def fit_mode(
     maxiter: int = 3000,
     memory_budget: int | None = None,
     progress: Progress = None,
+    collate: Collate | None = None,
 ) -> ModeFit:
     """Train a network, in place, to a mode of its log posterior, the weights around which `co.laplace` expands.
 
@@ -105,6 +106,7 @@ def fit_mode(
         maxiter: the maximum number of L-BFGS steps, at little more than a gradient each.
         memory_budget: bytes, as in `co.linearize`.
         progress: as in `co.linearize`; it counts gradients.
+        collate: as in `co.linearize`.
 
     Returns:
         A `ModeFit`, whose `reason` is CONVERGED, ITERATION_LIMIT, or STAGNATION (kinks, or rounding).
@@ -123,7 +125,9 @@ def fit_mode(
     check_progress(progress)
     if holds_shards(model):
         raise ValueError("fit_mode trains on one process, and this model is sharded by fully_shard: pass a whole copy.")
-    lin = linearize(model, data, likelihood, parameters, memory_budget, weights=weights, progress=False)
+    lin = linearize(
+        model, data, likelihood, parameters, memory_budget, weights=weights, progress=False, collate=collate
+    )
     post = checked_posterior(make_laplace(lin, GGN, prior_precision, prior_mean), check_mode=False)
     objective, tensors = _Objective(lin, post.prior), tensors_of(model)
     loss, _ = objective(lin.theta)
