@@ -543,6 +543,10 @@ def split_batch(item: object, weights: bool) -> tuple[object, Any, Tensor | None
         raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
     y, w = targets_of(targets), tensor_of(rest[0]) if rest else None
     if (y is None and targets is not None) or (rest and not isinstance(w, Tensor)):
+        if y is not None and isinstance(w, Mapping):
+            raise TypeError(
+                "Weights are one tensor, a number for each point, which multiplies all its log-likelihoods."
+            )
         kinds = type(targets).__name__ + (f", {type(w).__name__}" if rest else "")
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
     return inputs, y, w
