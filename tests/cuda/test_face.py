@@ -34,6 +34,38 @@ from tests.posterior.trained import problem
 pytestmark = pytest.mark.gpu
 
 
+class PointOnHost:
+    """A point that moves itself, as those of libraries of graphs do."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: Any) -> PointOnHost:
+        return PointOnHost(self.x.to(device))
+
+
+class OfPoints(nn.Module):
+    """A model that takes a list of points, or the tensors of some."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, points: Any) -> Tensor:
+        return self.model(torch.stack([point.x for point in points]) if isinstance(points, list) else points)
+
+
+def joined_points(w: World) -> list[Tensor]:
+    """Return results at points on the host, which are moved by themselves, as tensors or inside their attributes."""
+    _, given, labels = trained("classification")
+    points = [PointOnHost(x) for x in given]
+    results = []
+    for collate in (list, lambda some: torch.stack([point.x for point in some])):
+        lin = co.linearize(OfPoints(w.fresh()[0]), (points, labels), "classification", collate=collate)
+        results += [co.GGN(lin) @ w.V, lin.predict(points[:2]), co.DiagonalGGN(lin).diagonal()]
+    return results
+
+
 @functools.cache
 def trained(likelihood: str) -> tuple[nn.Module, Tensor, Tensor]:
     return problem(likelihood, n=12, outputs=3 if likelihood == "classification" else 2)
@@ -303,6 +335,7 @@ FACE: dict[str, Callable[[World], Any]] = {
         )
         @ w.V
     ),
+    "points of any kind": lambda w: joined_points(w),
     "data on the host": lambda w: (
         co.GGN(co.linearize(w.fresh()[0], trained("classification")[1:], "classification")) @ w.V
     ),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
@@ -143,6 +143,7 @@ class Reading:
     admit: called with each batch's inputs; raises if the model cannot be run on them.
     labelled: whether the batches have targets; None reads both kinds.
     any_target: the target of each point without one, in the layout's form.
+    whole: whether only the model can read a batch; None decides by the batch.
     """
 
     device: torch.device | str | None = None
@@ -154,6 +155,7 @@ class Reading:
     admit: Callable[[Inputs], None] | None = None
     labelled: bool | None = None
     any_target: Tensor = NONE
+    whole: bool | None = None
 
     def read(self, item: object, index: int = 0) -> Batch:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
@@ -176,7 +178,7 @@ class Reading:
             if self.labelled not in (None, targets is not None):
                 what = "no labels, and others do" if self.labelled else "labels, and others do not"
                 raise ValueError(f"this batch has {what}: give all of them labels, or none.")
-            inputs = normalise(given) if targets is None else batch_inputs(given, max(sizes_of(targets)))
+            inputs = normalise(given) if targets is None else batch_inputs(given, max(sizes_of(targets)), self.whole)
             _require_aligned(inputs, targets, w)
         return inputs, targets, w
 
@@ -462,7 +464,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         )
     if isinstance(data, Dataset):
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
-        gather = data.gather if isinstance(data, PointPairs) else None
+        gather = data.gather if isinstance(data, PointPairs) else _stacked
         return DataLoader(data, batch_size, shuffle=False, generator=torch.Generator(), collate_fn=gather)
     if isinstance(data, DataLoader):
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
@@ -471,6 +473,17 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
     return data
+
+
+def _stacked(items: list[Any]) -> Any:
+    """Return items of a Dataset as a batch; raise ValueError if they have no common shape, or are no tensors."""
+    try:
+        return default_collate(items)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the items of the Dataset cannot be stacked ({error}). Pass collate=, a function of a list of points that "
+            "returns what the model takes."
+        ) from error
 
 
 def holds_all(data: object) -> bool:

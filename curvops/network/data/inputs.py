@@ -64,10 +64,17 @@ def normalise(x: object) -> Inputs:
     )
 
 
-def batch_inputs(x: object, n: int) -> Inputs:
-    """Convert the inputs of a batch of n targets: what are no tensors of points is a `WholeBatch` for the model."""
-    if isinstance(x, Tensor) and x.ndim:
+def batch_inputs(x: object, n: int, whole: bool | None = None) -> Inputs:
+    """Convert the inputs of a batch of n targets, to a `WholeBatch` if `whole`; None does so for no tensors of points.
+
+    Raises TypeError as `normalise` does if `whole` is False.
+    """
+    if isinstance(x, Objects):
         return x
+    if whole:
+        return WholeBatch(x, n)
+    if whole is False or isinstance(x, Tensor):
+        return normalise(x)
     try:
         inputs = normalise(x)
         num_points(inputs)
@@ -110,7 +117,8 @@ def num_points(inputs: Inputs) -> int:
         shapes = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in components(inputs))
         raise ValueError(
             f"All inputs need the same leading dimension, the number of points; given {shapes}. Keep what does not "
-            "vary between points (masks, positions) inside the model."
+            "vary between points (masks, positions) inside the model; for points of unequal sizes pass collate= to "
+            "co.linearize."
         )
     return first[0]
 

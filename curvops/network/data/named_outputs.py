@@ -16,7 +16,7 @@ Name: TypeAlias = str | int
 """The key of an output: of a mapping, the name of an attribute, or the position in a tuple."""
 
 
-class TargetForm(NamedTuple):
+class TargetShape(NamedTuple):
     """The form of one point's targets under one name: their shape, and whether they are floating-point."""
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class NamedLayout(Layout):
     """
 
     members: tuple[Layout, ...] = ()
-    forms: tuple[TargetForm, ...] = ()
+    forms: tuple[TargetShape, ...] = ()
 
     @classmethod
     def of(cls, members: Sequence[Layout]) -> NamedLayout:
@@ -47,7 +47,9 @@ class NamedLayout(Layout):
     def for_targets(self, y: Any) -> NamedLayout:
         """Return the layout for targets of the form that these have."""
         parts = self._laid_out(y)
-        return replace(self, forms=tuple(TargetForm(tuple(part.shape[1:]), part.is_floating_point()) for part in parts))
+        return replace(
+            self, forms=tuple(TargetShape(tuple(part.shape[1:]), part.is_floating_point()) for part in parts)
+        )
 
     def join(self, outputs: Sequence[Tensor]) -> Float[Tensor, "n R"]:
         """Return the outputs, each as its model returns it, as one row per point."""
@@ -57,7 +59,7 @@ class NamedLayout(Layout):
         """Return targets under the outputs' names as one row per point; whole numbers become floating-point ones."""
         parts = self._laid_out(y)
         for member, part, form in zip(self.members, parts, self.forms):
-            if TargetForm(tuple(part.shape[1:]), part.is_floating_point()) != form:
+            if TargetShape(tuple(part.shape[1:]), part.is_floating_point()) != form:
                 kind = "floating-point" if form.floating else "whole"
                 raise ValueError(
                     f"the first targets[{member.name!r}] were {kind} numbers of shape {('n', *form.shape)}; "

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -94,6 +95,8 @@ def with_collate(data: Any, collate: Collate) -> Any:
     if isinstance(data, Mapping) and "inputs" in data:
         return {**data, "inputs": _points_of(data["inputs"], collate)}
     if isinstance(data, tuple) or (isinstance(data, list) and holds_all(data)):
+        if not all(isinstance(part, Tensor | np.ndarray | None) for part in data[1:]):
+            raise TypeError("targets must be a tensor (or None): convert a list of numbers with torch.tensor.")
         return (_points_of(data[0], collate), *data[1:])
     if isinstance(data, Dataset | list) and hasattr(data, "__len__"):
         return PointPairs(data, collate)

@@ -28,7 +28,7 @@ Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
 RootBlock = Float[Tensor, "*K n R"]
 Weights = Float[Tensor, " n"] | Float[Tensor, "n m"] | None
-Form = Literal["classes", "labels", "numbers", "counts", "vectors"]
+TargetForm = Literal["classes", "labels", "numbers", "counts", "vectors"]
 """The form of a target: one of several classes, yes or no for each label, real numbers that are independent given the
 outputs, other numbers that are independent, or vectors of dependent ones."""
 ROUNDINGS = 64.0
@@ -58,7 +58,7 @@ class Likelihood(ABC):
     """The number of positions that a point must have; None for any number."""
     missing: str | None = None
     """What happens to targets that are NaN: "ignore" leaves them out, None refuses them."""
-    form: Form | None = None
+    form: TargetForm | None = None
     """The form of a target, by which predictions of targets are made; None if there are none."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

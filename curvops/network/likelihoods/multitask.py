@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.network.data.named_outputs import Name, TargetForm
+from curvops.network.data.named_outputs import Name, TargetShape
 from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock
 
 PointWeights = Float[Tensor, " n"] | None
@@ -54,7 +54,7 @@ class Multitask(Likelihood):
     ) -> None:
         self.likelihoods = dict(likelihoods)
         self.num_outputs = tuple(num_outputs)
-        self.targets = tuple(TargetForm(tuple(shape), floating) for shape, floating in targets)
+        self.targets = tuple(TargetShape(tuple(shape), floating) for shape, floating in targets)
         if not len(self.likelihoods) == len(self.num_outputs) == len(self.targets) > 0:
             raise ValueError(
                 f"Multitask needs a number of outputs and a form of targets for each likelihood; given "
@@ -182,7 +182,7 @@ class Multitask(Likelihood):
         return [(part if form.floating else part.long()).reshape(len(y), *form.shape) for part, form in parts]
 
 
-def _as_row(drawn: Tensor, form: TargetForm) -> Tensor:
+def _as_row(drawn: Tensor, form: TargetShape) -> Tensor:
     """Return drawn targets as rows; classes become unit vectors where the data have probabilities."""
     if form.floating and not drawn.is_floating_point() and drawn.shape[1:].numel() != form.columns:
         drawn = torch.nn.functional.one_hot(drawn, form.shape[-1])

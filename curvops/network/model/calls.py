@@ -74,7 +74,9 @@ class Calls:
 
     def _is_whole(self, inputs: Any) -> bool:
         signature = self._signature()
-        if isinstance(inputs, list) and (signature is None or _refusal(signature, inputs, True) is None):
+        # Lists have as many entries as there are points, and named tuples (packed sequences) are objects.
+        alone = type(inputs) is not tuple and not isinstance(inputs, Mapping)
+        if alone and (signature is None or _refusal(signature, inputs, True) is None):
             return True
         if signature is None or (refusal := _refusal(signature, inputs, False)) is None:
             return False
@@ -91,7 +93,7 @@ class Calls:
 
 
 def _form(inputs: Any) -> Hashable:
-    if isinstance(inputs, list):  # of points, in any number
+    if isinstance(inputs, list):
         return list
     return frozenset(inputs) if isinstance(inputs, Mapping) else len(inputs)
 

@@ -268,7 +268,7 @@ class Model:
 
         Raises ValueError or TypeError, with the remedy, for an error inside the model or outputs of another shape.
         """
-        if (form := form_of(inputs)) in self._admitted:
+        if (form := form_of(inputs)) in self._admitted or (isinstance(inputs, Objects) and not len(inputs)):
             return
         few = first_of(inputs)
         self.calls.arguments(value_of(few))

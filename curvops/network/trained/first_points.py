@@ -160,6 +160,7 @@ def reading_for(
         check = partial(_check_targets, likelihood, f[: max(1, SCORED // f.shape[1])])
     missing = likelihood.of_position.missing is not None
     reading = Reading(theta.device, theta.dtype, check, layout, weights, missing, model.admit, labelled)
+    reading = dataclasses.replace(reading, whole=isinstance(model.calls.example, WholeBatch))
     if labelled:
         return reading
     if missing:

@@ -20,7 +20,7 @@ from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Reading, as_source
 from curvops.network.data.inputs import Inputs, Layout, as_inputs, batch_inputs, first_of, join, num_points, take
-from curvops.network.data.named_outputs import NamedLayout, TargetForm
+from curvops.network.data.named_outputs import NamedLayout, TargetShape
 from curvops.network.data.objects import Objects
 from curvops.network.data.point_sources import with_collate
 from curvops.network.likelihoods import (
@@ -207,7 +207,7 @@ def _members_of(layout: Layout) -> dict[str, Any]:
 def _named_layout(members: Sequence[Any], targets: Sequence[Any], outputs: Any) -> NamedLayout:
     """Return the layout of several outputs by their record."""
     layout = NamedLayout.of([layout_of(outputs, class_dim, not shape, name) for name, shape, class_dim in members])
-    return replace(layout, forms=tuple(TargetForm(tuple(shape), floating) for shape, floating in targets))
+    return replace(layout, forms=tuple(TargetShape(tuple(shape), floating) for shape, floating in targets))
 
 
 def _same_data(saved: Mapping[str, Any], data: Any, reading: Reading, network: Model) -> Batches:

@@ -10,7 +10,7 @@ import torch
 
 from curvops.argument_types import Points
 from curvops.linalg import Estimate
-from curvops.network.likelihoods.likelihood import Form
+from curvops.network.likelihoods.likelihood import TargetForm
 from curvops.posterior.predictions.answers import NAMED
 
 
@@ -56,7 +56,9 @@ class NamedPredictions(Mapping[Any, Any]):
 
     def uncertainty(self, generator: torch.Generator | None = None) -> dict[Any, Any]:
         """Return the uncertainty of each output's targets."""
-        return self._each(lambda output: output.uncertainty(generator), get_args(Form), "a decomposed uncertainty")
+        return self._each(
+            lambda output: output.uncertainty(generator), get_args(TargetForm), "a decomposed uncertainty"
+        )
 
     def log_likelihood(
         self, y: Points, joint: bool = False, generator: torch.Generator | None = None, link: str = "mc"

@@ -204,8 +204,10 @@ def test_points_and_what_the_model_takes_are_of_any_kind(pooled, kind, collate):
         close(QUESTIONS[ask](lin, points[2:3]), QUESTIONS[ask](reference, sums[2:3]))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("engine", ["auto", "autodiff", "streamed", "layerwise"])
+ENGINES = [("points", "autodiff"), ("points", "streamed"), ("points", "layerwise"), ("batches", "streamed")]
+
+
+@pytest.mark.parametrize(("form", "engine"), [*((form, "auto") for form in FORMS), *ENGINES])
 def test_weights_before_the_sum_against_autograd(form, engine):
     rows, y = data()
     model = Pooled(ragged=True).double()
@@ -316,8 +318,7 @@ def test_weights_of_points():
 def test_a_batch_that_only_the_model_can_read_says_what_it_needs():
     rows, y = data()
     lin = of_batches(Pooled(ragged=True).double(), rows, y, noise(), parts_of_points)
-    with pytest.raises(ValueError, match="collate="):
-        co.DiagonalGGN(lin)
+    close(co.DiagonalGGN(lin).diagonal(), co.GGN(lin).to_dense().diagonal())
     with pytest.raises(ValueError, match="collate="):
         lin.restrict(torch.tensor([0, 2]), 1.0)
 
@@ -438,14 +439,19 @@ def test_training_and_modes():
     co.fit_mode(model, (points, y), noise(), 1.0, collate=parts_of_points)
     co.fit_mode(other.net, (sums, y), noise(), 1.0)
     assert (model.net[0].weight - other.net[0].weight).norm() < 1e-3  # line searches round differently
-    for batch_size, given in ((3, (points, y)), (3, list(zip(points, y))), (None, (points, y))):
-        trained = copy.deepcopy(model)
-        same = copy.deepcopy(trained)
-        options = {"epochs": 2, "every": 1, "over": "scalar", "batch_size": batch_size}
-        options |= {"generator": torch.Generator().manual_seed(0)}
-        co.evidence.train(trained, given, noise(), collate=parts_of_points, **options)
-        options |= {"generator": torch.Generator().manual_seed(0)}
-        co.evidence.train(same.net, (sums, y), noise(), **options)
+    batches = [(parts_of_points(points[:4]), y[:4]), (parts_of_points(points[4:]), y[4:])]
+    joined = {"collate": parts_of_points, "batch_size": 3}
+    for given, tensors, more in (
+        ((points, y), (sums, y), joined),
+        (list(zip(points, y)), (sums, y), joined),
+        (batches, [(sums[:4], y[:4]), (sums[4:], y[4:])], {}),
+    ):
+        trained, same = copy.deepcopy(model), copy.deepcopy(model)
+        options = {"epochs": 1, "over": "scalar", "curvature": co.DiagonalGGN}
+        seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
+        co.evidence.train(trained, given, noise(), generator=seeds[0], **options, **more)
+        more = {name: option for name, option in more.items() if name != "collate"}
+        co.evidence.train(same.net, tensors, noise(), generator=seeds[1], **options, **more)
         close(trained.net[0].weight, same.net[0].weight)
 
 
@@ -494,3 +500,12 @@ def test_a_point_that_requires_a_gradient_is_refused():
     lin = of_points(Pooled().double(), rows, y, noise(), list)
     with pytest.raises(ValueError, match="requires a gradient"):
         lin.predict([rows[0].clone().requires_grad_()])
+
+
+def test_points_without_labels():
+    points, _, sums = of_clouds()
+    model = Pooled().double()
+    lin = co.linearize(model, (points, None), "classification", collate=list)
+    reference = co.linearize(model.net, (sums, None), "classification")
+    for name in ("GGN", "diagonal", "KFAC"):
+        close(QUESTIONS[name](lin, None), QUESTIONS[name](reference, None))
