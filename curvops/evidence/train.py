@@ -20,7 +20,7 @@ from curvops.checkpoint import digest
 from curvops.checks import checked_whole
 from curvops.errors import MaxStepsWarning, ModeWarning, warn
 from curvops.evidence.maximize import maximize
-from curvops.network.data.batches import holds_all, parts_of, sizes_of
+from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
 from curvops.network.data.chosen_points import ChosenPoints
 from curvops.network.data.inputs import batch_inputs, move, move_tensor, value_of
 from curvops.network.data.point_sources import with_collate

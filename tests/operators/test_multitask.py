@@ -394,6 +394,32 @@ def test_targets_by_name_come_in_every_form_of_data() -> None:
     torch.testing.assert_close(co.GGN(single).to_dense().double(), expected, rtol=1e-4, atol=1e-4)
 
 
+class OfLists(nn.Module):
+    """A network that takes a list of points."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, points: Any) -> Any:
+        return self.net(torch.stack([point["x"] for point in points]))
+
+
+def test_points_of_any_kind_have_targets_by_name() -> None:
+    joined, x, y, lin = built("a class and values")
+    points = [{"x": row} for row in x]
+    pairs = [(point, {name: part[i] for name, part in y.items()}) for i, point in enumerate(points)]
+    expected = co.KFAC(lin).to_dense()
+    given = {"a pair": ((points, y), list), "a list of pairs": (pairs, list)}
+    for data, collate in given.values():
+        objects = co.linearize(OfLists(joined.net), data, FIRST.likelihoods, collate=collate)
+        torch.testing.assert_close(co.KFAC(objects).to_dense(), expected, **TIGHT)
+    post = co.laplace(objects, co.KFAC, 1.0, check_mode=False)
+    tensors = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
+    found, wanted = post.predict(points[:3])["value"].variance, tensors.predict(x[:3])["value"].variance
+    torch.testing.assert_close(found, wanted, **TIGHT)
+
+
 def test_a_posterior_is_saved(tmp_path: Any) -> None:
     for i, name in enumerate(("a tuple", "pixels and a number", "missing targets of both")):
         joined, x, y, lin = built(name)

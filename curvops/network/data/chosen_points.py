@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, default_collate
 
-from curvops.network.data.batches import holds_all, parts_of
+from curvops.network.data.batch_parts import holds_all, parts_of
 from curvops.network.data.inputs import normalise, num_points, take
 from curvops.network.data.objects import Objects, PointPairs
 from curvops.ranks.shard import Shard

@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
-from curvops.network.data.batches import ACCEPTED, Reading, as_source, holds_all, split_batch
+from curvops.network.data.batch_parts import ACCEPTED, holds_all, split_batch
+from curvops.network.data.batches import Reading, as_source
 from curvops.network.data.inputs import Inputs, Layout, first_of, is_finite, move, move_tensor, num_points, take
 from curvops.network.data.named_outputs import Name, NamedLayout, part_of
 from curvops.network.data.objects import WholeBatch
