@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map
 
 from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning, warn
 from curvops.fingerprints import in_64_bits, join_sums
-from curvops.network.data.batches import ACCEPTED, NAMES, Batch, Batches, DataPrints, Reading, split_batch
+from curvops.network.data.batch_parts import ACCEPTED, NAMES, split_batch
+from curvops.network.data.batches import Batch, Batches, DataPrints, Reading
 from curvops.network.data.inputs import Inputs, components, map_inputs, move, normalise, take
 from curvops.ranks.process_group import Ranks
 
