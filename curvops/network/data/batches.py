@@ -33,11 +33,12 @@ from curvops.network.data.inputs import (
     normalise,
     num_points,
     require_finite,
+    rows_of,
     take,
     tensor_of,
 )
 from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order
-from curvops.network.data.objects import Objects, PointPairs, WholeBatch
+from curvops.network.data.objects import PointPairs, WholeBatch
 from curvops.network.data.randomness import items
 
 ACCEPTED = (
@@ -104,21 +105,20 @@ class Batch:
         return [*components(self.inputs), *targets, *weights]
 
     @cached_property
-    def _rows(self) -> list[tuple[str, Tensor]]:
-        if not isinstance(self.inputs, Objects):
-            return self.named_tensors()
-        prints = self.inputs.prints().to(self.any_targets.device)
-        return [("inputs", prints), *replace(self, inputs=()).named_tensors()]
+    def named_rows(self) -> list[tuple[str, Tensor]]:
+        """The tensors whose rows identify the points, as `rows_of` finds them, and their targets and weights."""
+        place, others = self.any_targets.device, replace(self, inputs=()).named_tensors()
+        return [*((name, tensor.to(place)) for name, tensor in rows_of(self.inputs)), *others]
 
     @property
     def rows(self) -> list[Tensor]:
-        """The tensors whose rows identify the points: the prints of objects, otherwise all tensors."""
-        return [tensor for _, tensor in self._rows]
+        """The tensors whose rows identify the points."""
+        return [tensor for _, tensor in self.named_rows]
 
     @property
     def form(self) -> object:
         """The names, shapes and dtypes of these tensors."""
-        return [(name, tensor.shape, tensor.dtype) for name, tensor in self._rows]
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in self.named_rows]
 
 
 @dataclass(frozen=True)
