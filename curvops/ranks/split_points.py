@@ -23,6 +23,7 @@ from curvops.fingerprints import fingerprint
 from curvops.network import TrainedNetwork
 from curvops.network.data.inputs import num_points, rows_of
 from curvops.ranks.process_group import Ranks
+from curvops.ranks.shard import over_ranks
 
 R = TypeVar("R")
 MEANT = (

@@ -33,13 +33,14 @@ def answers(group: Any) -> dict[str, np.ndarray]:
     likelihood = co.likelihoods.Gaussian(noise=0.3)
     lin = co.linearize(model, (points[own], y[own]), likelihood, process_group=group, collate=list)
     post = co.laplace(lin, "kfac", 1.0, check_mode=False)
-    mine = points if group is None else points[own]
+    mine, gathered = points[own], {} if group is None else {"gather": True}
     found = {
         "GGN": co.GGN(lin).to_dense(),
         "prediction": post.predict(points[:3]).variance,
-        "shared prediction": post.predict(mine, **({} if group is None else {"gather": True})).variance,
+        "shared prediction": post.predict(mine, **gathered).variance,
         "kernel": co.TangentKernel(lin).to_dense(),
         "full": co.laplace(lin, "ggn", 1.0, check_mode=False).predict(points[1:4]).variance,
+        "full, each its own": co.laplace(lin, "ggn", 1.0, check_mode=False).predict(mine, **gathered).variance,
         "some points": co.GGN(lin.restrict(torch.tensor([1, 5]), 2.0)).to_dense(),
         "one rank": co.GGN(lin.gathered()).to_dense(),
     }
