@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
@@ -37,7 +37,7 @@ from curvops.network.data.inputs import (
     take,
     tensor_of,
 )
-from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order
+from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order, stacked_items
 from curvops.network.data.objects import PointPairs, WholeBatch
 from curvops.network.data.randomness import items
 
@@ -459,7 +459,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         )
     if isinstance(data, Dataset):
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
-        gather = data.gather if isinstance(data, PointPairs) else _stacked
+        gather = data.gather if isinstance(data, PointPairs) else stacked_items
         return DataLoader(data, batch_size, shuffle=False, generator=torch.Generator(), collate_fn=gather)
     if isinstance(data, DataLoader):
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
@@ -468,17 +468,6 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
     return data
-
-
-def _stacked(items: list[Any]) -> Any:
-    """Return items of a Dataset as a batch; raise ValueError if they have no common shape, or are no tensors."""
-    try:
-        return default_collate(items)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"the items of the Dataset cannot be stacked ({error}). Pass collate=, a function of a list of points that "
-            "returns what the model takes."
-        ) from error
 
 
 def holds_all(data: object) -> bool:

@@ -24,6 +24,18 @@ class Cloud:
         self.rows, self.name, self.meta = rows, "cloud", {"size": len(rows)}
 
 
+class Picture:
+    """A point that keeps its numbers to itself, but for NumPy."""
+
+    __slots__ = ("pixels",)
+
+    def __init__(self):
+        self.pixels = np.zeros(3)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.pixels, dtype)
+
+
 class Clouds:
     """Some clouds in one, as a library of graphs batches them."""
 
@@ -244,6 +256,10 @@ def test_a_change_is_noticed():
     changes["number"] = ({"rows": rows[0], "a": [1.0]}, lambda point: point["a"].__setitem__(0, 2.0))
     changes["word"] = ({"rows": rows[0], "a": "C"}, lambda point: point.__setitem__("a", "N"))
     changes["attribute"] = (Cloud(rows[0].clone()), lambda point: setattr(point, "name", "other"))
+    boxed = np.empty(1, dtype=object)
+    boxed[0] = [1.0]
+    changes["boxed"] = ({"rows": rows[0], "a": boxed}, lambda point: point["a"][0].append(2.0))
+    changes["image"] = ({"rows": rows[0], "a": Picture()}, lambda point: point["a"].pixels.__iadd__(1))
     changes["sparse"] = ({"rows": rows[0], "a": torch.eye(2).to_sparse()}, lambda p: p["a"]._values().add_(1))
     for point, change in changes.values():
         lin = of_points(model, [point, *rows[1:]], y, noise(), parts_of_points)
