@@ -71,7 +71,8 @@ def laplace(
             and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
             logits have a variance of 1/4 at the training inputs; otherwise by the evidence, as `co.evidence.maximize`
             (for Gaussian noise that of the linearised network, mode="linear"). Held-out data also choose a noise that
-            was not given.
+            was not given. Several outputs choose it by the logits' variance if all are classes or labels, otherwise
+            by the evidence of the linearised network.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
@@ -142,13 +143,17 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
         with warnings.catch_warnings():
             # It is an answer, too, that averaging over the weights does not pay.
             warnings.filterwarnings("ignore", ".*the larger the prior precision", UndeterminedWarning)
-            over = ("scalar", "noise") if needs_noise(post.lin.likelihood) else "scalar"
+            one_noise = isinstance(post.lin.likelihood.of_position, Gaussian) and needs_noise(post.lin.likelihood)
+            over = ("scalar", "noise") if one_noise else "scalar"
             return validate(post, validation, over=over, generator=_seeded(post))
     try:
-        if isinstance(post.lin.likelihood.of_position, LABELS):
+        targets = [member.of_position for member in post.lin.likelihood.members]
+        if all(isinstance(target, LABELS) for target in targets):
             return limit_variance(post)
         # That of the linearised network needs no mode of the network, and for a Gaussian likelihood a single solve.
-        mode = "linear" if isinstance(post.lin.likelihood.of_position, Gaussian) else "auto"
+        # Among several outputs, classes need it, too: the evidence at weights that are no mode harms classifiers.
+        linear = all(isinstance(target, Gaussian) for target in targets) or len(targets) > 1
+        mode = "linear" if linear else "auto"
         return maximize(post, generator=_seeded(post), mode=mode)
     except MissingLabelsError as error:
         remedy = "Pass prior_precision= (weight decay × N of training on a mean loss), or validation=(x, y). "
@@ -176,7 +181,9 @@ def limit_variance(post: Laplace) -> Laplace:
     def excess(power: float) -> float:
         trial = replace(post.with_prior(10.0**power), temperature=1.0)
         draws = trial.sample(DRAWS, _seeded(post)) if by_draws else None
-        variance = float(trial.predict(x, samples=draws).variance.mean())
+        predicted = trial.predict(x, samples=draws)
+        parts = predicted.values() if isinstance(predicted, dict) else [predicted]
+        variance = float(torch.cat([part.variance for part in parts], -1).mean())
         if not 0 < variance < math.inf:
             raise ValueError(f"the logits have a variance of {variance:.3g} at the training inputs.")
         return math.log(variance / VARIANCE)

@@ -93,7 +93,7 @@ class ShardedLinearization(NetworkOnData):
         nbytes = default_budget(theta.device) if memory_budget is None else memory_budget
         memory = Budget(min(ranks.gather(nbytes)), theta.device, ranks)
         data, few, first_targets, network.calls.mapping_type = first_points(data, theta, weights, ranks)
-        given, layout, outputs = likelihood_at(network, few, likelihood)
+        given, layout, outputs = likelihood_at(network, few, likelihood, first_targets)
         probability = given.snapshot(theta.device, theta.dtype)
         layers = ShardedLayers(network, few)
         step = max(1, memory.budget // (8 * max(1, layers.bytes_a_point(layers.num_outputs))))

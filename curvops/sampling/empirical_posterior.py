@@ -12,6 +12,7 @@ from torch import Tensor
 
 from curvops.argument_types import Draws
 from curvops.checks import check_accuracy, check_choice, check_like, checked_whole
+from curvops.network import PointNormals
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization

@@ -57,7 +57,6 @@ DOORS = [
             "a number": (lambda: co.KFAC(lin()) + 0.5, TypeError, r"add_diagonal\(0.5\)"),
             "a Jacobian by its class": (lambda: co.Jacobian(lin()), TypeError, r"lin.jacobian\(x\) makes the Jacobian"),
             "a Jacobian of a model": (lambda: co.Jacobian(lin().model.module), TypeError, r"co.linearize\(model, data"),
-            "a Jacobian of nothing": (lambda: co.Jacobian(), TypeError, r"lin.jacobian\(x\)"),
             "gradients by their class": (lambda: co.Gradients(lin()), TypeError, r"lin.gradients\(\) makes"),
             "no indices": (lambda: co.Subnetwork(co.GGN(lin())), TypeError, "indices"),
             "a shift for an operator": (lambda: co.linalg.Damped(1.0, co.GGN(lin())), TypeError, "Damped.*float"),

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
@@ -48,7 +49,7 @@ ACCEPTED = (
     "of graphs has its targets as y. Without labels, write (inputs, None), or pass one tensor."
 )
 TARGETS = (
-    "Pass one of several targets, or join them (and the outputs) into one tensor; convert a list of numbers with "
+    "Several targets are a mapping of tensors, with a likelihood under each name; convert a list of numbers with "
     "torch.tensor; those of an autoencoder are its inputs; without labels pass None."
 )
 NAMES = ("inputs", "targets", "weights")
@@ -158,24 +159,28 @@ class Reading:
 
     def read(self, item: object, index: int = 0) -> Batch:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
+        inputs, targets, w = self.parts(item, index)
         with _in_batch(index):
-            given, targets, w = split_batch(item, self.weights)
-            if self.labelled not in (None, targets is not None):
-                what = "no labels, and others do" if self.labelled else "labels, and others do not"
-                raise ValueError(f"this batch has {what}: give all of them labels, or none.")
-            n = 0 if targets is None or not targets.ndim else len(targets)
-            inputs = normalise(given) if targets is None else batch_inputs(given, n, self.whole)
-            _require_aligned(inputs, targets, w)
             if w is not None and not w.is_floating_point():
                 w = w.to(self.dtype or torch.get_default_dtype())
             if self.layout is not None:
-                shape = torch.Size() if targets is None else targets.shape
-                w = None if w is None else self.layout.weights(w, shape)
+                w = None if w is None else self.layout.weights(w, getattr(targets, "shape", torch.Size()))
                 targets = None if targets is None else self.layout.targets(targets)
         w = None if w is None else move_tensor(w, self.device, self.dtype)
         y = self.any_target.repeat(num_points(inputs), *[1] * self.any_target.ndim) if targets is None else targets
         y = move_tensor(y, self.device, self.dtype)
         return Batch(move(inputs, self.device, self.dtype), y, w, labelled=targets is not None)
+
+    def parts(self, item: object, index: int = 0) -> tuple[Inputs, Any, Tensor | None]:
+        """Return inputs, targets and weights of one item as they are given, of as many points each."""
+        with _in_batch(index):
+            given, targets, w = split_batch(item, self.weights)
+            if self.labelled not in (None, targets is not None):
+                what = "no labels, and others do" if self.labelled else "labels, and others do not"
+                raise ValueError(f"this batch has {what}: give all of them labels, or none.")
+            inputs = normalise(given) if targets is None else batch_inputs(given, max(sizes_of(targets)), self.whole)
+            _require_aligned(inputs, targets, w)
+        return inputs, targets, w
 
     def read_checked(self, item: object, index: int = 0) -> Batch:
         """Read one batch and check its values, too, without copying. Waits for the device once per tensor."""
@@ -286,10 +291,10 @@ class Batches:
 
         Other numbers of points are told apart before anything is read or moved.
         """
-        x, y = normalise(inputs), tensor_of(targets)
-        if isinstance(x, WholeBatch) or self.weighted or not (self.labelled and isinstance(y, Tensor) and y.ndim):
+        x, y = normalise(inputs), targets_of(targets)
+        if isinstance(x, WholeBatch) or self.weighted or not self.labelled or y is None or 0 in sizes_of(y):
             return False
-        if {num_points(x), len(y)} != {self.num_data}:
+        if {num_points(x), *sizes_of(y)} != {self.num_data}:
             return False
         batch = self._reading.read((x, y))
         return int(point_prints(batch.rows).sum()) == self.prints.contents
@@ -421,14 +426,14 @@ class _InMemory:
     """Re-iterable slices of tensors in memory, as mappings with the three names that any batch may have."""
 
     inputs: Inputs
-    others: dict[str, Tensor | None]
+    others: dict[str, Any]
     batch_size: int
     mapping_type: type  # the type of the inputs, if they were a mapping
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for start in range(0, num_points(self.inputs), self.batch_size):
             chosen = slice(start, start + self.batch_size)
-            others = {name: None if tensor is None else tensor[chosen] for name, tensor in self.others.items()}
+            others = {name: None if part is None else take(part, chosen) for name, part in self.others.items()}
             yield {"inputs": take(self.inputs, chosen), **others}
 
 
@@ -479,7 +484,15 @@ def holds_all(data: object) -> bool:
     # In a list of batches none is a tensor: if the first item is one, these are inputs and targets, of whatever type.
     if isinstance(data[0], Tensor | np.ndarray):
         return True
-    return all(isinstance(part, Tensor | np.ndarray | None) for part in data[1:]) and _unlabelled_source(data) is None
+    return all(part is None or _is_of_points(part) for part in data[1:]) and _unlabelled_source(data) is None
+
+
+def _is_of_points(part: object) -> bool:
+    """Return whether this is a tensor, or a mapping of them that is no batch."""
+    if isinstance(part, Mapping):
+        batch = _is_named(part) or any(name in part for name in LABELS)
+        return not batch and all(map(_is_of_points, part.values()))
+    return isinstance(part, Tensor | np.ndarray)
 
 
 def _unlabelled_source(data: object) -> Dataset[Any] | DataLoader[Any] | None:
@@ -495,7 +508,7 @@ def _alone(item: object) -> Tensor | np.ndarray | None:
     return only if isinstance(only, Tensor | np.ndarray) else None
 
 
-def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
+def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
     """Return what `split_batch` does, for a batch that has targets; raise TypeError for one without."""
     inputs, targets, w = split_batch(item, weights)
     if targets is None:
@@ -503,7 +516,7 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
     return inputs, targets, w
 
 
-def split_batch(item: object, weights: bool) -> tuple[object, Tensor | None, Tensor | None]:
+def split_batch(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
     """Return inputs, targets and weights of one batch: a tuple, a list, a mapping with these names or with labels.
 
     An object with targets `y`, such as a batch of graphs, is the inputs itself.
@@ -530,11 +543,27 @@ def split_batch(item: object, weights: bool) -> tuple[object, Tensor | None, Ten
         raise TypeError(_not_a_batch(item))
     if weights and not rest:
         raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
-    targets, w = tensor_of(targets), tensor_of(rest[0]) if rest else None
-    if not isinstance(targets, Tensor | None) or (rest and not isinstance(w, Tensor)):
+    y, w = targets_of(targets), tensor_of(rest[0]) if rest else None
+    if (y is None and targets is not None) or (rest and not isinstance(w, Tensor)):
         kinds = type(targets).__name__ + (f", {type(w).__name__}" if rest else "")
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
-    return inputs, targets, w
+    return inputs, y, w
+
+
+def sizes_of(targets: Any) -> set[int]:
+    """Return the leading dimensions of targets, one if all have the same number of points."""
+    return {len(part) if part.ndim else 0 for part in tree_leaves(targets)}
+
+
+def targets_of(given: object) -> Any:
+    """Return targets as a tensor, or several as a mapping or a tuple of tensors; None for anything else."""
+    y: Any = tensor_of(given)
+    if isinstance(y, Mapping):
+        y = {name: tensor_of(part) for name, part in y.items()}
+    elif isinstance(y, (tuple, list)):
+        y = tuple(map(tensor_of, y))
+    parts = list(y.values()) if isinstance(y, dict) else y if isinstance(y, tuple) else [y]
+    return y if parts and all(isinstance(part, Tensor) for part in parts) else None
 
 
 def _is_named(item: Mapping[Any, Any]) -> bool:
@@ -568,13 +597,14 @@ def _describe_undeclared(third: object) -> str:
     )
 
 
-def _require_aligned(inputs: Inputs, targets: Tensor | None, weights: Tensor | None) -> None:
+def _require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> None:
     n = num_points(inputs)
-    if targets is not None and (targets.ndim == 0 or len(targets) != n):
-        raise ValueError(
-            f"There are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading dimension of both "
-            "counts points."
-        )
+    for part in [] if targets is None else [targets] if isinstance(targets, Tensor) else tree_leaves(targets):
+        if part.ndim == 0 or len(part) != n:
+            raise ValueError(
+                f"There are {n} inputs, but the targets have shape {tuple(part.shape)}. The leading dimension of both "
+                "counts points."
+            )
     if weights is not None and (weights.ndim == 0 or len(weights) != n):
         raise ValueError(
             f"There are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one weight per "

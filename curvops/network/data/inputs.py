@@ -310,12 +310,14 @@ class Layout:
         cross-entropy, and for the channels of images. All others are positions, T in total.
     positions_in_rows: T, if the model itself returns rows (N, T·C) and the likelihood is that of sequences.
     apart: whether targets are independent given the outputs, so that each may have a weight.
+    name: the key of this output among those that the model returns; None if it returns one tensor.
     """
 
     shape: torch.Size
     class_dim: int = -1
     positions_in_rows: int | None = None
     apart: bool = False
+    name: str | int | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -343,11 +345,23 @@ class Layout:
         moved = outputs.movedim(1, -1) if self.positions and self.class_dim == 1 else outputs
         return moved.flatten(1)
 
-    def targets(self, y: Tensor) -> Tensor:
+    def restored(self, rows: Float[Tensor, "n R"]) -> Tensor:
+        """Return rows (n, T·C) in the shape (n, *shape) of the model's outputs, the inverse of `rows`."""
+        if not self.shape:
+            return rows.squeeze(1)
+        outputs = rows.reshape(len(rows), *self.positions, self.num_outputs)
+        return outputs.movedim(-1, 1) if self.positions and self.class_dim == 1 else outputs
+
+    def targets(self, y: Any) -> Tensor:
         """Return targets (n, *positions, ...), or (n, C, *positions) with the classes at dimension 1, as (n, T, ...).
 
         Raises ValueError if they do not have the outputs' positions.
         """
+        if not isinstance(y, Tensor):
+            raise TypeError(
+                "targets under several names, or in a tuple, need a likelihood for each: pass a mapping of likelihoods "
+                'with the same keys, such as {"kind": "classification", "value": "regression"}.'
+            )
         if not self.shape and y.ndim == 1:
             return y.unsqueeze(1)
         if not self.positions:

@@ -66,7 +66,7 @@ class Objects:
             return x
         listed = list | Dataset if isinstance(self.points and self.value(), tuple) else list | tuple | Dataset
         if isinstance(x, listed) or (isinstance(x, np.ndarray) and x.dtype == object):
-            return self.with_points([x[i] for i in range(len(x))])  # type: ignore[arg-type]
+            return self.with_points([x[i] for i in range(len(x))])
         if type(x) in set(map(type, self.points)) and not isinstance(self.value(), type(x)):
             raise TypeError(f"inputs are a list of points; given one {type(x).__name__}: pass [x].")
         return WholeBatch(x, None, self.device, self.dtype)

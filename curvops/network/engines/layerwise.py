@@ -22,14 +22,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from curvops.checks import in_functorch
 from curvops.network.data.inputs import num_points
 from curvops.network.engines.attention import Projections, owns_projection
 from curvops.network.engines.autodiff import Recorded, Streamed
-from curvops.network.engines.rules import Local, Rule, rule_for, rule_of
+from curvops.network.engines.ragged_rows import MOST_PADDING, RaggedRows, digit_weights, points_of_rows
+from curvops.network.engines.rules import Local, RowForm, Rule, rule_for, rule_of
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import NOTHING, Model
@@ -52,7 +54,8 @@ class Layer:
     """One layer with its rule, the names of its selected parameters, and the shape of its output.
 
     `is_last`: its outputs are the model's outputs, position by position. `feeds_last`: an elementwise function of its
-    outputs is the last layer's input, with no positions, and that layer's weight is selected.
+    outputs is the last layer's input, with no positions, and that layer's weight is selected. `is_ragged`: its rows
+    belong to points unevenly; its output is the table of these rows.
     """
 
     path: str
@@ -64,6 +67,7 @@ class Layer:
     multiply_adds: int
     is_last: bool = False
     feeds_last: bool = False
+    is_ragged: bool = False
 
     @property
     def size(self) -> int:
@@ -111,7 +115,10 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a layer in a recorded pass: its input a, what is kept of it, and its position in the graph."""
+    """One call of a layer in a recorded pass: its input a, what is kept of it, and its position in the graph.
+
+    With `rows`, the rows of the call belong to points unevenly, and their table is what is kept.
+    """
 
     owner: nn.Module
     layer: Layer
@@ -119,6 +126,7 @@ class Call:
     version: int  # of a
     kept: Tensor
     edge: GradientEdge
+    rows: RaggedRows | None = None
 
 
 Recording = tuple[Tensor, list[Call], set[str]]
@@ -167,11 +175,13 @@ class Factors(Part):
     """One call of a layer, kept as its input a and sensitivity δ (n, R, *out): the rows of J are sums of products.
 
     With a `weight` W (C, out), that of the last layer, `delta` is the slopes m (n, out) between the two: δ = W ∘ m.
+    `inside` (n, T) says which entries of a table of ragged rows are rows.
     """
 
     kept: Tensor
     delta: Tensor
     weight: Float[Tensor, "C out"] | None = None
+    inside: Bool[Tensor, "n T"] | None = None
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         of_layer = {local: tangents[name] for local, name in self.layer.names.items()}
@@ -204,7 +214,8 @@ class Factors(Part):
         return {layer.names[local]: row for local, row in rows.items()}
 
     def at(self, points: slice) -> Factors:
-        return replace(self, kept=self.kept[points], delta=self.delta[points])
+        inside = None if self.inside is None else self.inside[points]
+        return replace(self, kept=self.kept[points], delta=self.delta[points], inside=inside)
 
     @property
     def nbytes(self) -> int:
@@ -401,19 +412,25 @@ def owners_of(model: Model) -> Owners:
     return owners
 
 
-def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Recording:
+def record(
+    model: Model, inputs: Any, owners: Owners, graph: bool = False, ragged: Collection[str] | None = None
+) -> Recording:
     """Return one forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
 
     With `graph`, kept inputs have their graph, too.
 
-    A misfit is a layer that ran without gradients, on other rows than one per point (a single query, positions
-    first), in another dtype (autocast), with further arguments, or on a tensor that was written to later. All hooks
-    are removed after the pass.
+    A misfit is a layer that ran without gradients, on rows that belong to several points (a single query), in another
+    dtype (autocast), with further arguments, or on a tensor that was written to later. Rows that belong to points
+    unevenly, or in another order (positions first), are those of all calls with another number of rows than points, and
+    of the layers of the parameters in `ragged`; without such a collection, their layers are misfits, too. All hooks are
+    removed after the pass.
     """
     calls: list[Call] = []
+    forms: dict[int, RowForm] = {}  # of ragged calls, by their positions among the calls
     misfits: set[str] = set()
     dtype, n, paths = model.theta.dtype, num_points(inputs), model.paths
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
+    names_of_ragged = frozenset(ragged or ())
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Tensor, owner: nn.Module | None = None) -> None:
         """Note the call of a layer, or of a projection that the attention module `owner` computes."""
@@ -423,16 +440,26 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
         path, names = paths[owner], owners[owner]
         if module not in paths:  # the common projection of query, key and value
             path, names = f"{path}.in_proj".lstrip("."), {k.removeprefix("in_proj_"): name for k, name in names.items()}
-        rule, node, points = rule_of(type(module)), output.grad_fn, output.ndim > 1 and output.shape[0] == n
+        rule, node = rule_of(type(module)), output.grad_fn
+        assert rule is not None  # only such layers have hooks
         given = [value for value in (*args, *kwargs.values()) if value is not None]
-        a = given[0] if len(given) == 1 and points else None
-        if a is None or node is None or [t for t in (a, output) if t.dtype != dtype and t.is_floating_point()]:
+        tensors = [t for t in given if isinstance(t, Tensor)]
+        coarse = [t for t in (*tensors, output) if t.dtype != dtype and t.is_floating_point()]
+        even = (
+            len(given) == 1 and output.ndim > 1 and output.shape[0] == n and names_of_ragged.isdisjoint(names.values())
+        )
+        form = None
+        if not even and ragged is not None and given and len(tensors) == len(given) and not in_functorch():
+            form = rule.row_form(module, *(t if graph else t.detach() for t in tensors))
+        if node is None or coarse or not (even or form):
             misfits.update(names.values())
             return
-        assert rule is not None  # only such layers have hooks
-        kept = rule.keep(module, a if graph else a.detach())
-        size = kept.nbytes // (kept.shape[0] * output.element_size())
-        layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
+        a, count, work = tensors[0], output.shape[0] if form else n, rule.multiply_adds(module, output)
+        kept = form.kept if form else rule.keep(module, a if graph else a.detach())
+        size = kept.nbytes // (n * output.element_size())
+        layer = Layer(path, module, rule, names, output.shape, size, work * count // n, is_ragged=form is not None)
+        if form:
+            forms[len(calls)] = form
         # Keep the edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
         calls.append(Call(owner, layer, a, a._version, kept, GradientEdge(node, output.output_nr)))
 
@@ -448,16 +475,45 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
             handle.remove()
     behind, before = _follow(outputs.grad_fn, RESHAPES), list[Node]()
     for i, call in enumerate(calls):
-        if call.edge.node in behind and isinstance(call.layer.rule, LinearRule):
+        if call.edge.node in behind and isinstance(call.layer.rule, LinearRule) and i not in forms:
             calls[i] = replace(call, layer=replace(call.layer, is_last=True))
             if call.a.ndim == 2 and call.layer.names.get("weight") in model.values:
                 before = _follow(call.a.grad_fn, ELEMENTWISE)
         if call.a._version != call.version:
             misfits.update(call.layer.names.values())
     for i, call in enumerate(calls):
-        if call.edge.node in before:
+        if call.edge.node in before and i not in forms:
             calls[i] = replace(call, layer=replace(call.layer, feeds_last=True))
+    if forms:
+        for i, table in zip(forms, _tables(model, outputs, [calls[i] for i in forms], [*forms.values()])):
+            calls[i] = calls[i] if table is None else table
+            misfits.update(calls[i].layer.names.values() if table is None else ())
     return outputs, calls, misfits
+
+
+def _tables(model: Model, outputs: Tensor, calls: Sequence[Call], forms: Sequence[RowForm]) -> list[Call | None]:
+    """Return ragged calls with their rows in tables, after backward passes that show the point of each row.
+
+    The result is None for a call with a row on which several points depend, and if the table would be too large.
+    """
+    n, weights = len(outputs), digit_weights(len(outputs), outputs)
+    generator = torch.Generator(device=outputs.device).manual_seed(0)
+    u = torch.randn(outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator)
+    deltas = _of_outputs(model, outputs, calls, weights.unsqueeze(2) * u)
+    tables: list[Call | None] = []
+    for call, form, delta in zip(calls, forms, deltas):
+        if delta is None:
+            delta = outputs.new_zeros(()).expand(call.layer.output[0], len(weights), *call.layer.output[1:])
+        of_rows = form.split(delta.transpose(0, 1))
+        points = points_of_rows(of_rows, n, model.eps)
+        rows = None if points is None else RaggedRows(form, points, n)
+        if rows is None or n * rows.width > MOST_PADDING * max(n, len(form.kept)):
+            tables.append(None)
+            continue
+        output, size = torch.Size((n, rows.width, *of_rows.shape[2:])), rows.kept[0].nbytes // outputs.element_size()
+        layer = replace(call.layer, rule=form.rule, output=output, inputs=size)
+        tables.append(replace(call, layer=layer, kept=rows.kept, rows=rows))
+    return tables
 
 
 def _follow(node: Node | None, kinds: Collection[str]) -> list[Node]:
@@ -529,8 +585,19 @@ def sensitivities(
 ) -> list[Tensor | None]:
     """Return δ (n, r, *out) of each call for r cotangents of the outputs; None for branches that do not reach them.
 
-    With `graph` the results have their own graph.
+    With `graph` the results have their own graph. Those of ragged rows are in tables.
     """
+    deltas = _of_outputs(model, outputs, calls, cotangents, graph)
+    return [
+        delta if delta is None or call.rows is None else call.rows.sensitivities(delta.transpose(0, 1))
+        for call, delta in zip(calls, deltas)
+    ]
+
+
+def _of_outputs(
+    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"], graph: bool = False
+) -> list[Tensor | None]:
+    """Return the sensitivities of the calls' outputs as they are, with r as the second dimension."""
     if not calls or not outputs.requires_grad:
         return [None] * len(calls)
     edges = [call.edge for call in calls]

@@ -381,7 +381,7 @@ def path_of(model: Model, recording: Recording) -> int | None:
                 order.append(parent)
             path.append((None if parent is None else numbers[parent], place))
     for call in calls:
-        path.append((call.layer.path, numbers.get(call.edge.node), call.edge.output_nr))
+        path.append((call.layer.path, call.layer.is_ragged, numbers.get(call.edge.node), call.edge.output_nr))
     return hash(tuple(path))
 
 

@@ -13,11 +13,12 @@ from torch.distributions import Distribution
 from torch.nn.functional import logsigmoid
 
 from curvops.checks import drawn_seed
-from curvops.network.likelihoods.likelihood import ByAutograd, Form, Outputs, vjp
+from curvops.network.likelihoods.likelihood import ByAutograd, Outputs, TargetForm, vjp
 from curvops.summary import summary
 
 # The number of points and draws on which a Hessian is checked before it is used as the Fisher.
 POINTS, DRAWS = 8, 64
+CLASSES = distributions.Categorical, distributions.OneHotCategorical
 MONTE_CARLO = "Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...), which needs only samples and residuals"
 
 
@@ -105,8 +106,10 @@ class FromDistribution(ByAutograd):
 
     def log_probabilities(self, f: Outputs) -> Float[Tensor, "n *L c"]:
         p = _base(self.distribution(f))
+        if isinstance(p, CLASSES):
+            return p.logits
         if not isinstance(p, distributions.Bernoulli):
-            return p.logits if self.form == "classes" else super().log_probabilities(f)
+            return super().log_probabilities(f)
         logits = p.logits.reshape(len(f), -1)
         return logsigmoid(torch.stack([logits, -logits], -1))
 
@@ -190,10 +193,10 @@ class FromDistribution(ByAutograd):
         return bool((targets.unflatten(0, (DRAWS + 1, -1)) != targets[: len(y)]).any())
 
 
-def _form_of(p: Distribution) -> Form:
+def _form_of(p: Distribution) -> TargetForm:
     """Return the form of a distribution's targets."""
     base = _base(p)
-    if isinstance(base, distributions.Categorical | distributions.OneHotCategorical):
+    if isinstance(base, CLASSES):
         return "classes"
     if isinstance(base, distributions.Bernoulli):
         return "labels"

@@ -24,6 +24,7 @@ from curvops.network.likelihoods.likelihood import (
     normal_like,
     require_known,
 )
+from curvops.network.likelihoods.multitask import Multitask
 from curvops.summary import summary
 
 
@@ -184,7 +185,15 @@ def gaps_and_weights(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | N
 
 
 def sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "3 C"]:
-    """Return Σ w (y − f)², Σ w y² and Σ w of each output, over points and positions, in float64."""
+    """Return Σ w (y − f)², Σ w y² and Σ w of each output, over points and positions, in float64.
+
+    Of several outputs these are the Gaussian ones, one after the other.
+    """
+    parts = [part for part in likelihood.split(f, y) if isinstance(part[0].of_position, Gaussian)]
+    return torch.cat([_sums_of_squares(*part, w) for part in parts], 1)
+
+
+def _sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "3 C"]:
     T = likelihood.positions or 1
     (gap, weights), (target, _) = (gaps_and_weights(likelihood, at, y, w).double() for at in (f, torch.zeros_like(f)))
     terms = torch.stack([weights * gap.square(), weights * target.square(), weights])
@@ -204,16 +213,37 @@ def mean_squares(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: float)
 
 
 def needs_noise(likelihood: Likelihood) -> bool:
-    """Return whether the likelihood is a Gaussian one whose noise is to be estimated."""
-    return isinstance(likelihood.of_position, Gaussian) and likelihood.of_position.estimated is not None
+    """Return whether the likelihood, or one of several, is a Gaussian one whose noise is to be estimated."""
+    gaussians = (member.of_position for member in likelihood.members if isinstance(member.of_position, Gaussian))
+    return any(gaussian.estimated is not None for gaussian in gaussians)
+
+
+def gaussians_with_sums(
+    likelihood: Likelihood, sums: Float[Tensor, "3 C"]
+) -> list[tuple[Likelihood, Float[Tensor, "3 c"] | None]]:
+    """Return each of the likelihood's members with its columns of `sums_of_squares`; None for one not Gaussian."""
+    if not isinstance(likelihood, Multitask):
+        return [(likelihood, sums)]
+    parts, start = list[tuple[Likelihood, Tensor | None]](), 0
+    for member, R in zip(likelihood.members, likelihood.num_outputs):
+        stop = start + (R // (member.positions or 1) if isinstance(member.of_position, Gaussian) else 0)
+        parts.append((member, sums[:, start:stop] if stop > start else None))
+        start = stop
+    return parts
 
 
 def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Tensor) -> Likelihood:
     """Return the likelihood with its noise estimated from these sums, in the dtype of `like`, to four digits.
 
     Another order or other batches change the sums by rounding, but not the noise. Warns with `NoiseWarning` if the
-    residuals do not show it: it then stays unknown, and counts as 1.
+    residuals do not show it: it then stays unknown, and counts as 1. Of several outputs each has its own.
     """
+    if isinstance(likelihood, Multitask):
+        parts = gaussians_with_sums(likelihood, sums)
+        return likelihood.with_members(
+            estimated_noise(member, own, like) if own is not None and needs_noise(member) else member
+            for member, own in parts
+        )
     gaussian, limits = likelihood.of_position, torch.finfo(like.dtype)
     assert isinstance(gaussian, Gaussian)
     if not bool(sums.isfinite().all()):

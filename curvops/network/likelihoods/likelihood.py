@@ -28,7 +28,7 @@ Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
 RootBlock = Float[Tensor, "*K n R"]
 Weights = Float[Tensor, " n"] | Float[Tensor, "n m"] | None
-Form = Literal["classes", "labels", "numbers", "counts", "vectors"]
+TargetForm = Literal["classes", "labels", "numbers", "counts", "vectors"]
 """The form of a target: one of several classes, yes or no for each label, real numbers that are independent given the
 outputs, other numbers that are independent, or vectors of dependent ones."""
 ROUNDINGS = 64.0
@@ -56,7 +56,9 @@ class Likelihood(ABC):
 
     positions: int | None = None
     """The number of positions that a point must have; None for any number."""
-    form: Form | None = None
+    missing: str | None = None
+    """What happens to targets that are NaN: "ignore" leaves them out, None refuses them."""
+    form: TargetForm | None = None
     """The form of a target, by which predictions of targets are made; None if there are none."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -82,6 +84,15 @@ class Likelihood(ABC):
     def of_position(self) -> Likelihood:
         """The likelihood of one position's target."""
         return self
+
+    @property
+    def members(self) -> tuple[Likelihood, ...]:
+        """The likelihoods of several outputs, or this one alone."""
+        return (self,)
+
+    def split(self, f: Outputs, y: Tensor) -> list[tuple[Likelihood, Tensor, Tensor]]:
+        """Return each of the `members` with its outputs and targets."""
+        return [(self, f, y)]
 
     @property
     def single_noise(self) -> Tensor | None:
@@ -230,8 +241,6 @@ class Independent(Likelihood):
     Subclasses define the terms of single targets. Each target may have a weight of its own and, with
     ``missing="ignore"``, may be NaN: it then has the weight zero.
     """
-
-    missing: str | None = None
 
     @abstractmethod
     def log_factors(self, f: Outputs, y: Tensor) -> Float[Tensor, "n m"]:
@@ -428,7 +437,9 @@ def _state(likelihood: Likelihood, token: str) -> Hashable:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | torch.Size | Tensor | Likelihood)
+    if isinstance(value, dict | tuple):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, bool | int | float | str | Tensor | Likelihood)
 
 
 def _identity(value: Any, token: str) -> Hashable:
@@ -436,5 +447,7 @@ def _identity(value: Any, token: str) -> Hashable:
         return _state(value, token)
     if isinstance(value, Tensor):
         return tuple(value.shape), int(fingerprint([in_single(value.detach())])) if value.numel() else 0
+    if isinstance(value, dict):
+        return tuple((name, _identity(part, token)) for name, part in value.items())
     known: Hashable = value
     return known

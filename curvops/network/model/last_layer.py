@@ -29,7 +29,7 @@ REDUCTIONS = {"ScatterReduce", "SegmentReduce"}
 # Linear in one factor if the others are constants.
 MATRIX_PRODUCTS = {"Addmm", "Baddbmm", "Bmm", "Convolution", "Dot", "Linear", "Mm", "Mv", "SparseAddmm"}
 PRODUCTS = MATRIX_PRODUCTS | {"Div", "Mul"}
-Calls = list[tuple[nn.Module, Node]]
+LayerCalls = list[tuple[nn.Module, Node]]
 
 
 def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
@@ -120,9 +120,9 @@ class _LastLayers:
 
     def _run(
         self, amount: float = 0.0, moved: Container[int] = (), factors: Iterable[str] = ()
-    ) -> tuple[Tensor, Calls]:
+    ) -> tuple[Tensor, LayerCalls]:
         """Return the outputs and the calls of layers, once an amount is added to what some return, and to factors."""
-        calls: Calls = []
+        calls: LayerCalls = []
 
         def note(module: nn.Module, args: Any, output: Any) -> Tensor | None:
             if not isinstance(output, Tensor) or output.grad_fn is None:

@@ -7,8 +7,9 @@ and the inputs and outputs of two points. It also contains the selected weights,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Reading, as_source
 from curvops.network.data.inputs import Inputs, Layout, as_inputs, batch_inputs, first_of, join, num_points, take
+from curvops.network.data.named_outputs import NamedLayout, TargetShape
 from curvops.network.data.objects import Objects
 from curvops.network.data.point_sources import with_collate
 from curvops.network.likelihoods import (
@@ -28,13 +30,14 @@ from curvops.network.likelihoods import (
     FromLoss,
     Gaussian,
     HeteroscedasticGaussian,
+    Multitask,
     Poisson,
     Sequences,
     as_likelihood,
 )
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
-from curvops.network.model.model import Model, tensors_of
+from curvops.network.model.model import Model, layout_of, tensors_of
 from curvops.network.model.parameters import Selection
 from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape, reading_for
 from curvops.network.trained.trained_network import N, TrainedNetwork
@@ -43,7 +46,7 @@ from curvops.progress import Progress, check_progress
 
 STORED: dict[str, type[Likelihood]] = {
     kind.__name__: kind
-    for kind in (Bernoulli, BradleyTerry, Categorical, Gaussian, HeteroscedasticGaussian, Poisson, Sequences)
+    for kind in (Bernoulli, BradleyTerry, Categorical, Gaussian, HeteroscedasticGaussian, Multitask, Poisson, Sequences)
 }
 """Classes that store their constructor's arguments as attributes of the same names."""
 
@@ -67,7 +70,7 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
         "weights": dict(model.values),
         "names": list(model.selection.names),
         "index": model.selection.index,
-        "outputs": {"shape": list(layout.shape), "class_dim": layout.class_dim},
+        "outputs": {"shape": list(layout.shape), "class_dim": layout.class_dim, **_members_of(layout)},
         "tried": tried | {"outputs": outputs, "device": outputs.device.type},
         "likelihood": _record_of(lin.likelihood) or _describe(lin, outputs),
         "token": lin.token,
@@ -175,8 +178,13 @@ def _tried_points(record: Mapping[str, Any], data: Any, inputs: Any) -> Inputs:
 
 def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> tuple[Layout, Tensor]:
     """Return layout and outputs, once the model has reproduced the outputs that it had when it was saved."""
-    shape = torch.Size(record["outputs"]["shape"])
-    layout, outputs = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
+    saved_outputs = record["outputs"]
+    shape = torch.Size(saved_outputs["shape"])
+    if "members" in saved_outputs:
+        layouts: Callable[[Any], Layout] = partial(_named_layout, saved_outputs["members"], saved_outputs["targets"])
+    else:
+        layouts = partial(layout_of, class_dim=saved_outputs["class_dim"], numbers=not shape)
+    layout, outputs = checked_layout(network, few, layouts)
     saved = record["tried"]["outputs"].to(network.theta.device)
     with torch.no_grad():
         present = network(network.values, few)
@@ -186,6 +194,20 @@ def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> tupl
     if layout.shape != shape or not bool(((present - saved).abs() <= slack).all()):
         raise ValueError("the model has the saved weights, but other outputs: restore its forward and its settings.")
     return layout, outputs
+
+
+def _members_of(layout: Layout) -> dict[str, Any]:
+    """Return the record of several outputs and of the form of their targets."""
+    if not isinstance(layout, NamedLayout):
+        return {}
+    members = [[member.name, list(member.shape), member.class_dim] for member in layout.members]
+    return {"members": members, "targets": [[list(form.shape), form.floating] for form in layout.forms]}
+
+
+def _named_layout(members: Sequence[Any], targets: Sequence[Any], outputs: Any) -> NamedLayout:
+    """Return the layout of several outputs by their record."""
+    layout = NamedLayout.of([layout_of(outputs, class_dim, not shape, name) for name, shape, class_dim in members])
+    return replace(layout, forms=tuple(TargetShape(tuple(shape), floating) for shape, floating in targets))
 
 
 def _same_data(saved: Mapping[str, Any], data: Any, reading: Reading, network: Model) -> Batches:
@@ -219,6 +241,11 @@ def _record_of(likelihood: Likelihood) -> dict[str, Any] | None:
         arguments["likelihood"] = _record_of(inner)
         if arguments["likelihood"] is None:
             return None
+    if isinstance(likelihood, Multitask):
+        arguments["likelihoods"] = [[name, _record_of(member)] for name, member in likelihood.likelihoods.items()]
+        arguments["targets"] = [[list(shape), floating] for shape, floating in likelihood.targets]
+        if any(member is None for _, member in arguments["likelihoods"]):
+            return None
     return {"class": type(likelihood).__name__, "arguments": arguments}
 
 
@@ -229,6 +256,9 @@ def _recorded(record: Mapping[str, Any], device: torch.device) -> Likelihood:
     arguments = dict(record["arguments"])
     if isinstance(arguments.get("likelihood"), Mapping):
         arguments["likelihood"] = _recorded(arguments["likelihood"], device)
+    if "likelihoods" in arguments:
+        arguments["likelihoods"] = {name: _recorded(member, device) for name, member in arguments["likelihoods"]}
+        arguments["targets"] = [(tuple(shape), floating) for shape, floating in arguments["targets"]]
     return STORED[record["class"]](**arguments).to(device=device)
 
 

@@ -28,11 +28,13 @@ from curvops.network.data.inputs import (
     map_inputs,
     num_points,
 )
+from curvops.network.data.named_outputs import Name, NamedLayout
 from curvops.network.data.objects import Objects, WholeBatch
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
+from curvops.network.likelihoods.multitask import Multitask
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
@@ -228,6 +230,7 @@ class TrainedNetwork(NetworkOnData):
         self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
         self._results: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # results at these hyperparameters
+        self._views: dict[Any, Any] = {}
 
     @classmethod
     def read(
@@ -252,6 +255,7 @@ class TrainedNetwork(NetworkOnData):
         network = Model(model, None if by_running else parameters)
         network.refuse_modes()
         data, few, first_targets, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
+        given, layout, outputs = likelihood_at(network, few, likelihood, first_targets)
         if by_running:
             network = network.selecting(last_layer(network, few))
         theta = network.theta
@@ -259,7 +263,6 @@ class TrainedNetwork(NetworkOnData):
         if ranks is not None:
             nbytes = min(ranks.gather(nbytes))  # over equal budgets, or over the free memory
         memory = Budget(nbytes, theta.device, ranks)
-        given, layout, outputs = likelihood_at(network, few, likelihood)
         probability = given.snapshot(theta.device, theta.dtype)
         engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
         kept = engines.plan.routes.saved_bytes
@@ -335,15 +338,17 @@ class TrainedNetwork(NetworkOnData):
         walk = Passes(self.model, parts, self.engine, self.memory, engines, progress=self.passes.progress)
         return walk, num_points(inputs), graph
 
-    def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"]:
+    def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"] | Any:
         """Return f(x, θ*), the network's outputs at its snapshot, with each position as a point, (n·T, C).
 
-        Costs one forward pass.
+        Several outputs are a mapping of such tensors by name. Costs one forward pass.
 
         With `weights`, such as a draw from a posterior, it evaluates the network itself at these weights; weights
         outside a subnetwork keep their values. Inputs that require a gradient get one. Raises as `jacobian` does, and
         ValueError unless the weights are one vector (D,).
         """
+        if isinstance(self.likelihood, Multitask):
+            return {name: self.output(name).predict(x, weights) for name in self.likelihood.likelihoods}
         inputs = self.admit(x, differentiable=True)
         values = self.model.values if weights is None else self.unflatten_weights(weights)
         if num_points(inputs) and _require_gradient(inputs):
@@ -483,9 +488,20 @@ class TrainedNetwork(NetworkOnData):
     def with_likelihood(self: N, likelihood: Likelihood) -> N:
         """Return a copy with another likelihood of the same targets, unchecked, which shares the engines for J."""
         new = copy_object(self)
-        new.likelihood, new._gradient_rows = likelihood.snapshot(), {}
+        new.likelihood, new._gradient_rows, new._views = likelihood.snapshot(), {}, {}
         new._results = None, {}
         return new
+
+    def output(self: N, name: Name) -> N:
+        """Return the network with one of several outputs, for predictions of it: its data have all targets."""
+        if name not in self._views:
+            assert isinstance(self.likelihood, Multitask) and isinstance(self.model.layout, NamedLayout)
+            layout = next(member for member in self.model.layout.members if member.name == name)
+            member, model = self.likelihood.likelihoods[name], self.model.with_layout(layout)
+            shape = output_shape(member, layout)
+            self._views[name] = self._with(self.data, self.token, model=model, likelihood=member, output_shape=shape)
+        view: N = self._views[name]
+        return view
 
     def with_weights(self: N, theta: Float[Tensor, " D"]) -> N:
         """Return the network at other values of its selected parameters, with the same data."""
@@ -525,8 +541,8 @@ class TrainedNetwork(NetworkOnData):
     def _with(self: N, data: Batches | AbsentBatches, token: str | None, **others: Any) -> N:
         """Return a network of other data; its further parts are this one's, except those given."""
         kept: dict[str, Any] = {"model": self.model, "likelihood": self.likelihood, "memory_budget": self.memory}
-        kept |= {"engine": self.engine, "progress": self.passes.progress}
-        return type(self)(data=data, output_shape=self.output_shape, token=token, **kept | others)
+        kept |= {"engine": self.engine, "progress": self.passes.progress, "output_shape": self.output_shape}
+        return type(self)(data=data, token=token, **kept | others)
 
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:

@@ -177,6 +177,9 @@ class Group:
         first = groups[0]
         if len(groups) == 1:
             return first
+        if not all(group.is_like(first) for group in groups):  # their layers have other numbers of rows or calls
+            blocks = [group.rows() for group in groups]
+            return cls(first.names, (), first.first, {name: torch.cat([b[name] for b in blocks]) for name in blocks[0]})
         alike = zip(*(group.parts for group in groups))
         parts = [Factors(p[0].layer, torch.cat([x.kept for x in p]), torch.cat([x.delta for x in p])) for p in alike]
         given = {name: torch.cat([group.given[name] for group in groups]) for name in first.given}
@@ -265,6 +268,8 @@ def each_group(
                 cotangents = fisher.columns(f, batch, start, stop)
             deltas = sensitivities(model, outputs, calls, cotangents)
             yield from groups_of_calls(calls, deltas, start == 0, positions, weights)
+            if not sums:
+                yield from _without_rows(engines, calls, deltas, cotangents, start == 0, names)
             if others:
                 yield from _others(model, inputs, cotangents, others, start == 0, chunk)
             del deltas, cotangents  # before the next ones are made
@@ -274,6 +279,25 @@ def each_group(
         factors = Factors(last.layer, last.kept, H.diagonal.to(f.dtype).reshape(n, 1, *last.layer.output[1:]))
         own = tuple(sorted(last.layer.names.values()))
         yield Group(own, (factors,), positions=positions, weights=weights, hessian=H)
+
+
+def _without_rows(
+    engines: Engines,
+    calls: Sequence[Call],
+    deltas: Sequence[Tensor | None],
+    cotangents: Float[Tensor, "r n C"],
+    first: bool,
+    names: Container[str] | None,
+) -> Iterator[Group]:
+    """Yield rows of zeros for layers of ragged rows that have none at these points, as an expert has for some."""
+    ran = {name for call, delta in zip(calls, deltas) if delta is not None for name in call.layer.names.values()}
+    model, shape = engines.model, (cotangents.shape[1], cotangents.shape[0])
+    for layer in engines.plan.layers:
+        own = tuple(sorted(layer.names.values()))
+        if layer.is_ragged and ran.isdisjoint(own) and (names is None or any(name in names for name in own)):
+            zeros = {name: cotangents.new_zeros(()).expand(*shape, *model.values[name].shape) for name in own}
+            yield Group(own, (), first, zeros)
+            ran.update(own)
 
 
 def _last_alone(calls: Sequence[Call]) -> Call | None:
@@ -309,7 +333,8 @@ def groups_of_calls(
 ) -> Iterator[Group]:
     """Yield the rows of calls by the parameters that they share, without calls whose branch misses the outputs."""
     for names, members in group_calls(calls).items():
-        parts = [Factors(calls[i].layer, calls[i].kept, d) for i in members if (d := deltas[i]) is not None]
+        some = [(calls[i], delta) for i in members if (delta := deltas[i]) is not None]
+        parts = [Factors(c.layer, c.kept, d, inside=None if c.rows is None else c.rows.inside) for c, d in some]
         if parts:
             yield Group(names, tuple(parts), first, positions=positions, weights=weights)
 

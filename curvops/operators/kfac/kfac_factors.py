@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from curvops.records import from_record
 Sharing = Literal["expand", "reduce"]
 Bias = Literal["joint", "separate"]
 FactorPair = tuple[Tensor, Tensor]
+MaskedInput = tuple[Tensor, Tensor | None]
 MOST_DENSE = 1024
 """The most parameters for which a layer without Kronecker factors gets its exact block instead of its diagonal."""
 
@@ -327,9 +328,15 @@ def _has_positions(each: Tensor, right: Tensor) -> bool:
     return each.ndim == 2 and each.shape[1] == right.shape[2]
 
 
-def _counted(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
+def _places(each: Tensor | None, inside: Tensor | None) -> Tensor | None:
+    """Return a mask of the points or positions that count: of ragged rows, those `inside` the table of such points."""
+    if inside is None or (each is not None and each.shape == inside.shape and bool(inside.all())):
+        return each
+    return inside if each is None else inside & (each if each.ndim == 1 else each.any(1)).unsqueeze(1)
+
+
+def _counted(each: Tensor | None, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
     """Return the inputs without the points, or without the positions if t is the sequence, that do not count."""
-    each = group.positions
     if each is None:
         return right
     if not _has_positions(each, right):
@@ -337,44 +344,59 @@ def _counted(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, 
     return right.transpose(1, 2)[each].unsqueeze(2)
 
 
-def _mean_input(group: Group, right: Float[Tensor, "n g t q"]) -> Float[Tensor, "n g 1 q"]:
+def _mean_input(each: Tensor | None, right: Float[Tensor, "n g t q"]) -> Float[Tensor, "n g 1 q"]:
     """Return the mean over the positions, or over those that count if t is the sequence."""
-    each = group.positions
     if each is None or not _has_positions(each, right):
         return right.mean(2, keepdim=True)
     inside = each[:, None, :, None].to(right.dtype)
     return (right * inside).sum(2, keepdim=True) / inside.sum(2, keepdim=True).clamp_min(1)
 
 
-def _input_weights(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Float[Tensor, "m 1 s"] | None:
+def _input_weights(
+    weights: Tensor | None, each: Tensor | None, right: Shaped[Tensor, "n g t *q"]
+) -> Float[Tensor, "m 1 s"] | None:
     """Return the sample weight of each input that counts: a point of weight two counts as two."""
-    weights = group.weights
     if weights is None:
         return None
     if weights.ndim == 2 and not _has_positions(weights, right):
         weights = weights.amax(1)
-    each = weights.unsqueeze(1) if weights.ndim == 1 else weights
-    return _counted(group, each.unsqueeze(1).expand(-1, 1, right.shape[2]))
+    of_inputs = weights.unsqueeze(1) if weights.ndim == 1 else weights
+    return _counted(each, of_inputs.unsqueeze(1).expand(-1, 1, right.shape[2]))
 
 
 def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
     """Add the inputs of all calls: position by position (expand), or averaged over calls and positions (reduce).
 
-    Indices always expand.
+    Indices always expand. Ragged rows are the positions of their points, and each point has its own number of them.
     """
     assert group.layer is not None
-    rights = [part.right() for part in group.parts]
-    if sharing == "reduce" and rights[0].is_floating_point():
-        rights = [torch.stack([_mean_input(group, right) for right in rights]).mean(0)]
-    for right in rights:
-        kept, weights = _counted(group, right), _input_weights(group, right)
+    inputs = [(part.right(), _places(group.positions, part.inside)) for part in group.parts]
+    if sharing == "reduce" and inputs[0][0].is_floating_point():
+        inputs = _mean_inputs(inputs, any(part.inside is not None for part in group.parts))
+    weights = group.weights
+    if weights is not None and weights.ndim == 2 and not all(p.inside is None or p.inside.all() for p in group.parts):
+        weights = weights.amax(1)  # a row belongs to its point, to none of the positions of its outputs
+    for right, each in inputs:
+        kept, of_inputs = _counted(each, right), _input_weights(weights, each, right)
         if kept.is_floating_point():
-            block.count += kept.shape[0] * kept.shape[2] if weights is None else float(weights.sum())
-            block.right.add(kept if weights is None else kept * weights.sqrt().unsqueeze(-1))
+            block.count += kept.shape[0] * kept.shape[2] if of_inputs is None else float(of_inputs.sum())
+            block.right.add(kept if of_inputs is None else kept * of_inputs.sqrt().unsqueeze(-1))
         else:
-            counts = _token_counts(kept, group.layer.module, weights)
+            counts = _token_counts(kept, group.layer.module, of_inputs)
             block.count += float(counts.sum())
             block.tokens = _plus(block.tokens, counts.unsqueeze(0))
+
+
+def _mean_inputs(inputs: Sequence[MaskedInput], ragged: bool) -> list[MaskedInput]:
+    """Return the mean of each point's inputs over positions, then calls; of ragged rows over all rows of a point."""
+    if not ragged:
+        return [(torch.stack([_mean_input(each, right) for right, each in inputs]).mean(0), inputs[0][1])]
+    masks = []
+    for right, each in inputs:
+        inside = right.new_ones(right.shape[0], right.shape[2], dtype=torch.bool) if each is None else each
+        masks.append(inside if _has_positions(inside, right) else inside.unsqueeze(1).expand(-1, right.shape[2]))
+    mask = torch.cat(masks, 1)
+    return [(_mean_input(mask, torch.cat([right for right, _ in inputs], 2)), mask.any(1))]
 
 
 def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any, weights: Tensor | None = None) -> Shaped[Tensor, " V"]:

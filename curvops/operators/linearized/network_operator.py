@@ -30,13 +30,13 @@ class NetworkOperator(Operator):
     MADE_BY: ClassVar[str] = ""
     """The call that makes the operator, if users do not call its class, which then takes the stored form only."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if self.MADE_BY and not (args and isinstance(args[0], Tensor)):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.MADE_BY and args and not isinstance(args[0], Tensor):  # a copy is made without arguments
             raise TypeError(
-                f"{self.MADE_BY} makes the {type(self).__name__} of a linearised network, "
+                f"{cls.MADE_BY} makes the {cls.__name__} of a linearised network, "
                 "lin = co.linearize(model, data, likelihood); its class is not called."
             )
-        super().__init__(*args, **kwargs)
+        return super().__new__(cls)
 
     @property
     def theta(self) -> Tensor:

@@ -22,7 +22,8 @@ from torch import Tensor
 from curvops.checks import check_choice, shown
 from curvops.linalg import Estimate
 from curvops.metrics import divergences
-from curvops.network.data.inputs import num_points, tensor_of
+from curvops.network.data.batches import sizes_of, targets_of
+from curvops.network.data.inputs import move, num_points
 from curvops.network.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -58,16 +59,16 @@ def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean
 
 def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
     """Return the targets of test data by position; raise TypeError or ValueError for unsuitable ones."""
-    y = tensor_of(y)
-    if not isinstance(y, Tensor) or not y.ndim:
-        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(y)}.")
+    given, y = y, targets_of(y)
+    if y is None or (isinstance(y, Tensor) and not y.ndim):
+        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(given)}.")
     device, dtype = lin.theta.device, lin.theta.dtype
-    y = y.to(device=device, dtype=dtype if y.is_floating_point() else None)
     points = num_points(lin.inputs_of(x))
-    if len(y) != points:
-        raise ValueError(f"there are {points} inputs, but {len(y)} targets: pass one target per point.")
+    if sizes_of(y) != {points}:
+        sizes = ", ".join(map(str, sorted(sizes_of(y))))
+        raise ValueError(f"there are {points} inputs, but {sizes} targets: pass one target per point.")
     layout = lin.model.layout
-    y = y if layout is None else layout.targets(y)
+    y = move(y if layout is None else layout.targets(y), device, dtype)
     lin.likelihood.check_targets(y, lin.num_outputs)
     return y.flatten(0, 1) if isinstance(lin.likelihood, Sequences) else y
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -21,7 +21,7 @@ from curvops.checks import check_accuracy, check_choice, check_flag, check_gener
 from curvops.linalg import Estimate
 from curvops.linalg.core.cache import Cache
 from curvops.network import PointNormals
-from curvops.network.likelihoods import Gaussian, Likelihood
+from curvops.network.likelihoods import Gaussian, Likelihood, Multitask
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import checked_draws
 from curvops.posterior.predictions import answers
@@ -33,6 +33,7 @@ from curvops.posterior.predictions.answers import (
     decompose_labels,
     join_uncertainties,
 )
+from curvops.posterior.predictions.by_name import NamedPredictions
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
 from curvops.posterior.predictions.outputs import (
     CovarianceOverRanks,
@@ -47,6 +48,8 @@ from curvops.ranks.sharded_vectors import ranks_together
 from curvops.ranks.split_points import SplitPoints, split_points
 from curvops.summary import name_of
 
+ByName: TypeAlias = Any
+"""For a network with several outputs: a mapping from their names to such answers."""
 WEIGHT_DRAWS = 100
 """The number of draws of the weights for averages over them, if none are given: each costs a solve or a pass."""
 
@@ -90,7 +93,7 @@ class Predictive(ABC):
 
     def at(
         self, x: Any, samples: Float[Tensor, "k D"] | None = None, rtol: float | None = None, gather: bool = False
-    ) -> Predictions:
+    ) -> Predictions | ByName:
         """Return the predictions at x, for several questions that share their passes, products and solves.
 
         Args:
@@ -100,7 +103,8 @@ class Predictive(ABC):
             gather: as in `predict`.
 
         Returns:
-            The `Predictions`, whose methods answer as the posterior's of the same names.
+            The `Predictions`, whose methods answer as the posterior's of the same names; for several outputs a mapping
+            from their names to `Predictions`, with the same methods.
 
         Cost: nothing before the first question. Then what answers have in common is computed once; joint covariances
         and draws that are made for one answer are not in common.
@@ -112,7 +116,13 @@ class Predictive(ABC):
             check_accuracy(rtol)
         check_flag("gather", gather)
         outputs = self._outputs() if samples is None else self._outputs_at(checked_draws(samples, self.mean))
-        return Predictions(self, x, samples, rtol, gather, outputs)
+        whole = Predictions(self, x, samples, rtol, gather, outputs)
+        if not isinstance(self.lin.likelihood, Multitask):
+            return whole
+        views = {name: self.lin.output(name) for name in self.lin.likelihood.likelihoods}
+        return NamedPredictions(
+            whole, {name: replace(whole, _outputs=replace(outputs, lin=view)) for name, view in views.items()}
+        )
 
     def predict(
         self,
@@ -123,8 +133,8 @@ class Predictive(ABC):
         noise: bool = False,
         groups: int | None = None,
         gather: bool = False,
-    ) -> MultivariateNormal:
-        """Return the distribution of the linearised network's outputs at x.
+    ) -> MultivariateNormal | ByName:
+        """Return the distribution of the linearised network's outputs at x, for several outputs one under each name.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
@@ -169,8 +179,10 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         rtol: float = 1e-3,
         gather: bool = False,
-    ) -> Float[Tensor, "k N C"]:
+    ) -> Float[Tensor, "k N C"] | ByName:
         """Draw k functions of the linearised network, f(x, θ*) + J(x)(θ_k − θ*), each jointly at all points.
+
+        Several outputs are those of the same functions, by name.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
@@ -195,11 +207,11 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
         gather: bool = False,
-    ) -> Float[Tensor, "N *C"]:
+    ) -> Float[Tensor, "N *C"] | ByName:
         """Return class probabilities E[softmax(f)] at x, or E[σ(f)] for each label of a Bernoulli likelihood.
 
         For a `torch.distributions.Categorical` or `Bernoulli` that the user makes from the outputs, it is the mean of
-        its probabilities.
+        its probabilities. Several outputs have them by name, those that are classes or labels.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
@@ -227,8 +239,10 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
         gather: bool = False,
-    ) -> Uncertainty:
+    ) -> Uncertainty | ByName:
         """Return the total uncertainty of the target at each x, and its aleatoric and epistemic parts.
+
+        Several outputs have them by name.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
@@ -263,7 +277,8 @@ class Predictive(ABC):
 
         Args:
             x: inputs as the model takes them.
-            y: targets in the likelihood's form. A sequence counts as T points.
+            y: targets in the likelihood's form. A sequence counts as T points. For several outputs a mapping, and the
+                result is that of all of a point's targets together.
             joint: False scores each point, (N,); True scores random pairs of points, (⌊N/2⌋,), with ten copies of the
                 two points in all (the dyadic score of Osband et al. 2022), which measures whether predictions vary
                 together as they should.
@@ -279,10 +294,6 @@ class Predictive(ABC):
                 the link does not fit the likelihood or joint=True.
         """
         return self.at(x, samples, gather=gather).log_likelihood(y, joint, generator, link)
-
-    def _target(self) -> Likelihood:
-        """Return the likelihood of one position's target."""
-        return self.lin.likelihood.of_position
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,11 +320,21 @@ class Predictions:
     _outputs: OutputDistribution = field(repr=False)
     _shared: dict[tuple[bool, bool], Any] = field(init=False, repr=False, default_factory=dict)
 
+    @property
+    def lin(self) -> Linearization:
+        """The linearised network, with the output that these are predictions of."""
+        return self._outputs.lin
+
+    @property
+    def _target(self) -> Likelihood:
+        """The likelihood of one position's target."""
+        return self.lin.likelihood.of_position
+
     def predict(self, joint: bool = False, noise: bool = False, groups: int | None = None) -> MultivariateNormal:
         """Return the distribution of the linearised network's outputs; see `predict` of the posterior."""
         check_flag("joint", joint)
         check_flag("noise", noise)
-        likelihood = self.posterior._target() if noise else None
+        likelihood = self._target if noise else None
         if likelihood is not None and likelihood.form != "numbers":
             raise ValueError(
                 "noise=True adds the observation noise of real targets that are independent given the outputs, but "
@@ -322,7 +343,7 @@ class Predictions:
         if groups is not None and joint:
             raise ValueError("joint=True makes a single group of all points; pass groups or joint=True, not both.")
         together = None if joint else 1 if groups is None else checked_whole("groups", groups)
-        call, lin = f"predictions, joint within {together or 'all'} points", self.posterior.lin
+        call, lin = f"predictions, joint within {together or 'all'} points", self.lin
         by_draws = likelihood is not None and not isinstance(likelihood, NUMBERS)
         fixed = torch.Generator(lin.theta.device).manual_seed(0)  # a distribution that is asked for again is the same
         normals = normals_for(self._outputs, fixed) if by_draws else None
@@ -366,7 +387,7 @@ class Predictions:
 
     def probabilities(self, link: str | None = None, generator: torch.Generator | None = None) -> Float[Tensor, "N *C"]:
         """Return class probabilities; see `probabilities` of the posterior."""
-        likelihood = self.posterior._target()
+        likelihood = self._target
         link = answers.checked_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if link == "network" else self._outputs
         normals = normals_for(outputs, generator) if link == "mc" else None
@@ -383,7 +404,7 @@ class Predictions:
 
     def uncertainty(self, generator: torch.Generator | None = None) -> Uncertainty:
         """Return the total uncertainty of the targets, and its parts; see `uncertainty` of the posterior."""
-        likelihood = self.posterior._target()
+        likelihood = self._target
         if likelihood.form is None:
             raise ValueError(f"{likelihood!r} has no decomposition of its uncertainty; use predict or functions(x, k).")
         check_generator(generator)
@@ -405,7 +426,7 @@ class Predictions:
         check_flag("joint", joint)
         check_generator(generator)
         check_choice("link", link, ("mc", "probit"))
-        likelihood = self.posterior._target()
+        likelihood = self._target
         by_probit = link == "probit"
         if by_probit and joint:
             raise ValueError("link='probit' scores each point; pairs of points, joint=True, need link='mc'.")
@@ -437,7 +458,8 @@ class Predictions:
         """Return the outputs at the draws of the weights, made for one answer if there are none."""
         if isinstance(self._outputs, DrawnOutputs):
             return self._outputs
-        return self.posterior._outputs_at(self.posterior.sample(WEIGHT_DRAWS, generator))
+        drawn = self.posterior._outputs_at(self.posterior.sample(WEIGHT_DRAWS, generator))
+        return replace(drawn, lin=self.lin)
 
     def _split(
         self,
@@ -459,7 +481,7 @@ class Predictions:
             sharded = isinstance(outputs, NormalOutputs) and ranks_together(self.posterior.precision) is not None
             return all_points or sharded
 
-        split = split_points(self.posterior.lin, self.x, self.gather, request, needs_data, targets)
+        split = split_points(self.lin, self.x, self.gather, request, needs_data, targets)
         if outputs is not self._outputs:
             return outputs.at(split.x, self.rtol), split
         key = split.is_whole, torch.is_grad_enabled()

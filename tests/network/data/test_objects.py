@@ -334,8 +334,7 @@ def test_weights_of_points():
 def test_a_batch_that_only_the_model_can_read_says_what_it_needs():
     rows, y = data()
     lin = of_batches(Pooled(ragged=True).double(), rows, y, noise(), parts_of_points)
-    with pytest.raises(ValueError, match="collate="):
-        co.DiagonalGGN(lin)
+    close(co.DiagonalGGN(lin).diagonal(), co.GGN(lin).to_dense().diagonal())
     with pytest.raises(ValueError, match="collate="):
         lin.restrict(torch.tensor([0, 2]), 1.0)
 
@@ -526,3 +525,35 @@ def test_points_without_labels():
     reference = co.linearize(model.net, (sums, None), "classification")
     for name in ("GGN", "diagonal", "KFAC"):
         close(QUESTIONS[name](lin, None), QUESTIONS[name](reference, None))
+
+
+def test_several_targets_of_points():
+    class Two(Pooled):
+        def forward(self, points):
+            outputs = super().forward(points)
+            return {"class": outputs, "value": outputs[:, :1]}
+
+    points, y, sums = of_clouds()
+    model, labels = Two().double(), torch.arange(N) % 2
+    likelihoods = {"class": "classification", "value": noise()}
+    targets = {"class": labels, "value": y[:, :1]}
+    items = [(point, {name: part[i] for name, part in targets.items()}) for i, point in enumerate(points)]
+    lin = co.linearize(model, (points, targets), likelihoods, collate=list)
+    same = co.linearize(model, items, likelihoods, collate=list)
+    loader = DataLoader(items, batch_size=3, collate_fn=JoinMappings())
+    for other in (same, co.linearize(model, loader, likelihoods)):
+        close(co.GGN(other) @ vectors(lin), co.GGN(lin) @ vectors(lin))
+    parts = [co.linearize(model.net, (sums, labels), "classification")]
+    value = nn.Sequential(model.net, Column())
+    parts += [co.linearize(value, (sums, y[:, :1]), noise())]
+    close(co.GGN(lin) @ vectors(lin), sum(co.GGN(part) @ vectors(lin) for part in parts))
+
+
+class Column(nn.Module):
+    def forward(self, outputs):
+        return outputs[:, :1]
+
+
+class JoinMappings:
+    def __call__(self, items):
+        return [point for point, _ in items], {name: torch.stack([y[name] for _, y in items]) for name in items[0][1]}

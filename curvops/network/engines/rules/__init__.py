@@ -7,10 +7,10 @@ from curvops.network.engines.rules.convolution import ConvolutionRule, Transpose
 from curvops.network.engines.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from curvops.network.engines.rules.linear import LinearRule, TransposedLinearRule
 from curvops.network.engines.rules.norm import ScaleRule
-from curvops.network.engines.rules.rule import Local, Rule
+from curvops.network.engines.rules.rule import Local, RowForm, Rule
 from curvops.ranks.process_group import has_hooks, unsharded_class
 
-__all__ = ["RULES", "Local", "Rule", "rule_for", "rule_of"]
+__all__ = ["RULES", "Local", "RowForm", "Rule", "rule_for", "rule_of"]
 
 # A class of a package that need not be installed is listed under its full name.
 RULES: dict[type | str, Rule] = {

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from curvops.network.engines.rules.rule import Local, Rule
+from curvops.network.engines.rules.linear import with_ones
+from curvops.network.engines.rules.rule import Local, RowForm, Rule
 from curvops.network.model.fused_kernels import unfused
 
 
@@ -28,6 +29,18 @@ class ConvolutionRule(Rule):
             return a
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         return F.pad(a, _sides(layer), mode)
+
+    def row_form(self, layer: _ConvNd, *args: Tensor) -> RowForm | None:
+        """Return the output's pixels one by one, with their patches: images may differ in size."""
+        (a,) = args
+        batched = a.ndim == layer.weight.ndim
+        patches = _grouped_patches(layer, self.keep(layer, a if batched else a.unsqueeze(0)), False)
+
+        def split(s: Tensor) -> Tensor:
+            s = (s if batched else s.unsqueeze(1)).flatten(3).unflatten(2, (layer.groups, -1))
+            return s.permute(0, 1, 4, 2, 3).flatten(1, 2)
+
+        return RowForm(PatchRule(), patches.transpose(1, 2).flatten(0, 1), split)
 
     def push(self, layer: _ConvNd, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         weight, bias = tangents.get("weight"), tangents.get("bias")
@@ -90,13 +103,56 @@ class ConvolutionRule(Rule):
         return _grouped_patches(layer, kept, "bias" in names)
 
     def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
-        return output[0].numel() * layer.weight[0].numel()
+        return output.shape[1:].numel() * layer.weight[0].numel()
+
+
+class PatchRule(Rule):
+    """The rule of a convolution at T pixels a point, from their patches (n, T, g, q) and s (n, K, T, g, p)."""
+
+    def push(self, layer: _ConvNd, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        weight, bias = tangents.get("weight"), tangents.get("bias")
+        terms = []
+        if weight is not None:
+            kernels = weight.flatten(2).unflatten(1, (layer.groups, -1))
+            terms.append(torch.einsum("ntgq,kgpq->nktgp", kept, kernels))
+        if bias is not None:
+            spread = bias.view(1, len(bias), 1, layer.groups, -1)
+            terms.append(spread.expand(len(kept), -1, kept.shape[1], -1, -1))
+        return terms[0] + terms[1] if len(terms) == 2 else terms[0]
+
+    def pull(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        gradients: Local = {}
+        if "weight" in names:
+            gradients["weight"] = torch.einsum("nktgp,ntgq->kgpq", s, kept).reshape(-1, *layer.weight.shape)
+        if "bias" in names:
+            gradients["bias"] = s.sum((0, 2)).flatten(1)
+        return gradients
+
+    def rows(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        rows: Local = {}
+        if "weight" in names:
+            product = torch.einsum("nktgp,ntgq->nkgpq", s, kept)
+            rows["weight"] = product.reshape(*s.shape[:2], *layer.weight.shape)
+        if "bias" in names:
+            rows["bias"] = s.sum(2).flatten(2)
+        return rows
+
+    def left(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+        return s.transpose(2, 3) if "weight" in names else None
+
+    def right(self, layer: _ConvNd, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        right = kept.transpose(1, 2)
+        return with_ones(right) if "bias" in names else right
 
 
 class TransposedConvolutionRule(ConvolutionRule):
     """The rule of transposed convolutions, the adjoints; the weight is (in, out / groups, *kernel)."""
 
     transposed = True
+
+    def row_form(self, layer: _ConvNd, *args: Tensor) -> None:
+        """Return None: a pixel of the output belongs to several of the input's."""
+        return None
 
     def _wide(self, layer: _ConvNd, weight: Tensor) -> Tensor:
         return weight.transpose(0, 1).flatten(1, 2)

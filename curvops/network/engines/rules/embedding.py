@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvops.network.engines.rules.rule import Local, Rule
+from curvops.network.engines.rules.rule import Local, RowForm, Rule
 
 
 class TableRule(Rule):
@@ -31,6 +31,10 @@ class TableRule(Rule):
 
 class EmbeddingRule(TableRule):
     """The rule of rows of a table; its Jacobian (n, K, V, E) is formed only if V is below t."""
+
+    def row_form(self, layer: nn.Embedding, *args: Tensor) -> RowForm | None:
+        (indices,) = args
+        return RowForm(self, self.keep(layer, indices).flatten(), lambda s: s.reshape(len(s), -1, s.shape[-1]))
 
     def push(self, layer: nn.Embedding, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         looked_up = tangents["weight"][:, kept].transpose(0, 1)
@@ -56,6 +60,25 @@ class EmbeddingBagRule(TableRule):
 
     def supports(self, layer: nn.EmbeddingBag) -> bool:
         return layer.mode in ("sum", "mean")
+
+    def row_form(self, layer: nn.EmbeddingBag, *args: Tensor) -> RowForm | None:
+        """Return the looked-up rows one by one: bags may have any sizes, and weights of their own."""
+        indices, offsets, weights = self.keep(layer, args[0]).flatten(), None, None
+        for further in args[1:]:
+            offsets, weights = (offsets, further) if further.is_floating_point() else (further, weights)
+        positions = torch.arange(len(indices), device=indices.device)
+        if offsets is None:
+            bags = positions // max(1, args[0].shape[1])
+        else:
+            bags = torch.searchsorted(offsets.long(), positions, right=True) - 1
+        counted, dtype = _find_padding(layer, indices), layer.weight.dtype
+        shares = torch.ones_like(indices, dtype=dtype) if counted is None else counted.to(dtype)
+        if layer.mode == "mean":
+            sizes = shares.new_zeros(int(bags.max()) + 1 if len(bags) else 0).index_add(0, bags, shares)
+            shares = shares / sizes.clamp_min(1)[bags]
+        if weights is not None:
+            shares = shares * weights.flatten()
+        return RowForm(EmbeddingRule(), indices, lambda s: s[:, bags] * shares.unsqueeze(1))
 
     def push(self, layer: nn.EmbeddingBag, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         mode, padding = layer.mode, layer.padding_idx

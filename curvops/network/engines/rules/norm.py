@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvops.network.engines.rules.rule import Local, Rule
+from curvops.network.engines.rules.rule import Local, RowForm, Rule
 
 
 class ScaleRule(Rule):
@@ -37,6 +37,14 @@ class ScaleRule(Rule):
         if layer.running_mean is None or instance:
             return F.group_norm(a, a.shape[1], eps=layer.eps)  # groups of one channel each
         return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
+
+    def row_form(self, layer: Any, *args: Tensor) -> RowForm | None:
+        kept, last = self.keep(layer, *args), 1
+        if not self.leading:
+            last = len(layer.normalized_shape)
+            return RowForm(self, kept.flatten(0, -1 - last), lambda s: s.flatten(1, -1 - last))
+        channels_last = ScaleRule(leading=False)
+        return RowForm(channels_last, kept.movedim(1, -1).flatten(0, -2), lambda s: s.movedim(2, -1).flatten(1, -2))
 
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         terms = []

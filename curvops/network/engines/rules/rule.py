@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 Local = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class RowForm:
+    """A call of a layer as m rows, each of which has one position: their inputs (m, *a), and their own rule.
+
+    `split` turns sensitivities (R, *out) of the call's output into those of the rows, (R, m, *b). The rule takes rows
+    in a table of points, (n, T, *a) and (n, R, T, *b), with T positions a point; rows of zeros fill it up.
+    """
+
+    rule: Rule
+    kept: Tensor
+    split: Callable[[Tensor], Tensor]
 
 
 class Rule(ABC):
@@ -24,6 +38,10 @@ class Rule(ABC):
         """Turn the layer's input into the tensor that is stored."""
         return a
 
+    def row_form(self, layer: Any, *args: Tensor) -> RowForm | None:
+        """Return a call with these tensors row by row, whatever the number of rows; None if its rows have no rule."""
+        return None
+
     @abstractmethod
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         """Return the change of the output (n, K, *out) for K tangents of weight and bias, (K, *shape) each."""
@@ -38,7 +56,7 @@ class Rule(ABC):
 
     def multiply_adds(self, layer: Any, output: Tensor) -> int:
         """Count the multiply-adds of one forward pass of one point."""
-        return output[0].numel()
+        return output.shape[1:].numel()
 
     def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
         """Return the left side of the rows as sums of outer products over positions t that share the weight, or None.
