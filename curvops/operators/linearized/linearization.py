@@ -194,7 +194,7 @@ def linearize(
         and a posterior whose curvature cannot raises an error. Two things are not copied: tensors inside your own
         functions, and the data, which must not change (a pass over changed data raises `DataChangedError`).
         Of objects, their tensors, arrays, numbers and words are compared, in attributes and containers; what an
-        extension keeps in its own memory (an image of PIL, a graph of DGL) is not seen.
+        extension keeps in its own memory (a graph of DGL) is not seen.
 
     Raises:
         TypeError: an argument is of another kind than those above.
