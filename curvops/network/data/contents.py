@@ -7,6 +7,7 @@ modules of Python are not seen.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +41,8 @@ def leaves_of(value: Any, attributes: bool = True) -> Iterator[tuple[str, Any]]:
     while waiting:
         way, part = waiting.pop()
         if attributes and any(hasattr(part, name) for name in ARRAYS) and not isinstance(part, (type, *LEAVES)):
-            part = np.asarray(part)
+            with contextlib.suppress(TypeError, ValueError):  # an array on an accelerator is looked into instead
+                part = np.asarray(part)
         if isinstance(part, LEAVES) and not _holds_objects(part):
             yield way, part
         elif id(part) not in seen and not isinstance(part, UNSEEN):

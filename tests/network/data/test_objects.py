@@ -232,12 +232,12 @@ def test_weights_before_the_sum_against_autograd(form, engine):
         close(lin.jacobian() @ V, J @ V)
         close(lin.jacobian().mT @ J @ V, J.mT @ (J @ V))
         close(co.GGN(lin) @ V, J.mT @ (J @ V) / 0.3)
-    if form != "batches":
-        close(lin.jacobian(points[1:4]).to_dense(), J[2:8])
-        close(co.DiagonalGGN(lin).diagonal(), J.square().sum(0) / 0.3)
-        r = (lin.outputs() - y) / 0.3
-        G = torch.einsum("nc,ncd->nd", r, J.view(N, 2, -1))
-        close(co.EmpiricalFisher(lin) @ V, G.mT @ (G @ V))
+    some = parts_of_points(points[1:4]) if form == "batches" else points[1:4]
+    close(lin.jacobian(some).to_dense(), J[2:8])
+    close(co.DiagonalGGN(lin).diagonal(), J.square().sum(0) / 0.3)
+    r = (lin.outputs() - y) / 0.3
+    G = torch.einsum("nc,ncd->nd", r, J.view(N, 2, -1))
+    close(co.EmpiricalFisher(lin) @ V, G.mT @ (G @ V))
 
 
 def gradients(model, point):
@@ -364,6 +364,16 @@ def test_a_batch_that_only_the_model_can_read_says_what_it_needs():
             "the model failed on .* points of type Tensor",
         ),
         "a single point": (lambda m, p, y: of_points(m, p, y, noise(), list).predict(Cloud(p[0])), "list"),
+        "a random collate": (
+            lambda m, p, y: of_points(
+                m, p, y, noise(), lambda points: parts_of_points([torch.rand_like(q) for q in points])
+            ),
+            "two passes over the same points",
+        ),
+        "a random order": (
+            lambda m, p, y: of_points(m, p, y, noise(), lambda points: points[::-1]),
+            "depend on the other points",
+        ),
         "a string": (lambda m, p, y: co.linearize(m, ("abcdefg", y), noise(), collate=list), "a list of points"),
     }.values(),
 )
