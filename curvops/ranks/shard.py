@@ -187,4 +187,6 @@ def _first_point(item: object, weights: bool) -> dict[str, object]:
     """Return the first point of an item of a source as a separate item, on the CPU."""
     given, *others = split_batch(item, weights)
     point: dict[str, object] = {"inputs": move(take(normalise(given), slice(0, 1)), "cpu"), "targets": None}
-    return point | {name: part[:1].cpu() for name, part in zip(NAMES[1:], others) if part is not None}
+    return point | {
+        name: move(take(part, slice(0, 1)), "cpu") for name, part in zip(NAMES[1:], others) if part is not None
+    }
