@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     """A function of a list of points that returns what the model takes."""
     Data: TypeAlias = tuple[Points, Tensor | None] | tuple[Points, Tensor | None, Tensor] | Iterable[Any]
     """Points and targets or None, with weights if there are some; or such batches, which can be read again."""
-    LikelihoodChoice: TypeAlias = str | Likelihood | nn.Module | Callable[..., Any]
-    """A name such as "classification", a likelihood, a torch loss, or a function of outputs and targets."""
+    OneLikelihood: TypeAlias = str | Likelihood | nn.Module | Callable[..., Any]
+    LikelihoodChoice: TypeAlias = OneLikelihood | Mapping[Any, OneLikelihood] | Sequence[OneLikelihood]
+    """A name such as "classification", a likelihood, a torch loss, or a function of outputs and targets; or several."""
     ParameterChoice: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool] | Tensor | Sequence[int]
     """A name or globs over the names of parameters, a predicate of name and tensor, or positions."""
     CurvatureChoice: TypeAlias = str | LinearOperator | Callable[[Linearization], LinearOperator]

@@ -22,7 +22,8 @@ from curvops.checkpoint import identify
 from curvops.checks import check_like, check_shape, checked_whole
 from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
-from curvops.network.data.batches import Batches, Reading, parts_of
+from curvops.network.data.batch_parts import parts_of
+from curvops.network.data.batches import Batches, Reading
 from curvops.network.data.inputs import Inputs, batch_inputs, move, move_tensor, take
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood

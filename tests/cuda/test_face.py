@@ -361,6 +361,7 @@ FACE: dict[str, Callable[[World], Any]] = {
     "KFAC reduce": lambda w: co.KFAC(w.lin, fisher="mc", sharing="reduce", generator=w.generator()).to_dense(),
     "heuristic_damping": lambda w: co.KFAC(w.lin).heuristic_damping(0.1).to_dense(),
     "sequences": lambda w: sequences(w),
+    "several outputs": lambda w: several_outputs(w),
     "unflatten": lambda w: (w.lin.unflatten_weights(w.draws[0]), w.lin.unflatten_tangent(w.V[:, 0])),
     "prior_mean, compression": lambda w: (
         w.post.prior_mean,
@@ -684,6 +685,29 @@ def sequences(w: World) -> Any:
             co.laplace(lin, co.KFAC, 1.0).predict(x),
         ]
     return found
+
+
+def several_outputs(w: World) -> Any:
+    """A class and values of which some are missing, from one network."""
+    weights = {"kind": w.normal(4, 3), "value": w.normal(4, 2)}
+    y = {"kind": torch.arange(len(w.x), device=w.device) % 3, "value": w.normal(len(w.x), 2)}
+    y["value"][::3, 0] = torch.nan
+    choice = {"kind": "classification", "value": likelihoods.Gaussian("per_output", missing="ignore")}
+    lin = co.linearize((lambda p, x: {name: x @ p[name] for name in p}, weights), (w.x, y), choice)
+    assert isinstance(lin.likelihood, likelihoods.Multitask)
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
+    at = post.at(w.x)
+    assert isinstance(at, co.posterior.NamedPredictions)
+    return [
+        co.GGN(lin).to_dense(),
+        co.GGN(lin, mc_samples=2, generator=w.generator()).to_dense(),
+        co.EmpiricalFisher(lin).to_dense(),
+        lin.log_likelihood(),
+        lin.likelihood.likelihoods["value"].noise,
+        at.predict()["value"].variance,
+        at.probabilities()["kind"],
+        post.log_evidence().value,
+    ]
 
 
 class Recurrent(nn.Module):

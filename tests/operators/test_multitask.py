@@ -394,6 +394,32 @@ def test_targets_by_name_come_in_every_form_of_data() -> None:
     torch.testing.assert_close(co.GGN(single).to_dense().double(), expected, rtol=1e-4, atol=1e-4)
 
 
+class OfLists(nn.Module):
+    """A network that takes a list of points."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, points: Any) -> Any:
+        return self.net(torch.stack([point["x"] for point in points]))
+
+
+def test_points_of_any_kind_have_targets_by_name() -> None:
+    joined, x, y, lin = built("a class and values")
+    points = [{"x": row} for row in x]
+    pairs = [(point, {name: part[i] for name, part in y.items()}) for i, point in enumerate(points)]
+    expected = co.KFAC(lin).to_dense()
+    given = {"a pair": ((points, y), list), "a list of pairs": (pairs, list)}
+    for data, collate in given.values():
+        objects = co.linearize(OfLists(joined.net), data, FIRST.likelihoods, collate=collate)
+        torch.testing.assert_close(co.KFAC(objects).to_dense(), expected, **TIGHT)
+    post = co.laplace(objects, co.KFAC, 1.0, check_mode=False)
+    tensors = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
+    found, wanted = post.predict(points[:3])["value"].variance, tensors.predict(x[:3])["value"].variance
+    torch.testing.assert_close(found, wanted, **TIGHT)
+
+
 def test_a_posterior_is_saved(tmp_path: Any) -> None:
     for i, name in enumerate(("a tuple", "pixels and a number", "missing targets of both")):
         joined, x, y, lin = built(name)
@@ -442,3 +468,67 @@ def test_curvatures_need_no_targets() -> None:
         torch.testing.assert_close(kind(bare).to_dense(), kind(lin).to_dense(), **TIGHT)
     with pytest.raises(ValueError, match="labels"):
         bare.log_likelihood()
+
+
+@pytest.mark.filterwarnings("ignore::curvops.errors.ModeWarning")
+def test_training_takes_targets_by_name() -> None:
+    joined, x, y, _ = built("a class and values")
+    net = copy.deepcopy(joined.net)
+    posts = [
+        co.evidence.train(net, data, FIRST.likelihoods, epochs=1, batch_size=N, optimizer=torch.optim.SGD)
+        for data in ((x, y), Points(x, y))
+    ]
+    assert list(posts[1].predict(x)) == ["class", "value"]
+    again = co.linearize(net, (x, y), posts[1].lin.likelihood)
+    torch.testing.assert_close(again.log_likelihood(), posts[1].lin.log_likelihood(), **TIGHT)
+
+
+@pytest.mark.parametrize(
+    ("likelihoods", "targets", "message"),
+    [
+        ("classification", FIRST.targets, "pass a mapping of likelihoods for several outputs"),
+        (
+            {"kind": "classification"},
+            FIRST.targets,
+            r"given for 'kind', but the model's outputs are \['class', 'value'",
+        ),
+        ({"class": "classification"}, {"kind": CLASSES}, r"given for 'class', but the targets are \['kind'\]"),
+        ({"class": "classification"}, CLASSES, r"targets are a mapping with these keys"),
+        ({}, FIRST.targets, "the mapping of likelihoods is empty"),
+        ({"class": "classification"}, {"class": CLASSES + 1}, r"targets\['class'\]: .* given values from 1 to 3"),
+        ({"class": "classification"}, {"class": CLASSES[:3]}, "There are 8 inputs, but the targets have shape"),
+        ({"value": "regression"}, {"value": hollow()}, "missing='ignore'"),
+        ({"value": "regression"}, {"value": ["a"] * N}, "must be tensors; given dict"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(likelihoods: Any, targets: Any, message: str) -> None:
+    joined, x, *_ = built("a class and values")
+    with pytest.raises((TypeError, ValueError), match=message):
+        co.linearize(joined.net, (x, targets), likelihoods)
+
+
+def test_later_targets_have_the_form_of_the_first() -> None:
+    joined, x, *_ = built("a class and values")
+    forms = [{"class": CLASSES[:4]}, {"class": torch.rand(4, 3).softmax(1)}]
+    with pytest.raises(ValueError, match=r"the first targets\['class'\] were whole numbers of shape \(n,\)"):
+        co.linearize(joined.net, list(zip((x[:4], x[4:]), forms, strict=True)), {"class": "classification"})
+
+
+def test_one_output_takes_one_likelihood() -> None:
+    with pytest.raises(ValueError, match="the model returns one tensor: pass one likelihood"):
+        co.linearize(nn.Linear(4, 2).double(), (normal(N, 4), FIRST.targets), FIRST.likelihoods)
+    with pytest.raises(TypeError, match="pass a mapping of likelihoods"):
+        co.linearize(nn.Linear(4, 2).double(), (normal(N, 4), FIRST.targets), "regression")
+
+
+def test_hyperparameters_of_one_output_need_its_name() -> None:
+    *_, lin = built("a class and values")
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
+    with pytest.raises(ValueError, match=r"post.with_noise\({'value': variance}\)"):
+        post.with_noise(0.1)
+    with pytest.raises(ValueError, match=r"noise names \['val'\], but the outputs are \['class', 'value'\]"):
+        post.with_noise({"val": 0.1})
+    with pytest.raises(ValueError, match="has no noise"):
+        post.with_noise({"class": 0.1})
+    with pytest.raises(KeyError, match="is not one of the outputs"):
+        post.at(normal(N, 4))["val"]

@@ -16,11 +16,19 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
+from curvops.network.data.batch_parts import (
+    ACCEPTED,
+    holds_all,
+    require_aligned,
+    sizes_of,
+    split_batch,
+    targets_of,
+    unlabelled_source,
+)
 from curvops.network.data.inputs import (
     MISSING,
     Inputs,
@@ -34,26 +42,13 @@ from curvops.network.data.inputs import (
     normalise,
     num_points,
     require_finite,
+    rows_of,
     take,
-    tensor_of,
 )
-from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order
-from curvops.network.data.objects import Objects, PointPairs, WholeBatch
+from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order, stacked_items
+from curvops.network.data.objects import PointPairs, WholeBatch
 from curvops.network.data.randomness import items
 
-ACCEPTED = (
-    "Pass a pair (inputs, targets) of tensors or arrays, a torch Dataset, a DataLoader, or a list (any re-iterable) of "
-    "batches (inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names. In a "
-    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs. A batch "
-    "of graphs has its targets as y. Without labels, write (inputs, None), or pass one tensor."
-)
-TARGETS = (
-    "Several targets are a mapping of tensors, with a likelihood under each name; convert a list of numbers with "
-    "torch.tensor; those of an autoencoder are its inputs; without labels pass None."
-)
-NAMES = ("inputs", "targets", "weights")
-LABELS = ("labels", "label")
-"""The names of the targets in Hugging Face collators and data sets."""
 NONE = torch.zeros(())
 """A target for data without labels while the likelihood is unknown."""
 
@@ -105,21 +100,20 @@ class Batch:
         return [*components(self.inputs), *targets, *weights]
 
     @cached_property
-    def _rows(self) -> list[tuple[str, Tensor]]:
-        if not isinstance(self.inputs, Objects):
-            return self.named_tensors()
-        prints = self.inputs.prints().to(self.any_targets.device)
-        return [("inputs", prints), *replace(self, inputs=()).named_tensors()]
+    def named_rows(self) -> list[tuple[str, Tensor]]:
+        """The tensors whose rows identify the points, as `rows_of` finds them, and their targets and weights."""
+        place, others = self.any_targets.device, replace(self, inputs=()).named_tensors()
+        return [*((name, tensor.to(place)) for name, tensor in rows_of(self.inputs)), *others]
 
     @property
     def rows(self) -> list[Tensor]:
-        """The tensors whose rows identify the points: the prints of objects, otherwise all tensors."""
-        return [tensor for _, tensor in self._rows]
+        """The tensors whose rows identify the points."""
+        return [tensor for _, tensor in self.named_rows]
 
     @property
     def form(self) -> object:
         """The names, shapes and dtypes of these tensors."""
-        return [(name, tensor.shape, tensor.dtype) for name, tensor in self._rows]
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in self.named_rows]
 
 
 @dataclass(frozen=True)
@@ -179,7 +173,7 @@ class Reading:
                 what = "no labels, and others do" if self.labelled else "labels, and others do not"
                 raise ValueError(f"this batch has {what}: give all of them labels, or none.")
             inputs = normalise(given) if targets is None else batch_inputs(given, max(sizes_of(targets)), self.whole)
-            _require_aligned(inputs, targets, w)
+            require_aligned(inputs, targets, w)
         return inputs, targets, w
 
     def read_checked(self, item: object, index: int = 0) -> Batch:
@@ -452,10 +446,10 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     if holds_all(data):
         given, targets, w = split_batch(data, weights)
         inputs = normalise(given)
-        _require_aligned(inputs, targets, w)
+        require_aligned(inputs, targets, w)
         others: dict[str, Tensor | None] = {"targets": targets} if w is None else {"targets": targets, "weights": w}
         return _InMemory(inputs, others, batch_size, type(given))
-    if (source := _unlabelled_source(data)) is not None:
+    if (source := unlabelled_source(data)) is not None:
         return InputsAlone(as_source(source, batch_size))
     if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
         raise TypeError(
@@ -464,7 +458,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         )
     if isinstance(data, Dataset):
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
-        gather = data.gather if isinstance(data, PointPairs) else _stacked
+        gather = data.gather if isinstance(data, PointPairs) else stacked_items
         return DataLoader(data, batch_size, shuffle=False, generator=torch.Generator(), collate_fn=gather)
     if isinstance(data, DataLoader):
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
@@ -475,154 +469,6 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     return data
 
 
-def _stacked(items: list[Any]) -> Any:
-    """Return items of a Dataset as a batch; raise ValueError if they have no common shape, or are no tensors."""
-    try:
-        return default_collate(items)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"the items of the Dataset cannot be stacked ({error}). Pass collate=, a function of a list of points that "
-            "returns what the model takes."
-        ) from error
-
-
-def holds_all(data: object) -> bool:
-    """Return whether data are tensors of all points: one, a pair, a triple, or a mapping that names its targets."""
-    if isinstance(data, Mapping):
-        return _is_named(data) or any(name in data for name in LABELS)
-    if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
-        return _alone(data) is not None
-    # In a list of batches none is a tensor: if the first item is one, these are inputs and targets, of whatever type.
-    if isinstance(data[0], Tensor | np.ndarray):
-        return True
-    return all(part is None or _is_of_points(part) for part in data[1:]) and _unlabelled_source(data) is None
-
-
-def _is_of_points(part: object) -> bool:
-    """Return whether this is a tensor, or a mapping of them that is no batch."""
-    if isinstance(part, Mapping):
-        batch = _is_named(part) or any(name in part for name in LABELS)
-        return not batch and all(map(_is_of_points, part.values()))
-    return isinstance(part, Tensor | np.ndarray)
-
-
-def _unlabelled_source(data: object) -> Dataset[Any] | DataLoader[Any] | None:
-    """Return the Dataset or the DataLoader of a pair (source of inputs, None)."""
-    if not isinstance(data, (tuple, list)) or len(data) != 2 or data[1] is not None:
-        return None
-    return data[0] if isinstance(data[0], Dataset | DataLoader) else None
-
-
-def _alone(item: object) -> Tensor | np.ndarray | None:
-    """Return the inputs of a batch that is one tensor, or, as from a `TensorDataset` of inputs alone, a list of one."""
-    only = item[0] if isinstance(item, (tuple, list)) and len(item) == 1 else item
-    return only if isinstance(only, Tensor | np.ndarray) else None
-
-
-def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
-    """Return what `split_batch` does, for a batch that has targets; raise TypeError for one without."""
-    inputs, targets, w = split_batch(item, weights)
-    if targets is None:
-        raise TypeError("A batch is (inputs, targets), and here targets are needed; this one has inputs alone.")
-    return inputs, targets, w
-
-
-def split_batch(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
-    """Return inputs, targets and weights of one batch: a tuple, a list, a mapping with these names or with labels.
-
-    An object with targets `y`, such as a batch of graphs, is the inputs itself.
-
-    Without labels a batch is (inputs, None) or one tensor; nothing else is read so, since other tuples and mappings may
-    hold labels.
-
-    weights: whether a third item was declared to be weights. Raises TypeError for another form, and for a third item
-    that was not declared; ValueError for labels that a causal language model shifts.
-    """
-    if isinstance(item, (tuple, list)) and len(item) in (2, 3):
-        if len(item) == 3 and not weights:
-            raise TypeError(_describe_undeclared(item[2]))
-        inputs, targets, *rest = item
-    elif isinstance(item, Mapping) and _is_named(item):
-        inputs, targets, *rest = (item[name] for name in NAMES if name in item)
-    elif isinstance(item, Mapping) and any(name in item for name in LABELS):
-        inputs, targets, *rest = _split_labels(item, weights)
-    elif (only := _alone(item)) is not None:
-        inputs, targets, *rest = only, None
-    elif isinstance(getattr(item, "y", None), Tensor):  # a batch of torch_geometric
-        inputs, targets, rest = item, item.y, []  # type: ignore[attr-defined]
-    else:
-        raise TypeError(_not_a_batch(item))
-    if weights and not rest:
-        raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
-    y, w = targets_of(targets), tensor_of(rest[0]) if rest else None
-    if (y is None and targets is not None) or (rest and not isinstance(w, Tensor)):
-        kinds = type(targets).__name__ + (f", {type(w).__name__}" if rest else "")
-        raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
-    return inputs, y, w
-
-
-def sizes_of(targets: Any) -> set[int]:
-    """Return the leading dimensions of targets, one if all have the same number of points."""
-    return {len(part) if part.ndim else 0 for part in tree_leaves(targets)}
-
-
-def targets_of(given: object) -> Any:
-    """Return targets as a tensor, or several as a mapping or a tuple of tensors; None for anything else."""
-    y: Any = tensor_of(given)
-    if isinstance(y, Mapping):
-        y = {name: tensor_of(part) for name, part in y.items()}
-    elif isinstance(y, (tuple, list)):
-        y = tuple(map(tensor_of, y))
-    parts = list(y.values()) if isinstance(y, dict) else y if isinstance(y, tuple) else [y]
-    return y if parts and all(isinstance(part, Tensor) for part in parts) else None
-
-
-def _is_named(item: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping names inputs, targets and perhaps weights, and nothing else."""
-    return set(NAMES[:2]) <= set(item) <= set(NAMES)
-
-
-def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
-    """Return inputs, targets and perhaps weights of a Hugging Face batch: every entry but the labels is an input."""
-    given = [name for name in LABELS if name in item]
-    if len(given) > 1:
-        raise TypeError("A batch names both 'labels' and 'label': leave one out, or pass (inputs, targets).")
-    apart = (*given, *(("weights",) if weights and "weights" in item else ()))
-    inputs = {name: part for name, part in item.items() if name not in apart}
-    y, ids = (tensor_of(item.get(name)) for name in (given[0], "input_ids"))
-    alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
-    if alike and bool(((y == ids) | (y == -100)).all()):  # Hugging Face ignores this label
-        raise ValueError(
-            "the labels are the input_ids themselves: pass (inputs, targets) with the targets shifted, "
-            "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."
-        )
-    return [inputs, *(item[name] for name in apart)]
-
-
-def _describe_undeclared(third: object) -> str:
-    what = f"{third.dtype} of shape {tuple(third.shape)}" if isinstance(third, Tensor) else type(third).__name__
-    return (
-        f"There is a third item ({what}) of unknown meaning. Declare sample weights by weights=True, or by a mapping "
-        "{'inputs': ..., 'targets': ..., 'weights': ...}. Leave out an index or an identifier, as "
-        "[(x, y) for x, y, _ in loader] does."
-    )
-
-
-def _require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> None:
-    n = num_points(inputs)
-    for part in [] if targets is None else [targets] if isinstance(targets, Tensor) else tree_leaves(targets):
-        if part.ndim == 0 or len(part) != n:
-            raise ValueError(
-                f"There are {n} inputs, but the targets have shape {tuple(part.shape)}. The leading dimension of both "
-                "counts points."
-            )
-    if weights is not None and (weights.ndim == 0 or len(weights) != n):
-        raise ValueError(
-            f"There are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one weight per "
-            "point or per position."
-        )
-
-
 @contextlib.contextmanager
 def _in_batch(index: int) -> Iterator[None]:
     """Add the number of the batch to an error."""
@@ -631,10 +477,3 @@ def _in_batch(index: int) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"Batch {index}: {error}") from error
-
-
-def _not_a_batch(item: object) -> str:
-    hint = ACCEPTED
-    if isinstance(item, Mapping):
-        hint = "Name the targets of a mapping 'labels', or pass (inputs, targets); without labels (inputs, None)."
-    return f"A batch is (inputs, targets); this is a {type(item).__name__}. {hint}"

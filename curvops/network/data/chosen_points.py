@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, default_collate
 
-from curvops.network.data.batches import holds_all, parts_of
-from curvops.network.data.inputs import normalise, take
+from curvops.network.data.batch_parts import holds_all, parts_of
+from curvops.network.data.inputs import normalise, num_points, take
 from curvops.network.data.objects import Objects, PointPairs
 from curvops.ranks.shard import Shard
 
@@ -56,10 +56,10 @@ def _reader(data: Any, weights: bool) -> tuple[int, Callable[[Tensor], Any]]:
         inputs, rest = normalise(given), (targets,) if w is None else (targets, w)
 
         def take_points(chosen: Tensor) -> Any:
-            at = chosen.to(targets.device)
-            return (take(inputs, at), *(tensor[at] for tensor in rest))
+            at = chosen.to(tree_leaves(targets)[0].device)
+            return (take(inputs, at), *(take(part, at) for part in rest))
 
-        return len(targets), take_points
+        return num_points(targets), take_points
     if not isinstance(data, Dataset) or not hasattr(data, "__len__"):
         raise TypeError(f"data must be tensors (X, y) or a Dataset with a length, got {type(data).__name__}.")
 

@@ -97,6 +97,8 @@ def part_of(parts: Any, name: Name, what: str = "the model's outputs") -> Any:
         known = f"a {type(parts).__name__} of {len(parts)}"
     elif isinstance(name, str) and not isinstance(parts, Tensor) and hasattr(parts, name):
         return getattr(parts, name)
+    elif isinstance(parts, Tensor):
+        raise ValueError(f"a likelihood is given for {name!r}, but the model returns one tensor: pass one likelihood.")
     else:
-        known = f"a {type(parts).__name__}, which has no parts of that name"
+        known = f"a {type(parts).__name__}, which has no part of that name"
     raise ValueError(f"a likelihood is given for {name!r}, but {what} are {known}.")

@@ -7,13 +7,12 @@ import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from curvops.argument_types import Collate
-from curvops.network.data.batches import holds_all, parts_of
+from curvops.network.data.batch_parts import holds_all, parts_of, targets_of
 from curvops.network.data.contents import with_tensors
 from curvops.network.data.loaders import LoaderPasses, in_order, iterates_as_torch
 from curvops.network.data.objects import Objects, PointPairs, WholeBatch
@@ -95,7 +94,7 @@ def with_collate(data: Any, collate: Collate) -> Any:
     if isinstance(data, Mapping) and "inputs" in data:
         return {**data, "inputs": _points_of(data["inputs"], collate)}
     if isinstance(data, tuple) or (isinstance(data, list) and holds_all(data)):
-        if not all(isinstance(part, Tensor | np.ndarray | None) for part in data[1:]):
+        if not all(part is None or targets_of(part) is not None for part in data[1:]):
             raise TypeError("targets must be a tensor (or None): convert a list of numbers with torch.tensor.")
         return (_points_of(data[0], collate), *data[1:])
     if isinstance(data, Dataset | list) and hasattr(data, "__len__"):

@@ -31,17 +31,11 @@ class Multitask(Likelihood):
         ValueError: there are not as many numbers of outputs, or forms, as likelihoods.
 
     Examples:
-        >>> class TwoHeads(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.body, self.value, self.kind = nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(3, 2)
-        ...     def forward(self, x):
-        ...         h = self.body(x).tanh()
-        ...         return {"kind": self.kind(h), "value": self.value(h)}
-        >>> targets = {"kind": y, "value": x[:, :1]}
-        >>> likelihoods = {"kind": "classification", "value": co.likelihoods.Gaussian(0.1)}
-        >>> lin = co.linearize(TwoHeads(), (x, targets), likelihoods)
-        >>> post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
+        >>> heads = lambda params, x: {name: x @ weight for name, weight in params.items()}
+        >>> weights = {"kind": torch.ones(2, 2), "value": torch.ones(2, 1)}
+        >>> choice = {"kind": "classification", "value": co.likelihoods.Gaussian(0.1)}
+        >>> lin = co.linearize((heads, weights), (x, {"kind": y, "value": x[:, :1]}), choice)
+        >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
         >>> post.predict(x)["value"].variance.shape, post.probabilities(x)["kind"].shape
         (torch.Size([8, 1]), torch.Size([8, 2]))
     """

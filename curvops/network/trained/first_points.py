@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
-from curvops.network.data.batches import ACCEPTED, Reading, as_source, holds_all, split_batch
+from curvops.network.data.batch_parts import ACCEPTED, holds_all, split_batch
+from curvops.network.data.batches import Reading, as_source
 from curvops.network.data.inputs import Inputs, Layout, first_of, is_finite, move, move_tensor, num_points, take
 from curvops.network.data.named_outputs import Name, NamedLayout, part_of
 from curvops.network.data.objects import WholeBatch
@@ -57,8 +58,8 @@ def likelihood_at(
     Raises ValueError or TypeError if the model's outputs, or their positions, do not suit it. Warns with
     `NotLogitsWarning`.
     """
-    if isinstance(spec, Mapping | tuple | list):
-        return _several_at(model, few, dict(spec) if isinstance(spec, Mapping) else dict(enumerate(spec)), targets)
+    if (specs := _by_name(spec)) is not None:
+        return _several_at(model, few, specs, targets)
     interpretation = interpretation_of(spec)
     class_dim = -1 if interpretation is None else interpretation.class_dim
     numbers = interpretation is not None and not interpretation.indices
@@ -67,6 +68,15 @@ def likelihood_at(
     model.layout = layout  # a noise may have placed the outputs along another dimension
     _warn_of_no_logits(model, likelihood, layout.rows(outputs), outputs.dtype)
     return likelihood, layout, outputs
+
+
+def _by_name(spec: Any) -> dict[Name, Any] | None:
+    """Return the likelihoods of several outputs by name; None for a single one."""
+    if isinstance(spec, Multitask):
+        return dict(spec.likelihoods)
+    if isinstance(spec, Mapping):
+        return dict(spec)
+    return dict(enumerate(spec)) if isinstance(spec, tuple | list) else None
 
 
 def _several_at(
@@ -203,7 +213,7 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     torch loss that computes something else.
     """
     if isinstance(likelihood, Multitask):
-        _check_several(model, likelihood, outputs, targets, spec)
+        _check_several(model, likelihood, outputs, targets, _by_name(spec))
         return
     own_class = type(likelihood.of_position) in OWN
     if own_class and (not isinstance(spec, nn.Module) or type(spec) in INTERPRETATIONS):

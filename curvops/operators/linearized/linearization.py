@@ -154,7 +154,9 @@ def linearize(
             loss per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets
             outputs and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all
             others the outputs are last. Its `reduction` is ignored, since likelihoods are sums. The gradient of a
-            subclass of such a loss is compared with that of the likelihood on the first points.
+            subclass of such a loss is compared with that of the likelihood on the first points. For a model that
+            returns several tensors, in a mapping, a tuple or an object, a mapping (or a tuple) of any of these, and
+            targets with the same keys: see `co.likelihoods.Multitask`.
         parameters: None (all that require a gradient); "last_layer" (the layer after which no other runs, in whose
             output the model's is affine, found by running the model; `lin.plan` names it); a glob or a list of globs
             over names; a predicate (name, tensor) -> bool; or positions (indices or a mask) in the flat vector of all
@@ -192,7 +194,7 @@ def linearize(
         and a posterior whose curvature cannot raises an error. Two things are not copied: tensors inside your own
         functions, and the data, which must not change (a pass over changed data raises `DataChangedError`).
         Of objects, their tensors, arrays, numbers and words are compared, in attributes and containers; what an
-        extension keeps in its own memory (an image of PIL, a graph of DGL) is not seen.
+        extension keeps in its own memory (a graph of DGL) is not seen.
 
     Raises:
         TypeError: an argument is of another kind than those above.

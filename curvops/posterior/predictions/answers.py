@@ -22,7 +22,7 @@ from torch import Tensor
 from curvops.checks import check_choice, shown
 from curvops.linalg import Estimate
 from curvops.metrics import divergences
-from curvops.network.data.batches import sizes_of, targets_of
+from curvops.network.data.batch_parts import sizes_of, targets_of
 from curvops.network.data.inputs import move, num_points
 from curvops.network.likelihoods import (
     Bernoulli,

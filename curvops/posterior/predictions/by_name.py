@@ -22,8 +22,13 @@ class NamedPredictions(Mapping[Any, Any]):
     ValueError if there is none. Log-likelihoods are of the targets under all names together.
 
     Examples:
-        >>> at = post.at(x)
-        >>> at["value"].predict().mean, at.predict()["value"].mean       # doctest: +SKIP
+        >>> heads = lambda params, x: {name: x @ weight for name, weight in params.items()}
+        >>> weights = {"kind": torch.ones(2, 2), "value": torch.ones(2, 1)}
+        >>> choice = {"kind": "classification", "value": co.likelihoods.Gaussian(0.1)}
+        >>> lin = co.linearize((heads, weights), (x, {"kind": y, "value": x[:, :1]}), choice)
+        >>> at = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False).at(x)
+        >>> at["value"].predict().mean.shape, list(at.probabilities())
+        (torch.Size([8, 1]), ['kind'])
     """
 
     whole: Any
