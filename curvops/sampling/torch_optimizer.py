@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from curvops.argument_types import Density
+from curvops.argument_types import Density, OptimizerChoice
 from curvops.sampling.state import Info, NoiseSource, State
 from curvops.sampling.transition import Schedule, Transition, as_schedule, at, common_arguments
 
@@ -76,7 +76,9 @@ class Optimizer(Transition):
         held.update({str(i): optimizer.state[leaf] for i, leaf in enumerate(leaves)})
 
 
-def optimizer(make: Any, log_posterior: Density, *, data_size: int | None = None, **options: Any) -> Optimizer:
+def optimizer(
+    make: OptimizerChoice, log_posterior: Density, *, data_size: int | None = None, **options: Any
+) -> Optimizer:
     """Build a torch optimiser that ascends `log_posterior`, under the samplers' protocol.
 
     Args:
