@@ -42,7 +42,7 @@ def reference_product(job: Job, v: Tensor) -> Tensor:
     parts = [_like(part, p) for part, p in zip(v.split(sizes), tensors)]
 
     def outputs(*values: Tensor) -> Tensor:
-        return functional_call(job.model, dict(zip(names, values)), *_arguments(job.inputs))
+        return functional_call(job.model, dict(zip(names, values)), *_arguments(job))
 
     with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):  # those with second derivatives
         f = outputs(*tensors)
@@ -70,7 +70,7 @@ def _like(part: Tensor, p: Tensor) -> Tensor:
 
 def gradient(job: Job) -> Callable[[], None]:
     """Return the function that computes one gradient of the summed loss."""
-    (args, kwargs), parameters = _arguments(job.inputs), [p for p in job.model.parameters() if p.requires_grad]
+    (args, kwargs), parameters = _arguments(job), [p for p in job.model.parameters() if p.requires_grad]
 
     def compute() -> None:
         f = job.model(*args, **kwargs)
@@ -83,8 +83,9 @@ def gradient(job: Job) -> Callable[[], None]:
     return compute
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what a model is called with, by position and by name."""
+    inputs = job.inputs if job.collate is None else job.collate(job.inputs)
     return ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
 
 
@@ -116,7 +117,7 @@ def row(package: str, name: str) -> dict[str, Any]:
         try:
             likelihood = "classification" if job.classifies else co.likelihoods.Gaussian(1.0)
             data = job.inputs, job.targets
-            lin, found["linearize"] = clock(lambda: co.linearize(job.model, data, likelihood))
+            lin, found["linearize"] = clock(lambda: co.linearize(job.model, data, likelihood, collate=job.collate))
         except Exception as error:
             found["messages"]["linearize"] = _message(error)
             return found
@@ -161,7 +162,7 @@ def _double(value: Any) -> Any:
         return value.double()
     if isinstance(value, dict):
         return {name: _double(part) for name, part in value.items()}
-    return value.double() if value.is_floating_point() else value
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _message(error: Exception) -> str:

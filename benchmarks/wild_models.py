@@ -12,13 +12,17 @@ POINTS = 6
 
 
 class Job(NamedTuple):
-    """A model with random weights, a few points, and whether its outputs are classes' logits or values."""
+    """A model with random weights, a few points, and whether its outputs are classes' logits or values.
+
+    `collate` joins points that are no tensors.
+    """
 
     model: nn.Module
     inputs: Any
     targets: Tensor
     classifies: bool
     dtype: torch.dtype = torch.float64
+    collate: Callable[[list[Any]], Any] | None = None
 
 
 class Called(nn.Module):
@@ -164,34 +168,36 @@ def _dense_graphs(layer: str) -> Callable[[], Job]:
     return make
 
 
-class GraphsByNumber(nn.Module):
-    """A network of ragged graphs whose points are numbers, as a user has to write it where points must be tensors."""
+class RaggedGraphs(nn.Module):
+    """A network of graphs of several sizes, which takes a batch of them."""
 
     def __init__(self, layer: str) -> None:
         super().__init__()
         import torch_geometric.nn as layers
-        from torch_geometric.data import Data
 
-        self.graphs = []
-        for count in range(3, 3 + POINTS):
-            edges = torch.stack([torch.arange(count), torch.arange(count).roll(1)])
-            self.graphs.append(Data(x=torch.randn(count, 4).double(), edge_index=torch.cat([edges, edges.flip(0)], 1)))
         self.first, self.second = getattr(layers, layer)(4, 8), getattr(layers, layer)(8, 8)
         self.head = nn.Linear(8, 3)
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        """Compute the logits of the graphs of these numbers."""
-        from torch_geometric.data import Batch
+    def forward(self, batch: Any) -> Tensor:
+        """Compute the logits of each graph."""
         from torch_geometric.nn import global_mean_pool
 
-        batch = Batch.from_data_list([self.graphs[int(i)] for i in numbers.flatten()])
         hidden = self.first(batch.x, batch.edge_index).tanh()
         hidden = self.second(hidden, batch.edge_index).tanh()
         return self.head(global_mean_pool(hidden, batch.batch))
 
 
 def _ragged_graphs(layer: str) -> Callable[[], Job]:
-    return lambda: classes(GraphsByNumber(layer), torch.arange(POINTS).unsqueeze(1), 3)
+    def make() -> Job:
+        from torch_geometric.data import Batch, Data
+
+        graphs = []
+        for count in range(3, 3 + POINTS):
+            edges = torch.stack([torch.arange(count), torch.arange(count).roll(1)])
+            graphs.append(Data(x=torch.randn(count, 4).double(), edge_index=torch.cat([edges, edges.flip(0)], 1)))
+        return classes(RaggedGraphs(layer), graphs, 3)._replace(collate=Batch.from_data_list)
+
+    return make
 
 
 def _zuko(name: str, **options: Any) -> Callable[[], Job]:
@@ -402,29 +408,18 @@ def _vit(name: str) -> Callable[[], Job]:
     return make
 
 
-class CrystalsByNumber(nn.Module):
-    """CHGNet's energy per atom of crystals by their numbers, as a user has to write it where points must be tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from chgnet.model import CHGNet
-        from pymatgen.core import Lattice, Structure
-
-        self.network = CHGNet.load(verbose=False, use_device="cpu")
-        converter = self.network.graph_converter
-        self.graphs = []
-        for length in torch.linspace(3.9, 4.5, POINTS).tolist():
-            crystal = Structure(Lattice.cubic(length), ["Na", "Cl"], [[0, 0, 0], [0.5, 0.5, 0.5]])
-            self.graphs.append(converter(crystal))
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        """Compute the energies per atom, in eV, of the crystals of these numbers, (n, 1)."""
-        return self.network([self.graphs[int(i)] for i in numbers.flatten()], task="e")["e"].unsqueeze(1)
-
-
 def _chgnet() -> Job:
+    """Make a job of CHGNet's energies per atom, in eV."""
     torch.set_default_dtype(torch.float32)  # the only one that it knows
-    return values(CrystalsByNumber(), torch.arange(POINTS).unsqueeze(1), 1)._replace(dtype=torch.float32)
+    from chgnet.model import CHGNet
+    from pymatgen.core import Lattice, Structure
+
+    network = CHGNet.load(verbose=False, use_device="cpu")
+    lattices = [Lattice.cubic(length) for length in torch.linspace(3.9, 4.5, POINTS).tolist()]
+    crystals = [Structure(lattice, ["Na", "Cl"], [[0, 0, 0], [0.5, 0.5, 0.5]]) for lattice in lattices]
+    energy = Called(network, lambda network, graphs: network(graphs, task="e")["e"].unsqueeze(1))
+    job = values(energy, [network.graph_converter(crystal) for crystal in crystals], 1)
+    return job._replace(dtype=torch.float32, collate=list)
 
 
 JOBS: dict[str, dict[str, Callable[[], Job]]] = {

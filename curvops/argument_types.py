@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
     Network: TypeAlias = nn.Module | tuple[Callable[..., Tensor], Mapping[str, Tensor]]
     """A module, or a function (parameters, inputs) -> outputs with its parameters by name."""
-    Points: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Any]
-    """Points along the first dimension of a tensor, of several tensors, or of a mapping's."""
-    Data: TypeAlias = tuple[Points, Tensor] | tuple[Points, Tensor, Tensor] | Iterable[Any]
-    """Points and targets, with weights if there are some; or an iterable of such batches that can be read again."""
-    LikelihoodChoice: TypeAlias = str | Likelihood | nn.Module | Callable[..., Any]
-    """A name such as "classification", a likelihood, a torch loss, or a function of outputs and targets."""
+    Points: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
+    """Points along the first dimension of a tensor, of several tensors, or of a mapping's; or a list of objects."""
+    Collate: TypeAlias = Callable[[list[Any]], Any]
+    """A function of a list of points that returns what the model takes."""
+    Data: TypeAlias = tuple[Points, Tensor | None] | tuple[Points, Tensor | None, Tensor] | Iterable[Any]
+    """Points and targets or None, with weights if there are some; or such batches, which can be read again."""
+    OneLikelihood: TypeAlias = str | Likelihood | nn.Module | Callable[..., Any]
+    LikelihoodChoice: TypeAlias = OneLikelihood | Mapping[Any, OneLikelihood] | Sequence[OneLikelihood]
+    """A name such as "classification", a likelihood, a torch loss, or a function of outputs and targets; or several."""
     ParameterChoice: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool] | Tensor | Sequence[int]
     """A name or globs over the names of parameters, a predicate of name and tensor, or positions."""
     CurvatureChoice: TypeAlias = str | LinearOperator | Callable[[Linearization], LinearOperator]
@@ -47,4 +50,4 @@ if TYPE_CHECKING:
     """What one of the functions of `co.sampling` makes."""
 else:
     Network = Points = Data = LikelihoodChoice = ParameterChoice = CurvatureChoice = PriorPrecision = PriorMean = Any
-    GivenBatch = Density = StepSizes = Preconditioning = Draws = SamplingMethod = Any
+    GivenBatch = Density = StepSizes = Preconditioning = Draws = SamplingMethod = Collate = Any

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 from linear_operator.operators import LinearOperator
-from torch.utils._pytree import tree_map
 
 from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
 from curvops.checks import check_flag
-from curvops.errors import UndeterminedWarning
+from curvops.errors import MissingLabelsError, UndeterminedWarning
 from curvops.evidence.maximize import maximize
 from curvops.evidence.validate import validate
 from curvops.linalg.core.solve_routes import WHOLE
 from curvops.network import needs_noise
+from curvops.network.data.inputs import join
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, KFAC, Linearization
 from curvops.posterior import Laplace
@@ -71,7 +71,8 @@ def laplace(
             and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
             logits have a variance of 1/4 at the training inputs; otherwise by the evidence, as `co.evidence.maximize`
             (for Gaussian noise that of the linearised network, mode="linear"). Held-out data also choose a noise that
-            was not given.
+            was not given. Several outputs choose it by the logits' variance if all are classes or labels, otherwise
+            by the evidence of the linearised network.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
@@ -81,7 +82,8 @@ def laplace(
             whether the first evidence of this posterior that assumes a mode of it warns with `ModeWarning` if the
             weights are none (`log_evidence`, `evidence.maximize`, `evidence.grid`, at mode="map"). Likewise whether a
             given Gaussian noise is compared with the mean squared residual of the training data, at the cost of one
-            forward pass, with a `NoiseWarning` if one is more than three times the other.
+            forward pass, with a `NoiseWarning` if one is more than three times the other. Without labels, nothing is
+            checked.
         validation: held-out data, (X, y), a Dataset, a DataLoader or batches, as in `co.evidence.validate`: they choose
             the prior precision, whatever training did, as the one under which they are most likely. Some hundred
             points are enough.
@@ -96,6 +98,7 @@ def laplace(
             was linearised at other weights or is not known to be symmetric; G + A is indefinite; or (with check_mode)
             a gradient is not finite.
         TypeError: an argument is of another kind, or parameters are in half precision.
+        MissingLabelsError: the evidence is to choose the prior precision, and the data have no labels.
 
     Cost: KFAC takes about one gradient for each output. A prior precision that is chosen then costs some 25 predictions
     of the held-out points, ten of 200 training points (of fewer if there are more than 10 classes), or one pass for the
@@ -140,14 +143,21 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
         with warnings.catch_warnings():
             # It is an answer, too, that averaging over the weights does not pay.
             warnings.filterwarnings("ignore", ".*the larger the prior precision", UndeterminedWarning)
-            over = ("scalar", "noise") if needs_noise(post.lin.likelihood) else "scalar"
+            one_noise = isinstance(post.lin.likelihood.of_position, Gaussian) and needs_noise(post.lin.likelihood)
+            over = ("scalar", "noise") if one_noise else "scalar"
             return validate(post, validation, over=over, generator=_seeded(post))
     try:
-        if isinstance(post.lin.likelihood.of_position, LABELS):
+        targets = [member.of_position for member in post.lin.likelihood.members]
+        if all(isinstance(target, LABELS) for target in targets):
             return limit_variance(post)
         # That of the linearised network needs no mode of the network, and for a Gaussian likelihood a single solve.
-        mode = "linear" if isinstance(post.lin.likelihood.of_position, Gaussian) else "auto"
+        # Among several outputs, classes need it, too: the evidence at weights that are no mode harms classifiers.
+        linear = all(isinstance(target, Gaussian) for target in targets) or len(targets) > 1
+        mode = "linear" if linear else "auto"
         return maximize(post, generator=_seeded(post), mode=mode)
+    except MissingLabelsError as error:
+        remedy = "Pass prior_precision= (weight decay × N of training on a mean loss), or validation=(x, y). "
+        raise MissingLabelsError("the choice of a prior precision by the evidence", remedy) from error
     except ValueError as error:
         raise ValueError(
             "the prior precision was left out, and cannot be chosen without held-out data: pass validation=(x, y), or "
@@ -171,7 +181,9 @@ def limit_variance(post: Laplace) -> Laplace:
     def excess(power: float) -> float:
         trial = replace(post.with_prior(10.0**power), temperature=1.0)
         draws = trial.sample(DRAWS, _seeded(post)) if by_draws else None
-        variance = float(trial.predict(x, samples=draws).variance.mean())
+        predicted = trial.predict(x, samples=draws)
+        parts = predicted.values() if isinstance(predicted, dict) else [predicted]
+        variance = float(torch.cat([part.variance for part in parts], -1).mean())
         if not 0 < variance < math.inf:
             raise ValueError(f"the logits have a variance of {variance:.3g} at the training inputs.")
         return math.log(variance / VARIANCE)
@@ -190,7 +202,7 @@ def training_inputs(lin: Linearization) -> Any:
     total = lin.num_data
     count = min(total, max(POINTS, ROWS // lin.num_outputs))
     data = lin.restrict(torch.arange(count) * total // count, 1.0).gathered().data
-    return tree_map(lambda *parts: torch.cat(parts), *(batch.inputs for batch in data))
+    return join([batch.inputs for batch in data])
 
 
 def _seeded(post: Laplace) -> torch.Generator:

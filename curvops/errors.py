@@ -31,6 +31,7 @@ __all__ = [
     "DivergenceError",
     "DataChangedError",
     "NoDataError",
+    "MissingLabelsError",
     "RanksDifferError",
     "BlockSizeWarning",
     "CheckpointWarning",
@@ -114,6 +115,17 @@ class DataChangedError(RuntimeError):
 
 class NoDataError(ValueError):
     """Raised when the data contain no point."""
+
+
+class MissingLabelsError(ValueError):
+    """Raised where a result depends on the labels of the data, and these have none."""
+
+    def __init__(self, what: str = "this result", remedy: str = "") -> None:
+        super().__init__(
+            f"labels are missing: {what} depends on them, and the data have none. {remedy}Linearise with both, "
+            "co.linearize(model, (inputs, targets), likelihood). Without labels there are the GGN, the Fishers (exact "
+            "and Monte Carlo), KFAC, kernels and, for a given prior precision, draws and predictions."
+        )
 
 
 class RanksDifferError(ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.stage import Row, Stage
 from benchmarks.machine import peer_version
+from benchmarks.networks import cnn
 from benchmarks.tasks.of_matrices import digits
+from benchmarks.tasks.of_posteriors import images
 from benchmarks.tasks.study import TASKS
 
 NAMES = ("last-layer", "kfac", "lora", "resnet", "draws", "logdet", "diagonal", "spectrum")
 """Tasks in the order in which they are measured."""
-TOY = ("draws",)
+TOY = {"draws": lambda: digits(40), "kfac": lambda: images(cnn(10), 28, 1, 16, 4, epochs=1)}
+"""The tasks of a rehearsal, with smaller problems."""
 
 
 def measure(stage: Stage) -> None:
@@ -38,14 +42,19 @@ def run(stage: Stage, name: str, whose: str) -> Row:
             import_module(module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with torch.device(stage.device):
-            problem = on_device(digits(40) if stage.toy else task.prepare(), stage.device)
+        problem = on_device(prepared(name, stage.toy), stage.device)
         program = getattr(task, whose)
         # What the other packages' programs draw is on the default device.
         with torch.device(stage.device) if whose == "theirs" else contextlib.nullcontext():
             seconds, peak = stage.seconds(lambda: program(problem), most=3)
             answer = program(problem)
         return {"seconds": seconds, "peak": peak, "quality": task.quality(problem, answer)}
+
+
+@cache
+def prepared(name: str, toy: bool) -> Any:
+    """Return a task's problem, on the CPU: a DataLoader that shuffles draws on the CPU, whatever the default device."""
+    return TOY[name]() if toy else TASKS[name].prepare()
 
 
 def on_device(problem: Any, device: torch.device) -> Any:

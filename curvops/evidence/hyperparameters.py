@@ -205,6 +205,7 @@ def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
     def term(batch: Batch, J: BatchMap) -> Tensor:
         f = J.outputs if step is None else J.outputs + J.push(step)[0]
         y = batch.targets.reshape(f.shape)
+        y = y.where(~y.isnan(), f)  # missing, with the weight zero
         # At f = y only the normalising constants remain, which count the targets with their weights.
         logs = [unit.log_prob(at, batch.targets, batch.weights).double().sum() for at in (y, f)]
         return torch.stack(logs)

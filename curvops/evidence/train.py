@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset
 
-from curvops.argument_types import CurvatureChoice, Data, LikelihoodChoice, PriorPrecision
+from curvops.argument_types import Collate, CurvatureChoice, Data, LikelihoodChoice, PriorPrecision
 from curvops.checkpoint import digest
 from curvops.checks import checked_whole
 from curvops.errors import MaxStepsWarning, ModeWarning, warn
 from curvops.evidence.maximize import maximize
-from curvops.network.data.batches import holds_all, parts_of
+from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
 from curvops.network.data.chosen_points import ChosenPoints
-from curvops.network.data.inputs import move, move_tensor, normalise
+from curvops.network.data.inputs import batch_inputs, move, move_tensor, value_of
+from curvops.network.data.point_sources import with_collate
+from curvops.network.model.model import checked_outputs
 from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
@@ -50,6 +52,7 @@ def train(
     steps: int = 3,
     generator: torch.Generator | None = None,
     process_group: ProcessGroup | None = None,
+    collate: Collate | None = None,
 ) -> Laplace:
     """Train a network to a mode of its posterior while the evidence tunes the prior precision and, if asked, the noise.
 
@@ -81,6 +84,7 @@ def train(
             minibatches are drawn from the points of all ranks. All ranks take the steps that one process would take,
             with equal models, optimisers and seeds, at one all-reduce per step. Noise in the model (dropout) and batch
             statistics would differ between ranks: with the latter the ranks' models differ, which is an error.
+        collate: as in `co.linearize`.
 
     Returns:
         The posterior at the final weights and hyperparameters; `tuning.steps` are those of all updates, and
@@ -112,6 +116,7 @@ def train(
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
         raise ValueError("the optimiser has a weight decay: leave it out, since prior_precision takes its place.")
 
+    data = with_collate(data, collate)
     given_modes = _modes(model)
     training_modes = given_modes if model.training else [(module, True) for module, _ in given_modes]
     with _restore_on_failure(given_modes):
@@ -171,10 +176,11 @@ def _loss_with_gradient(
     penalty = torch.stack([(precision * as_real(p).square()).sum() for precision, p in prior]).sum()
     loss = penalty / (2 * lin.num_data * (1 if shard is None else shard.ranks.size))
     batch = None if item is None else parts_of(item, False)
-    if batch is not None and len(batch[1]):
-        inputs, y = move(normalise(batch[0]), *at), move_tensor(batch[1], *at)
-        arguments, named = lin.model.calls.arguments(inputs)
-        fit = lin.likelihood.log_prob(layout.rows(model(*arguments, **named)), layout.targets(y))
+    if batch is not None and (n := max(sizes_of(batch[1]))):
+        inputs, y = move(batch_inputs(batch[0], n), *at), move_tensor(layout.targets(batch[1]), *at)
+        arguments, named = lin.model.calls.arguments(value_of(inputs))
+        outputs = checked_outputs(model(*arguments, **named), layout)
+        fit = lin.likelihood.log_prob(layout.rows(outputs), y)
         loss = loss - fit.sum() / (len(fit) if points is None else points)
     loss.backward()
     loss = loss.detach() if shard is None else _add_up(loss.detach(), [p for _, p in prior], shard.ranks)

@@ -16,8 +16,9 @@ from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed
 from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
 from curvops.evidence.grid import checked_precisions
-from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
-from curvops.network.data.inputs import Inputs, normalise, tensor_of
+from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of, targets_of
+from curvops.network.data.batches import Batches, as_source
+from curvops.network.data.inputs import batch_inputs, join
 from curvops.network.data.randomness import items
 from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
@@ -103,15 +104,15 @@ def validate(
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
     if y is None:
         x, y = _held_out_data(x, post)
-    data, y = post.lin.data, tensor_of(y)
-    if post.lin.ranks is None and isinstance(y, Tensor) and not y.numel():
+    data, inputs, given = post.lin.data, post.lin.model.calls.read(x), targets_of(y)
+    if post.lin.ranks is None and given is not None and not max(sizes_of(given)):
         raise ValueError("the held-out data hold no points.")
-    if isinstance(data, Batches) and post.lin.ranks is None and data.are(x, y):
+    if isinstance(data, Batches) and post.lin.ranks is None and data.are(inputs, y):
         raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")
-    targets = partial(targets_by_position, post.lin, x, y)
-    split = split_points(post.lin, x, False, "validation", targets=targets)
+    targets = partial(targets_by_position, post.lin, inputs, y)
+    split = split_points(post.lin, inputs, False, "validation", targets=targets)
     by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)
-    search = _Search(post, x, y, joint, "mc" if by_draws else link, generator, split.is_split)
+    search = _Search(post, inputs, y, joint, "mc" if by_draws else link, generator, split.is_split)
     with torch.no_grad():
         if prior_precisions is not None:
             if tuple(parts) != ("scalar",):
@@ -128,14 +129,15 @@ def validate(
         return search.result("held-out data" if "scalar" in parts else post.prior.chosen_by)
 
 
-def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
+def _held_out_data(data: Any, post: Laplace) -> tuple[Any, Any]:
     """Return the inputs and targets of data in any form, as if they had been passed as two arguments."""
+    data = post.lin.model.calls.read_data(data)
     source = [data] if holds_all(data) else items(as_source(data, post.lin.data.largest), post.mean.device)
     parts = [parts_of(item, False) for item in source]
     if not parts:
         raise ValueError("the held-out data hold no points.")
-    inputs: Any = tree_map(lambda *tensors: torch.cat(tensors), *(normalise(points) for points, _, _ in parts))
-    return inputs, torch.cat([y for _, y, _ in parts])
+    inputs = join([batch_inputs(x, max(sizes_of(y))) for x, y, _ in parts])
+    return inputs, tree_map(lambda *tensors: torch.cat(tensors), *(y for _, y, _ in parts))
 
 
 class _Trial(NamedTuple):
@@ -150,7 +152,7 @@ class _Trial(NamedTuple):
 class _Search:
     post: Laplace
     x: Any
-    y: Tensor
+    y: Any
     joint: bool
     link: str
     generator: torch.Generator | None

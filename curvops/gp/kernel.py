@@ -387,6 +387,8 @@ def _training_data(lin: Linearization) -> tuple[Float[Tensor, "N d"], Tensor]:
     if len(inputs) < len(batches):
         as_points(lin, torch.empty(0))  # raises an error that says what to do
     y = torch.cat([batch.targets for batch in batches])
+    if lin.likelihood.missing is not None and bool(y.isnan().any()):
+        raise ValueError("gpytorch's likelihoods take no missing targets: leave these points out, or use co.laplace.")
     return torch.cat(inputs).flatten(1), y.squeeze(1) if y.shape[1] == 1 else y
 
 

@@ -17,7 +17,13 @@ from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
-from curvops.network.likelihoods.gaussian import estimated_noise, gaps_and_weights, mean_squares, needs_noise
+from curvops.network.likelihoods.gaussian import (
+    estimated_noise,
+    gaps_and_weights,
+    gaussians_with_sums,
+    mean_squares,
+    needs_noise,
+)
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Blocks
@@ -67,6 +73,7 @@ __all__ = [
     "by_points",
     "estimated_noise",
     "gaps_and_weights",
+    "gaussians_with_sums",
     "likelihoods",
     "mean_squares",
     "move",

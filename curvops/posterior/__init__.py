@@ -8,6 +8,7 @@ from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.gaussians.load import load, save
 from curvops.posterior.gaussians.selection import select, wasserstein
 from curvops.posterior.predictions.answers import Uncertainty
+from curvops.posterior.predictions.by_name import NamedPredictions
 from curvops.posterior.predictions.normals import SampledNormal
 from curvops.posterior.predictions.predictive import Predictions
 from curvops.posterior.solves.linear_mode import LinearMode
@@ -21,6 +22,7 @@ __all__ = [
     "LinearMode",
     "ModeFit",
     "ModeWarning",
+    "NamedPredictions",
     "NotSolvedError",
     "Predictions",
     "SampledNormal",

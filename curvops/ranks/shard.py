@@ -5,18 +5,30 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import partial
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning, warn
 from curvops.fingerprints import in_64_bits, join_sums
-from curvops.network.data.batches import ACCEPTED, Batch, Batches, DataPrints, Reading, parts_of
-from curvops.network.data.inputs import Inputs, components, map_inputs, move, normalise, take
+from curvops.network.data.batch_parts import ACCEPTED, NAMES, sizes_of, split_batch
+from curvops.network.data.batches import Batch, Batches, DataPrints, Reading
+from curvops.network.data.inputs import (
+    Inputs,
+    batch_inputs,
+    first_of,
+    join,
+    map_inputs,
+    move,
+    normalise,
+    num_points,
+    rows_of,
+    take,
+)
+from curvops.network.data.objects import NEEDS_POINTS, Objects, WholeBatch
 from curvops.ranks.process_group import Ranks
 
 COMPARED = 2**13
@@ -85,13 +97,15 @@ class Shard(Batches):
         """Return the points of all ranks as one batch."""
         parts = list(self)
         weights = [batch.weights for batch in parts if batch.weights is not None]
-        inputs = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in parts))
-        own = Batch(inputs, torch.cat([batch.targets for batch in parts]), torch.cat(weights) if weights else None)
-        self._require_one_form(own.named_tensors())
-        return Batch(
-            tree_map(self.line_up, own.inputs),
-            self.line_up(own.targets),
-            None if own.weights is None else self.line_up(own.weights),
+        inputs = join([batch.inputs for batch in parts])
+        targets = torch.cat([batch.any_targets for batch in parts])
+        own = Batch(inputs, targets, torch.cat(weights) if weights else None, labelled=self.labelled)
+        self._require_one_form(own.named_rows)
+        return replace(
+            own,
+            inputs=over_ranks(self.ranks, own.inputs, slice(0) if self.borrows else slice(None)),
+            any_targets=self.line_up(targets),
+            weights=None if own.weights is None else self.line_up(own.weights),
         )
 
     def whole(self, like: Tensor) -> Batches:
@@ -100,30 +114,28 @@ class Shard(Batches):
         items = []
         for start in range(0, points.num_points, step):
             part = points.labels(slice(start, start + step))
-            item = {"inputs": take(points.inputs, slice(start, start + step)), "targets": part.targets}
+            item: dict[str, Any] = {"inputs": take(points.inputs, slice(start, start + step))}
+            item["targets"] = part.targets if part.labelled else None
             items.append(item if part.weights is None else item | {"weights": part.weights})
-        return Batches(items, Reading(like.device, like.dtype, weights=self.weighted))
+        return Batches(items, self.reading_again(like, self.weighted))
 
     def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
         own = [] if self.borrows else self._chosen(chosen, factor, like)
-        return Shard(own, Reading(like.device, like.dtype, weights=True), self.ranks)
+        return Shard(own, self.reading_again(like, weights=True), self.ranks)
 
     def in_turn(self) -> Iterator[Inputs | None]:
         """Yield the inputs of each rank's points in turn, for ranks that have points; None for this rank's own."""
-        own: Any = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in self))
-        self._require_one_form(components(own))
+        own = join([batch.inputs for batch in self])
+        self._require_one_form(rows_of(own))
         for rank in (rank for rank, count in enumerate(self.counts) if count):
             count = self.counts[rank] if rank == self.ranks.rank else 0
-            lent: Any = map_inputs(partial(self._lent, count=count), own)
+            lent = over_ranks(self.ranks, own, slice(count))
             yield None if count else lent
 
     def _require_one_form(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise RanksDifferError unless the points of all ranks have the same shape and dtype."""
         forms = {f"the form of a point, {name}": f"{tuple(part.shape[1:])}, {part.dtype}" for name, part in named}
         self.ranks.require_equal(forms)
-
-    def _lent(self, part: Tensor, count: int) -> Tensor:
-        return self.ranks.line_up(part[:count])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
         raise ValueError("data of a process group cannot be converted: linearise the converted model on each rank.")
@@ -178,10 +190,24 @@ def _unlikely(within: int, repeated: int, together: float) -> bool:
     return repeated * divergence > -math.log(CHANCE)
 
 
+def over_ranks(ranks: Ranks, inputs: Inputs, own: slice = slice(None)) -> Inputs:
+    """Return the points of all ranks in their order, of this rank those in a slice; objects are pickled.
+
+    Raises ValueError for what only the model can read.
+    """
+    if not isinstance(inputs, Objects):
+        return map_inputs(lambda tensor: ranks.line_up(tensor[own]), inputs)
+    if isinstance(inputs, WholeBatch):
+        raise ValueError(f"{NEEDS_POINTS}.")
+    return inputs.with_points([point for points in ranks.gather(inputs.points[own]) for point in points])
+
+
 def _first_point(item: object, weights: bool) -> dict[str, object]:
-    """Return the first point of an item of a source as a separate item, on the CPU."""
-    given, targets, w = parts_of(item, weights)
-    point = {"inputs": take(normalise(given), slice(0, 1)), "targets": targets[:1]}
-    if w is not None:
-        point["weights"] = w[:1]
-    return {name: move(part, "cpu") for name, part in point.items()}
+    """Return the first point of an item of a source, or what only the model can read, as an item on the CPU."""
+    given, *others = split_batch(item, weights)
+    inputs = first_of(normalise(given) if others[0] is None else batch_inputs(given, max(sizes_of(others[0]))), 1)
+    n = num_points(inputs)
+    point: dict[str, object] = {"inputs": move(inputs, "cpu"), "targets": None}
+    return point | {
+        name: move(take(part, slice(n)), "cpu") for name, part in zip(NAMES[1:], others) if part is not None
+    }

@@ -85,6 +85,7 @@ def _ggn(
 @builds_sharded(EmpiricalFisher)
 def _empirical_fisher(lin: ShardedLinearization, per_token: bool = False) -> LinearOperator:
     check_flag("per_token", per_token)
+    lin.require_labels("the empirical Fisher")
     return ShardedCurvature.with_output(lin, Empirical(lin.likelihood, lin.positions_apart(per_token)))
 
 

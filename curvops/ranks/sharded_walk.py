@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -126,7 +127,7 @@ class ShardedWalk(Walk):
                 yield *self._spare, False
                 continue
             batch = next(own)
-            yield batch.inputs, Batch((), batch.targets, batch.weights, start), True
+            yield batch.inputs, replace(batch, inputs=(), start=start), True
             start += batch.num_points
         if not self.shard.borrows:
             next(own, None)  # detects more data
@@ -231,8 +232,8 @@ def joined(batches: Sequence[Batch]) -> Batch:
     if len(batches) == 1:
         return first
     weights = [batch.weights for batch in batches if batch.weights is not None]
-    targets = torch.cat([batch.targets for batch in batches])
-    return Batch((), targets, torch.cat(weights) if weights else None, first.start)
+    targets = torch.cat([batch.any_targets for batch in batches])
+    return replace(first, any_targets=targets, weights=torch.cat(weights) if weights else None)
 
 
 def _squares(parts: Sequence[Any], names: tuple[str, ...], chunk_bytes: int) -> Blocks:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from curvops.argument_types import Draws
 from curvops.checks import check_accuracy, check_choice, check_like, checked_whole
+from curvops.network import PointNormals
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization
@@ -101,6 +102,11 @@ class EmpiricalOutputs(DrawnOutputs):
         outputs = self.functions()
         mean = outputs.mean(0)
         return mean, self.covariance_of(outputs - mean, together)
+
+    def moments_of_targets(
+        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
+    ) -> OutputMoments:
+        return self.drawn_moments(likelihood, together, normals, start)
 
     def uncertainty_of_numbers(self, likelihood: Likelihood) -> Uncertainty:
         return decompose_drawn_numbers(likelihood, self.functions(), self.error)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from curvops.argument_types import Data
+from curvops.argument_types import Collate, Data
 from curvops.checks import check_kind, checked_whole, drawn_seed
 from curvops.network.data.chosen_points import ChosenPoints
+from curvops.network.data.point_sources import with_collate
 from curvops.sampling.log_density import LogPosterior, Share, SharedLogPosterior
 
 
@@ -115,7 +116,12 @@ class Minibatches:
 
 
 def minibatches(
-    log_posterior: LogPosterior, data: Data, size: int, generator: torch.Generator | None = None
+    log_posterior: LogPosterior,
+    data: Data,
+    size: int,
+    generator: torch.Generator | None = None,
+    *,
+    collate: Collate | None = None,
 ) -> Minibatches:
     """Shuffle the points of all ranks anew in each pass, and cut them into minibatches; each rank gets its own part.
 
@@ -128,6 +134,7 @@ def minibatches(
             the chosen ones are read.
         size: the number of points of a minibatch, on all ranks together; the last one of a pass may have fewer.
         generator: the source of the orders, with equal seeds on all ranks; None uses torch's default generator.
+        collate: as in `co.linearize`, for data with a list of points.
 
     Returns:
         The `batches` for `co.sampling.run`: an iterable that can be read any number of times.
@@ -151,6 +158,7 @@ def minibatches(
     size = checked_whole("size", size)
     if size > count:
         raise ValueError(f"size={size} is more than the {count} points: pass all data in each step, [(X, y)].")
+    data = with_collate(data, collate)
     points = ChosenPoints.of(data, log_posterior.weighted, shard, count)
     seed = drawn_seed(generator)
     if shard is not None:

@@ -22,8 +22,9 @@ from curvops.checkpoint import identify
 from curvops.checks import check_like, check_shape, checked_whole
 from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
-from curvops.network.data.batches import Batches, Reading, parts_of
-from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
+from curvops.network.data.batch_parts import parts_of
+from curvops.network.data.batches import Batches, Reading
+from curvops.network.data.inputs import Inputs, batch_inputs, move, move_tensor, take
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
 from curvops.network.likelihoods.conversions import interpretation_of
@@ -130,7 +131,7 @@ class LogPosterior:
         if not len(targets):
             raise ValueError("the batch has no points, so its mean log-likelihood is undefined: leave it out.")
         place = self._place
-        inputs = move(normalise(points), *place)
+        inputs = move(batch_inputs(points, len(targets)), *place)
         likelihood = self._likelihood[0] if self._likelihood else self._likelihood_at(inputs, targets)
         values = params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
         outputs, layout = self.model(values, inputs), self.model.layout
@@ -138,7 +139,7 @@ class LogPosterior:
         if len(outputs) != len(targets):
             raise ValueError(f"the batch has {len(outputs)} inputs, but targets of shape {tuple(targets.shape)}.")
         y = layout.targets(move_tensor(targets, *place))
-        w = None if weights is None else layout.weights(weights.to(*place))
+        w = None if weights is None else layout.weights(weights.to(*place), targets.shape)
         return likelihood.log_prob(outputs, y, w)
 
     def num_points(self, batch: GivenBatch) -> int:
@@ -219,7 +220,7 @@ class LogPosterior:
             raise ValueError("over a process group no batch is linearised: use co.linearize(..., process_group=).")
         if not self._likelihood:
             points, targets, _ = parts_of(batch, self.weighted)
-            self._likelihood_at(move(normalise(points), *self._place), targets)
+            self._likelihood_at(move(batch_inputs(points, len(targets)), *self._place), targets)
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         return likelihood, network, reading_for(network, likelihood, layout, self.weighted)
@@ -232,7 +233,7 @@ class LogPosterior:
     def _likelihood_at(self, inputs: Inputs, targets: Tensor) -> Likelihood:
         """Return the likelihood for the model's positions, from the first batch, which is checked against it."""
         device, dtype = self._place
-        few = take(inputs, few_of(num_points(inputs)))
+        few = take(inputs, few_of(inputs))
         interpreted, self.model.layout, _ = likelihood_at(self.model, few, self._spec)
         likelihood = interpreted.to(device=device, dtype=dtype)
         y = self.model.layout.targets(move_tensor(targets, device, dtype))

@@ -34,6 +34,51 @@ from tests.posterior.trained import problem
 pytestmark = pytest.mark.gpu
 
 
+class PointOnHost:
+    """A point that moves itself, as those of libraries of graphs do."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: Any) -> PointOnHost:
+        return PointOnHost(self.x.to(device))
+
+
+class OfPoints(nn.Module):
+    """A model that takes a list of points, or the tensors of some."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, points: Any) -> Tensor:
+        return self.model(torch.stack([point.x for point in points]) if isinstance(points, list) else points)
+
+
+class WrittenInPlace(nn.Module):
+    """A classifier whose last operation is linear, which only a trial shows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.model(x).clone()
+        logits[:, 0] += logits[:, 1]
+        return logits
+
+
+def joined_points(w: World) -> list[Tensor]:
+    """Return results at points on the host, which are moved by themselves, as tensors or inside their attributes."""
+    _, given, labels = trained("classification")
+    points = [PointOnHost(x) for x in given]
+    results = []
+    for collate in (list, lambda some: torch.stack([point.x for point in some])):
+        lin = co.linearize(OfPoints(w.fresh()[0]), (points, labels), "classification", collate=collate)
+        results += [co.GGN(lin) @ w.V, lin.predict(points[:2]), co.DiagonalGGN(lin).diagonal()]
+    return results
+
+
 @functools.cache
 def trained(likelihood: str) -> tuple[nn.Module, Tensor, Tensor]:
     return problem(likelihood, n=12, outputs=3 if likelihood == "classification" else 2)
@@ -260,7 +305,11 @@ def likelihood_row(spec: Any, targets: Callable[[Tensor], Tensor]) -> Callable[[
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).double().to(w.device)
         lin = co.linearize(model, (w.x, targets(model(w.x).detach())), spec)
+        post = co.laplace(lin, co.KFAC(lin, fisher="empirical"), 1.0, check_mode=False)
+        noise = lin.likelihood.form == "numbers"
         return {
+            "targets": post.predict(w.x, noise=noise).covariance_matrix,
+            "uncertainty": post.uncertainty(w.x, generator=w.generator()),
             "ggn": co.GGN(lin).to_dense(),
             "hessian": co.Hessian(lin).to_dense(),
             "gradient": lin.gradient(),
@@ -303,6 +352,7 @@ FACE: dict[str, Callable[[World], Any]] = {
         )
         @ w.V
     ),
+    "points of any kind": lambda w: joined_points(w),
     "data on the host": lambda w: (
         co.GGN(co.linearize(w.fresh()[0], trained("classification")[1:], "classification")) @ w.V
     ),
@@ -310,6 +360,9 @@ FACE: dict[str, Callable[[World], Any]] = {
     "last layer": lambda w: co.KFAC(
         co.linearize(w.fresh()[0], w.fresh()[1:], "classification", "last_layer")
     ).to_dense(),
+    "last layer, proved affine": lambda w: (
+        co.GGN(co.linearize(WrittenInPlace(w.fresh()[0]), w.fresh()[1:], "classification", "last_layer")) @ w.normal(21)
+    ),
     "weights": lambda w: (
         co.GGN(co.linearize(w.fresh()[0], (*w.fresh()[1:], w.normal(12).abs()), "classification", weights=True)) @ w.V
     ),
@@ -328,6 +381,7 @@ FACE: dict[str, Callable[[World], Any]] = {
     "KFAC reduce": lambda w: co.KFAC(w.lin, fisher="mc", sharing="reduce", generator=w.generator()).to_dense(),
     "heuristic_damping": lambda w: co.KFAC(w.lin).heuristic_damping(0.1).to_dense(),
     "sequences": lambda w: sequences(w),
+    "several outputs": lambda w: several_outputs(w),
     "unflatten": lambda w: (w.lin.unflatten_weights(w.draws[0]), w.lin.unflatten_tangent(w.V[:, 0])),
     "prior_mean, compression": lambda w: (
         w.post.prior_mean,
@@ -651,6 +705,29 @@ def sequences(w: World) -> Any:
             co.laplace(lin, co.KFAC, 1.0).predict(x),
         ]
     return found
+
+
+def several_outputs(w: World) -> Any:
+    """A class and values of which some are missing, from one network."""
+    weights = {"kind": w.normal(4, 3), "value": w.normal(4, 2)}
+    y = {"kind": torch.arange(len(w.x), device=w.device) % 3, "value": w.normal(len(w.x), 2)}
+    y["value"][::3, 0] = torch.nan
+    choice = {"kind": "classification", "value": likelihoods.Gaussian("per_output", missing="ignore")}
+    lin = co.linearize((lambda p, x: {name: x @ p[name] for name in p}, weights), (w.x, y), choice)
+    assert isinstance(lin.likelihood, likelihoods.Multitask)
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
+    at = post.at(w.x)
+    assert isinstance(at, co.posterior.NamedPredictions)
+    return [
+        co.GGN(lin).to_dense(),
+        co.GGN(lin, mc_samples=2, generator=w.generator()).to_dense(),
+        co.EmpiricalFisher(lin).to_dense(),
+        lin.log_likelihood(),
+        lin.likelihood.likelihoods["value"].noise,
+        at.predict()["value"].variance,
+        at.probabilities()["kind"],
+        post.log_evidence().value,
+    ]
 
 
 class Recurrent(nn.Module):

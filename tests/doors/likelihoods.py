@@ -56,7 +56,35 @@ def distributed(function: Callable[[Tensor], Any], targets: Tensor) -> co.operat
     return co.linearize(nn.Linear(2, C), (normal(5, 2).float(), targets), function)
 
 
+def hollow(likelihood: Any, y: Tensor, *weights: Tensor) -> co.operators.Linearization:
+    return co.linearize(nn.Linear(2, 2).double(), (normal(5, 2), y, *weights), likelihood, weights=bool(weights))
+
+
 DOORS = [
+    Door(
+        "missing targets",
+        rows={
+            "another word": (lambda: Gaussian(missing="drop"), "missing='drop'; expected None, or 'ignore'"),
+            "a flag": (lambda: Bernoulli(missing=True), "missing=True; expected None, or 'ignore'"),
+            "no choice": (lambda: hollow("regression", REALS * math.nan), r"missing='ignore'"),
+            "no choice, labels": (lambda: hollow(Bernoulli(), REALS * math.nan), r"missing='ignore'"),
+            "Inf": (lambda: hollow(Gaussian(missing="ignore"), REALS / 0), "targets of shape .* infinite"),
+            "labels of 2": (lambda: hollow(Bernoulli(missing="ignore"), 0 * REALS + 2), "lie in"),
+            "weights of classes": (
+                lambda: hollow("classification", torch.zeros(5).long(), torch.ones(5, 2)),
+                r"must have shape \(5,\); given \(5, 2\)",
+            ),
+            "weights of probabilities": (
+                lambda: hollow("classification", REALS.softmax(1), torch.ones(5, 2)),
+                r"must have shape \(5,\); given \(5, 2\)",
+            ),
+            "weights of other targets": (
+                lambda: hollow("regression", REALS, torch.ones(5, 3)),
+                r"must have shape \(5,\) or, one per target, \(5, 2\); given \(5, 3\)",
+            ),
+            "NaN in weights": (lambda: hollow("regression", REALS, REALS * math.nan), "weights of shape .* NaN"),
+        },
+    ),
     Door(
         "Gaussian",
         rows={

@@ -91,8 +91,13 @@ DOORS = [
         "model of linearize",
         rows={
             "the last layer of TorchScript": (
-                lambda: co.linearize(torch.jit.script(net()), (X, Y), "classification", parameters="last_layer"),
-                r"name its parameters, as",
+                lambda: co.linearize(
+                    torch.jit.script(nn.Sequential(net(), nn.Softmax(-1))),
+                    (X, Y),
+                    "classification",
+                    parameters="last_layer",
+                ),
+                r"they come from Softmax.*; name its parameters, as parameters=\['",
             ),
             "random": (
                 lambda: classifier(Wired(lambda m, x: m.head(x) + torch.rand(3))),

@@ -227,8 +227,8 @@ def test_rates_and_predicted_variances_are_averaged_over_the_posterior():
     torch.testing.assert_close(found.epistemic, predicted.variance[:, :2], **TIGHT)
     noise = normal_average(torch.exp, predicted.mean[:, 2:], predicted.variance[:, 2:])
     torch.testing.assert_close(found.aleatoric, noise, **TIGHT)
-    with pytest.raises(ValueError, match="noise=True.*HeteroscedasticGaussian"):
-        both.predict(X, noise=True)
+    with pytest.raises(ValueError, match=r"noise=True.*Poisson\(\)"):
+        counts.predict(X, noise=True)
 
 
 def test_points_are_taken_some_at_a_time_where_draws_are_many(classes):

@@ -18,11 +18,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from jaxtyping import Float
+from linear_operator.operators import LinearOperator
 from torch import Tensor, nn
 
 from curvops.checks import check_like, check_shape, check_tensor
 from curvops.linalg.core.vectors import as_matrix, describe
 from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.dense import Dense
 
 NO_ADJOINT = "this call, lsmr for example, needs products with Aᵀ"
 
@@ -73,24 +75,27 @@ def _checked(image: Any, given: Tensor, rows: int) -> Tensor:
     return image
 
 
-def as_operator(A: Any, like: Tensor | None = None) -> Operator:
-    """Make an operator of a matrix known by a function V -> A V, or by a SciPy LinearOperator.
+def as_operator(A: Any, like: Tensor | None = None) -> LinearOperator:
+    """Make an operator of a matrix known by a function V -> A V, by a SciPy LinearOperator, or by its entries.
 
     The solvers and the functions of a matrix (`cg`, `minres`, `solve`, `apply_function`, ...) call this with their
     right-hand sides. Products of a SciPy operator pass through NumPy, on the CPU. No gradient passes through either.
+    A tensor (m, n) becomes a `Dense`; operators are returned as they are.
 
     Args:
         A: a function, for a square matrix; or a `scipy.sparse.linalg.LinearOperator` of any shape, whose
-            ``rmatvec`` or ``rmatmat`` serves those who need Aᵀ (`lsmr`, `svds`).
+            ``rmatvec`` or ``rmatmat`` serves those who need Aᵀ (`lsmr`, `svds`); or a matrix, as a tensor or an
+            operator.
         like: a vector (n,) or a block (n, K), which gives size, dtype and device, and says what the function takes:
             vectors, or blocks of any number of columns. A SciPy operator has its own shape,
             and without ``like`` its own dtype (float64 if that is not a floating-point dtype), on the CPU.
 
     Returns:
-        The operator. Its symmetry is not known: `cg` takes the caller's word, `solve` tests it.
+        The operator. The symmetry of products is not known: `cg` takes the caller's word, `solve` tests it.
 
     Raises:
-        TypeError: A is neither, is complex, or is a function without ``like``.
+        TypeError: A is none of these, is complex, or is a function without ``like``.
+        ValueError: A is a tensor that is not a matrix.
 
     Examples:
         >>> A = co.linalg.as_operator(lambda V: 2 * V, like=torch.ones(3))
@@ -98,7 +103,8 @@ def as_operator(A: Any, like: Tensor | None = None) -> Operator:
         (torch.Size([3, 3]), tensor([0.5000, 0.5000, 0.5000]))
     """
     if isinstance(A, type | nn.Module) or hasattr(A, "jacobian") or not callable(A):
-        describe(A)  # raises an error that says what a matrix is
+        describe(A)  # raises an error that says what a matrix is, unless A is one
+        return Dense(A) if isinstance(A, Tensor) else A
     if like is not None:
         check_tensor("B or like", like)
     if not hasattr(A, "rmatmat"):

@@ -18,75 +18,102 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from curvops.errors import DataChangedError, NoDataError
+from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
+from curvops.network.data.batch_parts import (
+    ACCEPTED,
+    holds_all,
+    require_aligned,
+    sizes_of,
+    split_batch,
+    targets_of,
+    unlabelled_source,
+)
 from curvops.network.data.inputs import (
+    MISSING,
     Inputs,
     Layout,
+    batch_inputs,
     components,
     copy,
+    first_of,
     move,
     move_tensor,
     normalise,
     num_points,
     require_finite,
+    rows_of,
     take,
-    tensor_of,
 )
-from curvops.network.data.loaders import LoaderPasses, in_order
+from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order, stacked_items
+from curvops.network.data.objects import PointPairs, WholeBatch
 from curvops.network.data.randomness import items
 
-ACCEPTED = (
-    "Pass a pair (inputs, targets) of tensors or arrays, a torch Dataset, a DataLoader, or a list (any re-iterable) of "
-    "batches (inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names. In a "
-    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs."
-)
-TARGETS = (
-    "Pass one of several targets, or join them (and the outputs) into one tensor; convert a list of numbers with "
-    "torch.tensor; a network without labels has other targets, such as its inputs for an autoencoder."
-)
-NAMES = ("inputs", "targets", "weights")
-LABELS = ("labels", "label")
-"""The names of the targets in Hugging Face collators and data sets."""
+NONE = torch.zeros(())
+"""A target for data without labels while the likelihood is unknown."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Some points: inputs, targets with leading dimension n, and sample weights (n,), (n, T) or None for ones.
+    """Some points: inputs, targets with leading dimension n, and sample weights, or None for ones.
 
-    `start` is the position of the first point among all data.
+    Weights are (n,), (n, T), or of the targets' shape.
+
+    any_targets: the targets; for data that are not `labelled` some others, which a curvature may take in their place,
+        since H is the same for all (`Likelihood.any_targets`).
+    start: the position of the first point among all data.
     """
 
     inputs: Inputs
-    targets: Tensor
+    any_targets: Tensor
     weights: Tensor | None = None
     start: int = 0
+    labelled: bool = True
+
+    @property
+    def targets(self) -> Tensor:
+        """The targets of the data. Raises MissingLabelsError if they have none."""
+        if not self.labelled:
+            raise MissingLabelsError
+        return self.any_targets
 
     @property
     def num_points(self) -> int:
         """The number n of points."""
-        return len(self.targets)
+        return len(self.any_targets)
 
     def labels(self, points: slice | Tensor) -> Batch:
         """Return the points in a range or at positions, without their inputs; positions keep the batch's `start`."""
         weights = None if self.weights is None else self.weights[points]
         first = (points.start or 0) if isinstance(points, slice) else 0
-        return Batch((), self.targets[points], weights, self.start + first)
+        return Batch((), self.any_targets[points], weights, self.start + first, self.labelled)
 
     def copy(self) -> Batch:
         """Return a copy of all tensors."""
         weights = None if self.weights is None else self.weights.clone()
-        return Batch(copy(self.inputs), self.targets.clone(), weights, self.start)
+        return Batch(copy(self.inputs), self.any_targets.clone(), weights, self.start, self.labelled)
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return all tensors with the names that messages use for them."""
-        named = [*components(self.inputs), ("targets", self.targets)]
-        return named if self.weights is None else [*named, ("weights", self.weights)]
+        """Return all tensors of the data with the names that messages use for them."""
+        targets = [("targets", self.targets)] if self.labelled else []
+        weights = [] if self.weights is None else [("weights", self.weights)]
+        return [*components(self.inputs), *targets, *weights]
+
+    @cached_property
+    def named_rows(self) -> list[tuple[str, Tensor]]:
+        """The tensors whose rows identify the points, as `rows_of` finds them, and their targets and weights."""
+        place, others = self.any_targets.device, replace(self, inputs=()).named_tensors()
+        return [*((name, tensor.to(place)) for name, tensor in rows_of(self.inputs)), *others]
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """The tensors whose rows identify the points."""
+        return [tensor for _, tensor in self.named_rows]
 
     @property
     def form(self) -> object:
-        """The names, shapes and dtypes of all tensors."""
-        return [(name, tensor.shape, tensor.dtype) for name, tensor in self.named_tensors()]
+        """The names, shapes and dtypes of these tensors."""
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in self.named_rows]
 
 
 @dataclass(frozen=True)
@@ -106,7 +133,11 @@ class Reading:
     layout: the layout of the outputs if a point has several positions: targets (n, *positions, ...) become
         (n, T, ...), and weights may be (n,) or (n, *positions). None leaves both as they are.
     weights: whether a third item holds sample weights; in mappings they are named.
+    missing: whether targets may be NaN, because they are missing.
     admit: called with each batch's inputs; raises if the model cannot be run on them.
+    labelled: whether the batches have targets; None reads both kinds.
+    any_target: the target of each point without one, in the layout's form.
+    whole: whether only the model can read a batch; None decides by the batch.
     """
 
     device: torch.device | str | None = None
@@ -114,20 +145,36 @@ class Reading:
     check: Callable[[Tensor], None] | None = None
     layout: Layout | None = None
     weights: bool = False
+    missing: bool = False
     admit: Callable[[Inputs], None] | None = None
+    labelled: bool | None = None
+    any_target: Tensor = NONE
+    whole: bool | None = None
 
     def read(self, item: object, index: int = 0) -> Batch:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
+        inputs, targets, w = self.parts(item, index)
         with _in_batch(index):
-            given, targets, w = parts_of(item, self.weights)
-            inputs = normalise(given)
-            _require_aligned(inputs, targets, w)
             if w is not None and not w.is_floating_point():
                 w = w.to(self.dtype or torch.get_default_dtype())
             if self.layout is not None:
-                targets, w = self.layout.targets(targets), None if w is None else self.layout.weights(w)
+                w = None if w is None else self.layout.weights(w, getattr(targets, "shape", torch.Size()))
+                targets = None if targets is None else self.layout.targets(targets)
         w = None if w is None else move_tensor(w, self.device, self.dtype)
-        return Batch(move(inputs, self.device, self.dtype), move_tensor(targets, self.device, self.dtype), w)
+        y = self.any_target.repeat(num_points(inputs), *[1] * self.any_target.ndim) if targets is None else targets
+        y = move_tensor(y, self.device, self.dtype)
+        return Batch(move(inputs, self.device, self.dtype), y, w, labelled=targets is not None)
+
+    def parts(self, item: object, index: int = 0) -> tuple[Inputs, Any, Tensor | None]:
+        """Return inputs, targets and weights of one item as they are given, of as many points each."""
+        with _in_batch(index):
+            given, targets, w = split_batch(item, self.weights)
+            if self.labelled not in (None, targets is not None):
+                what = "no labels, and others do" if self.labelled else "labels, and others do not"
+                raise ValueError(f"this batch has {what}: give all of them labels, or none.")
+            inputs = normalise(given) if targets is None else batch_inputs(given, max(sizes_of(targets)), self.whole)
+            require_aligned(inputs, targets, w)
+        return inputs, targets, w
 
     def read_checked(self, item: object, index: int = 0) -> Batch:
         """Read one batch and check its values, too, without copying. Waits for the device once per tensor."""
@@ -135,14 +182,17 @@ class Reading:
         if batch.num_points == 0:
             raise ValueError(f"Batch {index} is empty. Leave it out.")
         for name, tensor in batch.named_tensors():
-            require_finite(f"Batch {index}: {name}", tensor)
+            if name != "targets":
+                require_finite(f"Batch {index}: {name}", tensor)
+            elif not self.missing:  # otherwise `check` looks for Inf
+                require_finite(f"Batch {index}: {name}", tensor, MISSING)
         if batch.weights is not None and bool((batch.weights < 0).any()):
             raise ValueError(
                 f"Batch {index} has negative sample weights. They multiply log-likelihoods: use 0 or more."
             )
         with _in_batch(index):
             if self.check is not None:
-                self.check(batch.targets)
+                self.check(batch.any_targets)
             if self.admit is not None:
                 self.admit(batch.inputs)
         return batch
@@ -174,16 +224,16 @@ class Batches:
         points, sizes, prints = 0, [], []
         for index, item in enumerate(self._items()):
             batch = reading.read_checked(item, index)
-            tensors = [tensor for _, tensor in batch.named_tensors()]
-            self._note_points(point_prints(tensors), points)
-            prints.append(fingerprint(tensors))
+            self._note_points(point_prints(batch.rows), points)
+            prints.append(fingerprint(batch.rows))
             self._forms.append(batch.form)
             sizes.append(batch.num_points)
             points += batch.num_points
             if index == 0:
-                self._few = copy(take(batch.inputs, slice(0, 2)))
+                self._few, self.labelled = copy(first_of(batch.inputs)), batch.labelled
             if hold:
                 self._held.append(batch.copy())
+        source = source.source if isinstance(source, InputsAlone) else source
         if not sizes:
             kind = type(source.loader if isinstance(source, LoaderPasses) else source).__name__
             raise NoDataError(f"The data are empty: a pass over this {kind} gave no batch. {ACCEPTED}")
@@ -209,19 +259,25 @@ class Batches:
 
     def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
         """Return some points, in ascending order, on the device of `like`; their weights are multiplied by a factor."""
-        return Batches(self._chosen(chosen, factor, like), Reading(like.device, like.dtype, weights=True))
+        return Batches(self._chosen(chosen, factor, like), self.reading_again(like, weights=True))
 
-    def _chosen(self, chosen: Tensor, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor, Tensor]]:
+    def reading_again(self, like: Tensor, weights: bool) -> Reading:
+        """Return the reading of batches made from these, on the device and in the dtype of `like`."""
+        read = self._reading
+        return Reading(like.device, like.dtype, weights=weights, missing=read.missing, any_target=read.any_target)
+
+    def _chosen(self, chosen: Tensor, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor | None, Tensor]]:
         """Return those of the chosen points that this process has, batch by batch, with their weights."""
         parts, start = [], self.start
         for batch in self:
             inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
             start += batch.num_points
             if len(inside):
-                index = inside.to(batch.targets.device)
-                ones = batch.targets.new_ones(batch.num_points, dtype=like.dtype)
+                index = inside.to(batch.any_targets.device)
+                ones = batch.any_targets.new_ones(batch.num_points, dtype=like.dtype)
                 weights = (ones if batch.weights is None else batch.weights)[index] * factor
-                parts.append((take(batch.inputs, index), batch.targets[index], weights))
+                targets = batch.targets[index] if batch.labelled else None
+                parts.append((take(batch.inputs, index), targets, weights))
         return parts
 
     def are(self, inputs: object, targets: object) -> bool:
@@ -229,11 +285,13 @@ class Batches:
 
         Other numbers of points are told apart before anything is read or moved.
         """
-        x, y = normalise(inputs), tensor_of(targets)
-        if self.weighted or not isinstance(y, Tensor) or not y.ndim or {num_points(x), len(y)} != {self.num_data}:
+        x, y = normalise(inputs), targets_of(targets)
+        if isinstance(x, WholeBatch) or self.weighted or not self.labelled or y is None or 0 in sizes_of(y):
+            return False
+        if {num_points(x), *sizes_of(y)} != {self.num_data}:
             return False
         batch = self._reading.read((x, y))
-        return int(point_prints([tensor for _, tensor in batch.named_tensors()]).sum()) == self.prints.contents
+        return int(point_prints(batch.rows).sum()) == self.prints.contents
 
     @property
     def print_of_batches(self) -> int:
@@ -279,7 +337,7 @@ class Batches:
                     self._describe_change(f"there are more than the first pass's {self.num_batches} batches")
                 )
             batch = self._reading.read(item, index)
-            prints.append(fingerprint([tensor for _, tensor in batch.named_tensors()]))
+            prints.append(fingerprint(batch.rows))
             if batch.form != self._forms[index]:
                 raise DataChangedError(self._describe_change(f"batch {index} has other shapes or dtypes"))
             yield batch
@@ -331,6 +389,7 @@ class AbsentBatches:
     prints: DataPrints
     fingerprint_dtype: torch.dtype | None
     weighted: bool
+    labelled: ClassVar[bool] = True
     is_present: ClassVar[bool] = False
     start: ClassVar[int] = 0
 
@@ -361,14 +420,14 @@ class _InMemory:
     """Re-iterable slices of tensors in memory, as mappings with the three names that any batch may have."""
 
     inputs: Inputs
-    others: dict[str, Tensor]
+    others: dict[str, Any]
     batch_size: int
     mapping_type: type  # the type of the inputs, if they were a mapping
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for start in range(0, len(self.others["targets"]), self.batch_size):
+        for start in range(0, num_points(self.inputs), self.batch_size):
             chosen = slice(start, start + self.batch_size)
-            others = {name: tensor[chosen] for name, tensor in self.others.items()}
+            others = {name: None if part is None else take(part, chosen) for name, part in self.others.items()}
             yield {"inputs": take(self.inputs, chosen), **others}
 
 
@@ -378,20 +437,29 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     data: a tuple or list (inputs, targets[, weights]) of tensors in memory, or a mapping of them with these names; a
         Dataset; a DataLoader (a shuffling one is read in the order of its dataset) or any re-iterable of such tuples
         or mappings. Inputs may be a tensor, a tuple or list of tensors, or a mapping of tensors; NumPy arrays may
-        replace tensors. `parts_of` finds inputs, targets and weights in each item.
+        replace tensors. `split_batch` finds inputs, targets and weights in each item. Without labels one tensor, or
+        (inputs, None), where inputs may also be a Dataset or a DataLoader of inputs.
     batch_size: points per batch, only for tensors in memory and Datasets.
 
     Raises TypeError for data of another form, or that can be read only once.
     """
     if holds_all(data):
-        given, targets, w = parts_of(data, weights)
+        given, targets, w = split_batch(data, weights)
         inputs = normalise(given)
-        _require_aligned(inputs, targets, w)
-        others = {"targets": targets} if w is None else {"targets": targets, "weights": w}
+        require_aligned(inputs, targets, w)
+        others: dict[str, Tensor | None] = {"targets": targets} if w is None else {"targets": targets, "weights": w}
         return _InMemory(inputs, others, batch_size, type(given))
+    if (source := unlabelled_source(data)) is not None:
+        return InputsAlone(as_source(source, batch_size))
+    if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        raise TypeError(
+            f"A {type(data).__name__} of {len(data)} tensors can be read in several ways. If all are inputs, without "
+            "labels, write ((a, b, ...), None)."
+        )
     if isinstance(data, Dataset):
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
-        return DataLoader(data, batch_size=batch_size, shuffle=False, generator=torch.Generator())
+        gather = data.gather if isinstance(data, PointPairs) else stacked_items
+        return DataLoader(data, batch_size, shuffle=False, generator=torch.Generator(), collate_fn=gather)
     if isinstance(data, DataLoader):
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
     if isinstance(data, Iterator):
@@ -399,86 +467,6 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
     return data
-
-
-def holds_all(data: object) -> bool:
-    """Return whether data are tensors of all points: a pair, a triple, or a mapping that names its targets."""
-    if isinstance(data, Mapping):
-        return _is_named(data) or any(name in data for name in LABELS)
-    if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
-        return False
-    # No batch is a tensor, so if the first item is one, these are inputs and targets, of whatever type.
-    return isinstance(data[0], Tensor | np.ndarray) or all(isinstance(part, Tensor | np.ndarray) for part in data[1:])
-
-
-def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
-    """Return inputs, targets and weights of one batch: a tuple, a list, or a mapping with these names or with labels.
-
-    weights: whether a third item was declared to be weights. Raises TypeError for another form, and for a third item
-    that was not declared; ValueError for labels that a causal language model shifts.
-    """
-    if isinstance(item, (tuple, list)) and len(item) in (2, 3):
-        if len(item) == 3 and not weights:
-            raise TypeError(_describe_undeclared(item[2]))
-        inputs, targets, *rest = item
-    elif isinstance(item, Mapping) and _is_named(item):
-        inputs, targets, *rest = (item[name] for name in NAMES if name in item)
-    elif isinstance(item, Mapping) and any(name in item for name in LABELS):
-        inputs, targets, *rest = _split_labels(item, weights)
-    else:
-        raise TypeError(_not_a_batch(item))
-    if weights and not rest:
-        raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
-    targets, w = tensor_of(targets), tensor_of(rest[0]) if rest else None
-    if not isinstance(targets, Tensor) or (rest and not isinstance(w, Tensor)):
-        kinds = type(targets).__name__ + (f", {type(w).__name__}" if rest else "")
-        raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
-    return inputs, targets, w
-
-
-def _is_named(item: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping names inputs, targets and perhaps weights, and nothing else."""
-    return set(NAMES[:2]) <= set(item) <= set(NAMES)
-
-
-def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
-    """Return inputs, targets and perhaps weights of a Hugging Face batch: every entry but the labels is an input."""
-    given = [name for name in LABELS if name in item]
-    if len(given) > 1:
-        raise TypeError("A batch names both 'labels' and 'label': leave one out, or pass (inputs, targets).")
-    apart = (*given, *(("weights",) if weights and "weights" in item else ()))
-    inputs = {name: part for name, part in item.items() if name not in apart}
-    y, ids = (tensor_of(item.get(name)) for name in (given[0], "input_ids"))
-    alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
-    if alike and bool(((y == ids) | (y == -100)).all()):  # Hugging Face ignores this label
-        raise ValueError(
-            "the labels are the input_ids themselves: pass (inputs, targets) with the targets shifted, "
-            "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."
-        )
-    return [inputs, *(item[name] for name in apart)]
-
-
-def _describe_undeclared(third: object) -> str:
-    what = f"{third.dtype} of shape {tuple(third.shape)}" if isinstance(third, Tensor) else type(third).__name__
-    return (
-        f"There is a third item ({what}) of unknown meaning. Declare sample weights by weights=True, or by a mapping "
-        "{'inputs': ..., 'targets': ..., 'weights': ...}. Leave out an index or an identifier, as "
-        "[(x, y) for x, y, _ in loader] does."
-    )
-
-
-def _require_aligned(inputs: Inputs, targets: Tensor, weights: Tensor | None) -> None:
-    n = num_points(inputs)
-    if targets.ndim == 0 or len(targets) != n:
-        raise ValueError(
-            f"There are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading dimension of both "
-            "counts points."
-        )
-    if weights is not None and (weights.ndim == 0 or len(weights) != n):
-        raise ValueError(
-            f"There are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one weight per "
-            "point or per position."
-        )
 
 
 @contextlib.contextmanager
@@ -489,10 +477,3 @@ def _in_batch(index: int) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"Batch {index}: {error}") from error
-
-
-def _not_a_batch(item: object) -> str:
-    hint = ACCEPTED
-    if isinstance(item, Mapping):
-        hint = "Name the targets of a mapping 'labels', or split it into (inputs, targets)."
-    return f"A batch is (inputs, targets); this is a {type(item).__name__}. {hint}"

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, default_collate
 
-from curvops.network.data.batches import holds_all, parts_of
-from curvops.network.data.inputs import normalise, take
+from curvops.network.data.batch_parts import holds_all, parts_of
+from curvops.network.data.inputs import normalise, num_points, take
+from curvops.network.data.objects import Objects, PointPairs
 from curvops.ranks.shard import Shard
 
 
@@ -55,18 +56,20 @@ def _reader(data: Any, weights: bool) -> tuple[int, Callable[[Tensor], Any]]:
         inputs, rest = normalise(given), (targets,) if w is None else (targets, w)
 
         def take_points(chosen: Tensor) -> Any:
-            at = chosen.to(targets.device)
-            return (take(inputs, at), *(tensor[at] for tensor in rest))
+            at = chosen.to(tree_leaves(targets)[0].device)
+            return (take(inputs, at), *(take(part, at) for part in rest))
 
-        return len(targets), take_points
+        return num_points(targets), take_points
     if not isinstance(data, Dataset) or not hasattr(data, "__len__"):
         raise TypeError(f"data must be tensors (X, y) or a Dataset with a length, got {type(data).__name__}.")
+
+    gather = data.gather if isinstance(data, PointPairs) else default_collate
 
     def read(chosen: Tensor) -> Any:
         if not len(data):
             return None
         if not len(chosen):  # of the same form as other batches
-            return tree_map_only(Tensor, lambda each: each[:0], default_collate([data[0]]))
-        return default_collate([data[i] for i in chosen.tolist()])
+            return tree_map_only(Tensor | Objects, lambda each: take(each, slice(0)), gather([data[0]]))
+        return gather([data[i] for i in chosen.tolist()])
 
     return len(data), read

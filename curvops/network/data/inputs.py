@@ -1,6 +1,7 @@
-"""Inputs of a network: a tensor, a tuple (positional arguments) or a dict (keyword arguments); and copies of tensors.
+"""Inputs of a network: a tensor, a tuple (positional arguments), a dict (keyword arguments), or objects; and copies.
 
-All inputs have the same leading dimension n, the number of points. NumPy arrays become tensors.
+Tensors have the same leading dimension n, the number of points. NumPy arrays become tensors. Points of any other kind
+are `Objects`, which become what the model takes where it is called (`value_of`).
 
 A linearisation, a posterior and a sampler keep copies of the small tensors that they are given (noise, class weights,
 prior precision and mean, positions), so that later in-place changes have no effect. A tensor that requires a gradient
@@ -24,7 +25,9 @@ from torch.utils._pytree import tree_map, tree_structure, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import unserializable_hook
 
-Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+from curvops.network.data.objects import Objects, WholeBatch, join_objects
+
+Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor] | Objects
 
 
 def as_inputs(x: object, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
@@ -43,7 +46,7 @@ def as_inputs(x: object, device: torch.device | str | None = None, dtype: torch.
 
 def normalise(x: object) -> Inputs:
     """Convert tensors or NumPy arrays to a tensor, tuple or dict of tensors. Raises TypeError for anything else."""
-    if isinstance(x, Tensor):
+    if isinstance(x, Tensor | Objects):
         return x
     if isinstance(x, (tuple, list)):
         inputs: object = tuple(map(tensor_of, x))
@@ -61,37 +64,102 @@ def normalise(x: object) -> Inputs:
     )
 
 
+def batch_inputs(x: object, n: int, whole: bool | None = None) -> Inputs:
+    """Convert the inputs of a batch of n targets, to a `WholeBatch` if `whole`; None does so for no tensors of points.
+
+    Raises TypeError as `normalise` does if `whole` is False.
+    """
+    if isinstance(x, Objects):
+        return x
+    if whole:
+        return WholeBatch(x, n)
+    if whole is False or isinstance(x, Tensor):
+        return normalise(x)
+    try:
+        inputs = normalise(x)
+        num_points(inputs)
+    except (TypeError, ValueError):
+        return WholeBatch(x, n)
+    return inputs
+
+
+def value_of(inputs: Inputs) -> Any:
+    """Return what the model takes for these inputs."""
+    return inputs.value() if isinstance(inputs, Objects) else inputs
+
+
+def described(inputs: Inputs) -> str:
+    """Return the names, shapes and dtypes of the inputs, or the number and the kind of objects, for messages."""
+    if isinstance(inputs, Objects):
+        return repr(inputs)
+    return ", ".join(f"{name} {tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in components(inputs))
+
+
 def components(inputs: Inputs) -> list[tuple[str, Tensor]]:
-    """Return the tensors of the inputs with the names that messages use for them."""
+    """Return the tensors of the inputs with the names that messages use for them; of objects, those in containers."""
     if isinstance(inputs, Tensor):
         return [("inputs", inputs)]
+    if isinstance(inputs, Objects):
+        return inputs.named_tensors()
     if isinstance(inputs, tuple):
         return [(f"inputs[{i}]", part) for i, part in enumerate(inputs)]
     return [(f"inputs[{name!r}]", part) for name, part in inputs.items()]
+
+
+def rows_of(inputs: Inputs) -> list[tuple[str, Tensor]]:
+    """Return tensors whose rows identify the points, by name: the inputs themselves, or the prints of objects."""
+    return [("inputs", inputs.prints())] if isinstance(inputs, Objects) else components(inputs)
 
 
 def num_points(inputs: Inputs) -> int:
     """Return the common leading dimension n. Raises ValueError when there is none."""
     if isinstance(inputs, Tensor) and inputs.ndim:
         return inputs.shape[0]
+    if isinstance(inputs, Objects):
+        return len(inputs)
     first, *others = (tensor.shape[:1] for _, tensor in components(inputs))
     if not first or any(other != first for other in others):
         shapes = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in components(inputs))
         raise ValueError(
             f"All inputs need the same leading dimension, the number of points; given {shapes}. Keep what does not "
-            "vary between points (masks, positions) inside the model."
+            "vary between points (masks, positions) inside the model; for points of unequal sizes pass collate= to "
+            "co.linearize."
         )
     return first[0]
 
 
 def map_inputs(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """Return the inputs with each tensor changed."""
+    """Return the inputs with each tensor changed; objects, which are constants, as they are."""
+    if isinstance(inputs, Objects):
+        return inputs
     return change(inputs) if isinstance(inputs, Tensor) else tree_map(change, inputs)
 
 
 def take(inputs: Inputs, index: slice | Tensor) -> Inputs:
-    """Return the points in a slice, as views, or those at given positions, as copies."""
+    """Return the points in a slice, as views, or those at given positions, as copies.
+
+    Raises ValueError for some points of a `WholeBatch`.
+    """
+    if isinstance(inputs, Objects):
+        return inputs.take(index)
     return inputs[index] if isinstance(inputs, Tensor) else map_inputs(lambda tensor: tensor[index], inputs)
+
+
+def join(parts: Sequence[Inputs]) -> Inputs:
+    """Return the points of several parts in one. Raises ValueError for several parts with a `WholeBatch`."""
+    if isinstance(parts[0], Objects):
+        return join_objects([part for part in parts if isinstance(part, Objects)])
+    return tree_map(lambda *tensors: torch.cat(tensors), *parts)
+
+
+def cut(inputs: Inputs, step: int) -> Iterator[tuple[slice, Inputs]]:
+    """Yield (some consecutive points, their inputs), `step` at a time; a `WholeBatch` comes in one."""
+    total = num_points(inputs)
+    if isinstance(inputs, WholeBatch):
+        step = max(1, total)
+    for start in range(0, total, step):
+        points = slice(start, min(start + step, total))
+        yield points, inputs if step >= total else take(inputs, points)
 
 
 def in_pieces(inputs: Inputs, most: int) -> Iterator[Inputs]:
@@ -100,25 +168,27 @@ def in_pieces(inputs: Inputs, most: int) -> Iterator[Inputs]:
     if not most or total <= most:
         yield inputs
         return
-    step = math.ceil(total / math.ceil(total / most))
-    for start in range(0, total, step):
-        yield take(inputs, slice(start, start + step))
+    yield from (part for _, part in cut(inputs, math.ceil(total / math.ceil(total / most))))
 
 
-def first_of(inputs: Inputs) -> Inputs:
-    """Return at most two points to try a model on; if there are none, one point of zeros."""
-    if num_points(inputs):
-        return take(inputs, slice(0, 2))
+def first_of(inputs: Inputs, most: int = 2) -> Inputs:
+    """Return the first points, or a `WholeBatch`, to try a model on; if there are no points, one of zeros."""
+    if isinstance(inputs, WholeBatch):
+        return inputs
+    if num_points(inputs) or isinstance(inputs, Objects):
+        return take(inputs, slice(0, most))
     return map_inputs(lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), inputs)
 
 
 def copy(inputs: Inputs) -> Inputs:
     """Return a copy of the inputs."""
-    return map_inputs(torch.clone, inputs)
+    return inputs.copy() if isinstance(inputs, Objects) else map_inputs(torch.clone, inputs)
 
 
 def replace_tensors(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
-    """Replace the named tensors of the inputs by others; the rest lose their graph."""
+    """Replace the named tensors of the inputs by others; the rest lose their graph. Objects have no such tensors."""
+    if isinstance(inputs, Objects):
+        return inputs
     copies = [tensors.get(name, tensor.detach()) for name, tensor in components(inputs)]
     return tree_unflatten(copies, tree_structure(inputs))
 
@@ -127,6 +197,8 @@ def move(inputs: Inputs, device: torch.device | str | None = None, dtype: torch.
     """Move the inputs to a device and cast floating-point tensors (only) to ``dtype``; None keeps either."""
     if isinstance(inputs, Tensor):
         return move_tensor(inputs, device, dtype)
+    if isinstance(inputs, Objects):
+        return inputs.move(device, dtype)
     return map_inputs(lambda tensor: move_tensor(tensor, device, dtype), inputs)
 
 
@@ -135,10 +207,16 @@ def move_tensor(tensor: Tensor, device: torch.device | str | None, dtype: torch.
     return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
 
-def require_finite(name: str, tensor: Tensor) -> None:
+MISSING = (
+    "Remove or impute them. Targets that are missing may be NaN under co.likelihoods.Gaussian(missing='ignore'), and "
+    "likewise Bernoulli and Poisson."
+)
+
+
+def require_finite(name: str, tensor: Tensor, remedy: str = "Remove or impute them.") -> None:
     """Raise ValueError if a floating-point tensor holds NaN or Inf. Waits for the device once."""
     if not is_finite(tensor):
-        raise ValueError(f"{name} of shape {tuple(tensor.shape)} holds NaN or infinite values. Remove or impute them.")
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} holds NaN or infinite values. {remedy}")
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -173,7 +251,10 @@ def _conversion(x: object) -> str:
         return "Pass x.to_numpy()."
     if isinstance(x, Dataset | DataLoader):
         return "Call this for the inputs of each batch: for x, y in loader."
-    return "Drop entries that are neither, and convert lists with torch.tensor(x)."
+    return (
+        "Drop entries that are neither, and convert lists with torch.tensor(x). For points of another kind pass "
+        "collate= to co.linearize: a function of a list of points that returns what the model takes."
+    )
 
 
 def _kind(x: object) -> str:
@@ -228,11 +309,15 @@ class Layout:
     class_dim: the dimension of (N, *shape) that holds the C outputs of a position: the last, or 1, as in torch's
         cross-entropy, and for the channels of images. All others are positions, T in total.
     positions_in_rows: T, if the model itself returns rows (N, T·C) and the likelihood is that of sequences.
+    apart: whether targets are independent given the outputs, so that each may have a weight.
+    name: the key of this output among those that the model returns; None if it returns one tensor.
     """
 
     shape: torch.Size
     class_dim: int = -1
     positions_in_rows: int | None = None
+    apart: bool = False
+    name: str | int | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -260,11 +345,23 @@ class Layout:
         moved = outputs.movedim(1, -1) if self.positions and self.class_dim == 1 else outputs
         return moved.flatten(1)
 
-    def targets(self, y: Tensor) -> Tensor:
+    def restored(self, rows: Float[Tensor, "n R"]) -> Tensor:
+        """Return rows (n, T·C) in the shape (n, *shape) of the model's outputs, the inverse of `rows`."""
+        if not self.shape:
+            return rows.squeeze(1)
+        outputs = rows.reshape(len(rows), *self.positions, self.num_outputs)
+        return outputs.movedim(-1, 1) if self.positions and self.class_dim == 1 else outputs
+
+    def targets(self, y: Any) -> Tensor:
         """Return targets (n, *positions, ...), or (n, C, *positions) with the classes at dimension 1, as (n, T, ...).
 
         Raises ValueError if they do not have the outputs' positions.
         """
+        if not isinstance(y, Tensor):
+            raise TypeError(
+                "targets under several names, or in a tuple, need a likelihood for each: pass a mapping of likelihoods "
+                'with the same keys, such as {"kind": "classification", "value": "regression"}.'
+            )
         if not self.shape and y.ndim == 1:
             return y.unsqueeze(1)
         if not self.positions:
@@ -275,13 +372,26 @@ class Layout:
             raise ValueError(self._misplaced(y))
         return y.flatten(1, len(self.positions))
 
-    def weights(self, w: Tensor) -> Tensor:
-        """Return sample weights (n,) unchanged, and (n, *positions) as (n, T). Raises ValueError for other shapes."""
+    def in_given_form(self, y: Tensor) -> Tensor:
+        """Return targets (n, T, ...) as (n, *positions, ...), a form from which `targets` makes these."""
+        if not self.shape:
+            return y.squeeze(1)
+        return y.unflatten(1, self.positions) if self.positions else y
+
+    def weights(self, w: Tensor, shape: torch.Size) -> Tensor:
+        """Return sample weights (n,) unchanged, (n, *positions) as (n, T), and those of the targets' shape as targets.
+
+        Raises ValueError for other shapes.
+        """
+        apart = self.apart and len(shape) > 1
+        if apart and w.shape == shape:
+            return self.targets(w)
         n, in_rows = len(w) if w.ndim else 0, self.positions_in_rows
         places = self.positions or (() if in_rows is None else (in_rows,))
         if w.shape[1:] not in ((), places) or not w.ndim:
-            or_positions = f" or, one per position, {(n, *places)}" if places else ""
-            raise ValueError(f"the sample weights must have shape ({n},){or_positions}; given {tuple(w.shape)}.")
+            others = f" or, one per position, {(n, *places)}" if places else ""
+            others += f" or, one per target, {tuple(shape)}" if apart else ""
+            raise ValueError(f"the sample weights must have shape ({n},){others}; given {tuple(w.shape)}.")
         return w.flatten(1) if w.ndim > 1 else w
 
     def _misplaced(self, y: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import length_hint
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
 
@@ -58,6 +59,16 @@ class LoaderPasses:
             )
 
 
+class InputsAlone:
+    """The batches (inputs, None) of a source whose items are inputs as a whole."""
+
+    def __init__(self, source: Iterable[object]) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[tuple[object, None]]:
+        return ((item, None) for item in self.source)
+
+
 def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return the loader or, if it shuffles or drops a batch, one that reads each point of its dataset once, in order.
 
@@ -73,7 +84,7 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     shuffles = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
     if not shuffles and not _leaves_points_out(loader):
         return loader
-    plain = type(loader) is DataLoader and type(loader.batch_sampler) in (BatchSampler, type(None))
+    plain = iterates_as_torch(loader) and type(loader.batch_sampler) in (BatchSampler, type(None))
     if not shuffles and (not plain or loader.batch_size is None):  # None: batches from a user's own sampler
         raise ValueError(f"this {type(loader).__name__} has drop_last=True, and sums need all: pass drop_last=False.")
     once = isinstance(sampler, SubsetRandomSampler) or (
@@ -95,6 +106,23 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     elif not shuffles and not isinstance(dataset, IterableDataset):
         options["sampler"] = sampler
     return DataLoader(dataset, shuffle=False, **options)
+
+
+def stacked_items(items: list[Any]) -> Any:
+    """Return items of a Dataset as a batch; raise ValueError if they have no common shape, or are no tensors."""
+    try:
+        return default_collate(items)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the items of the Dataset cannot be stacked ({error}). Pass collate=, a function of a list of points that "
+            "returns what the model takes."
+        ) from error
+
+
+def iterates_as_torch(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader's class changes at most its options and its collate_fn, as torch_geometric's does."""
+    names = ("__iter__", "_get_iterator", "__setattr__", "_index_sampler")
+    return all(getattr(type(loader), name) is getattr(DataLoader, name) for name in names)
 
 
 def _leaves_points_out(loader: DataLoader[Any]) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from curvops.ambient import SMALL_BYTES
 from curvops.network.data.inputs import copy as copied
-from curvops.network.data.inputs import in_pieces, num_points, take
+from curvops.network.data.inputs import first_of, in_pieces, num_points
+from curvops.network.data.objects import WholeBatch
 from curvops.network.engines.autodiff import KeptRows, Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import (
     Call,
@@ -85,7 +86,7 @@ class Engines:
         return other
 
     def _probe(self, model: Model, first: Any, whole: bool) -> None:
-        seen = first if whole else take(first, slice(0, 2))
+        seen = first if whole else first_of(first)
         recording = record(model, seen, self._owned, ragged=self.ragged)
         outputs, calls, misfits = recording
         self.model, self._first = model, (seen, recording) if whole else None
@@ -94,7 +95,7 @@ class Engines:
         if run is not None and run == self._run:
             return  # the network runs as it did at the weights before: what was found then holds
         self._run, self._num_outputs = run, outputs.shape[1]
-        self._few = copied(take(first, slice(0, 2))) if whole else seen  # engines may outlive the batch
+        self._few = copied(first_of(first)) if whole else seen  # engines may outlive the batch
         self._unlike: frozenset[str] = frozenset()
         self._first_differs: bool | None = None
         self._recorded_verified: set[tuple[str, ...]] = set()
@@ -104,7 +105,7 @@ class Engines:
         names = model.selection.names
         self._routes = {names: find_routes(model, self._few, names)}
         # One point in addition to two: a dimension of length two is not mistaken for the points, nor one squeezed.
-        of_one = take(self._few, slice(0, 1))
+        of_one = first_of(self._few, 1)
         _, of_alone, alone = record(model, of_one, self._owned, ragged=()) if self._owned else (outputs, [], set())
         if ragged := {name for call in (*calls, *of_alone) if call.rows for name in call.layer.names.values()}:
             self.ragged |= ragged
@@ -143,7 +144,7 @@ class Engines:
         path = path_of(self.model, recording)
         if path is None or path not in self._paths:
             with torch.no_grad():
-                alone = self.model(self.model.values, take(inputs, slice(0, 1)))
+                alone = self.model(self.model.values, first_of(inputs, 1))
                 self.model.require_points_apart(outputs.detach(), alone)
             wrong, shown = self._check(inputs, recording, whole=False)
             if not shown:
@@ -224,10 +225,9 @@ class Engines:
         the graph tells which layers are left out by a path.
         """
         with self.model.lock:
-            count = min(8, num_points(inputs))
             while self.plan.layers and not self._checked & {True, whole}:
-                alone = [take(inputs, slice(i, i + 1)) for i in range(count)]
-                wrong = self._wrong_at([take(inputs, slice(0, count))], whole) and self._wrong_at(alone, whole)
+                few = first_of(inputs, 8)
+                wrong = self._wrong_at([few], whole) and self._wrong_at([*in_pieces(few, 1)], whole)
                 if wrong is None:
                     self._checked.add(whole)
                 else:
@@ -352,6 +352,7 @@ class Engines:
             rest=self._routes_of(tuple(others)) if calls and others and layerwise else None,
             memory_budget=self.memory_budget,
             rates=CPU if self.model.theta.device.type == "cpu" else GPU,
+            single=not isinstance(self._few, WholeBatch),
             half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
             unlike=self._unlike,
         )

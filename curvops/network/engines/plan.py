@@ -134,6 +134,7 @@ class Plan(Tabular):
     rest: Routes | None  # of `others`
     memory_budget: int
     rates: Rates
+    single: bool = True  # the model can be run on any point alone
     half_base: bool = False  # frozen tensors round more coarsely than the selected parameters' dtype
     unlike: frozenset[str] = frozenset()  # parameters whose layers ran differently in a batch than in the first points
     in_use: dict[str, int] = field(default_factory=dict)
@@ -190,7 +191,7 @@ class Plan(Tabular):
         recorded: tuple[EngineKind, ...] = ("recorded",) if self.routes.recordable else ()
         if self.engine == "streamed":
             return ("streamed",)
-        formed: tuple[EngineKind, ...] = ("formed",) if self.engine == "auto" and self.others else ()
+        formed: tuple[EngineKind, ...] = ("formed",) if self.engine == "auto" and self.others and self.single else ()
         if self.engine == "autodiff" or self.unlike or not self.layers:
             return ("streamed", *recorded, *formed)
         return ("streamed", "layerwise") if self.prefers_layerwise else ("streamed", *recorded, "layerwise", *formed)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from curvops.network.data.batches import Batch
-from curvops.network.data.inputs import num_points, take
+from curvops.network.data.inputs import cut, num_points
 from curvops.network.engines.autodiff import (
     Operations,
     Pushes,
@@ -116,9 +116,8 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
 def _adds_points(engine: Streamed, u: Tensor, pulled: Blocks, generator: torch.Generator) -> bool:
     """Return whether Jᵀu is a sum over points; a custom backward may break this."""
     total: Blocks = {}
-    for n in range(num_points(engine.inputs)):
-        graph = record_graph(engine.model, take(engine.inputs, slice(n, n + 1)), engine.names)
-        alone = graph.pull(u[:, n : n + 1], keep=False)
+    for points, part in cut(engine.inputs, 1):
+        alone = record_graph(engine.model, part, engine.names).pull(u[:, points], keep=False)
         total = {name: value + total[name] if name in total else value for name, value in alone.items()}
     if all(_close(total[name], value) for name, value in pulled.items()):
         return True

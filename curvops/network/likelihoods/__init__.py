@@ -14,6 +14,7 @@ from curvops.network.likelihoods.from_loss import FromLoss
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.independent import Bernoulli, HeteroscedasticGaussian, Poisson
 from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.multitask import Multitask
 from curvops.network.likelihoods.sequences import Sequences
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
+    "Multitask",
     "Poisson",
     "RewardPairs",
     "Sequences",

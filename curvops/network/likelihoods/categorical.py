@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from curvops.checks import checked_number, checked_whole
+from curvops.errors import MissingLabelsError
 from curvops.network.data.inputs import within
 from curvops.network.likelihoods.likelihood import (
     HessianParts,
@@ -47,6 +48,8 @@ class Categorical(Likelihood):
         >>> likelihood = co.likelihoods.Categorical(label_smoothing=0.1)
         >>> lin = co.linearize(model, (x, y), likelihood)
     """
+
+    form = "classes"
 
     def __init__(
         self,
@@ -128,6 +131,9 @@ class Categorical(Likelihood):
     def mean(self, f: Outputs) -> Outputs:
         return f.softmax(-1)
 
+    def log_probabilities(self, f: Outputs) -> Float[Tensor, "n C"]:
+        return f.log_softmax(-1)
+
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if num_outputs is not None:
             self._check_classes(num_outputs)
@@ -155,6 +161,14 @@ class Categorical(Likelihood):
                 f"or equal ignore_index = {self.ignore_index}; given values from {low} to {high}. "
                 "Renumber the classes from 0, or give the model more outputs."
             )
+
+    def any_targets(self, f: Outputs) -> Tensor:
+        if self.weight is not None:
+            raise MissingLabelsError(f"the weight of a point under {self!r}")
+        if self.ignore_index != -100:  # not the default, so some labels are ignored
+            remedy = "(Leave these points or positions out by weights of zero, (inputs, None, weights).) "
+            raise MissingLabelsError(f"which points are ignored under {self!r}", remedy)
+        return torch.zeros(len(f), dtype=torch.long, device=f.device)
 
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, " n"]:
         f = y if y.is_floating_point() else torch.zeros((), device=y.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -238,7 +238,9 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
             raise TypeError(f"{spec!r} takes neither (outputs) nor (outputs, targets).")
         return FromDistribution(spec) if len(names) == 1 else FromLoss(spec)
     remedy = next((text for kind, text in REMEDIES.items() if isinstance(spec, kind)), "")
-    if isinstance(spec, type):
+    if isinstance(spec, Mapping):
+        remedy = "Likelihoods of several outputs, by name, are for co.linearize; here one is needed."
+    elif isinstance(spec, type):
         remedy = f"A class is not enough: pass an instance, {spec.__name__}()."
     elif isinstance(spec, str):
         remedy = "".join(f"Did you mean {NAMES[near]}?" for near in get_close_matches(spec.lower(), NAMES, 1))

@@ -10,13 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, distributions
 from torch.distributions import Distribution
+from torch.nn.functional import logsigmoid
 
 from curvops.checks import drawn_seed
-from curvops.network.likelihoods.likelihood import ByAutograd, Outputs, vjp
+from curvops.network.likelihoods.likelihood import ByAutograd, Outputs, TargetForm, vjp
 from curvops.summary import summary
 
 # The number of points and draws on which a Hessian is checked before it is used as the Fisher.
 POINTS, DRAWS = 8, 64
+CLASSES = distributions.Categorical, distributions.OneHotCategorical
 MONTE_CARLO = "Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...), which needs only samples and residuals"
 
 
@@ -28,6 +30,10 @@ class FromDistribution(ByAutograd):
     - with a finite support, E[r r^T] by enumeration, at a gradient per value and batch entry;
     - otherwise the Hessian of -log p, at C gradients. It is the Fisher if it does not depend on y (natural parameters:
       a normal mean, a log rate). This is checked on the first points, and raises ValueError if it does not hold.
+
+    Predictions of targets average over draws of the outputs. A `Categorical` has classes and a `Bernoulli` labels, with
+    `probabilities` (link "mc" or "network") and entropies in `uncertainty`; others have variances there, and with
+    `noise=True` in `predict` if their entries are real and independent, whatever the noise depends on.
 
     H is computed in each product; its symmetric root, for root products, costs O(C^3) per point. Tensors inside
     `function` get no gradients from an operator, and must be on the outputs' device. Pickling needs a `function` that
@@ -69,7 +75,11 @@ class FromDistribution(ByAutograd):
         if not isinstance(p, Distribution):
             raise TypeError(f"{self!r} returns {type(p).__name__}, expected a torch.distributions.Distribution.")
         if p.batch_shape[:1] != f.shape[:1]:
-            raise ValueError(f"{self!r} made a batch of shape {tuple(p.batch_shape)}; expected one row per point.")
+            raise ValueError(
+                f"{self!r} made a batch of shape {tuple(p.batch_shape)}; expected one row per point, {len(f)} for "
+                f"outputs {tuple(f.shape)} (each position of a sequence or an image is one)."
+            )
+        self.form = _form_of(p)
         return p
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
@@ -87,11 +97,36 @@ class FromDistribution(ByAutograd):
                     module.manual_seed(seed)
             return p.sample().detach()
 
-    def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
+    def any_targets(self, f: Outputs) -> Tensor:
+        return self.sample(f, torch.Generator().manual_seed(0))
+
+    def mean(self, f: Outputs) -> Float[Tensor, "n *m"]:
         p = self.distribution(f)
-        if isinstance(p, distributions.Categorical):
-            return p.probs
-        return p.mean.reshape(len(f), -1)
+        base = _base(p)
+        if isinstance(base, distributions.Categorical):
+            return base.probs
+        return self._moment(p, "mean").reshape(len(f), -1)
+
+    def log_probabilities(self, f: Outputs) -> Float[Tensor, "n *L c"]:
+        p = _base(self.distribution(f))
+        if isinstance(p, CLASSES):
+            return p.logits
+        if not isinstance(p, distributions.Bernoulli):
+            return super().log_probabilities(f)
+        logits = p.logits.reshape(len(f), -1)
+        return logsigmoid(torch.stack([logits, -logits], -1))
+
+    def variance(self, f: Outputs) -> Float[Tensor, "n m"]:
+        return self._moment(self.distribution(f), "variance").reshape(len(f), -1)
+
+    def _moment(self, p: Distribution, name: str) -> Tensor:
+        try:
+            moment: Tensor = getattr(p, name)
+        except NotImplementedError as error:
+            raise ValueError(f"{self!r} makes a {type(p).__name__}, whose {name} torch does not know.") from error
+        if moment.numel() and bool(moment.isnan().all()):
+            raise ValueError(f"{self!r} makes a {type(p).__name__}, which has no {name}: use log_likelihood.")
+        return moment
 
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the log-probabilities (n, F) of the F independent factors of each point."""
@@ -161,6 +196,21 @@ class FromDistribution(ByAutograd):
                 f"{self!r}: the Hessian of -log p is not the output Fisher (log p has a kink). {MONTE_CARLO}."
             )
         return bool((targets.unflatten(0, (DRAWS + 1, -1)) != targets[: len(y)]).any())
+
+
+def _form_of(p: Distribution) -> TargetForm:
+    """Return the form of a distribution's targets."""
+    base = _base(p)
+    if isinstance(base, CLASSES):
+        return "classes"
+    if isinstance(base, distributions.Bernoulli):
+        return "labels"
+    if base.event_shape:
+        return "vectors"
+    try:
+        return "counts" if getattr(base.support, "is_discrete", False) else "numbers"
+    except NotImplementedError:
+        return "numbers"
 
 
 def _base(p: Distribution) -> Distribution:

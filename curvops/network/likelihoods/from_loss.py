@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from curvops.errors import MissingLabelsError
 from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Outputs
 from curvops.summary import summary
 
@@ -99,6 +100,9 @@ class FromLoss(ByAutograd):
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         return self.sample(f)
+
+    def any_targets(self, f: Outputs) -> Tensor:
+        raise MissingLabelsError(f"the curvature of {self!r}", "(A likelihood of co.likelihoods may not need them.) ")
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FromLoss:
         new = copy.copy(self)

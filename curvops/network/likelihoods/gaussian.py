@@ -12,18 +12,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.errors import NoiseWarning, warn
-from curvops.network.data.inputs import require_finite, tensor_of, within
+from curvops.errors import MissingLabelsError, NoiseWarning, warn
+from curvops.network.data.inputs import tensor_of, within
 from curvops.network.likelihoods.likelihood import (
     ROUNDINGS,
     Independent,
     Likelihood,
     Outputs,
-    Weights,
     check_rows,
+    checked_missing,
     normal_like,
-    weigh,
+    require_known,
 )
+from curvops.network.likelihoods.multitask import Multitask
 from curvops.summary import summary
 
 
@@ -40,10 +41,11 @@ class Gaussian(Independent):
             "regression", means unknown: `co.linearize` estimates it by the (weighted) mean squared residual of the
             training data, to four digits, and `co.laplace` by that of left-out points, if it is larger. "per_output"
             is the same for each of the C outputs. Before that, and if the residuals are zero, it counts as 1.
+        missing: "ignore" leaves out targets that are NaN, as if each had the sample weight zero; None refuses them.
 
     Raises:
         TypeError: the noise is neither a number nor a tensor, nor None or "per_output".
-        ValueError: the noise is not positive and finite.
+        ValueError: the noise is not positive and finite, or `missing` is something else.
 
     Examples:
         >>> line = torch.linspace(-1, 1, 50).unsqueeze(1)
@@ -56,7 +58,12 @@ class Gaussian(Independent):
         Gaussian(noise=0.1)
     """
 
-    def __init__(self, noise: float | int | Tensor | np.ndarray | str | None = None) -> None:
+    form = "numbers"
+
+    def __init__(
+        self, noise: float | int | Tensor | np.ndarray | str | None = None, missing: str | None = None
+    ) -> None:
+        self.missing = checked_missing(missing)
         self.estimated: str | None = None
         """How `co.linearize` estimates the noise, as "one" number or "per_output"; None if it was given."""
         self.found = False
@@ -88,9 +95,11 @@ class Gaussian(Independent):
         return f"noise {summary(self.noise)}{' (estimated)' if self.estimated else ''}"
 
     def __repr__(self) -> str:
+        noise = f"noise={summary(self.noise)}{', estimated' if self.estimated else ''}"
         if self.estimated and not self.found:
-            return "Gaussian()" if self.estimated == "one" else f"Gaussian(noise={self.estimated!r})"
-        return f"Gaussian(noise={summary(self.noise)}{', estimated' if self.estimated else ''})"
+            noise = "" if self.estimated == "one" else f"noise={self.estimated!r}"
+        missing = "" if self.missing is None else f"missing={self.missing!r}"
+        return f"Gaussian({', '.join(filter(None, (noise, missing)))})"
 
     def along(self, shape: torch.Size) -> tuple[Gaussian, int | None]:
         """Return this likelihood with noise (C,), and the dimension of outputs (N, *shape) that holds the C outputs.
@@ -117,12 +126,14 @@ class Gaussian(Independent):
         new.noise = noise.flatten() if noise.ndim > 1 else noise
         return new, class_dim
 
-    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
-        squares = (f - y).square() / self.noise + (2.0 * math.pi * self.noise).log()
-        return weigh(-0.5 * squares, w).sum(-1)
+    def log_factors(self, f: Outputs, y: Tensor) -> Tensor:
+        return -0.5 * ((f - y).square() / self.noise + (2.0 * math.pi * self.noise).log())
 
-    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
-        return weigh((f - y) / self.noise, w)
+    def slope(self, f: Outputs, y: Tensor) -> Outputs:
+        return (f - y) / self.noise
+
+    def drawn_slope(self, f: Outputs, y: Tensor, generator: torch.Generator | None) -> Outputs:
+        return self.noise.rsqrt() * normal_like(f, generator)
 
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
         return 1 / self.noise
@@ -133,17 +144,11 @@ class Gaussian(Independent):
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         return (f + self.noise.sqrt() * normal_like(f, generator)).detach()
 
-    def mc_residual(
-        self,
-        f: Outputs,
-        y: Tensor,
-        w: Weights = None,
-        generator: torch.Generator | None = None,
-    ) -> Outputs:
-        return self.root_product(f, normal_like(f, generator), y, w)
-
     def mean(self, f: Outputs) -> Outputs:
         return f
+
+    def variance(self, f: Outputs) -> Outputs:
+        return self.noise.to(f).expand_as(f)
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if not y.is_floating_point():
@@ -151,7 +156,12 @@ class Gaussian(Independent):
         check_rows(y, num_outputs, "Gaussian")
         if num_outputs is not None and self.noise.shape not in ((), (1,), (num_outputs,)):
             raise ValueError(f"the model has {num_outputs} outputs, and the noise has shape {tuple(self.noise.shape)}.")
-        require_finite("targets", y)
+        require_known(y, self.missing)
+
+    def any_targets(self, f: Outputs) -> Tensor:
+        if self.estimated and not self.found:
+            raise MissingLabelsError("the noise", "Pass it, co.likelihoods.Gaussian(noise=variance). ")
+        return torch.zeros_like(f)
 
     @property
     def single_noise(self) -> Tensor | None:
@@ -169,15 +179,21 @@ class Gaussian(Independent):
 
 
 def gaps_and_weights(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "2 n c"]:
-    """Return f − y and the weights, both in the outputs' shape."""
+    """Return f − y, zero for missing targets, and the weights, both in the outputs' shape."""
     unit = likelihood.with_hyperparameters([torch.ones_like(noise) for noise in likelihood.hyperparameters])
-    weights = f.new_ones(len(f), 1) if w is None else w.reshape(len(f), -1)
-    weights = weights.unsqueeze(-1).expand(-1, likelihood.positions or 1, f.shape[1] // (likelihood.positions or 1))
-    return torch.stack([unit.residual(f, y), weights.flatten(1)])
+    return torch.stack([unit.residual(f, y), unit.hessian_product(f, torch.ones_like(f), y, w)])
 
 
 def sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "3 C"]:
-    """Return Σ w (y − f)², Σ w y² and Σ w of each output, over points and positions, in float64."""
+    """Return Σ w (y − f)², Σ w y² and Σ w of each output, over points and positions, in float64.
+
+    Of several outputs these are the Gaussian ones, one after the other.
+    """
+    parts = [part for part in likelihood.split(f, y) if isinstance(part[0].of_position, Gaussian)]
+    return torch.cat([_sums_of_squares(*part, w) for part in parts], 1)
+
+
+def _sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "3 C"]:
     T = likelihood.positions or 1
     (gap, weights), (target, _) = (gaps_and_weights(likelihood, at, y, w).double() for at in (f, torch.zeros_like(f)))
     terms = torch.stack([weights * gap.square(), weights * target.square(), weights])
@@ -197,16 +213,37 @@ def mean_squares(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: float)
 
 
 def needs_noise(likelihood: Likelihood) -> bool:
-    """Return whether the likelihood is a Gaussian one whose noise is to be estimated."""
-    return isinstance(likelihood.of_position, Gaussian) and likelihood.of_position.estimated is not None
+    """Return whether the likelihood, or one of several, is a Gaussian one whose noise is to be estimated."""
+    gaussians = (member.of_position for member in likelihood.members if isinstance(member.of_position, Gaussian))
+    return any(gaussian.estimated is not None for gaussian in gaussians)
+
+
+def gaussians_with_sums(
+    likelihood: Likelihood, sums: Float[Tensor, "3 C"]
+) -> list[tuple[Likelihood, Float[Tensor, "3 c"] | None]]:
+    """Return each of the likelihood's members with its columns of `sums_of_squares`; None for one not Gaussian."""
+    if not isinstance(likelihood, Multitask):
+        return [(likelihood, sums)]
+    parts, start = list[tuple[Likelihood, Tensor | None]](), 0
+    for member, R in zip(likelihood.members, likelihood.num_outputs):
+        stop = start + (R // (member.positions or 1) if isinstance(member.of_position, Gaussian) else 0)
+        parts.append((member, sums[:, start:stop] if stop > start else None))
+        start = stop
+    return parts
 
 
 def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Tensor) -> Likelihood:
     """Return the likelihood with its noise estimated from these sums, in the dtype of `like`, to four digits.
 
     Another order or other batches change the sums by rounding, but not the noise. Warns with `NoiseWarning` if the
-    residuals do not show it: it then stays unknown, and counts as 1.
+    residuals do not show it: it then stays unknown, and counts as 1. Of several outputs each has its own.
     """
+    if isinstance(likelihood, Multitask):
+        parts = gaussians_with_sums(likelihood, sums)
+        return likelihood.with_members(
+            estimated_noise(member, own, like) if own is not None and needs_noise(member) else member
+            for member, own in parts
+        )
     gaussian, limits = likelihood.of_position, torch.finfo(like.dtype)
     assert isinstance(gaussian, Gaussian)
     if not bool(sums.isfinite().all()):

@@ -10,14 +10,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from curvops.network.data.inputs import require_finite, within
+from curvops.errors import MissingLabelsError
+from curvops.network.data.inputs import within
 from curvops.network.likelihoods.likelihood import (
     Independent,
     Outputs,
-    Weights,
     check_rows,
+    checked_missing,
     normal_like,
-    weigh,
+    require_known,
     weight_of,
 )
 from curvops.summary import summary
@@ -34,10 +35,11 @@ class Bernoulli(Independent):
         weight: non-negative; 0-d, one entry per output (C,), or for sequences of T positions one per position and
             output (T, C). Weights of points are sample weights and belong to the data.
         pos_weight: as `weight`. With either one, exp(log-likelihood) is no longer normalised over y.
+        missing: "ignore" leaves out targets that are NaN, as if each had the sample weight zero; None refuses them.
 
     Raises:
         TypeError: the weights are neither tensors nor arrays.
-        ValueError: the weights have another form.
+        ValueError: the weights have another form, or `missing` is something else.
 
     Examples:
         >>> lin = co.linearize(nn.Linear(2, 1), (x, y[:, None].float()), co.likelihoods.Bernoulli())
@@ -45,9 +47,15 @@ class Bernoulli(Independent):
         tensor([-0.6931])
     """
 
+    form = "labels"
+
     def __init__(
-        self, weight: Tensor | np.ndarray | None = None, pos_weight: Tensor | np.ndarray | None = None
+        self,
+        weight: Tensor | np.ndarray | None = None,
+        pos_weight: Tensor | np.ndarray | None = None,
+        missing: str | None = None,
     ) -> None:
+        self.missing = checked_missing(missing)
         weight, pos_weight = weight_of("weight", weight), weight_of("pos_weight", pos_weight)
         for name, tensor in (("weight", weight), ("pos_weight", pos_weight)):
             if tensor is not None and not (tensor.ndim <= 2 and tensor.is_floating_point() and within(tensor, 0.0)):
@@ -59,15 +67,16 @@ class Bernoulli(Independent):
         self.weight, self.pos_weight = weight, pos_weight
 
     def __repr__(self) -> str:
-        return f"Bernoulli(weight={summary(self.weight)}, pos_weight={summary(self.pos_weight)})"
+        missing = "" if self.missing is None else f", missing={self.missing!r}"
+        return f"Bernoulli(weight={summary(self.weight)}, pos_weight={summary(self.pos_weight)}{missing})"
 
-    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
+    def log_factors(self, f: Outputs, y: Tensor) -> Tensor:
         yes, no = self._mass(f, y)
-        return weigh(yes * logsigmoid(f) + no * logsigmoid(-f), w).sum(-1)
+        return yes * logsigmoid(f) + no * logsigmoid(-f)
 
-    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
+    def slope(self, f: Outputs, y: Tensor) -> Outputs:
         yes, no = self._mass(f, y)
-        return weigh(no * f.sigmoid() - yes * (-f).sigmoid(), w)  # avoids p - 1, which would lose digits
+        return no * f.sigmoid() - yes * (-f).sigmoid()  # avoids p - 1, which would lose digits
 
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
         return self._total_mass(f, y) * f.sigmoid() * (-f).sigmoid()
@@ -78,27 +87,29 @@ class Bernoulli(Independent):
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         return torch.bernoulli(f.detach().sigmoid(), generator=generator)
 
-    def mc_residual(
-        self,
-        f: Outputs,
-        y: Tensor,
-        w: Weights = None,
-        generator: torch.Generator | None = None,
-    ) -> Outputs:
+    def drawn_slope(self, f: Outputs, y: Tensor, generator: torch.Generator | None) -> Outputs:
         drawn = self.sample(f, generator)
-        unscaled = (1 - drawn) * f.sigmoid() - drawn * (-f).sigmoid()
-        return weigh(self._total_mass(f, y).sqrt() * unscaled, None if w is None else w.sqrt())
+        return self._total_mass(f, y).sqrt() * ((1 - drawn) * f.sigmoid() - drawn * (-f).sigmoid())
 
     def mean(self, f: Outputs) -> Outputs:
         return f.sigmoid()
+
+    def log_probabilities(self, f: Outputs) -> Float[Tensor, "n C 2"]:
+        return logsigmoid(torch.stack([f, -f], -1))
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         check_rows(y, num_outputs, "Bernoulli")
         for name, tensor in (("weight", self.weight), ("pos_weight", self.pos_weight)):
             if num_outputs is not None and tensor is not None and tensor.shape[-1:].numel() not in (1, num_outputs):
                 raise ValueError(f"{name} has {tensor.shape[-1]} entries, but the model has {num_outputs} outputs.")
+        y, _ = self.observed(y, None)
         if y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
             raise ValueError("Bernoulli targets lie in [0, 1]; convert -1 and 1 with (y + 1) / 2.")
+
+    def any_targets(self, f: Outputs) -> Tensor:
+        if self.pos_weight is not None:
+            raise MissingLabelsError("a point's curvature under pos_weight")
+        return torch.zeros_like(f)
 
     def _mass(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the target mass of yes and of no, (n, C) each."""
@@ -129,20 +140,31 @@ class Poisson(Independent):
     Targets (n, C) are whole numbers, at least 0, of any dtype. For counts with different exposures (areas, times), let
     the model add the log exposure to its outputs. Rates must be representable: f < 88 in float32.
 
+    Args:
+        missing: "ignore" leaves out targets that are NaN, as if each had the sample weight zero; None refuses them.
+
+    Raises:
+        ValueError: `missing` is something else.
+
     Examples:
         >>> counts = torch.arange(8.0)[:, None]
         >>> lin = co.linearize(nn.Linear(2, 1), (x, counts), co.likelihoods.Poisson())
     """
 
+    form = "counts"
+
+    def __init__(self, missing: str | None = None) -> None:
+        self.missing = checked_missing(missing)
+
     def __repr__(self) -> str:
-        return "Poisson()"
+        return "Poisson()" if self.missing is None else f"Poisson(missing={self.missing!r})"
 
-    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
+    def log_factors(self, f: Outputs, y: Tensor) -> Tensor:
         counts = y.to(f.dtype)
-        return weigh(counts * f - f.exp() - (counts + 1).lgamma(), w).sum(-1)
+        return counts * f - f.exp() - (counts + 1).lgamma()
 
-    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
-        return weigh(f.exp() - y.to(f.dtype), w)
+    def slope(self, f: Outputs, y: Tensor) -> Outputs:
+        return f.exp() - y.to(f.dtype)
 
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
         return f.exp()
@@ -156,12 +178,19 @@ class Poisson(Independent):
     def mean(self, f: Outputs) -> Outputs:
         return f.exp()
 
+    def variance(self, f: Outputs) -> Outputs:
+        return f.exp()
+
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if y.dtype == torch.bool:
             raise TypeError(f"Poisson targets are counts; given {y.dtype}. For yes or no use Bernoulli.")
         check_rows(y, num_outputs, "Poisson")
+        y, _ = self.observed(y, None)
         if y.numel() and not bool(((y >= 0) & (y == y.round()) & y.isfinite()).all()):
             raise ValueError("Poisson targets are whole numbers, at least 0: let the outputs hold the log exposure.")
+
+    def any_targets(self, f: Outputs) -> Tensor:
+        return torch.zeros_like(f)
 
 
 class HeteroscedasticGaussian(Independent):
@@ -169,23 +198,34 @@ class HeteroscedasticGaussian(Independent):
 
     The 2m outputs are first m means, then m log variances s = log sigma^2; targets are (n, m). H is the output Fisher
     diag(1 / sigma^2, 1/2), which is positive; the Hessian of -log p is not (at mu = s = 0 and y = 2 it has an
-    eigenvalue of -0.56). Variances must be representable: |s| < 87 in float32.
+    eigenvalue of -0.56). Variances must be representable: |s| < 87 in float32. `predict(x)` is the distribution of the
+    2m outputs, `predict(x, noise=True)` that of the m targets.
+
+    Args:
+        missing: "ignore" leaves out targets that are NaN, as if each had the sample weight zero; None refuses them.
+
+    Raises:
+        ValueError: `missing` is something else.
 
     Examples:
         >>> likelihood = co.likelihoods.HeteroscedasticGaussian()
         >>> lin = co.linearize(nn.Linear(2, 2), (x, torch.zeros(8, 1)), likelihood)
     """
 
+    form = "numbers"
+
+    def __init__(self, missing: str | None = None) -> None:
+        self.missing = checked_missing(missing)
+
     def __repr__(self) -> str:
-        return "HeteroscedasticGaussian()"
+        return f"HeteroscedasticGaussian({'' if self.missing is None else f'missing={self.missing!r}'})"
 
-    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
+    def log_factors(self, f: Outputs, y: Tensor) -> Tensor:
         z, s = _standardise(f, y)
-        return weigh(-0.5 * (z.square() + s + math.log(2 * math.pi)), w).sum(-1)
+        return -0.5 * (z.square() + s + math.log(2 * math.pi))
 
-    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
-        z, s = _standardise(f, y)
-        return weigh(_score(z, s), w)
+    def slope(self, f: Outputs, y: Tensor) -> Outputs:
+        return _score(*_standardise(f, y))
 
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
         s = f.chunk(2, -1)[1]
@@ -199,19 +239,16 @@ class HeteroscedasticGaussian(Independent):
         mu, s = f.detach().chunk(2, -1)
         return mu + (0.5 * s).exp() * normal_like(mu, generator)
 
-    def mc_residual(
-        self,
-        f: Outputs,
-        y: Tensor,
-        w: Weights = None,
-        generator: torch.Generator | None = None,
-    ) -> Outputs:
+    def drawn_slope(self, f: Outputs, y: Tensor, generator: torch.Generator | None) -> Outputs:
         s = f.chunk(2, -1)[1]
         # Drawn in standardised form: mu + sigma z would round z away if sigma is far below mu.
-        return weigh(_score(normal_like(s, generator), s), None if w is None else w.sqrt())
+        return _score(normal_like(s, generator), s)
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         return f.chunk(2, -1)[0]
+
+    def variance(self, f: Outputs) -> Float[Tensor, "n m"]:
+        return f.chunk(2, -1)[1].exp()
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if not y.is_floating_point():
@@ -223,7 +260,10 @@ class HeteroscedasticGaussian(Independent):
         if y.ndim != 2 or (num_outputs is not None and 2 * y.shape[1] != num_outputs):
             m = "m" if num_outputs is None else str(num_outputs // 2)
             raise ValueError(f"HeteroscedasticGaussian targets have shape (n, {m}); given {tuple(y.shape)}.")
-        require_finite("targets", y)
+        require_known(y, self.missing)
+
+    def any_targets(self, f: Outputs) -> Tensor:
+        return torch.zeros_like(self.mean(f))
 
 
 def _standardise(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

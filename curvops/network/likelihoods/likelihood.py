@@ -3,7 +3,8 @@
 A likelihood turns outputs ``f`` of shape (n, C) and targets ``y`` into log-probabilities, residuals
 ``r = -d log p / d f`` and products with the output Fisher ``H`` (C x C per point), which is never formed.
 Every method takes ``(outputs[, block], targets, weights)``. Weights (n,) are one non-negative factor per point of the
-log-likelihood, or None for ones; they enter residuals and curvature alike. All likelihoods are sums over points.
+log-likelihood, or None for ones; they enter residuals and curvature alike. Where targets are independent given the
+outputs, weights may have the targets' shape, one factor per target. All likelihoods are sums over points.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +20,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.checks import check_tensor
+from curvops.errors import MissingLabelsError
 from curvops.fingerprints import fingerprint, in_single
-from curvops.network.data.inputs import move_tensor, own, require_finite, tensor_of
+from curvops.network.data.inputs import MISSING, move_tensor, own, require_finite, tensor_of
 
 Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
 RootBlock = Float[Tensor, "*K n R"]
-Weights = Float[Tensor, " n"] | None
+Weights = Float[Tensor, " n"] | Float[Tensor, "n m"] | None
+TargetForm = Literal["classes", "labels", "numbers", "counts", "vectors"]
+"""The form of a target: one of several classes, yes or no for each label, real numbers that are independent given the
+outputs, other numbers that are independent, or vectors of dependent ones."""
 ROUNDINGS = 64.0
 """Numbers that differ by at most this many eps of their size count as equal."""
 
@@ -51,13 +56,19 @@ class Likelihood(ABC):
 
     positions: int | None = None
     """The number of positions that a point must have; None for any number."""
+    missing: str | None = None
+    """What happens to targets that are NaN: "ignore" leaves them out, None refuses them."""
+    form: TargetForm | None = None
+    """The form of a target, by which predictions of targets are made; None if there are none."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "hessian_product" in vars(cls):  # another H: what the class above it knows of its own does not hold
-            for name in ("hessian_parts", "narrow_columns", "narrow_root"):
-                if name not in vars(cls):
-                    setattr(cls, name, getattr(Likelihood, name))
+        of_H = ("hessian_parts", "narrow_columns", "narrow_root", "any_targets")
+        for method, known in (("hessian_product", of_H), ("curvature", of_H[-1:])):
+            if method in vars(cls):  # another H: what the class above it knows of its own does not hold
+                for name in known:
+                    if name not in vars(cls):
+                        setattr(cls, name, getattr(Likelihood, name))
 
     @property
     def kind(self) -> str:
@@ -73,6 +84,15 @@ class Likelihood(ABC):
     def of_position(self) -> Likelihood:
         """The likelihood of one position's target."""
         return self
+
+    @property
+    def members(self) -> tuple[Likelihood, ...]:
+        """The likelihoods of several outputs, or this one alone."""
+        return (self,)
+
+    def split(self, f: Outputs, y: Tensor) -> list[tuple[Likelihood, Tensor, Tensor]]:
+        """Return each of the `members` with its outputs and targets."""
+        return [(self, f, y)]
 
     @property
     def single_noise(self) -> Tensor | None:
@@ -142,6 +162,14 @@ class Likelihood(ABC):
         m is C unless targets have another number of entries than the outputs.
         """
 
+    def log_probabilities(self, f: Outputs) -> Float[Tensor, "n *L c"]:
+        """Return the log-probabilities of the values of a target: of its classes, or of yes and no for each label."""
+        raise ValueError(f"{self!r} has no class probabilities.")
+
+    def variance(self, f: Outputs) -> Float[Tensor, "n m"]:
+        """Return the variance of each number of the target given the outputs."""
+        raise ValueError(f"{self!r} has no variance.")
+
     @abstractmethod
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         """Raise an error for targets that this likelihood cannot score.
@@ -150,12 +178,27 @@ class Likelihood(ABC):
         Waits for the device once. Raises TypeError for a wrong dtype and ValueError for a wrong shape or value.
         """
 
+    def any_targets(self, f: Outputs) -> Tensor:
+        """Return targets with which H is that of every target, for points without labels.
+
+        Raises MissingLabelsError if H depends on them; a likelihood for which nothing is known does.
+        """
+        raise MissingLabelsError(
+            f"the curvature of {self!r}",
+            "(If that of your own class does not, let its any_targets(f) return some targets of the right shape.) ",
+        )
+
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, "n *T"] | None:
         """Return a mask of the points (for sequences: positions) that count; None if all do.
 
         A point counts if its weight is not zero and its target is not ignored.
         """
+        w = self.weights_of_points(w)
         return None if w is None else w != 0
+
+    def weights_of_points(self, w: Tensor | None) -> Float[Tensor, "n *T"] | None:
+        """Return one weight per point (for sequences: or per position), the largest of those of its targets."""
+        return w if w is None or w.ndim == 1 else w.amax(1)
 
     @property
     def hyperparameters(self) -> tuple[Tensor, ...]:
@@ -193,7 +236,23 @@ class Likelihood(ABC):
 
 
 class Independent(Likelihood):
-    """A likelihood with H = diag(h) and L = diag(sqrt h); subclasses define h and its root."""
+    """A likelihood of targets that are independent given the outputs, with H = diag(h) and L = diag(sqrt h).
+
+    Subclasses define the terms of single targets. Each target may have a weight of its own and, with
+    ``missing="ignore"``, may be NaN: it then has the weight zero.
+    """
+
+    @abstractmethod
+    def log_factors(self, f: Outputs, y: Tensor) -> Float[Tensor, "n m"]:
+        """Return the log-likelihood of each target."""
+
+    @abstractmethod
+    def slope(self, f: Outputs, y: Tensor) -> Outputs:
+        """Return the residual without weights."""
+
+    def drawn_slope(self, f: Outputs, y: Tensor, generator: torch.Generator | None) -> Outputs:
+        """Return the residual at sampled targets, without weights and such that E[r r^T] = diag(h)."""
+        return self.slope(f, self.sample(f, generator))
 
     @abstractmethod
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
@@ -203,17 +262,52 @@ class Independent(Likelihood):
     def curvature_root(self, f: Outputs, y: Tensor) -> Tensor:
         """Return the square root of h, computed so that it does not underflow when h does."""
 
+    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
+        y, w = self.observed(y, w)
+        return weigh(self.log_factors(f, y), w).sum(-1)
+
+    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
+        y, w = self.observed(y, w)
+        return weigh(self.slope(f, y), w)
+
+    def mc_residual(
+        self, f: Outputs, y: Tensor, w: Weights = None, generator: torch.Generator | None = None
+    ) -> Outputs:
+        y, w = self.observed(y, w)
+        return weigh(self.drawn_slope(f, y, generator), None if w is None else w.sqrt())
+
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
+        y, w = self.observed(y, w)
         return weigh(self.curvature(f, y) * u, w)
 
     def hessian_parts(self, f: Outputs, y: Tensor, w: Weights = None) -> HessianParts:
+        y, w = self.observed(y, w)
         return HessianParts(weigh(self.curvature(f, y).expand_as(f), w))
 
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
+        y, w = self.observed(y, w)
         return weigh(self.curvature_root(f, y) * z, None if w is None else w.sqrt())
 
     def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> RootBlock:
         return self.root_product(f, u, y, w)
+
+    def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, " n"] | None:
+        return super().counted(*self.observed(y, w))
+
+    def observed(self, y: Tensor, w: Weights) -> tuple[Tensor, Weights]:
+        """Return the targets with numbers in place of NaN, and the weights with zeros there, if some may be missing."""
+        if self.missing is None or not y.is_floating_point():
+            return y, w
+        known = ~y.isnan()
+        ones = known.to(y.dtype)
+        return y.where(known, 0), ones if w is None else weigh(ones, w)
+
+
+def checked_missing(missing: str | None) -> str | None:
+    """Return the choice for missing targets; raise ValueError for another one."""
+    if missing not in (None, "ignore"):
+        raise ValueError(f"missing={missing!r}; expected None, or 'ignore' to leave out targets that are NaN.")
+    return missing
 
 
 class ByAutograd(Likelihood):
@@ -270,8 +364,17 @@ class ByAutograd(Likelihood):
 
 
 def weigh(x: Tensor, w: Tensor | None) -> Tensor:
-    """Multiply x (..., n, C) by one factor per point, if any."""
-    return x if w is None else x * w.unsqueeze(-1)
+    """Multiply x (..., n, C) by one factor per point (n,) or per target (n, m), if any; C is a multiple of m."""
+    if w is None:
+        return x
+    if w.ndim == 1:
+        return x * w.unsqueeze(-1)
+    return x * (w if w.shape[1] == x.shape[-1] else w.repeat(1, x.shape[-1] // w.shape[1]))
+
+
+def require_known(y: Tensor, missing: str | None) -> None:
+    """Raise ValueError if targets hold NaN, unless these are missing and left out, or Inf. Waits for the device."""
+    require_finite("targets", y if missing is None else y.where(~y.isnan(), 0), MISSING)
 
 
 def weight_of(name: str, given: Tensor | np.ndarray | None) -> Tensor | None:
@@ -334,7 +437,9 @@ def _state(likelihood: Likelihood, token: str) -> Hashable:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | torch.Size | Tensor | Likelihood)
+    if isinstance(value, dict | tuple):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, bool | int | float | str | Tensor | Likelihood)
 
 
 def _identity(value: Any, token: str) -> Hashable:
@@ -342,5 +447,7 @@ def _identity(value: Any, token: str) -> Hashable:
         return _state(value, token)
     if isinstance(value, Tensor):
         return tuple(value.shape), int(fingerprint([in_single(value.detach())])) if value.numel() else 0
+    if isinstance(value, dict):
+        return tuple((name, _identity(part, token)) for name, part in value.items())
     known: Hashable = value
     return known

@@ -50,7 +50,11 @@ class OutputFisher(ABC):
 
     def counted(self, batch: Batch) -> Bool[Tensor, "n *T"] | None:
         """Return a mask of the points that count, or of the positions for sequences; None if all do."""
-        return self.likelihood.counted(batch.targets, batch.weights)
+        return self.likelihood.counted(batch.any_targets, batch.weights)
+
+    def weights_of_points(self, batch: Batch) -> Float[Tensor, "n *T"] | None:
+        """Return one weight per point, or per position; see `Likelihood.weights_of_points`."""
+        return None if batch.weights is None else self.likelihood.weights_of_points(batch.weights)
 
     def columns(self, f: Float[Tensor, "n C"], batch: Batch, start: int, stop: int) -> Float[Tensor, "r n C"]:
         """Return the columns s_start … s_(stop−1) of every point."""
@@ -76,13 +80,13 @@ class Exact(OutputFisher):
         return self.likelihood.root_columns(num_outputs)
 
     def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.hessian_product(self.outputs_at(f, batch), u, batch.targets, batch.weights)
+        return self.likelihood.hessian_product(self.outputs_at(f, batch), u, batch.any_targets, batch.weights)
 
     def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_product(self.outputs_at(f, batch), z, batch.targets, batch.weights)
+        return self.likelihood.root_product(self.outputs_at(f, batch), z, batch.any_targets, batch.weights)
 
     def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_transpose_product(self.outputs_at(f, batch), u, batch.targets, batch.weights)
+        return self.likelihood.root_transpose_product(self.outputs_at(f, batch), u, batch.any_targets, batch.weights)
 
     @property
     def is_diagonal(self) -> bool:
@@ -90,7 +94,7 @@ class Exact(OutputFisher):
         return type(self.likelihood.of_position).hessian_parts is Independent.hessian_parts
 
     def hessian_parts(self, f: Tensor, batch: Batch) -> HessianParts | None:
-        return self.likelihood.hessian_parts(self.outputs_at(f, batch).double(), batch.targets, batch.weights)
+        return self.likelihood.hessian_parts(self.outputs_at(f, batch).double(), batch.any_targets, batch.weights)
 
     def residual(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, "n C"]:
         """Return the gradient of each point's negative log-likelihood in its outputs."""
@@ -173,7 +177,7 @@ class Narrow(FromColumns):
 
     def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
         at = self.exact.outputs_at(f, batch)
-        return self.likelihood.narrow_root(at, batch.targets, batch.weights, start, stop)
+        return self.likelihood.narrow_root(at, batch.any_targets, batch.weights, start, stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,8 +199,8 @@ class Empirical(FromResiduals):
     """The empirical Fisher: one outer product per point, of the residual at the true target (R = 1).
 
     With more than one of `positions` T, a point is a sequence of T tokens, each with its own outer product (R = T). A
-    sample weight is a number of points: it multiplies the outer product, and its root multiplies the residual. A
-    sequence with a weight for each position counts with its largest weight; the others are relative to that.
+    sample weight is a number of points: it multiplies the outer product, and its root multiplies the residual. A point
+    with several weights, one for each position or target, counts with the largest; the others are relative to that.
     """
 
     likelihood: Likelihood
@@ -229,7 +233,7 @@ class Empirical(FromResiduals):
         return z if roots is None else z * roots
 
     def _weight_roots(self, batch: Batch) -> Float[Tensor, "n T"] | None:
-        w = batch.weights
+        w = self.weights_of_points(batch)
         if w is None:
             return None
         w = w.unsqueeze(1) if w.ndim == 1 else w

@@ -12,7 +12,7 @@ from torch import Tensor
 from curvops.network.data.inputs import misplaced
 from curvops.network.likelihoods.likelihood import HessianParts, Likelihood, OutputBlock, Outputs, RootBlock
 
-SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
+SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | Float[Tensor, "n T m"] | None
 
 
 class Sequences(Likelihood):
@@ -20,7 +20,8 @@ class Sequences(Likelihood):
 
     Outputs are rows (n, T·C), position by position (t·C + c). Targets are (n, T) or (n, T, ...), in the form that
     `likelihood` has for n·T points. Weights are (n, T), one factor per position (zeros leave positions out), or (n,),
-    one per sequence. `co.linearize` wraps any likelihood in this one if the model returns (N, T, C).
+    one per sequence; if targets are independent given the outputs, also of the targets' shape. `co.linearize` wraps any
+    likelihood in this one if the model returns (N, T, C).
 
     Args:
         likelihood: the likelihood of one target.
@@ -134,10 +135,16 @@ class Sequences(Likelihood):
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"With each of the {self.positions} positions as a point (n·T in total): {error}") from error
 
+    def any_targets(self, f: Outputs) -> Tensor:
+        return self.likelihood.any_targets(self._split(f)).unflatten(0, (-1, self.positions))
+
     def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"] | None:
         """Return a mask of the positions that count, None if all do."""
         mask = self.likelihood.counted(y.flatten(0, 1), self._each(w))
         return None if mask is None else mask.unflatten(0, (-1, self.positions))
+
+    def weights_of_points(self, w: SequenceWeights) -> Tensor | None:
+        return w if w is None or w.ndim < 3 else w.amax(2)
 
     @property
     def hyperparameters(self) -> tuple[Tensor, ...]:
@@ -157,7 +164,7 @@ class Sequences(Likelihood):
         return x.unflatten(-2, (-1, self.positions)).flatten(-2)
 
     def _each(self, w: Tensor | None) -> Tensor | None:
-        """Return one factor per position, (n·T,)."""
+        """Return one factor per position, (n·T,), or per target of a position, (n·T, m)."""
         if w is None:
             return None
-        return (w.unsqueeze(-1).expand(-1, self.positions) if w.ndim == 1 else w).flatten()
+        return (w.unsqueeze(-1).expand(-1, self.positions) if w.ndim == 1 else w).flatten(0, 1)

@@ -15,19 +15,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvops.network.data.inputs import Inputs, components
+from curvops.network.data.inputs import Inputs, described
+from curvops.network.data.objects import Objects
+from curvops.network.data.point_sources import data_like
 
 
 class Calls:
     """The way one module receives its inputs, decided once for each set of names or number of positions.
 
-    `mapping_type` is the user's type of mapping; a dict is converted to it if it is the only argument.
+    `mapping_type` is the user's type of mapping; a dict is converted to it if it is the only argument. `example` are
+    objects of the data, if they are objects: in the same way a user's inputs are read.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
         self._whole: dict[Hashable, bool] = {}
         self.mapping_type: Any = dict
+        self.example: Objects | None = None
+
+    def read(self, x: Any) -> Any:
+        """Return a user's inputs, as objects if the data are."""
+        return x if self.example is None else self.example.like(x)
+
+    def read_data(self, data: Any) -> Any:
+        """Return a user's data, with objects for inputs if those of the training data are."""
+        return data if self.example is None else data_like(data, self.example)
 
     def arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments; raise TypeError if the signature allows neither way."""
@@ -62,6 +74,10 @@ class Calls:
 
     def _is_whole(self, inputs: Any) -> bool:
         signature = self._signature()
+        # Lists have as many entries as there are points, and named tuples (packed sequences) are objects.
+        alone = type(inputs) is not tuple and not isinstance(inputs, Mapping)
+        if alone and (signature is None or _refusal(signature, inputs, True) is None):
+            return True
         if signature is None or (refusal := _refusal(signature, inputs, False)) is None:
             return False
         if _refusal(signature, inputs, True) is None:
@@ -77,6 +93,8 @@ class Calls:
 
 
 def _form(inputs: Any) -> Hashable:
+    if isinstance(inputs, list):
+        return list
     return frozenset(inputs) if isinstance(inputs, Mapping) else len(inputs)
 
 
@@ -149,10 +167,9 @@ def explain(inputs: Inputs, pattern: str = "") -> Iterator[None]:
     except Exception as error:
         if not re.search(pattern, str(error)):
             raise
-        given = ", ".join(f"{name} {tuple(t.shape)} of {t.dtype}" for name, t in components(inputs))
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
-            f"the model failed on {given}: {type(error).__name__}: {_first_lines(error)} {_remedy(error)}"
+            f"the model failed on {described(inputs)}: {type(error).__name__}: {_first_lines(error)} {_remedy(error)}"
         ) from error
 
 

@@ -1,10 +1,11 @@
-"""The last layer of a model, found by running it once, whatever the order of registration."""
+"""The last layer of a model, found by running it, whatever the order of registration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
@@ -12,7 +13,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 from curvops.network.data.inputs import Inputs
 from curvops.network.model.calls import explain
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import Blocks
 
 # Linear or affine in every differentiated input: views, casts, choices, sums, means, scatters, paddings, resampling.
 LINEAR = {
@@ -27,109 +27,151 @@ LINEAR = {
 # Linear if they add up or average, and not if they take the largest.
 REDUCTIONS = {"ScatterReduce", "SegmentReduce"}
 # Linear in one factor if the others are constants.
-PRODUCTS = {"Addmm", "Baddbmm", "Bmm", "Convolution", "Div", "Dot", "Linear", "Mm", "Mul", "Mv", "SparseAddmm"}
+MATRIX_PRODUCTS = {"Addmm", "Baddbmm", "Bmm", "Convolution", "Dot", "Linear", "Mm", "Mv", "SparseAddmm"}
+PRODUCTS = MATRIX_PRODUCTS | {"Div", "Mul"}
+LayerCalls = list[tuple[nn.Module, Node]]
 
 
 def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
-    """Return the names of the parameters of the single layer in whose output the model's output is linear.
+    """Return the names of the parameters of the last layer, in whose output the model's output is affine.
 
-    Views, choices, permutations, sums (over the atoms of a molecule, say), means and products with constants may follow
-    the layer; parameters that are added to its output belong to it. Of modules around each other that own parameters it
-    is the innermost. For a model given as a function, these are the parameters of the last product and those added to
-    it. A tied weight is given its first name in the model. Costs one forward pass.
+    It is the layer after which no other with parameters runs, or several side by side, whose outputs are added up or
+    joined. Views, choices, sums (over the atoms of a molecule, say), means, resampling and products with constants may
+    follow, and any other operation that proves affine; a skip connection may lead around the layer. Parameters that are
+    added to its output belong to it. Of modules around each other that own parameters it is the innermost; a parameter
+    that multiplies as a matrix outside of them counts as a layer, and in a function every factor does. A tied weight is
+    given its first name in the model. Costs one forward pass, and three more if an operation is to be proved affine.
 
-    Raises ValueError if there is no such layer, for example if the outputs are a softmax or a sum over two layers.
+    Raises ValueError if there is no such layer, for example if the outputs are a softmax or a product of two layers'.
     """
-    if model.module is None:
-        names, why, remedy = _of_function(model, inputs), "or of no single product", "parameters='head.*'"
-    else:
-        search = _BehindOutputs(model, inputs)
-        names, why, remedy = search.names, search.why, search.remedy
-    if not names:
+    search = _LastLayers(model, inputs)
+    why = search.why_not()
+    if why:
         raise ValueError(
-            f"parameters='last_layer': not linear in the output of one layer ({why}); name its parameters, as {remedy}."
+            f"parameters='last_layer': not linear in the output of one layer ({why}); name its parameters, as "
+            f"{search.remedy}."
         )
-    return names
+    return search.names
 
 
 def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
-    """Return the single module with parameters in whose output the model's output is linear, or None.
+    """Return the single module with parameters whose output becomes the model's by linear operations alone, or None.
 
     The model must be a module. One forward pass.
     """
-    search = _BehindOutputs(model, inputs)
-    return None if search.why or search.added else search.layers[0]
+    search = _LastLayers(model, inputs)
+    return search.modules[0] if search.is_direct and len(search.modules) == 1 else None
 
 
-class _BehindOutputs:
-    """The layers, and other parameters, in which a module's outputs are linear, by one forward pass.
+class _LastLayers:
+    """The layers after which no other runs, by one forward pass.
 
-    `why` is a sentence on why these are not one layer; empty if they are.
+    A layer is the call of a module, or a product with a parameter outside of such calls. `doubts` are the operations
+    after these layers that the tables do not know as linear.
     """
 
     def __init__(self, model: Model, inputs: Inputs) -> None:
-        assert model.module is not None
-        self.module, self.paths = model.module, model.paths
-        self.layers: list[nn.Module] = []
-        self.added: dict[str, None] = {}
-        self.calls: list[tuple[nn.Module, Node]] = []
-        leaves = model.leaves()
-        outputs = self._run(model, leaves, inputs)
-        self.why = self._follow(outputs.grad_fn, {id(leaf): name for name, leaf in leaves.items()})
+        self.model, self.inputs, self.leaves = model, inputs, model.leaves()
+        self._named = {id(leaf): name for name, leaf in self.leaves.items()}
+        outputs, self.calls = self._run()
+        self._outputs = outputs.detach()
+        self._numbers = {node: number for number, (_, node) in enumerate(self.calls)}
 
-    def _run(self, model: Model, leaves: Blocks, inputs: Inputs) -> Tensor:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.grad_fn is not None:
-                self.calls.append((module, output.grad_fn))
+        after = _behind([outputs.grad_fn], lambda node: _is_linear(node) and not self._is_layer(node))
+        self.doubts = [node for node in after if not (_is_linear(node) or self._is_layer(node) or self._name(node))]
+        around = _behind(_before(self.doubts), lambda node: not self._is_layer(node))
+        layers = [node for node in after | around if self._is_layer(node)]
+        earlier = _behind(_before(layers), lambda _: True)
 
-        handles = [layer.register_forward_hook(note) for layer in _innermost(model.hookable)]
-        try:
-            with explain(inputs), model.differentiating():
-                return model.raw(leaves, inputs)
-        finally:
-            for handle in handles:
-                handle.remove()
+        self.last = [node for node in layers if node not in earlier]
+        numbers = sorted(self._numbers[node] for node in self.last if node in self._numbers)
+        self.modules = list(dict.fromkeys(self.calls[number][0] for number in numbers))
+        self.factors = {name for node in self.last for name in self._factors(node)}
+        self.added = {self._name(node) for node in after if node not in around and node not in earlier} - {None}
+        self.constants = {self._name(node) for node in around} - {None}
+        self.is_direct = self.last == layers and not (self.doubts or self.factors or self.added)
 
-    def _follow(self, last: Node | None, names: dict[int, str]) -> str:
-        """Note the layers behind the outputs, through linear operations; return why they are not one."""
-        layers: dict[nn.Module, None] = {}
-        waiting, seen = [last], set[Node]()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            layer = next((module for module, made in self.calls if made is node), None)
-            if layer is not None:
-                layers[layer] = None
-            elif (name := names.get(id(getattr(node, "variable", None)))) is not None:
-                self.added[name] = None
-            elif _is_linear(node):
-                waiting += _parents(node)
-            elif _kind(node) in PRODUCTS:
-                return f"they come from a product of parts that both depend on parameters, {node.name()}"
-            else:
-                return f"they come from {node.name()}, which is not linear"
-        self.layers = [*layers]
-        if len(layers) == 1:
-            return ""
-        if not layers:
+    def why_not(self) -> str:
+        """Return a clause on why the outputs are not affine in what these layers return; empty if they are."""
+        if self.doubts and not (self.constants.isdisjoint(self.names) and self._proves_affine()):
+            first = self.doubts[0]
+            if _kind(first) in PRODUCTS:
+                return f"they come from a product of parts that both depend on parameters, {first.name()}"
+            return f"they come from {first.name()}, which is not linear"
+        if not self.last and not (self.model.module is None and self.added):
             return "no layer with parameters is called before them"
-        return f"they add up the outputs of {_listed([self.paths[layer] for layer in layers])}"
+        return ""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the layer's parameters and of those added to its output; none if there is not one layer."""
-        own = () if self.why else (*_names(self.module, self.layers[0]), *self.added)
-        return tuple(dict.fromkeys(own))
+        """The names of the layers' parameters, and of those added to what they return."""
+        root = self.model.module
+        of_modules = [] if root is None else [name for module in self.modules for name in _names(root, module)]
+        return tuple(dict.fromkeys([*of_modules, *(name for name in self.leaves if name in self.factors | self.added)]))
 
     @property
     def remedy(self) -> str:
         """The parameters of the layers that ran last, as arguments."""
-        ran = dict.fromkeys(layer for layer, _ in reversed(self.calls))
-        globs = [f"{self.paths[layer]}.*".lstrip(".") for layer in [*ran][:3]]
-        first, *rest = globs or ["head.*"]
-        return f"parameters={first!r}" + (f" (layers before it: {_listed(rest)})" if rest else "")
+        ran = dict.fromkeys(module for module, _ in reversed(self.calls))
+        globs = [f"{self.model.paths[module]}.*".lstrip(".") for module in [*ran][:3]]
+        if not globs:
+            return f"parameters={sorted(self.factors) or 'head.*'!r}"
+        first, *others = globs
+        return f"parameters={first!r}" + (f" (layers before it: {_listed(others)})" if others else "")
+
+    def _run(
+        self, amount: float = 0.0, moved: Container[int] = (), factors: Iterable[str] = ()
+    ) -> tuple[Tensor, LayerCalls]:
+        """Return the outputs and the calls of layers, once an amount is added to what some return, and to factors."""
+        calls: LayerCalls = []
+
+        def note(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+            if not isinstance(output, Tensor) or output.grad_fn is None:
+                return None
+            calls.append((module, output.grad_fn))
+            return output + amount * _noise(output, len(calls)) if len(calls) - 1 in moved else None
+
+        leaves = dict(self.leaves)
+        for number, name in enumerate(sorted(factors)):
+            leaves[name] = leaves[name] + amount * _noise(leaves[name], -1 - number)
+        handles = [layer.register_forward_hook(note) for layer in _innermost(self.model.hookable)]
+        try:
+            with explain(self.inputs), self.model.differentiating():
+                return self.model.raw(leaves, self.inputs), calls
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _proves_affine(self) -> bool:
+        """Return whether the outputs follow changes Δ of what the layers return in proportion, in both directions.
+
+        That is f(h + a Δ) − f(h) = a (f(h + Δ) − f(h)), with |a| so large that no kink or bound lies beyond a Δ.
+        """
+        large = 2.0**20 if torch.finfo(self._outputs.dtype).max > 2.0**100 else 8.0
+        moved = [self._numbers[node] for node in self.last if node in self._numbers]
+        try:
+            unit, *far = (self._run(a, moved, self.factors)[0].detach() for a in (1.0, large, -large))
+        except (TypeError, ValueError):
+            return False  # the model itself refuses such values
+        change, size = unit - self._outputs, (unit.abs() + self._outputs.abs()).amax(0)
+        slack = self.model.eps**0.5 * large * size
+        proved = (change != 0).any()
+        for there, a in zip(far, (large, -large)):
+            proved &= ((there - self._outputs - a * change).abs() <= slack).all()  # False for NaN
+        return bool(proved)
+
+    def _is_layer(self, node: Node) -> bool:
+        return node in self._numbers or bool(self._factors(node))
+
+    def _name(self, node: Node) -> str | None:
+        return self._named.get(id(getattr(node, "variable", None)))
+
+    def _factors(self, node: Node) -> list[str]:
+        """Return the parameters that are factors of a product outside of calls, in a module only of matrices."""
+        if node in self._numbers or _kind(node) not in (PRODUCTS if self.model.module is None else MATRIX_PRODUCTS):
+            return []
+        names = [self._name(_through_views(parent)) for parent in _parents(node)]
+        return [name for name in names if name is not None]
 
 
 def _innermost(parts: Iterable[nn.Module]) -> list[nn.Module]:
@@ -151,26 +193,29 @@ def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _of_function(model: Model, inputs: Inputs) -> tuple[str, ...]:
-    leaves = model.leaves()
-    with model.differentiating():
-        node = model.raw(leaves, inputs).grad_fn
-    names = {id(leaf): name for name, leaf in leaves.items()}
-    factors: dict[str, None] = {}
-    while node is not None:
-        behind = [_before_views(parent) for parent in _parents(node)]
-        given = [names.get(id(getattr(end, "variable", None))) for end in behind]
-        factors.update(dict.fromkeys(name for name in given if name is not None))
-        rest = [end for end, name in zip(behind, given) if name is None]
-        if any(given) and _kind(node) in PRODUCTS:
-            break
-        if not _is_linear(node) or len(rest) > 1:
-            return ()
-        node = rest[0] if rest else None  # a bias was added to this
-    return tuple(name for name in leaves if name in factors)
+def _behind(starts: Iterable[Node | None], passes: Callable[[Node], bool]) -> dict[Node, None]:
+    """Return nodes and those behind them, in the order of the walk, which goes on from nodes that let it pass."""
+    waiting, reached = [node for node in starts if node is not None], dict[Node, None]()
+    while waiting:
+        node = waiting.pop()
+        if node not in reached:
+            reached[node] = None
+            waiting += _parents(node) if passes(node) else []
+    return reached
 
 
-def _before_views(node: Node) -> Node:
+def _before(nodes: Iterable[Node]) -> list[Node]:
+    return [parent for node in nodes for parent in _parents(node)]
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    """Return random numbers of the size of a tensor's own, but at least 1."""
+    size = like.detach().abs().mean().clamp_min(1.0)
+    drawn = torch.Generator(like.device).manual_seed(seed)
+    return size * torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=drawn)
+
+
+def _through_views(node: Node) -> Node:
     """Return the first node before this one that is not a linear operation on one input without a constant factor."""
     while _kind(node) in LINEAR and len(_parents(node)) == 1:
         (node,) = _parents(node)

@@ -11,10 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
-from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs
+from curvops.network.data.contents import digest_of
+from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs, value_of
+from curvops.network.data.named_outputs import Name, NamedLayout, part_of
+from curvops.network.data.objects import Objects
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
 from curvops.network.model.fused_kernels import NORMS, ContiguousNorms, contexts_for, unfused
@@ -124,6 +128,10 @@ class Model:
             return self
         return self.selecting(self._trainable)
 
+    def with_layout(self, layout: Layout) -> Model:
+        """Return this network with the outputs of another layout, such as that of one among several outputs."""
+        return self._with(layout=layout)
+
     def selecting(self, names: Sequence[str]) -> Model:
         """Return this network with these parameters selected, at the same values."""
         tensors = {**self.frozen, **self.selection.named(self._flat)}
@@ -224,35 +232,34 @@ class Model:
         """Return the model's outputs (n, ...) in its own shape; errors that have this pattern are explained."""
         with explain(inputs, explained):
             outputs = self._call(values, copy(inputs) if self._writes else inputs)
-        return checked_outputs(outputs, self.layout)
+        outputs = checked_outputs(outputs, self.layout)
+        if isinstance(inputs, Objects) and inputs.size not in (None, len(outputs)):
+            raise ValueError(f"{inputs!r} gave outputs {tuple(outputs.shape)}, expected one row for each point.")
+        return outputs
 
-    def fix_layout(self, inputs: Any, class_dim: int = -1, numbers: bool = False) -> tuple[Layout, Tensor]:
+    def fix_layout(
+        self, inputs: Any, layouts: Callable[[Any], Layout] | None = None
+    ) -> tuple[Layout, Float[Tensor, "n ..."]]:
         """Fix the layout of the outputs at these inputs for all later calls; return it with the outputs.
 
-        class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: read (n,) as (n, 1).
-        The pass also determines how the model is called, whether it writes into its inputs, and whether it takes
-        derivatives of its own, for which gradients must be enabled. Raises ValueError or TypeError, with the remedy,
-        for an error inside the model.
+        layouts: a function from what the model returns to its layout, by default `layout_of`. The pass also determines
+        how the model is called, whether it writes into its inputs, and whether it takes derivatives of its own, for
+        which gradients must be enabled. Raises ValueError or TypeError, with the remedy, for an error inside the model.
         """
-        self.calls.arguments(inputs)
+        self.calls.arguments(value_of(inputs))
+        self.calls.example = inputs if isinstance(inputs, Objects) else None
         given = copy(inputs)
         with torch.no_grad(), explain(inputs):
             try:
                 outputs = self._checked_call(given)
             except (TypeError, RuntimeError) as error:
                 self._differentiates = isinstance(error, RuntimeError)
-                if not (self._differentiates or self.calls.turn(inputs)):
+                if not (self._differentiates or self.calls.turn(value_of(inputs))):
                     raise
                 given = copy(inputs)
                 outputs = self._checked_call(given)
-        self._writes = any(
-            new.is_inference() or new._version > 0 or not torch.equal(new, old)
-            for (_, new), (_, old) in zip(components(given), components(inputs))
-        )
-        if numbers and isinstance(outputs, Tensor) and outputs.ndim == 1:
-            self.layout = Layout(torch.Size(()))
-        else:
-            self.layout = Layout(checked_outputs(outputs).shape[1:], class_dim)
+        self._writes = _differ(given, inputs)
+        self.layout = (layouts or layout_of)(outputs)
         self._admitted.add(form_of(inputs))
         return self.layout, checked_outputs(outputs, self.layout)
 
@@ -261,10 +268,10 @@ class Model:
 
         Raises ValueError or TypeError, with the remedy, for an error inside the model or outputs of another shape.
         """
-        if (form := form_of(inputs)) in self._admitted:
+        if (form := form_of(inputs)) in self._admitted or (isinstance(inputs, Objects) and not len(inputs)):
             return
         few = first_of(inputs)
-        self.calls.arguments(few)
+        self.calls.arguments(value_of(few))
         with torch.no_grad():
             self.raw(self.values, few, explained="")
         self._admitted.add(form)
@@ -272,7 +279,7 @@ class Model:
     def require_points_apart(self, outputs: Tensor, alone: Tensor) -> None:
         """Raise ValueError unless the first of these outputs equals the output of its point `alone`, up to rounding."""
         slack = self.eps**0.5 * (1 + outputs.abs().max())
-        if bool(((outputs[:1] - alone).abs() > slack).any()):
+        if bool(((outputs[: len(alone)] - alone).abs() > slack).any()):
             across = [repr(path) for part, path in self.paths.items() if getattr(part, "batch_first", True) is False]
             where = f" (not so {', '.join(across[:3])})" if across else ""
             raise ValueError(
@@ -286,9 +293,9 @@ class Model:
         if self._differentiates and not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.enable_grad():
                 outputs = self._call(values, inputs)
-            return outputs.detach() if isinstance(outputs, Tensor) else outputs
-        inputs = map_inputs(_recordable, inputs)
+            return tree_map(lambda part: part.detach() if isinstance(part, Tensor) else part, outputs)
         with self.holding(values) as tensors:
+            inputs = inputs.value() if isinstance(inputs, Objects) else map_inputs(_recordable, inputs)
             if self._function is not None:
                 return self._function(tensors, self.calls.as_given(inputs))
             assert self.module is not None
@@ -460,12 +467,17 @@ def slots_of(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks
 def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
     """Return the outputs; raise TypeError or ValueError unless they are a floating-point tensor (n, C) or (n, ..., C).
 
-    With a layout they must have its shape, which may be one number per point, (n,).
+    With a layout they must have its shape, which may be one number per point, (n,). Several outputs are joined to rows.
     """
+    if isinstance(layout, NamedLayout):
+        return layout.join([checked_outputs(outputs, member) for member in layout.members])
+    if layout is not None and layout.name is not None:
+        outputs = part_of(outputs, layout.name)
     if not isinstance(outputs, Tensor):
         wanted = "outputs.logits" if hasattr(outputs, "logits") else "only the tensor of outputs"
         raise TypeError(
-            f"the model returns {type(outputs).__name__}, not a tensor (N, C): let forward return {wanted}."
+            f"the model returns {type(outputs).__name__}, not a tensor (N, C): let forward return {wanted}, or pass a "
+            'mapping of likelihoods for several outputs, such as {"kind": "classification", "value": "regression"}.'
         )
     if not outputs.is_floating_point():
         raise TypeError(f"the model returns {outputs.dtype}, expected a real floating-point tensor (N, C).")
@@ -477,6 +489,22 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
         expected = ", ".join(str(length) for length in layout.shape)
         raise ValueError(f"the model returns {tuple(outputs.shape)}, but (N, {expected}) before: pad sequences.")
     return outputs
+
+
+def layout_of(outputs: Any, class_dim: int = -1, numbers: bool = False, name: Name | None = None) -> Layout:
+    """Return the layout of a tensor that a model returns, alone or under a name.
+
+    class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: read (n,) as (n, 1).
+    """
+    part = outputs if name is None else part_of(outputs, name)
+    if numbers and isinstance(part, Tensor) and part.ndim == 1:
+        return Layout(torch.Size(()), name=name)
+    try:
+        return Layout(checked_outputs(part).shape[1:], class_dim, name=name)
+    except (TypeError, ValueError) as error:
+        if name is None:
+            raise
+        raise type(error)(f"output {name!r}: {error}") from error
 
 
 def _require_deterministic(part: Any, name: str) -> None:
@@ -533,8 +561,20 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Bl
     )
 
 
+def _differ(given: Inputs, inputs: Inputs) -> bool:
+    """Return whether a call of the model changed the inputs that it was given, which were a copy of others."""
+    if isinstance(given, Objects):
+        return digest_of(given.points) != digest_of(inputs.points)  # type: ignore[union-attr]
+    return any(
+        new.is_inference() or new._version > 0 or not torch.equal(new, old)
+        for (_, new), (_, old) in zip(components(given), components(inputs))
+    )
+
+
 def form_of(inputs: Inputs) -> Hashable:
     """Return names, dtypes and shapes without the points; besides the values, a model may depend on these."""
+    if isinstance(inputs, Objects):
+        return inputs.form
     return tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in components(inputs))
 
 

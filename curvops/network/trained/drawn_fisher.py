@@ -46,13 +46,13 @@ class DrawnFisher(FromColumns):
     def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
         if self.draws is None:
             whole = not self.passes.is_shared and len(f) == self.num_data
-            self.draws = self._draw(f.detach(), batch.targets, batch.weights) if whole else self.draw()
+            self.draws = self._draw(f.detach(), batch.any_targets, batch.weights) if whole else self.draw()
         return Sampled(self.likelihood, self.draws).all_columns(f, batch)
 
     def draw(self) -> Float[Tensor, "M N C"]:
         """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass."""
         with torch.no_grad():
-            walked = [(batch.targets, batch.weights, J.outputs) for batch, J in self.passes.each(0)]
+            walked = [(batch.any_targets, batch.weights, J.outputs) for batch, J in self.passes.each(0)]
             line_up = self.passes.line_up
             f, y = line_up([f for _, _, f in walked]), line_up([y for y, _, _ in walked])
             weights = [w for _, w, _ in walked if w is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.errors import NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
-from curvops.network.data.batches import ACCEPTED, Reading, as_source, holds_all, parts_of
+from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
+from curvops.network.data.batch_parts import ACCEPTED, holds_all, split_batch
+from curvops.network.data.batches import Reading, as_source
 from curvops.network.data.inputs import Inputs, Layout, first_of, is_finite, move, move_tensor, num_points, take
+from curvops.network.data.named_outputs import Name, NamedLayout, part_of
+from curvops.network.data.objects import WholeBatch
+from curvops.network.data.point_sources import LoaderOfPoints
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.likelihoods import (
     Bernoulli,
@@ -22,17 +27,20 @@ from curvops.network.likelihoods import (
     FromLoss,
     Gaussian,
     HeteroscedasticGaussian,
+    Multitask,
     Poisson,
     Sequences,
     as_likelihood,
 )
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
 from curvops.network.likelihoods.from_loss import shrunk
-from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Likelihood
-from curvops.network.model.model import Model
+from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Independent, Likelihood
+from curvops.network.model.model import Model, layout_of
 from curvops.ranks.process_group import Ranks
 
 WRONG = "so that curvature, posterior and predictions are not those of your classifier"
+HALF = 1e-4
+"""The rounding above which a dtype is one of half precision, in which whole numbers are soon rounded."""
 LOOKED_AT = 16
 """How many points of a Dataset are looked at, or positions of a point: a text has thousands, over a vocabulary each."""
 SCORED = 2**16
@@ -41,19 +49,68 @@ OWN = (Categorical, BradleyTerry, Gaussian, Bernoulli, Poisson, HeteroscedasticG
 """Likelihoods that can score all targets which pass their checks."""
 
 
-def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
+def likelihood_at(
+    model: Model, few: Inputs, spec: Any, targets: Any = None
+) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
     """Interpret a likelihood or a loss at the first points; return it with the outputs' layout and these outputs.
 
+    A mapping or a tuple of them is for several outputs; their targets at some points show in which form they are.
     Raises ValueError or TypeError if the model's outputs, or their positions, do not suit it. Warns with
     `NotLogitsWarning`.
     """
+    if (specs := _by_name(spec)) is not None:
+        return _several_at(model, few, specs, targets)
     interpretation = interpretation_of(spec)
     class_dim = -1 if interpretation is None else interpretation.class_dim
     numbers = interpretation is not None and not interpretation.indices
-    layout, outputs = checked_layout(model, few, class_dim, numbers)
+    layout, outputs = checked_layout(model, few, partial(layout_of, class_dim=class_dim, numbers=numbers))
     likelihood, layout = at_positions(as_likelihood(spec, layout.shape), layout)
     model.layout = layout  # a noise may have placed the outputs along another dimension
     _warn_of_no_logits(model, likelihood, layout.rows(outputs), outputs.dtype)
+    return likelihood, layout, outputs
+
+
+def _by_name(spec: Any) -> dict[Name, Any] | None:
+    """Return the likelihoods of several outputs by name; None for a single one."""
+    if isinstance(spec, Multitask):
+        return dict(spec.likelihoods)
+    if isinstance(spec, Mapping):
+        return dict(spec)
+    return dict(enumerate(spec)) if isinstance(spec, tuple | list) else None
+
+
+def _several_at(
+    model: Model, few: Inputs, specs: dict[Name, Any], targets: Any
+) -> tuple[Multitask, NamedLayout, Float[Tensor, "n R"]]:
+    """Interpret the likelihoods of several outputs, as `likelihood_at` does for one."""
+    if not specs:
+        raise ValueError("the mapping of likelihoods is empty: give one for each output that has targets.")
+    if torch.finfo(model.theta.dtype).eps > HALF:
+        raise ValueError("several outputs in half precision: their targets would be rounded. Use model.float().")
+
+    def layouts(outputs: Any) -> NamedLayout:
+        kinds = {name: interpretation_of(spec) for name, spec in specs.items()}
+        return NamedLayout.of(
+            [layout_of(outputs, -1 if kind is None else kind.class_dim, True, name) for name, kind in kinds.items()]
+        )
+
+    first, _ = checked_layout(model, few, layouts)
+    assert isinstance(first, NamedLayout)
+    placed = {
+        name: at_positions(as_likelihood(spec, member.shape), member)
+        for (name, spec), member in zip(specs.items(), first.members)
+    }
+    model.layout = layout = NamedLayout.of([member for _, member in placed.values()])
+    with model.differentiating(), torch.no_grad():
+        outputs = model.raw(model.values, few)
+    widths = [member.output_shape.numel() for member in layout.members]
+    rows = dict(zip(placed, outputs.split(widths, 1)))
+    if targets is None:
+        targets = {n: at.in_given_form(member.any_targets(rows[n])) for n, (member, at) in placed.items()}
+    model.layout = layout = layout.for_targets(targets)
+    likelihood = Multitask({name: member for name, (member, _) in placed.items()}, widths, layout.forms)
+    for name, member in likelihood.likelihoods.items():
+        _warn_of_no_logits(model, member, rows[name], outputs.dtype)
     return likelihood, layout, outputs
 
 
@@ -65,6 +122,7 @@ def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, La
     if isinstance(likelihood, Gaussian):
         likelihood, class_dim = likelihood.along(layout.shape)
         layout = layout if class_dim is None else dataclasses.replace(layout, class_dim=class_dim)
+    layout = dataclasses.replace(layout, apart=isinstance(likelihood.of_position, Independent))
     if layout.positions and not isinstance(likelihood, Sequences):
         return Sequences(likelihood, *layout.output_shape), layout
     if isinstance(likelihood, Sequences):
@@ -84,62 +142,86 @@ def output_shape(likelihood: Likelihood, layout: Layout) -> torch.Size:
 
 
 def reading_for(
-    model: Model, likelihood: Likelihood, layout: Layout, weights: bool, outputs: Tensor | None = None
+    model: Model,
+    likelihood: Likelihood,
+    layout: Layout,
+    weights: bool,
+    outputs: Tensor | None = None,
+    labelled: bool = True,
 ) -> Reading:
     """Return how batches for a model and a likelihood are read.
 
-    With `outputs` of some points, a likelihood that is a function has to score each point of a batch by itself.
+    With `outputs` of some points, a likelihood that is a function has to score each point of a batch by itself. Raises
+    MissingLabelsError if the batches are not `labelled`, and H depends on their labels.
     """
     theta = model.theta
     check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
-    if outputs is not None and isinstance(likelihood.of_position, ByAutograd):
+    if outputs is not None and any(isinstance(member.of_position, ByAutograd) for member in likelihood.members):
         f = layout.rows(outputs).to(theta.dtype)
         check = partial(_check_targets, likelihood, f[: max(1, SCORED // f.shape[1])])
-    return Reading(theta.device, theta.dtype, check, layout, weights, model.admit)
+    missing = likelihood.of_position.missing is not None
+    reading = Reading(theta.device, theta.dtype, check, layout, weights, missing, model.admit, labelled)
+    reading = dataclasses.replace(reading, whole=isinstance(model.calls.example, WholeBatch))
+    if labelled:
+        return reading
+    if missing:
+        raise MissingLabelsError("which of them count")
+    assert outputs is not None
+    return dataclasses.replace(reading, any_target=likelihood.any_targets(layout.rows(outputs).to(theta.dtype))[0])
 
 
-def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Inputs, Any, type]:
-    """Return the inputs of some points, their targets in the user's form, and the type of mappings.
+def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Any, Inputs, Any, type]:
+    """Return the data, the inputs of some points, their targets in the user's form, if any, and the type of mappings.
 
-    These are the first two points, the middle and the last of the first batch (of all data in memory). For a shard they
-    are of the first rank that has points, so that all ranks try the model on the same ones.
+    The data are those given or, for a DataLoader whose batches are no tensors of points, its single points. These are
+    the first two points, the middle and the last of the first batch (of all data in memory). For a shard they are of
+    the first rank that has points, so that all ranks try the model on the same ones.
     """
     # Of a Dataset some points are fetched, of tensors in memory all are looked at.
     source, reading = as_source(data, sys.maxsize if holds_all(data) else LOOKED_AT, weights), Reading(weights=weights)
-    own: tuple[Inputs, Tensor, type] | None = None
+    own: tuple[Inputs, Any, type] | None = None
     for index, item in enumerate(items(source, theta.device)):
-        batch = reading.read(item, index)
-        if batch.num_points:
-            few = few_of(batch.num_points)
-            kind = getattr(source, "mapping_type", None) or type(parts_of(item, weights)[0])
-            inputs = move(take(batch.inputs, few), theta.device, theta.dtype)
-            own = inputs, batch.targets[few.to(batch.targets.device)], kind
+        given, labels, _ = reading.parts(item, index)
+        if isinstance(given, WholeBatch) and (points := LoaderOfPoints.of(data, weights)) is not None:
+            return first_points(points, theta, weights, ranks)
+        if num_points(given):
+            few = few_of(given)
+            kind = getattr(source, "mapping_type", None) or type(split_batch(item, weights)[0])
+            inputs = move(take(given, few), theta.device, theta.dtype)
+            own = inputs, None if labels is None else take(labels, few), kind
             break
-    points = [of_rank for of_rank in ([own] if ranks is None else ranks.gather(own)) if of_rank is not None]
-    if not points:
+    some = [of_rank for of_rank in ([own] if ranks is None else ranks.gather(own)) if of_rank is not None]
+    if not some:
         whose = "The data are empty: they" if ranks is None else f"the shards of all {ranks.size} ranks"
         raise NoDataError(f"{whose} hold no points. {ACCEPTED}")
-    inputs, targets, kind = points[0]
-    return move(inputs, theta.device), targets, kind
+    inputs, targets, kind = some[0]
+    return data, move(inputs, theta.device), targets, kind
 
 
-def few_of(points: int) -> Tensor:
-    """Return the positions of the first two points, the middle and the last, of so many."""
-    every = range(points)
-    return torch.tensor(sorted({*every[:2], *every[points // 2 :][:1], *every[-1:]}), dtype=torch.long)
+def few_of(inputs: Inputs) -> Tensor:
+    """Return the positions of the first two points, the middle and the last; of a `WholeBatch` those of all."""
+    every = range(num_points(inputs))
+    if isinstance(inputs, WholeBatch):
+        return torch.tensor(every)
+    return torch.tensor(sorted({*every[:2], *every[len(every) // 2 :][:1], *every[-1:]}), dtype=torch.long)
 
 
-def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Tensor, spec: Any) -> None:
+def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Any, spec: Any) -> None:
     """Score the outputs at the first points by a user's function, so that its errors are raised at the call.
 
-    Raises ValueError if `spec`, the user's argument, is a torch loss that computes something else.
+    Without targets these are the likelihood's `any_targets`. Raises ValueError if `spec`, the user's argument, is a
+    torch loss that computes something else.
     """
+    if isinstance(likelihood, Multitask):
+        _check_several(model, likelihood, outputs, targets, _by_name(spec))
+        return
     own_class = type(likelihood.of_position) in OWN
     if own_class and (not isinstance(spec, nn.Module) or type(spec) in INTERPRETATIONS):
         return
     assert model.layout is not None
-    y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
     f = model.layout.rows(outputs).to(model.theta.dtype)
+    targets = model.layout.in_given_form(likelihood.any_targets(f)) if targets is None else targets
+    y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
     rows, labels = f, model.layout.targets(y)  # raises if these are targets of other positions
     position = likelihood
     if isinstance(likelihood, Sequences) and likelihood.likelihood.positions is None:
@@ -153,6 +235,16 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
         require_same_loss(spec, likelihood, model.layout, outputs, y, f)
     if not own_class:
         _warn_of_no_curvature(position, rows, labels)
+
+
+def _check_several(model: Model, likelihood: Multitask, outputs: Tensor, targets: Any, specs: Any) -> None:
+    """Score each of several outputs as `check_scores` does."""
+    assert isinstance(model.layout, NamedLayout)
+    parts = zip(model.layout.members, likelihood.likelihoods.items(), outputs.split(likelihood.num_outputs, 1))
+    for layout, (name, member), rows in parts:
+        view = model.with_layout(layout)
+        own = None if targets is None else part_of(targets, name)
+        check_scores(view, member, layout.restored(rows), own, part_of(specs, name))
 
 
 def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
@@ -252,7 +344,7 @@ def _last_module(module: nn.Module | None) -> nn.Module | None:
 
 
 def checked_layout(
-    model: Model, points: Inputs, class_dim: int = -1, numbers: bool = False
+    model: Model, points: Inputs, layouts: Callable[[Any], Layout]
 ) -> tuple[Layout, Float[Tensor, "n ..."]]:
     """Return the outputs' layout, as `Model.fix_layout` finds it, and the outputs of the first two points as returned.
 
@@ -261,7 +353,7 @@ def checked_layout(
     """
     device, few, total = model.theta.device, first_of(points), num_points(points)
     with model.differentiating(), torch.no_grad(), own_randomness(device):
-        layout, first = model.fix_layout(few, class_dim, numbers)
+        layout, first = model.fix_layout(few, layouts)
         state = _random_state(device)
         outputs = model.raw(model.values, few)
         drew = not torch.equal(state, _random_state(device))
@@ -277,7 +369,7 @@ def checked_layout(
         if drew and model.training:  # two masks of few entries are often the same
             raise ValueError("the model is in train mode and draws random numbers; call model.eval() first.")
         try:
-            alone = model.raw(model.values, take(few, slice(0, 1)))
+            alone = model.raw(model.values, first_of(few, 1))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"the model rejects a single point ({error}): call model.eval(), and accept batches of any size."

@@ -7,17 +7,22 @@ and the inputs and outputs of two points. It also contains the selected weights,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvops.argument_types import Collate
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
-from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, as_source
-from curvops.network.data.inputs import Inputs, Layout, as_inputs, num_points, take
+from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Reading, as_source
+from curvops.network.data.inputs import Inputs, Layout, as_inputs, batch_inputs, first_of, join, num_points, take
+from curvops.network.data.named_outputs import NamedLayout, TargetShape
+from curvops.network.data.objects import Objects
+from curvops.network.data.point_sources import with_collate
 from curvops.network.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -25,13 +30,14 @@ from curvops.network.likelihoods import (
     FromLoss,
     Gaussian,
     HeteroscedasticGaussian,
+    Multitask,
     Poisson,
     Sequences,
     as_likelihood,
 )
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
-from curvops.network.model.model import Model, tensors_of
+from curvops.network.model.model import Model, layout_of, tensors_of
 from curvops.network.model.parameters import Selection
 from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape, reading_for
 from curvops.network.trained.trained_network import N, TrainedNetwork
@@ -40,7 +46,7 @@ from curvops.progress import Progress, check_progress
 
 STORED: dict[str, type[Likelihood]] = {
     kind.__name__: kind
-    for kind in (Bernoulli, BradleyTerry, Categorical, Gaussian, HeteroscedasticGaussian, Poisson, Sequences)
+    for kind in (Bernoulli, BradleyTerry, Categorical, Gaussian, HeteroscedasticGaussian, Multitask, Poisson, Sequences)
 }
 """Classes that store their constructor's arguments as attributes of the same names."""
 
@@ -50,17 +56,22 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
     """Return the record; models are tried on `inputs` of one or two points, by default the first two of the data."""
     model, data, layout = lin.model, lin.data, lin.model.layout
     assert layout is not None
-    few = data.few if inputs is None else take(lin.admit(inputs), slice(0, 2))
+    few = data.few if inputs is None else lin.admit(inputs)
     if not num_points(few):
         raise ValueError("inputs= has no points; pass one or two, on which the model is tried when it is loaded.")
+    few = first_of(few)
     outputs = model(model.values, few)
+    # Objects are not saved, since nothing is pickled, but their prints.
+    tried: dict[str, Any] = (
+        {"inputs": None, "prints": few.prints().tolist()} if isinstance(few, Objects) else {"inputs": few}
+    )
     return {
         "tensors": identity_of(model.kept_tensors),
         "weights": dict(model.values),
         "names": list(model.selection.names),
         "index": model.selection.index,
-        "outputs": {"shape": list(layout.shape), "class_dim": layout.class_dim},
-        "tried": {"inputs": few, "outputs": outputs, "device": outputs.device.type},
+        "outputs": {"shape": list(layout.shape), "class_dim": layout.class_dim, **_members_of(layout)},
+        "tried": tried | {"outputs": outputs, "device": outputs.device.type},
         "likelihood": _record_of(lin.likelihood) or _describe(lin, outputs),
         "token": lin.token,
         "engine": lin.engine,
@@ -84,11 +95,14 @@ def recorded_network(
     load_weights: bool = False,
     memory_budget: int | None = None,
     progress: Progress = None,
+    inputs: Any = None,
+    collate: Collate | None = None,
 ) -> N:
     """Read the network of this record again, with the model, and with the data if they are given.
 
-    With `load_weights`, the selected weights of the record are first written into the model. Raises ValueError if the
-    model, the data or the likelihood are not those of the record.
+    With `load_weights`, the selected weights of the record are first written into the model. Points that are objects
+    are not in the record: those that the model was tried on are taken from the data, or are `inputs`. Raises ValueError
+    if the model, the data or the likelihood are not those of the record.
     """
     check_progress(progress)
     check_limits(memory_budget=memory_budget)
@@ -103,17 +117,22 @@ def recorded_network(
     index = None if index is None else index.to(held[names[0]].device)
     network = Model(model, Selection(tuple(names), tuple(held[name].shape for name in names), index))
     theta, saved = network.theta, record["data"]
-    tried = as_inputs(record["tried"]["inputs"], theta.device)
+    if inputs is not None and collate is not None:
+        inputs = Objects((), collate).like(inputs)
+    targets = None
     if data is not None:
-        _, _, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
-    layout = _try_network(network, tried, record)
+        data = with_collate(data, collate)
+        data, _, targets, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
+    tried = as_inputs(_tried_points(record, data, inputs), theta.device, theta.dtype)
+    layout, outputs = _try_network(network, tried, record)
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:
         sizes, dtype = (saved["largest_batch"],), _dtype(saved)
         prints = DataPrints(saved.get("contents", saved["fingerprint"]), saved["fingerprint"])
         source: Batches | AbsentBatches = AbsentBatches(tried, saved["points"], sizes, prints, dtype, saved["weighted"])
     else:
-        source = _same_data(saved, data, probability, layout, network)
+        reading = reading_for(network, probability, layout, saved["weighted"], outputs, targets is not None)
+        source = _same_data(saved, data, reading, network)
     budget = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
     shape = output_shape(probability, layout)
     lin = kind(
@@ -130,10 +149,42 @@ def recorded_network(
     return lin
 
 
-def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layout:
-    """Return the layout, once the model has reproduced the outputs that it had when it was saved."""
-    shape = torch.Size(record["outputs"]["shape"])
-    layout, _ = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
+def _tried_points(record: Mapping[str, Any], data: Any, inputs: Any) -> Inputs:
+    """Return the points on which the model was tried: saved, or objects of the data or `inputs` with these prints."""
+    tried, saved = record["tried"], record["data"]
+    if tried["inputs"] is not None:
+        return tried["inputs"]
+    wanted, parts = tried["prints"], dict[int, Inputs]()
+    reading = Reading(weights=saved["weighted"])
+    source = [] if data is None else as_source(data, saved["largest_batch"], saved["weighted"])
+    given = (
+        [batch_inputs(inputs, len(wanted))] if inputs is not None else (reading.read(item).inputs for item in source)
+    )
+    for points in given:
+        prints = points.prints().tolist() if isinstance(points, Objects) else []
+        if prints == wanted:
+            return points
+        for i, number in enumerate(prints):
+            if number in wanted and number not in parts:
+                parts[number] = take(points, slice(i, i + 1))
+    if len(parts) < len(set(wanted)):
+        raise ValueError(
+            "the points of the saved posterior are objects, which are not saved: pass the training data, as to "
+            "co.linearize, or inputs=, the first two training points (or those of post.save(path, inputs=)), with "
+            "collate= if that was given."
+        )
+    return join([parts[number] for number in wanted])
+
+
+def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> tuple[Layout, Tensor]:
+    """Return layout and outputs, once the model has reproduced the outputs that it had when it was saved."""
+    saved_outputs = record["outputs"]
+    shape = torch.Size(saved_outputs["shape"])
+    if "members" in saved_outputs:
+        layouts: Callable[[Any], Layout] = partial(_named_layout, saved_outputs["members"], saved_outputs["targets"])
+    else:
+        layouts = partial(layout_of, class_dim=saved_outputs["class_dim"], numbers=not shape)
+    layout, outputs = checked_layout(network, few, layouts)
     saved = record["tried"]["outputs"].to(network.theta.device)
     with torch.no_grad():
         present = network(network.values, few)
@@ -142,13 +193,26 @@ def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layo
     slack = network.eps**digits * (1 + saved.abs().max())
     if layout.shape != shape or not bool(((present - saved).abs() <= slack).all()):
         raise ValueError("the model has the saved weights, but other outputs: restore its forward and its settings.")
-    return layout
+    return layout, outputs
 
 
-def _same_data(saved: Mapping[str, Any], data: Any, likelihood: Likelihood, layout: Layout, network: Model) -> Batches:
+def _members_of(layout: Layout) -> dict[str, Any]:
+    """Return the record of several outputs and of the form of their targets."""
+    if not isinstance(layout, NamedLayout):
+        return {}
+    members = [[member.name, list(member.shape), member.class_dim] for member in layout.members]
+    return {"members": members, "targets": [[list(form.shape), form.floating] for form in layout.forms]}
+
+
+def _named_layout(members: Sequence[Any], targets: Sequence[Any], outputs: Any) -> NamedLayout:
+    """Return the layout of several outputs by their record."""
+    layout = NamedLayout.of([layout_of(outputs, class_dim, not shape, name) for name, shape, class_dim in members])
+    return replace(layout, forms=tuple(TargetShape(tuple(shape), floating) for shape, floating in targets))
+
+
+def _same_data(saved: Mapping[str, Any], data: Any, reading: Reading, network: Model) -> Batches:
     """Return the batches, after checking the saved fingerprint (taken before the network was cast, if it was)."""
     theta, dtype = network.theta, _dtype(saved)
-    reading = reading_for(network, likelihood, layout, saved["weighted"])
     reading = replace(reading, dtype=dtype, admit=network.admit if dtype == theta.dtype else None)
     batches = Batches(as_source(data, saved["largest_batch"], saved["weighted"]), reading)
     if batches.num_data != saved["points"]:
@@ -177,6 +241,11 @@ def _record_of(likelihood: Likelihood) -> dict[str, Any] | None:
         arguments["likelihood"] = _record_of(inner)
         if arguments["likelihood"] is None:
             return None
+    if isinstance(likelihood, Multitask):
+        arguments["likelihoods"] = [[name, _record_of(member)] for name, member in likelihood.likelihoods.items()]
+        arguments["targets"] = [[list(shape), floating] for shape, floating in likelihood.targets]
+        if any(member is None for _, member in arguments["likelihoods"]):
+            return None
     return {"class": type(likelihood).__name__, "arguments": arguments}
 
 
@@ -187,6 +256,9 @@ def _recorded(record: Mapping[str, Any], device: torch.device) -> Likelihood:
     arguments = dict(record["arguments"])
     if isinstance(arguments.get("likelihood"), Mapping):
         arguments["likelihood"] = _recorded(arguments["likelihood"], device)
+    if "likelihoods" in arguments:
+        arguments["likelihoods"] = {name: _recorded(member, device) for name, member in arguments["likelihoods"]}
+        arguments["targets"] = [(tuple(shape), floating) for shape, floating in arguments["targets"]]
     return STORED[record["class"]](**arguments).to(device=device)
 
 

@@ -13,14 +13,30 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from curvops.argument_types import Collate
 from curvops.checkpoint import identify
 from curvops.checks import check_tensor
+from curvops.errors import MissingLabelsError
 from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_source
-from curvops.network.data.inputs import Inputs, as_inputs, components, copy, in_pieces, map_inputs, num_points, take
+from curvops.network.data.inputs import (
+    Inputs,
+    as_inputs,
+    components,
+    copy,
+    cut,
+    first_of,
+    in_pieces,
+    map_inputs,
+    num_points,
+)
+from curvops.network.data.named_outputs import Name, NamedLayout
+from curvops.network.data.objects import Objects, WholeBatch
+from curvops.network.data.point_sources import with_collate
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
+from curvops.network.likelihoods.multitask import Multitask
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
@@ -97,6 +113,11 @@ class NetworkOnData:
         """Return T if the tokens of a sequence are to count one by one, otherwise 1."""
         return self.output_shape[0] if per_token and len(self.output_shape) == 2 else 1
 
+    def require_labels(self, what: str) -> None:
+        """Raise MissingLabelsError, with the name of what depends on them, if the data have no labels."""
+        if not self.data.labelled:
+            raise MissingLabelsError(what)
+
     @property
     def tangent_space(self) -> TangentSpace:
         """The selected parameters and their values; a sum of operators from different ones is rejected."""
@@ -148,6 +169,8 @@ class NetworkOnData:
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
         """Return the H named by `fisher=`; see `drawn_fisher.output_fisher`."""
+        if kind == "empirical":
+            self.require_labels("the empirical Fisher")
         return output_fisher(kind, self.likelihood, mc_samples, lambda: self._drawn(mc_samples, generator))
 
     def draw_residuals(self, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
@@ -167,7 +190,8 @@ class NetworkOnData:
 
     def _printed(self, dtype: torch.dtype, place: object) -> str:
         return (
-            f"{type(self).__name__}({self.num_parameters} weights, {self.num_data} points, {self.num_outputs} outputs, "
+            f"{type(self).__name__}({self.num_parameters} weights, {self.num_data} points"
+            f"{'' if self.data.labelled else ' without labels'}, {self.num_outputs} outputs, "
             f"{self.likelihood.described}, {name_of(dtype)}, {place})"
         )
 
@@ -208,6 +232,7 @@ class TrainedNetwork(NetworkOnData):
         self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
         self._results: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # results at these hyperparameters
+        self._views: dict[Any, Any] = {}
 
     @classmethod
     def read(
@@ -219,6 +244,7 @@ class TrainedNetwork(NetworkOnData):
         memory_budget: int | None,
         engine: EngineChoice,
         weights: bool,
+        collate: Collate | None,
         progress: Progress,
         ranks: Ranks | None = None,
     ) -> N:
@@ -231,7 +257,9 @@ class TrainedNetwork(NetworkOnData):
         by_running = isinstance(parameters, str) and parameters == "last_layer"
         network = Model(model, None if by_running else parameters)
         network.refuse_modes()
-        few, first_targets, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
+        data = with_collate(data, collate)
+        data, few, first_targets, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
+        given, layout, outputs = likelihood_at(network, few, likelihood, first_targets)
         if by_running:
             network = network.selecting(last_layer(network, few))
         theta = network.theta
@@ -239,12 +267,11 @@ class TrainedNetwork(NetworkOnData):
         if ranks is not None:
             nbytes = min(ranks.gather(nbytes))  # over equal budgets, or over the free memory
         memory = Budget(nbytes, theta.device, ranks)
-        given, layout, outputs = likelihood_at(network, few, likelihood)
         probability = given.snapshot(theta.device, theta.dtype)
         engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
         kept = engines.plan.routes.saved_bytes
         step = max(1, memory.budget // (8 * max(1, kept)))
-        reading = reading_for(network, probability, layout, weights, outputs)
+        reading = reading_for(network, probability, layout, weights, outputs, first_targets is not None)
         source = as_source(data, step, weights)
         batches = Batches(source, reading) if ranks is None else Shard(source, reading, ranks)
         if isinstance(batches, Shard):
@@ -310,20 +337,22 @@ class TrainedNetwork(NetworkOnData):
         given, engines = copy(self.admit(x, differentiable)), self.passes.engines
         names = tuple(name for name, _ in _require_gradient(given)) if num_points(given) else ()
         graph = InputGraph(engines, given, names) if names else None
-        inputs, step = map_inputs(Tensor.detach, given), self.data.largest
-        parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
+        inputs = map_inputs(Tensor.detach, given)
+        parts = [(part, None) for _, part in cut(inputs, self.data.largest)]
         walk = Passes(self.model, parts, self.engine, self.memory, engines, progress=self.passes.progress)
         return walk, num_points(inputs), graph
 
-    def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"]:
+    def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"] | Any:
         """Return f(x, θ*), the network's outputs at its snapshot, with each position as a point, (n·T, C).
 
-        Costs one forward pass.
+        Several outputs are a mapping of such tensors by name. Costs one forward pass.
 
         With `weights`, such as a draw from a posterior, it evaluates the network itself at these weights; weights
         outside a subnetwork keep their values. Inputs that require a gradient get one. Raises as `jacobian` does, and
         ValueError unless the weights are one vector (D,).
         """
+        if isinstance(self.likelihood, Multitask):
+            return {name: self.output(name).predict(x, weights) for name in self.likelihood.likelihoods}
         inputs = self.admit(x, differentiable=True)
         values = self.model.values if weights is None else self.unflatten_weights(weights)
         if num_points(inputs) and _require_gradient(inputs):
@@ -337,11 +366,26 @@ class TrainedNetwork(NetworkOnData):
     def admit(self, x: Any, differentiable: bool = False) -> Inputs:
         """Return inputs on the weights' device, after trying the model on them; raise as `jacobian` does."""
         self.model.refuse_modes()
-        inputs = as_inputs(x, self.theta.device, self.theta.dtype)
-        for name, _ in () if differentiable else _require_gradient(inputs):
+        inputs = self.inputs_of(x)
+        constant = isinstance(inputs, Objects)
+        for name, _ in () if differentiable and not constant else _require_gradient(inputs):
+            if constant:
+                raise ValueError(f"{name} requires a gradient, which points joined by collate= do not get: detach it.")
             raise ValueError(f"{name} requires a gradient: use lin.jacobian(x, differentiable=True), or x.detach().")
         self.model.admit(inputs)
         return inputs
+
+    def inputs_of(self, x: Any) -> Inputs:
+        """Return inputs on the weights' device; a batch that only the model can read takes a pass to count its points.
+
+        Raises as `as_inputs` does, and ValueError or TypeError if the model cannot be run on such a batch.
+        """
+        given, place = self.model.calls.read(x), (self.theta.device, self.theta.dtype)
+        if isinstance(given, WholeBatch) and given.size is None:
+            with torch.no_grad():
+                outputs = self.model.raw(self.model.values, given.move(*place), explained="")
+            given = given.of_size(len(outputs))
+        return as_inputs(given, *place)
 
     def gradient(self) -> Float[Tensor, " D"]:
         """Return the gradient of the negative log-likelihood (a sum over the data), Jᵀr. Costs one gradient."""
@@ -359,9 +403,10 @@ class TrainedNetwork(NetworkOnData):
         return self.passes.add_up(total)
 
     def require_symmetric_hessian(self) -> None:
-        """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points."""
+        """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points, and if there are no labels."""
+        self.require_labels("the Hessian")
         inputs, _ = next(iter(self.passes.source))
-        require_symmetric(self.model, take(inputs, slice(0, 2)))
+        require_symmetric(self.model, first_of(inputs))
 
     @torch.no_grad()
     def curvature_diagonal(self, fisher: OutputFisher) -> Float[Tensor, " D"]:
@@ -401,7 +446,7 @@ class TrainedNetwork(NetworkOnData):
                 total = accumulate(total, self.likelihood.log_prob(f, batch.targets, batch.weights).sum())
             count += batch.num_points
 
-        yield from self.passes.root_pieces(fisher, chunk, apart, first, score)
+        yield from self.passes.root_pieces(fisher, chunk, apart, first, score if self.data.labelled else None)
         if total is not None and count == sum(self.data.sizes):
             results["log likelihood"] = self.passes.add_up(total)
 
@@ -447,9 +492,20 @@ class TrainedNetwork(NetworkOnData):
     def with_likelihood(self: N, likelihood: Likelihood) -> N:
         """Return a copy with another likelihood of the same targets, unchecked, which shares the engines for J."""
         new = copy_object(self)
-        new.likelihood, new._gradient_rows = likelihood.snapshot(), {}
+        new.likelihood, new._gradient_rows, new._views = likelihood.snapshot(), {}, {}
         new._results = None, {}
         return new
+
+    def output(self: N, name: Name) -> N:
+        """Return the network with one of several outputs, for predictions of it: its data have all targets."""
+        if name not in self._views:
+            assert isinstance(self.likelihood, Multitask) and isinstance(self.model.layout, NamedLayout)
+            layout = next(member for member in self.model.layout.members if member.name == name)
+            member, model = self.likelihood.likelihoods[name], self.model.with_layout(layout)
+            shape = output_shape(member, layout)
+            self._views[name] = self._with(self.data, self.token, model=model, likelihood=member, output_shape=shape)
+        view: N = self._views[name]
+        return view
 
     def with_weights(self: N, theta: Float[Tensor, " D"]) -> N:
         """Return the network at other values of its selected parameters, with the same data."""
@@ -489,13 +545,13 @@ class TrainedNetwork(NetworkOnData):
     def _with(self: N, data: Batches | AbsentBatches, token: str | None, **others: Any) -> N:
         """Return a network of other data; its further parts are this one's, except those given."""
         kept: dict[str, Any] = {"model": self.model, "likelihood": self.likelihood, "memory_budget": self.memory}
-        kept |= {"engine": self.engine, "progress": self.passes.progress}
-        return type(self)(data=data, output_shape=self.output_shape, token=token, **kept | others)
+        kept |= {"engine": self.engine, "progress": self.passes.progress, "output_shape": self.output_shape}
+        return type(self)(data=data, token=token, **kept | others)
 
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:
         """Return by name the facts that a checkpoint compares, including the log-likelihood. Costs one forward pass."""
-        return {**self.facts(), "its log-likelihood": self.log_likelihood()}
+        return self.facts() | ({"its log-likelihood": self.log_likelihood()} if self.data.labelled else {})
 
     @property
     def order(self) -> dict[str, Any]:
@@ -536,5 +592,5 @@ class _Labelled:
         for batch in self._data:
             # Clone: stored parts of a batch must not change with the user's tensors.
             weights = None if batch.weights is None else batch.weights.clone()
-            yield batch.inputs, Batch((), batch.targets.clone(), weights, start)
+            yield batch.inputs, Batch((), batch.any_targets.clone(), weights, start, batch.labelled)
             start += batch.num_points

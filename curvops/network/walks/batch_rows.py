@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvops.network.data.batches import Batch
-from curvops.network.data.inputs import num_points, take
+from curvops.network.data.inputs import cut, num_points
 from curvops.network.engines.engine import LEAST_CHUNK
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording
 from curvops.network.likelihoods.output_fisher import OutputFisher, Unit
@@ -167,16 +167,14 @@ class BatchRows(Walk, EngineCache, JacobianRows):
 
     def _pieces(self, inputs: Any, columns: int, chunk: int, of_others: bool = False) -> Iterator[tuple[slice, Any]]:
         """Yield (some points, their inputs), as many at a time as fit into a chunk with their graph and columns."""
-        plan, total = self.engines.plan, num_points(inputs)
+        plan = self.engines.plan
         a_column = plan.sensitivity_bytes
         if of_others:
             a_column += self.model.selection.size_of(tuple(plan.others)) * plan.itemsize
         step = max(1, chunk // max(1, a_column * columns + plan.routes.saved_bytes))
         if not self.model.theta.is_cuda:
             step = min(max(min(step, FEW_POINTS), step // SHARE), self.engines.forward_points)
-        for start in range(0, total, step):
-            points = slice(start, min(start + step, total))
-            yield points, inputs if step >= total else take(inputs, points)
+        yield from cut(inputs, step)
 
     def _steps(self, what: str, rows: int | None = None) -> AbstractContextManager[Steps]:
         """Return steps that count points, or the number of rows per point times points."""

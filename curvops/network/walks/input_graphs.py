@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._pytree import tree_map
 
-from curvops.network.data.inputs import Inputs, components, move, num_points, replace_tensors, take
+from curvops.network.data.inputs import Inputs, components, first_of, join, move, num_points, replace_tensors, take
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layerwise import Call, Features, sensitivities
 from curvops.network.engines.self_check import custom_functions, named_custom_functions
@@ -220,7 +219,7 @@ class InputGraph:
 
     def followed_by(self, other: InputGraph) -> InputGraph:
         """Return the points of both, concatenated."""
-        inputs = tree_map(lambda x, y: torch.cat([x, y]), self.inputs, other.inputs)
+        inputs = join([self.inputs, other.inputs])
         names = tuple(name for name, tensor in components(inputs) if tensor.requires_grad)
         return InputGraph(self.engines, inputs, names)
 
@@ -238,7 +237,7 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
 
     This is tried on two points, once for each set of inputs that require a gradient.
     """
-    model, few = engines.model, take(inputs, slice(0, 2))
+    model, few = engines.model, first_of(inputs)
     asked = frozenset(name for name, tensor in components(inputs) if tensor.requires_grad)
     if asked in engines.differentiated:
         return

@@ -270,7 +270,7 @@ def each_group(
     f = outputs.detach()
     if score is not None:
         score(f, batch)
-    positions = fisher.counted(batch)
+    positions, weights = fisher.counted(batch), fisher.weights_of_points(batch)
     if positions is not None and bool(positions.all()):
         positions = None
     columns, last = fisher.num_columns(f.shape[1]), _last_alone(calls) if sums else None
@@ -283,7 +283,7 @@ def each_group(
             with torch.no_grad():
                 cotangents = fisher.columns(f, batch, start, stop)
             deltas = sensitivities(model, outputs, calls, cotangents)
-            yield from groups_of_calls(calls, deltas, start == 0, positions, batch.weights)
+            yield from groups_of_calls(calls, deltas, start == 0, positions, weights)
             if engines.ragged and not sums:
                 yield from _without_rows(engines, calls, deltas, cotangents, start == 0, names)
             if others:
@@ -294,7 +294,7 @@ def each_group(
     if last is not None and H is not None:
         factors = Factors(last.layer, last.kept, H.diagonal.to(f.dtype).reshape(n, 1, *last.layer.output[1:]))
         own = tuple(sorted(last.layer.names.values()))
-        yield Group(own, (factors,), positions=positions, weights=batch.weights, hessian=H)
+        yield Group(own, (factors,), positions=positions, weights=weights, hessian=H)
 
 
 def _without_rows(

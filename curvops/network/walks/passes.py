@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from curvops.network.data.inputs import num_points, take
+from curvops.network.data.inputs import cut, num_points
 from curvops.network.engines.engine import Engine, Engines
 from curvops.network.engines.plan import EngineChoice
 from curvops.network.likelihoods.output_fisher import OutputFisher, Root, RootJacobian
@@ -153,9 +153,8 @@ class Passes(BatchRows):
             return self
         with self.model.lock:
             if self._gathered is None:
-                inputs, step = self.shard.gathered().inputs, self.shard.largest
-                parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
-                self._gathered = self.over(parts)
+                parts = cut(self.shard.gathered().inputs, self.shard.largest)
+                self._gathered = self.over([(part, None) for _, part in parts])
             return self._gathered
 
     def __getstate__(self) -> dict[str, Any]:

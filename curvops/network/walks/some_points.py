@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from curvops.network.data.inputs import num_points, take
+from curvops.network.data.inputs import cut, join, num_points, take
 from curvops.network.engines.layerwise import Layerwise
 from curvops.network.walks.passes import Passes
 
@@ -22,9 +21,8 @@ def by_points(walk: Passes, count: int, together: int = 1) -> Iterator[tuple[Pas
     walk, whatever the batches are.
     """
     for index, inputs in _batches_of_whole(walk, together):
-        for start in range(0, num_points(inputs), count):
-            points = slice(start, start + count)
-            part, engine = take(inputs, points), walk.kept_engine(index)
+        engine = walk.kept_engine(index)
+        for points, part in cut(inputs, count):
             view = engine.at(points) if isinstance(engine, Layerwise) else None
             yield walk.over([(part, None)], engine=view), num_points(part)
 
@@ -36,7 +34,7 @@ def _batches_of_whole(walk: Passes, together: int) -> Iterator[tuple[int, Any]]:
         return
     rest = None
     for inputs, _ in walk.source:
-        inputs = inputs if rest is None else tree_map(lambda *parts: torch.cat(parts), rest, inputs)
+        inputs = inputs if rest is None else join([rest, inputs])
         whole = num_points(inputs) - num_points(inputs) % together
         rest = take(inputs, slice(whole, None))
         yield -1, take(inputs, slice(whole))
@@ -59,5 +57,5 @@ def shuffled(walk: Passes, size: int, generator: torch.Generator | None) -> Iter
     device = None if generator is None else generator.device
     for inputs, batch in walk.source:
         order = torch.randperm(num_points(inputs), generator=generator, device=device)
-        for chosen in order.to(batch.targets.device).split(size):
+        for chosen in order.to(batch.any_targets.device).split(size):
             yield chosen + batch.start, walk.over([(take(inputs, chosen), batch.labels(chosen))])

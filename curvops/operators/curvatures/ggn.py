@@ -408,6 +408,7 @@ class EmpiricalFisher(Curvature):
 
     def __init__(self, lin: Linearization, per_token: bool = False) -> None:
         check_flag("per_token", per_token)
+        lin.require_labels("the empirical Fisher")
         super().__init__(lin.theta, *lin.likelihood.hyperparameters, lin=lin, per_token=per_token)
 
     @property

@@ -33,6 +33,7 @@ class Jacobian(NetworkOperator):
     """
 
     _shown = ()
+    MADE_BY = "lin.jacobian(x)"
 
     # The stored form has θ, the inputs in which products and outputs have a gradient, `passes`, the number of `rows`,
     # the `graph` that computes the outputs from those inputs (None without them) and, once detached, the `space`.
@@ -210,6 +211,7 @@ class Gradients(NetworkOperator):
     """
 
     OPTIONS = ("per_token",)
+    MADE_BY = "lin.gradients()"
 
     @property
     def plan(self) -> Any:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterChoice, Points
+from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, Points
 from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
 from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
@@ -112,6 +112,7 @@ class Linearization(TrainedNetwork):
             TypeError: per_token is neither True nor False.
         """
         check_flag("per_token", per_token, "For points other than the training points, linearise with those points.")
+        self.require_labels("a point's gradient")
         return Gradients(self.theta, *self.likelihood.hyperparameters, lin=self, per_token=per_token)
 
 
@@ -126,6 +127,7 @@ def linearize(
     weights: bool = False,
     progress: Progress = None,
     process_group: ProcessGroup | None = None,
+    collate: Collate | None = None,
 ) -> Linearization:
     """Linearise a network at its current weights.
 
@@ -139,7 +141,11 @@ def linearize(
             Inputs may be a tensor, a tuple or a mapping. Floating-point data are cast to the parameters' dtype. Each
             item may also be a mapping {"inputs": ..., "targets": ..., "weights": ...}, or a Hugging Face batch, whose
             "labels" are the targets and everything else the inputs. Weights, (N,) or one per position, multiply
-            log-likelihoods.
+            log-likelihoods; where targets are independent given the outputs, there may be one for each. NaN in targets
+            is refused unless the likelihood ignores it, `co.likelihoods.Gaussian(missing="ignore")`. Without labels:
+            one tensor X, or (X, None), where X may also be a Dataset or a DataLoader of inputs. What depends on labels
+            then raises `MissingLabelsError`. Batches of a DataLoader, or of an iterable, may also be (anything,
+            targets), if the model makes one output for each target; a DataLoader then gives single points, too.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
             `Poisson()`, `HeteroscedasticGaussian()`); "classification", or "regression", which is `Gaussian()` with a
             noise that is estimated; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()` or
@@ -148,11 +154,14 @@ def linearize(
             loss per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets
             outputs and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all
             others the outputs are last. Its `reduction` is ignored, since likelihoods are sums. The gradient of a
-            subclass of such a loss is compared with that of the likelihood on the first points.
-        parameters: None (all that require a gradient); "last_layer" (the layer in which the model's output is linear,
-            found by running the model); a glob or a list of globs over names; a predicate (name, tensor) -> bool; or
-            positions (indices or a mask) in the flat vector of all parameters, which select a subnetwork. A complex
-            parameter counts as pairs of reals (*shape, 2), as `torch.view_as_real` gives them.
+            subclass of such a loss is compared with that of the likelihood on the first points. For a model that
+            returns several tensors, in a mapping, a tuple or an object, a mapping (or a tuple) of any of these, and
+            targets with the same keys: see `co.likelihoods.Multitask`.
+        parameters: None (all that require a gradient); "last_layer" (the layer after which no other runs, in whose
+            output the model's is affine, found by running the model; `lin.plan` names it); a glob or a list of globs
+            over names; a predicate (name, tensor) -> bool; or positions (indices or a mask) in the flat vector of all
+            parameters, which select a subnetwork. A complex parameter counts as pairs of reals (*shape, 2), as
+            `torch.view_as_real` gives them.
         memory_budget: bytes for the linearisations kept between products, and for the working vectors of algorithms on
             operators made from this one (solvers, bases, sketches, predictions) that have no budget of their own.
             None means a quarter of the device memory that is free when this is called. If both need more, each gets
@@ -171,6 +180,11 @@ def linearize(
             shards. Without it the data are those of this process alone.
 
             A model that `torch.distributed.fsdp.fully_shard` has sharded needs the group of its own mesh.
+        collate: for points of any kind (graphs, texts, images of several sizes, dicts): a function of a list of points
+            that returns what the model takes, a tensor, a tuple (positional arguments), a dict (keywords, or the only
+            argument) or anything else (the only argument). Data are then (points, targets) with a list of points, or a
+            list or a Dataset of (point, target), and all that takes inputs takes a list of points, such as
+            `post.predict(graphs[:2])`. A DataLoader has its own collate_fn, and needs no other.
 
     Returns:
         A `Linearization`; for a model that is sharded by `fully_shard`, a `ShardedLinearization`, which runs the model
@@ -179,12 +193,17 @@ def linearize(
         noise that requires a gradient counts as being learned: its current value is used as far as the curvature can,
         and a posterior whose curvature cannot raises an error. Two things are not copied: tensors inside your own
         functions, and the data, which must not change (a pass over changed data raises `DataChangedError`).
+        Of objects, their tensors, arrays, numbers and words are compared, in attributes and containers; what an
+        extension keeps in its own memory (a graph of DGL) is not seen.
 
     Raises:
         TypeError: an argument is of another kind than those above.
-        ValueError: data are empty, non-finite or readable only once; targets do not suit the likelihood; a module in
-            train mode is random or depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches
-            nothing or mixes dtypes. The message says what to do.
+        ValueError: data are empty, non-finite or readable only once; collate fails; single points are needed of batches
+            that only the model can read; targets do not suit the likelihood; a module in train mode is random or
+            depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches nothing or mixes dtypes.
+            The message says what to do.
+        MissingLabelsError: there are no labels, and the curvature depends on them, as by class weights, a loss of your
+            own or a noise that is to be estimated.
         RanksDifferError: the ranks were given different models, likelihoods, options or versions, or the same data.
 
     Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
@@ -211,7 +230,7 @@ def linearize(
     if memory_budget is not None:
         memory_budget = int(min(memory_budget, sys.maxsize))  # 1e9 is also a number of bytes
     arguments: dict[str, Any] = {"model": model, "data": data, "likelihood": likelihood, "parameters": parameters}
-    arguments |= {"memory_budget": memory_budget, "engine": engine, "weights": weights}
+    arguments |= {"memory_budget": memory_budget, "engine": engine, "weights": weights, "collate": collate}
     if holds_shards(model):
         if progress:
             raise ValueError("progress= is not supported for a model that is sharded by fully_shard: omit it.")

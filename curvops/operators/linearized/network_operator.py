@@ -27,6 +27,17 @@ class NetworkOperator(Operator):
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """The keywords that define the operator, in addition to the linearisation."""
 
+    MADE_BY: ClassVar[str] = ""
+    """The call that makes the operator, if users do not call its class, which then takes the stored form only."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.MADE_BY and args and not isinstance(args[0], Tensor):  # a copy is made without arguments
+            raise TypeError(
+                f"{cls.MADE_BY} makes the {cls.__name__} of a linearised network, "
+                "lin = co.linearize(model, data, likelihood); its class is not called."
+            )
+        return super().__new__(cls)
+
     @property
     def theta(self) -> Tensor:
         """The weights θ* of the linearisation, (D,)."""

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
+from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checks import checked_number, checked_whole
 from curvops.errors import ConvergenceError, ModeWarning, warn
 from curvops.linalg import Reason
@@ -78,6 +78,7 @@ def fit_mode(
     maxiter: int = 3000,
     memory_budget: int | None = None,
     progress: Progress = None,
+    collate: Collate | None = None,
 ) -> ModeFit:
     """Train a network, in place, to a mode of its log posterior, the weights around which `co.laplace` expands.
 
@@ -105,6 +106,7 @@ def fit_mode(
         maxiter: the maximum number of L-BFGS steps, at little more than a gradient each.
         memory_budget: bytes, as in `co.linearize`.
         progress: as in `co.linearize`; it counts gradients.
+        collate: as in `co.linearize`.
 
     Returns:
         A `ModeFit`, whose `reason` is CONVERGED, ITERATION_LIMIT, or STAGNATION (kinks, or rounding).
@@ -123,7 +125,9 @@ def fit_mode(
     check_progress(progress)
     if holds_shards(model):
         raise ValueError("fit_mode trains on one process, and this model is sharded by fully_shard: pass a whole copy.")
-    lin = linearize(model, data, likelihood, parameters, memory_budget, weights=weights, progress=False)
+    lin = linearize(
+        model, data, likelihood, parameters, memory_budget, weights=weights, progress=False, collate=collate
+    )
     post = checked_posterior(make_laplace(lin, GGN, prior_precision, prior_mean), check_mode=False)
     objective, tensors = _Objective(lin, post.prior), tensors_of(model)
     loss, _ = objective(lin.theta)
@@ -136,15 +140,15 @@ def fit_mode(
             tensors[name].copy_(value)
 
     with progress_bar("fit_mode", None, progress, " gradients") as bar:
-        mode = _mode_of_head(post) if lin.plan.is_last_layer else None
+        of_head = lin.plan.is_last_layer or (isinstance(parameters, str) and parameters == "last_layer")
+        mode = _mode_of_head(post, atol) if of_head else None
         if mode is None:
             theta, reason, losses = _minimise(objective, loss, atol, most, keep, bar)
         else:
             theta, reason, losses = mode.theta, mode.reason, [loss, objective(mode.theta)[0]]
             keep(theta)
             bar.advance(mode.matvecs)
-    there = lin.with_weights(theta)
-    _, remaining = nats_below_mode(PrecisionTerms(CurvatureCache(there, GGN(there)), post.prior), atol)
+    remaining = _nats_at(theta, post, atol)
     if reason is not Reason.ITERATION_LIMIT or remaining <= atol:
         reason = Reason.CONVERGED if remaining <= atol else Reason.STAGNATION
     if not remaining <= TOLERATED:
@@ -158,12 +162,23 @@ def fit_mode(
     return ModeFit(reason, remaining, bar.done, torch.tensor(losses, dtype=torch.float64))
 
 
-def _mode_of_head(post: Laplace) -> LinearMode | None:
-    """Return the mode of a last layer, in which the network is linear; None if rounding stops Newton's method."""
+def _nats_at(theta: Float[Tensor, " D"], post: Laplace, atol: float) -> float:
+    """Return the nats by which the log posterior at these weights is below that of a mode."""
+    there = post.lin.with_weights(theta)
+    return nats_below_mode(PrecisionTerms(CurvatureCache(there, GGN(there)), post.prior), atol)[1]
+
+
+def _mode_of_head(post: Laplace, atol: float) -> LinearMode | None:
+    """Return the mode of a last layer, in which the network is linear; None if rounding stops Newton's method.
+
+    Also None if it proves to be no mode of the network, whose outputs need not be linear in a weight that is tied or
+    normalised.
+    """
     try:
-        return post.linear_mode()
+        mode = post.linear_mode()
     except ConvergenceError:
         return None
+    return mode if post.lin.plan.is_last_layer or _nats_at(mode.theta, post, atol) <= atol else None
 
 
 class _Objective:

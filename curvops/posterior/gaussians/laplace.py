@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -84,8 +85,8 @@ class Laplace(GaussianWeights):
 
     def _facts(self) -> tuple[str, ...]:
         tempered = () if self.temperature == 1 else (f"temperature {self.temperature:.6g}",)
-        each = self.lin.likelihood.of_position
-        noise = (each.printed_noise,) if isinstance(each, Gaussian) else ()
+        each = [member.of_position for member in self.lin.likelihood.members]
+        noise = [gaussian.printed_noise for gaussian in each if isinstance(gaussian, Gaussian)]
         return (as_part(self.curvature), f"prior precision {self.prior.printed}", *noise, *tempered)
 
     @property
@@ -143,11 +144,14 @@ class Laplace(GaussianWeights):
         """
         return replace_prior(self, prior_precision, prior_mean)
 
-    def with_noise(self, noise: float | Float[Tensor, " C"], generator: torch.Generator | None = None) -> Laplace:
+    def with_noise(
+        self, noise: float | Float[Tensor, " C"] | Mapping[Any, Any], generator: torch.Generator | None = None
+    ) -> Laplace:
         """Return the posterior under another observation noise (variance of a Gaussian likelihood) and the same prior.
 
         Args:
-            noise: a positive number, or a tensor of them, one for each output (C,).
+            noise: a positive number, or a tensor of them, one for each output (C,); for several outputs a mapping of
+                such noises, under the names of those that change.
             generator: the source of the draws that the curvature makes, if any.
 
         Returns:
@@ -166,7 +170,8 @@ class Laplace(GaussianWeights):
         if noise is None:
             raise ValueError(
                 f"{self.lin.likelihood!r} has no noise that is one number, as co.likelihoods.Gaussian(variance) has: "
-                "set several by post.with_noise(tensor), or estimate them by Gaussian(noise='per_output')."
+                "set several by post.with_noise(tensor), that of one of several outputs by its name, "
+                "post.with_noise({'value': variance}), or estimate them by Gaussian(noise='per_output')."
             )
         return float(noise.detach())
 

@@ -12,7 +12,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops import storage
-from curvops.argument_types import Data, LikelihoodChoice, Network, Points
+from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, Points
 from curvops.checks import check_flag, check_kind
 from curvops.network import record_of_network, recorded_network
 from curvops.operators import Linearization
@@ -77,6 +77,8 @@ def load(
     load_weights: bool = False,
     memory_budget: int | None = None,
     progress: Progress = None,
+    inputs: Points | None = None,
+    collate: Collate | None = None,
 ) -> Any:
     """Read the posterior that `post.save(path)` wrote, or the operator that `co.save` wrote, for the same model.
 
@@ -95,6 +97,9 @@ def load(
             (``model.load_state_dict``). The model is unchanged if it differs in anything else.
         memory_budget: as in `co.linearize`.
         progress: as in `co.linearize`.
+        inputs: for a posterior of points that are objects (graphs, texts), which are not saved, without its data: the
+            first two training points or, if `post.save(path, inputs)` was given some, these.
+        collate: as in `co.linearize`, for data or inputs that are lists of points.
 
     Returns:
         The saved object: a `Laplace`, a `GaussianPosterior` or an operator. If the curvature has a structure, its
@@ -120,7 +125,9 @@ def load(
     check_flag("load_weights", load_weights)
 
     def network(record: Any) -> Linearization:
-        return recorded_network(Linearization, record, model, data, likelihood, load_weights, memory_budget, progress)
+        return recorded_network(
+            Linearization, record, model, data, likelihood, load_weights, memory_budget, progress, inputs, collate
+        )
 
     if storage.kind_of(path) == OPERATOR:
         _, record = storage.load(path, OPERATOR, OF_OPERATORS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
 from curvops.errors import NoiseWarning, warn
 from curvops.linalg.core.matrix_identity import form_of
-from curvops.network import Model, estimated_noise, gaps_and_weights, mean_squares, needs_noise
-from curvops.network.likelihoods import Gaussian
+from curvops.network import Model, estimated_noise, gaps_and_weights, gaussians_with_sums, mean_squares, needs_noise
+from curvops.network.likelihoods import Gaussian, Likelihood, Multitask
 from curvops.operators import Linearization
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.user_operator import UserOperator
@@ -74,22 +75,39 @@ def _require_equal_on_ranks(post: Any) -> None:
 
 def replace_noise(post: Updated, noise: Any, generator: torch.Generator | None) -> Updated:
     """Return the posterior under another observation noise, with its curvature built again."""
-    likelihood = post.lin.likelihood
-    if not isinstance(likelihood.of_position, Gaussian):
-        _ = post.observation_noise  # raises an error that names the likelihood
-    if isinstance(noise, Tensor):
-        C = post.lin.output_shape[-1]
-        if noise.shape not in ((), (1,), (C,)):
-            raise ValueError(f"noise must be a number or a tensor ({C},), got one of shape {tuple(noise.shape)}.")
-        given = Gaussian(noise).noise
-    else:
-        check_accuracy(noise, generator, "noise")
-        given = torch.tensor(float(noise), dtype=torch.float64)
+    likelihood, theta = post.lin.likelihood, post.lin.theta
     check_generator(generator)
-    lin = post.lin.with_likelihood(likelihood.with_hyperparameters([given.detach().to(post.lin.theta)]))
+    if isinstance(likelihood, Multitask) and isinstance(noise, Mapping):
+        if unknown := noise.keys() - likelihood.likelihoods.keys():
+            raise ValueError(f"noise names {sorted(unknown)}, but the outputs are {list(likelihood.likelihoods)}.")
+        parts = zip(likelihood.likelihoods.items(), likelihood.num_outputs)
+        new: Likelihood = likelihood.with_members(
+            _with_noise(member, noise[name], R // (member.positions or 1), theta) if name in noise else member
+            for (name, member), R in parts
+        )
+    elif isinstance(likelihood.of_position, Gaussian):
+        new = _with_noise(likelihood, noise, post.lin.output_shape[-1], theta)
+    else:
+        _ = post.observation_noise  # raises an error that names the likelihood
+    lin = post.lin.with_likelihood(new)
     curvature = remake_curvature(post.curvature, lin, generator, BY_NOISE)
     cache = CurvatureCache(lin, curvature, checks_mode=post.cache.checks_mode)
     return replace(post, lin=lin, curvature=curvature, cache=cache, tuning=None)
+
+
+def _with_noise(likelihood: Likelihood, noise: Any, num_outputs: int, theta: Tensor) -> Likelihood:
+    """Return a Gaussian likelihood with another noise, a number or a tensor with one for each output."""
+    if not isinstance(likelihood.of_position, Gaussian):
+        raise ValueError(f"{likelihood!r} has no noise.")
+    if isinstance(noise, Tensor):
+        if noise.shape not in ((), (1,), (num_outputs,)):
+            shape = tuple(noise.shape)
+            raise ValueError(f"noise must be a number or a tensor ({num_outputs},), got one of shape {shape}.")
+        given = Gaussian(noise).noise
+    else:
+        check_accuracy(noise, name="noise")
+        given = torch.tensor(float(noise), dtype=torch.float64)
+    return likelihood.with_hyperparameters([given.detach().to(theta)])
 
 
 MOST_ROWS = 2000
@@ -102,11 +120,14 @@ GRID = 20
 def with_left_out_noise(lin: Linearization) -> Linearization:
     """Return the linearisation with the larger of its residuals' and the left-out points' mean square as its noise.
 
-    It is `lin` itself if its noise is not to be estimated, or if its data are not here or have too many outputs. Over a
+    It is `lin` itself if its noise is not to be estimated, if its data are not here or have too many outputs, or if
+    there are several outputs by name, whose noises are those of the residuals. Over a
     process group each rank takes the data of all, and the result of the first. The decomposition of J Jᵀ is made once
     for a linearisation, whatever posteriors are made from it.
     """
     if not needs_noise(lin.likelihood) or not lin.data.is_present or lin.num_data * lin.num_outputs > MOST_ROWS:
+        return lin
+    if isinstance(lin.likelihood, Multitask):
         return lin
     sums, known = lin.squared_residuals(), lin.results_now()
     if (squares := known.get("left-out squares")) is None:
@@ -155,12 +176,22 @@ def warn_of_noise(lin: Linearization) -> None:
 
     An estimated noise, one that is being learned, and one without data or with an exact fit are left alone.
     """
-    gaussian = lin.likelihood.of_position
-    if not isinstance(gaussian, Gaussian) or needs_noise(gaussian) or gaussian.noise.requires_grad:
+    gaussians = [member.of_position for member in lin.likelihood.members if isinstance(member.of_position, Gaussian)]
+    if all(needs_noise(each) or each.noise.requires_grad for each in gaussians):
         return
-    if not lin.data.is_present:
+    if not lin.data.is_present or not lin.data.labelled:
         return
-    found = mean_squares(lin.likelihood, lin.squared_residuals(), torch.finfo(lin.theta.dtype).eps)
+    for member, sums in gaussians_with_sums(lin.likelihood, lin.squared_residuals()):
+        if sums is not None:
+            _warn_of_one_noise(member, sums, torch.finfo(lin.theta.dtype).eps)
+
+
+def _warn_of_one_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: float) -> None:
+    gaussian = likelihood.of_position
+    assert isinstance(gaussian, Gaussian)
+    if needs_noise(gaussian) or gaussian.noise.requires_grad:
+        return
+    found = mean_squares(likelihood, sums, eps)
     if found is None:
         return
     ratios = (gaussian.noise.detach().double() / found).flatten()
@@ -236,7 +267,8 @@ def checked_posterior(post: Updated, check_mode: bool) -> Updated:
     _require_equal_on_ranks(post)
     require_usable(post.terms)
     post.cache.checks_mode &= check_mode  # False if it has warned
-    gradient = post.cache.gradient() if check_mode else None
+    labelled = isinstance(post.cache.data, str) or all(lin.data.labelled for lin in post.cache.data)
+    gradient = post.cache.gradient() if check_mode and labelled else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
             "the log-likelihood's gradient holds NaN or Inf: see lin.outputs(), and leave such points out."

@@ -4,7 +4,7 @@ The uncertainty is decomposed into noise (aleatoric) and uncertainty about the w
 draws f_k of the outputs: the entropy of the mean is the total, and the mean of the entropies is the part that would
 remain if the weights were known (aleatoric). Their difference, the mutual information of target and weights, is the
 rest (epistemic; Depeweg et al. 2018). For numbers the same holds with variances, by the law of total variance, in
-closed form.
+closed form where the likelihood has one, otherwise over draws.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
@@ -23,7 +22,8 @@ from torch import Tensor
 from curvops.checks import check_choice, shown
 from curvops.linalg import Estimate
 from curvops.metrics import divergences
-from curvops.network.data.inputs import as_inputs, num_points, tensor_of
+from curvops.network.data.batch_parts import sizes_of, targets_of
+from curvops.network.data.inputs import move, num_points
 from curvops.network.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -59,16 +59,16 @@ def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean
 
 def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
     """Return the targets of test data by position; raise TypeError or ValueError for unsuitable ones."""
-    y = tensor_of(y)
-    if not isinstance(y, Tensor) or not y.ndim:
-        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(y)}.")
+    given, y = y, targets_of(y)
+    if y is None or (isinstance(y, Tensor) and not y.ndim):
+        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(given)}.")
     device, dtype = lin.theta.device, lin.theta.dtype
-    y = y.to(device=device, dtype=dtype if y.is_floating_point() else None)
-    points = num_points(as_inputs(x, device, dtype))
-    if len(y) != points:
-        raise ValueError(f"there are {points} inputs, but {len(y)} targets: pass one target per point.")
+    points = num_points(lin.inputs_of(x))
+    if sizes_of(y) != {points}:
+        sizes = ", ".join(map(str, sorted(sizes_of(y))))
+        raise ValueError(f"there are {points} inputs, but {sizes} targets: pass one target per point.")
     layout = lin.model.layout
-    y = y if layout is None else layout.targets(y)
+    y = move(y if layout is None else layout.targets(y), device, dtype)
     lin.likelihood.check_targets(y, lin.num_outputs)
     return y.flatten(0, 1) if isinstance(lin.likelihood, Sequences) else y
 
@@ -108,15 +108,23 @@ def dyadic_score(
 def gaussian_log_density(
     mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], y: Float[Tensor, "N C"]
 ) -> Float[Tensor, " N"]:
-    """Return log N(y; mean, covariance) of each point, in nats."""
-    L = torch.linalg.cholesky(covariance)
-    whitened = torch.linalg.solve_triangular(L, (y - mean).unsqueeze(-1), upper=False).squeeze(-1)
-    half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mean.shape[-1] * math.log(2 * math.pi) / 2
+    """Return log N(y; mean, covariance) of each point, in nats, over the targets that are not NaN."""
+    known = ~y.isnan()
+    # A missing target counts as one of its own, with the variance 1 and equal to its mean.
+    both = known.unsqueeze(-1) & known.unsqueeze(-2)
+    L = torch.linalg.cholesky(covariance.where(both, torch.diag_embed(torch.ones_like(y))))
+    gap = (y - mean).where(known, 0)
+    whitened = torch.linalg.solve_triangular(L, gap.unsqueeze(-1), upper=False).squeeze(-1)
+    half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + known.sum(-1, dtype=y.dtype) * math.log(2 * math.pi) / 2
     return -whitened.square().sum(-1) / 2 - half_logdet
 
 
 LABELS = (Categorical, Bernoulli)
+"""Likelihoods of classes and labels whose outputs are logits."""
 NUMBERS = (Gaussian, HeteroscedasticGaussian, Poisson)
+"""Likelihoods of numbers whose moments have a closed form if the outputs are normal."""
+NAMED = ("classes", "labels")
+"""The forms of targets that have probabilities."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +132,9 @@ class Uncertainty:
     """The uncertainty of the target at each point, total = aleatoric + epistemic, and the target's mean.
 
     Entropies in nats (`unit` "nats") for a categorical target, (N,), and for each label of a Bernoulli target, (N, C);
-    variances (`unit` "variance") for each number, (N, C). `stderr` is the standard error of the epistemic part if it
-    comes from draws (always for nats), and None if it has a closed form.
+    variances (`unit` "variance") for each number, (N, C). Several categorical targets of a point, as a distribution of
+    the user's may have, give (N, targets), and a mean (N, targets, classes). `stderr` is the standard error of the
+    epistemic part if it comes from draws (always for nats), and None if it has a closed form.
 
     Examples:
         >>> found = post.uncertainty(x)
@@ -133,7 +142,7 @@ class Uncertainty:
         ('nats', True)
     """
 
-    mean: Float[Tensor, "N C"]
+    mean: Float[Tensor, "N *m"]
     total: Float[Tensor, "N *C"]
     aleatoric: Float[Tensor, "N *C"]
     epistemic: Float[Tensor, "N *C"]
@@ -148,12 +157,10 @@ class Uncertainty:
 def decompose_labels(
     likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean = error_of_mean
 ) -> Uncertainty:
-    """Return the decomposition in nats, from draws of the logits; `error` gives the standard error of means."""
-    if isinstance(likelihood, Categorical):
-        return Uncertainty(*_entropies(draws.log_softmax(-1), error), "nats")
-    yes_no = F.logsigmoid(torch.stack([draws, -draws], -1))
-    mean, total, aleatoric, epistemic, stderr = _entropies(yes_no, error)
-    return Uncertainty(mean[..., 0], total, aleatoric, epistemic, stderr, "nats")
+    """Return the decomposition in nats, from draws of the outputs; `error` gives the standard error of means."""
+    mean, total, aleatoric, epistemic, stderr = _entropies(of_draws(likelihood.log_probabilities, draws), error)
+    mean = mean[..., 0] if likelihood.form == "labels" else mean
+    return Uncertainty(mean, total, aleatoric, epistemic, stderr, "nats")
 
 
 def _entropies(log_p: Float[Tensor, "k *N c"], error: ErrorOfMean) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -166,10 +173,25 @@ def _entropies(log_p: Float[Tensor, "k *N c"], error: ErrorOfMean) -> tuple[Tens
 
 
 def join_uncertainties(parts: Sequence[Uncertainty]) -> Uncertainty:
-    """Concatenate the entropies of groups of points."""
+    """Concatenate the uncertainties of groups of points."""
     names = ("mean", "total", "aleatoric", "epistemic", "stderr")
     tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     return Uncertainty(unit=parts[0].unit, **tensors)
+
+
+def add_noise(
+    likelihood: Likelihood, mean: Float[Tensor, "N C"], covariance: LinearOperator
+) -> tuple[Float[Tensor, "N m"], LinearOperator]:
+    """Return the moments of Gaussian targets from those of the outputs, which may be joint within some points."""
+    C = mean.shape[-1]
+    noise = likelihood.variance(mean)
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        variance = covariance.diagonal(dim1=-2, dim2=-1).reshape_as(mean)
+        targets = decompose_numbers(likelihood, mean, variance)
+        mean, noise = targets.mean, targets.aleatoric
+        means = torch.arange(covariance.shape[-1], device=mean.device).view(-1, C)[:, : C // 2].flatten()
+        covariance = covariance[..., means, :][..., means]
+    return mean, covariance.add_diagonal(noise.reshape(covariance.shape[:-1]))
 
 
 def decompose_numbers(
@@ -177,8 +199,7 @@ def decompose_numbers(
 ) -> Uncertainty:
     """Return the decomposition as variances, from the mean and variance of each output."""
     if isinstance(likelihood, Gaussian):
-        noise = likelihood.noise.to(mean).expand_as(mean)
-        return _of_variances(mean, noise, variance)
+        return _of_variances(mean, likelihood.variance(mean), variance)
     if isinstance(likelihood, HeteroscedasticGaussian):
         (m, s), (v, v_s) = mean.chunk(2, -1), variance.chunk(2, -1)
         return _of_variances(m, (s + v_s / 2).exp(), v)
@@ -188,16 +209,19 @@ def decompose_numbers(
 
 def decompose_drawn_numbers(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean) -> Uncertainty:
     """Return the decomposition as variances, by the law of total variance over draws of the outputs."""
-    if isinstance(likelihood, Gaussian):
-        means, noise = draws, likelihood.noise.to(draws).expand(draws.shape[-1]).expand_as(draws)
-    elif isinstance(likelihood, HeteroscedasticGaussian):
-        means, log_variance = draws.chunk(2, -1)
-        noise = log_variance.exp()
-    else:
-        means = noise = draws.exp()
-    squares = (means - means.mean(0)).square()
-    aleatoric, epistemic = noise.mean(0), squares.mean(0)
-    return Uncertainty(means.mean(0), aleatoric + epistemic, aleatoric, epistemic, error(squares), "variance")
+    mean, deviations, aleatoric = moments_of_draws(likelihood, draws)
+    squares = deviations.square()
+    epistemic = squares.mean(0)
+    return Uncertainty(mean, aleatoric + epistemic, aleatoric, epistemic, error(squares), "variance")
+
+
+def moments_of_draws(
+    likelihood: Likelihood, draws: Float[Tensor, "k N C"]
+) -> tuple[Float[Tensor, "N m"], Float[Tensor, "k N m"], Float[Tensor, "N m"]]:
+    """Return the mean of the targets, the deviations from it of their mean at each draw, and their mean variance."""
+    means = of_draws(likelihood.mean, draws)
+    mean = means.mean(0)
+    return mean, means - mean, average(likelihood.variance, draws)
 
 
 def _of_variances(mean: Tensor, aleatoric: Tensor, epistemic: Tensor) -> Uncertainty:
@@ -207,18 +231,25 @@ def _of_variances(mean: Tensor, aleatoric: Tensor, epistemic: Tensor) -> Uncerta
 LINKS = ("probit", "mc", "bridge", "bridge_norm", "network")
 
 
-def check_link(link: str, likelihood: Likelihood) -> None:
-    """Raise ValueError for an unknown link, one that does not fit the likelihood, or one without probabilities."""
+def checked_link(link: str | None, likelihood: Likelihood) -> str:
+    """Return the link, of logits "probit" if it is None, otherwise "mc".
+
+    Raises ValueError for an unknown link, one that does not fit the likelihood, or one without probabilities.
+    """
+    link = ("probit" if isinstance(likelihood, LABELS) else "mc") if link is None else link
     check_choice("link", link, LINKS)
-    if not isinstance(likelihood, LABELS):
+    if likelihood.form not in NAMED:
         instead = (
-            "predict, or uncertainty(x).mean for the targets' mean"
-            if isinstance(likelihood, NUMBERS)
-            else "predict or functions(x, k), or for logits the likelihood nn.CrossEntropyLoss() or Bernoulli()"
+            "predict or functions(x, k), or for logits the likelihood nn.CrossEntropyLoss() or Bernoulli()"
+            if likelihood.form is None
+            else "predict, or uncertainty(x).mean for the targets' mean"
         )
         raise ValueError(f"{likelihood!r} has no class probabilities; use {instead}.")
+    if link not in ("mc", "network") and not isinstance(likelihood, LABELS):
+        raise ValueError(f"link={link!r} needs logits, which {likelihood!r} has not: use 'mc' or 'network'.")
     if link.startswith("bridge") and not isinstance(likelihood, Categorical):
         raise ValueError(f"link={link!r} needs classes; for {likelihood!r} use 'probit', 'mc' or 'network'.")
+    return link
 
 
 def normal_probabilities(
@@ -258,9 +289,14 @@ def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -
     return torch.stack([first, -first], -1) / 2
 
 
-def average(mean_of: Callable[[Float[Tensor, "m C"]], Tensor], draws: Float[Tensor, "k n C"]) -> Float[Tensor, "n C"]:
-    """Average `mean_of` over draws of the outputs; the standard error of probabilities is at most ½ / √k."""
-    return mean_of(draws.flatten(0, 1)).unflatten(0, draws.shape[:2]).mean(0)
+def of_draws(function: Callable[[Tensor], Tensor], draws: Float[Tensor, "k n C"]) -> Float[Tensor, "k n *m"]:
+    """Return a function of the outputs (n, C) at all draws, in one call."""
+    return function(draws.flatten(0, 1)).unflatten(0, draws.shape[:2])
+
+
+def average(function: Callable[[Tensor], Tensor], draws: Float[Tensor, "k n C"]) -> Float[Tensor, "n *m"]:
+    """Average a function over draws of the outputs; the standard error of probabilities is at most ½ / √k."""
+    return of_draws(function, draws).mean(0)
 
 
 def bridge(

@@ -30,12 +30,20 @@ from curvops.linalg import Dense, LowRank, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.operators.algebra import Product
 from curvops.network import LEAST_ROOM, PointNormals, saved_bytes
-from curvops.network.data.inputs import Inputs, components, num_points, take
+from curvops.network.data.inputs import Inputs, components, cut, first_of, num_points
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.operators.function_space.point_covariance import row_covariances
 from curvops.operators.linearized.jacobian import Jacobian
-from curvops.posterior.predictions.answers import ErrorOfMean, Uncertainty, decompose_numbers, error_of_mean
+from curvops.posterior.predictions.answers import (
+    NUMBERS,
+    ErrorOfMean,
+    Uncertainty,
+    add_noise,
+    decompose_numbers,
+    error_of_mean,
+    moments_of_draws,
+)
 from curvops.ranks.split_points import SplitPoints
 
 OUTPUT_DRAWS = 1000
@@ -103,6 +111,20 @@ class OutputDistribution(ABC):
         mean, covariance = self.moments()
         return decompose_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
 
+    def moments_of_targets(
+        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
+    ) -> OutputMoments:
+        """Return the mean and covariance of real targets, noise included; in closed form for likelihoods of NUMBERS."""
+        if isinstance(likelihood, NUMBERS):
+            return add_noise(likelihood, *self.moments(together))
+        return self.drawn_moments(likelihood, together, normals, start)
+
+    @abstractmethod
+    def drawn_moments(
+        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
+    ) -> OutputMoments:
+        """Return the moments of real targets over draws of the outputs: Cov[E[y | f]] + E[Var[y | f]] is theirs."""
+
     def require_whole_groups(self, points: int, together: int) -> None:
         """Raise ValueError if the size of a group does not divide the number of points, or would cut sequences."""
         positions = self.lin.num_outputs // self.lin.output_shape[-1]
@@ -157,6 +179,23 @@ class NormalOutputs(OutputDistribution):
             yield gaussian_draws(mean, covariance, OUTPUT_DRAWS, normals, first)
             first += len(mean)
 
+    def drawn_moments(
+        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
+    ) -> OutputMoments:
+        """Return the moments over draws from each point's own covariance; raise ValueError for joint ones."""
+        if together != 1:
+            raise ValueError(
+                f"a joint distribution of targets of {likelihood!r} needs draws of the weights, which are joint over "
+                "points: pass samples=post.sample(k)."
+            )
+        means, blocks = [], []
+        for draws in self.draws(normals, start):
+            mean, deviations, noise = moments_of_draws(likelihood, draws)
+            last = deviations.movedim(0, -1)
+            means.append(mean)
+            blocks.append(last @ last.mT / len(draws) + torch.diag_embed(noise))
+        return torch.cat(means), Dense(torch.cat(blocks), psd=True)
+
 
 @dataclass(frozen=True, eq=False)
 class DrawnOutputs(OutputDistribution):
@@ -183,6 +222,14 @@ class DrawnOutputs(OutputDistribution):
             return SampledCovariance(last.unflatten(0, (-1, together)).flatten(1, 2), self.lin.memory_budget, Cache())
         root = last.flatten(0, 1)
         return LowRank(root, root.new_full(root.shape[1:], 1 / root.shape[1]))
+
+    def drawn_moments(
+        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
+    ) -> OutputMoments:
+        """Return the moments over the functions, which are joint at all points."""
+        mean, deviations, noise = moments_of_draws(likelihood, self.functions())
+        covariance = self.covariance_of(deviations, together)
+        return mean, covariance.add_diagonal(noise.reshape(covariance.shape[:-1]))
 
     @cached_property
     def pushed(self) -> Float[Tensor, "k N C"]:
@@ -229,12 +276,12 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
     The outputs of the first draw at the first points are compared with the model's own.
     """
     count, points = num_points(inputs), lin.data.largest
-    first = take(inputs, slice(0, 2))
+    first = first_of(inputs)
     draw_bytes = saved_bytes(lin.model, first) // num_points(first) * min(points, count) + samples[0].nbytes
     if draw_bytes > LARGE and samples.device.type == "cpu":
         return None
     draws = max(1, int(max(0, lin.memory.room()) // (SHARE * max(1, draw_bytes))))
-    run, starts = torch.func.vmap(lin.model, (0, None)), range(0, count, points)
+    run, pieces = torch.func.vmap(lin.model, (0, None)), [part for _, part in cut(inputs, points)]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # detects operations that vmap runs one by one
@@ -244,7 +291,7 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
             if not bool(((mapped - alone).abs() <= slack).all()):
                 return None
             named = [_named(lin, some) for some in samples.split(draws)]
-            parts = [[run(some, take(inputs, slice(i, i + points))) for i in starts] for some in named]
+            parts = [[run(some, part) for part in pieces] for some in named]
     except (RuntimeError, TypeError, ValueError, Warning):  # no rule, control flow by values, randomness, memory
         return None
     return torch.cat([torch.cat(row, 1) for row in parts])

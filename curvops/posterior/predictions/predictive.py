@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -21,17 +21,19 @@ from curvops.checks import check_accuracy, check_choice, check_flag, check_gener
 from curvops.linalg import Estimate
 from curvops.linalg.core.cache import Cache
 from curvops.network import PointNormals
-from curvops.network.likelihoods import Gaussian, Likelihood
+from curvops.network.likelihoods import Gaussian, Likelihood, Multitask
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import checked_draws
 from curvops.posterior.predictions import answers
 from curvops.posterior.predictions.answers import (
-    LABELS,
+    NAMED,
     NUMBERS,
     Uncertainty,
+    decompose_drawn_numbers,
     decompose_labels,
     join_uncertainties,
 )
+from curvops.posterior.predictions.by_name import NamedPredictions
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
 from curvops.posterior.predictions.outputs import (
     CovarianceOverRanks,
@@ -46,6 +48,8 @@ from curvops.ranks.sharded_vectors import ranks_together
 from curvops.ranks.split_points import SplitPoints, split_points
 from curvops.summary import name_of
 
+ByName: TypeAlias = Any
+"""For a network with several outputs: a mapping from their names to such answers."""
 WEIGHT_DRAWS = 100
 """The number of draws of the weights for averages over them, if none are given: each costs a solve or a pass."""
 
@@ -89,7 +93,7 @@ class Predictive(ABC):
 
     def at(
         self, x: Any, samples: Float[Tensor, "k D"] | None = None, rtol: float | None = None, gather: bool = False
-    ) -> Predictions:
+    ) -> Predictions | ByName:
         """Return the predictions at x, for several questions that share their passes, products and solves.
 
         Args:
@@ -99,7 +103,8 @@ class Predictive(ABC):
             gather: as in `predict`.
 
         Returns:
-            The `Predictions`, whose methods answer as the posterior's of the same names.
+            The `Predictions`, whose methods answer as the posterior's of the same names; for several outputs a mapping
+            from their names to `Predictions`, with the same methods.
 
         Cost: nothing before the first question. Then what answers have in common is computed once; joint covariances
         and draws that are made for one answer are not in common.
@@ -111,7 +116,13 @@ class Predictive(ABC):
             check_accuracy(rtol)
         check_flag("gather", gather)
         outputs = self._outputs() if samples is None else self._outputs_at(checked_draws(samples, self.mean))
-        return Predictions(self, x, samples, rtol, gather, outputs)
+        whole = Predictions(self, x, samples, rtol, gather, outputs)
+        if not isinstance(self.lin.likelihood, Multitask):
+            return whole
+        views = {name: self.lin.output(name) for name in self.lin.likelihood.likelihoods}
+        return NamedPredictions(
+            whole, {name: replace(whole, _outputs=replace(outputs, lin=view)) for name, view in views.items()}
+        )
 
     def predict(
         self,
@@ -122,8 +133,8 @@ class Predictive(ABC):
         noise: bool = False,
         groups: int | None = None,
         gather: bool = False,
-    ) -> MultivariateNormal:
-        """Return the distribution of the linearised network's outputs at x.
+    ) -> MultivariateNormal | ByName:
+        """Return the distribution of the linearised network's outputs at x, for several outputs one under each name.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
@@ -134,7 +145,11 @@ class Predictive(ABC):
                 For independent points the result has the `variance_stderr` and the `variance_interval(level)` of each
                 variance.
             rtol: the relative residual of the exact solves; None means 1e-6, and 1.5e-8 in float64.
-            noise: add the observation noise of a Gaussian likelihood, for the distribution of targets.
+            noise: return the distribution of real targets, with their noise: of a Gaussian likelihood, a
+                heteroscedastic one, or a distribution that the user makes from the outputs. It is the Gaussian with
+                the targets' mean (m,) and their covariance, Cov[E[y | f]] + E[Var[y | f]]; for a distribution of the
+                user's over 1000 draws of the outputs, the same ones in each call (variances have an error of about 4
+                %), or over the `samples`, which joint ones need.
             groups: q, for groups of q consecutive points that are joint within and independent between groups: a
                 `MultitaskMultivariateNormal` of batch shape (N / q,) over (q, C), for BoTorch's batches. No entry of a
                 covariance between groups is formed.
@@ -164,8 +179,10 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         rtol: float = 1e-3,
         gather: bool = False,
-    ) -> Float[Tensor, "k N C"]:
+    ) -> Float[Tensor, "k N C"] | ByName:
         """Draw k functions of the linearised network, f(x, θ*) + J(x)(θ_k − θ*), each jointly at all points.
+
+        Several outputs are those of the same functions, by name.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
@@ -186,21 +203,25 @@ class Predictive(ABC):
     def probabilities(
         self,
         x: Any,
-        link: str = "probit",
+        link: str | None = None,
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
         gather: bool = False,
-    ) -> Float[Tensor, "N C"]:
+    ) -> Float[Tensor, "N *C"] | ByName:
         """Return class probabilities E[softmax(f)] at x, or E[σ(f)] for each label of a Bernoulli likelihood.
+
+        For a `torch.distributions.Categorical` or `Bernoulli` that the user makes from the outputs, it is the mean of
+        its probabilities. Several outputs have them by name, those that are classes or labels.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
-            link: "probit" scales the logits by their variances (under `BradleyTerry`, the difference of the two
-                rewards by its own variance); "mc" averages over draws of the logits (from `samples` of the weights,
-                otherwise 1000 from each point's covariance); "bridge" is the Laplace bridge, and "bridge_norm" the
-                same with normalised variances, which is better if they are large (classes only); "network" averages
-                the network itself over the samples (100 if none are given), for comparison only: the posterior belongs
-                to the linearised network, and the network itself predicts worse at its draws.
+            link: None is "probit", and "mc" for a distribution of the user's, whose outputs are not logits. "probit"
+                scales the logits by their variances (under `BradleyTerry`, the difference of the two rewards by its own
+                variance); "mc" averages over draws of the logits (from `samples` of the weights, otherwise 1000 from
+                each point's covariance); "bridge" is the Laplace bridge, and "bridge_norm" the same with normalised
+                variances, which is better if they are large (classes only); "network" averages the network itself over
+                the samples (100 if none are given), for comparison only: the posterior belongs to the linearised
+                network, and the network itself predicts worse at its draws.
             samples: draws (k, D) of the weights, from `sample`.
             generator: the source of the draws.
             gather: as in `predict`.
@@ -218,21 +239,24 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
         gather: bool = False,
-    ) -> Uncertainty:
+    ) -> Uncertainty | ByName:
         """Return the total uncertainty of the target at each x, and its aleatoric and epistemic parts.
+
+        Several outputs have them by name.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
             samples: draws (k, D) of the weights, from `sample`; by default each point's own covariance is used, with
-                1000 draws from it for entropies.
+                1000 draws from it where there is no closed form.
             generator: the source of these draws.
             gather: as in `predict`.
 
         Returns:
             For classes, entropies in nats (N,): that of the mean prediction, the mean entropy, and the mutual
             information between target and weights; for the labels of a Bernoulli likelihood the same for each label
-            (N, C). For Gaussian, heteroscedastic and Poisson targets, variances (N, C). `mean` is the mean of the
-            target: probabilities or (Poisson) rates.
+            (N, C). For numbers, variances (N, C): in closed form for Gaussian, heteroscedastic and Poisson targets,
+            from draws for a distribution of the user's. `mean` is the mean of the target: probabilities or (Poisson)
+            rates.
 
         Raises:
             ValueError: the likelihood is another one.
@@ -253,7 +277,8 @@ class Predictive(ABC):
 
         Args:
             x: inputs as the model takes them.
-            y: targets in the likelihood's form. A sequence counts as T points.
+            y: targets in the likelihood's form. A sequence counts as T points. For several outputs a mapping, and the
+                result is that of all of a point's targets together.
             joint: False scores each point, (N,); True scores random pairs of points, (⌊N/2⌋,), with ten copies of the
                 two points in all (the dyadic score of Osband et al. 2022), which measures whether predictions vary
                 together as they should.
@@ -269,10 +294,6 @@ class Predictive(ABC):
                 the link does not fit the likelihood or joint=True.
         """
         return self.at(x, samples, gather=gather).log_likelihood(y, joint, generator, link)
-
-    def _target(self) -> Likelihood:
-        """Return the likelihood of one position's target."""
-        return self.lin.likelihood.of_position
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,21 +320,34 @@ class Predictions:
     _outputs: OutputDistribution = field(repr=False)
     _shared: dict[tuple[bool, bool], Any] = field(init=False, repr=False, default_factory=dict)
 
+    @property
+    def lin(self) -> Linearization:
+        """The linearised network, with the output that these are predictions of."""
+        return self._outputs.lin
+
+    @property
+    def _target(self) -> Likelihood:
+        """The likelihood of one position's target."""
+        return self.lin.likelihood.of_position
+
     def predict(self, joint: bool = False, noise: bool = False, groups: int | None = None) -> MultivariateNormal:
         """Return the distribution of the linearised network's outputs; see `predict` of the posterior."""
         check_flag("joint", joint)
         check_flag("noise", noise)
-        likelihood = self.posterior._target() if noise else None
-        if noise and not isinstance(likelihood, Gaussian):
+        likelihood = self._target if noise else None
+        if likelihood is not None and likelihood.form != "numbers":
             raise ValueError(
-                f"noise=True adds the observation noise of a Gaussian likelihood, but this is {likelihood!r}. Use "
-                "uncertainty(x) for the variance, or the entropy, of its targets."
+                "noise=True adds the observation noise of real targets that are independent given the outputs, but "
+                f"this is {likelihood!r}. Use uncertainty(x) for the variance, or the entropy, of its targets."
             )
         if groups is not None and joint:
             raise ValueError("joint=True makes a single group of all points; pass groups or joint=True, not both.")
         together = None if joint else 1 if groups is None else checked_whole("groups", groups)
-        call, lin = f"predictions, joint within {together or 'all'} points", self.posterior.lin
-        outputs, split = self._split(self._outputs, call, all_points=together is None and self.gather)
+        call, lin = f"predictions, joint within {together or 'all'} points", self.lin
+        by_draws = likelihood is not None and not isinstance(likelihood, NUMBERS)
+        fixed = torch.Generator(lin.theta.device).manual_seed(0)  # a distribution that is asked for again is the same
+        normals = normals_for(self._outputs, fixed) if by_draws else None
+        outputs, split = self._split(self._outputs, call, normals, together is None and self.gather)
         if together not in (None, 1):
             C = lin.output_shape[-1]
             for rank, count in enumerate(split.counts):
@@ -321,14 +355,14 @@ class Predictions:
                 if not count and not self.gather:
                     raise ValueError(f"rank {rank} has no points, and groups need some: pass gather=True.")
             outputs.require_whole_groups(outputs.jacobian.shape[-2] // C, together)
-        mean, covariance = outputs.moments(together)
+        if likelihood is None:
+            mean, covariance = outputs.moments(together)
+        else:
+            mean, covariance = outputs.moments_of_targets(likelihood, together, normals, split.start)
         if split.ranks is not None:
             mean = split.rows_asked_for(mean)
             size = mean.numel() if together is None else len(mean) // together
             covariance = covariance if split.is_done else CovarianceOverRanks(covariance, split, size, Cache())
-        if isinstance(likelihood, Gaussian):
-            variances = likelihood.noise.to(mean).expand(mean.shape[-1])
-            covariance = covariance.add_diagonal(variances.repeat(len(mean) if joint else together or 1))
         if groups is not None and not len(mean):
             raise ValueError("x has no points, and groups need some: leave groups out if x may be empty.")
         if joint or groups is not None:
@@ -351,10 +385,10 @@ class Predictions:
         outputs, split = self._split(self._outputs, f"{len(self.samples)} functions")
         return split.rows_asked_for(outputs.functions(), 1)
 
-    def probabilities(self, link: str = "probit", generator: torch.Generator | None = None) -> Float[Tensor, "N C"]:
+    def probabilities(self, link: str | None = None, generator: torch.Generator | None = None) -> Float[Tensor, "N *C"]:
         """Return class probabilities; see `probabilities` of the posterior."""
-        likelihood = self.posterior._target()
-        answers.check_link(link, likelihood)
+        likelihood = self._target
+        link = answers.checked_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if link == "network" else self._outputs
         normals = normals_for(outputs, generator) if link == "mc" else None
         outputs, split = self._split(outputs, f"probabilities, link={link!r}", normals)
@@ -370,15 +404,17 @@ class Predictions:
 
     def uncertainty(self, generator: torch.Generator | None = None) -> Uncertainty:
         """Return the total uncertainty of the targets, and its parts; see `uncertainty` of the posterior."""
-        likelihood = self.posterior._target()
-        if not isinstance(likelihood, LABELS + NUMBERS):
+        likelihood = self._target
+        if likelihood.form is None:
             raise ValueError(f"{likelihood!r} has no decomposition of its uncertainty; use predict or functions(x, k).")
         check_generator(generator)
-        normals = normals_for(self._outputs, generator) if isinstance(likelihood, LABELS) else None
+        by_draws = not isinstance(likelihood, NUMBERS)
+        normals = normals_for(self._outputs, generator) if by_draws else None
         outputs, split = self._split(self._outputs, "uncertainty", normals)
-        if isinstance(likelihood, LABELS):
+        if by_draws:
+            decompose = decompose_labels if likelihood.form in NAMED else decompose_drawn_numbers
             drawn = outputs.draws(normals, split.start)
-            uncertainty = join_uncertainties([decompose_labels(likelihood, draws, outputs.error) for draws in drawn])
+            uncertainty = join_uncertainties([decompose(likelihood, draws, outputs.error) for draws in drawn])
         else:
             uncertainty = outputs.uncertainty_of_numbers(likelihood)
         return split.results_asked_for(uncertainty)
@@ -390,12 +426,12 @@ class Predictions:
         check_flag("joint", joint)
         check_generator(generator)
         check_choice("link", link, ("mc", "probit"))
-        likelihood = self.posterior._target()
+        likelihood = self._target
         by_probit = link == "probit"
         if by_probit and joint:
             raise ValueError("link='probit' scores each point; pairs of points, joint=True, need link='mc'.")
         if by_probit:
-            answers.check_link(link, likelihood)
+            answers.checked_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if joint else self._outputs
         normals = None if by_probit or isinstance(likelihood, Gaussian) else normals_for(outputs, generator)
         targets_of = partial(answers.targets_by_position, outputs.lin, self.x, y)
@@ -422,7 +458,8 @@ class Predictions:
         """Return the outputs at the draws of the weights, made for one answer if there are none."""
         if isinstance(self._outputs, DrawnOutputs):
             return self._outputs
-        return self.posterior._outputs_at(self.posterior.sample(WEIGHT_DRAWS, generator))
+        drawn = self.posterior._outputs_at(self.posterior.sample(WEIGHT_DRAWS, generator))
+        return replace(drawn, lin=self.lin)
 
     def _split(
         self,
@@ -444,7 +481,7 @@ class Predictions:
             sharded = isinstance(outputs, NormalOutputs) and ranks_together(self.posterior.precision) is not None
             return all_points or sharded
 
-        split = split_points(self.posterior.lin, self.x, self.gather, request, needs_data, targets)
+        split = split_points(self.lin, self.x, self.gather, request, needs_data, targets)
         if outputs is not self._outputs:
             return outputs.at(split.x, self.rtol), split
         key = split.is_whole, torch.is_grad_enabled()

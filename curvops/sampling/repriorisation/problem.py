@@ -44,6 +44,8 @@ class RepriorProblem:
         batches = list(lin.data)
         weighted = [batch.weights for batch in batches if batch.weights is not None]
         weights = torch.cat(weighted) if weighted else None
+        if weights is not None and weights.ndim > 1:
+            raise ValueError("reprior takes one sample weight for each point, not one for each target.")
         scale = lin.model.selection.unflatten(precision.detach().rsqrt().expand_as(lin.theta).clone())
         inputs = tuple(copy(batch.inputs) for batch in batches)
         return cls(lin.model, inputs, torch.cat([batch.targets for batch in batches]), weights, lin.likelihood, scale)

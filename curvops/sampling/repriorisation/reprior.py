@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
-from curvops.argument_types import Data, LikelihoodChoice, Network, PriorPrecision
+from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, PriorPrecision
 from curvops.checks import (
     check_choice,
     check_generator,
@@ -340,6 +340,7 @@ def reprior(
     *,
     likelihood: LikelihoodChoice | None = None,
     weights: bool = False,
+    collate: Collate | None = None,
 ) -> Reprior:
     """Build weights φ in which the posterior of a wide network is nearly its prior N(0, I) (Hron et al. 2022).
 
@@ -369,6 +370,7 @@ def reprior(
         likelihood: None for a Gaussian of variance `noise`; "classification", `nn.CrossEntropyLoss(...)` or
             `co.likelihoods.Categorical(...)` for classes.
         weights: True if the third item of a batch holds the weights of its points.
+        collate: as in `co.linearize`.
 
     Returns:
         A Reprior: a `log_posterior` of φ for every sampler, with `map` and `inverse`.
@@ -394,7 +396,7 @@ def reprior(
         raise ValueError("last= names a readout, but form='ntk' changes all weights alike: leave out one of them.")
     stated = None if noise is None else checked_number("noise", noise)
     level = None if reg is None else checked_number("reg", reg, "(0, inf)" if form == "ntk" else "(0, inf]")
-    lin = linearize(model, data, _likelihood(likelihood, stated), weights=weights)
+    lin = linearize(model, data, _likelihood(likelihood, stated), weights=weights, collate=collate)
     variance = _variance(lin, stated)
     if level is None and variance is None and stated is None:
         raise ValueError("classes need reg=λ, or noise= of the regression onto one-hot targets, such as 0.1.")
@@ -443,6 +445,8 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
     if isinstance(likelihood, Categorical):
         return None
     check_kind("likelihood", likelihood, Gaussian, "Gaussian with one noise variance, or 'classification'")
+    if likelihood.missing is not None:
+        raise ValueError("reprior takes no missing targets: leave these points out, or give each point one weight.")
     if len(set(likelihood.noise.flatten().tolist())) > 1:
         raise ValueError(f"reprior needs one noise variance for all outputs, got {likelihood.noise.tolist()}.")
     return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise

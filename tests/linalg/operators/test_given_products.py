@@ -96,6 +96,17 @@ def test_what_has_a_size_needs_no_right_hand_side(name: str, kind: str) -> None:
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("matrix", [MATRIX, MATRIX[:3], MATRIX + MATRIX.triu(1)], ids=["symmetric", "wide", "square"])
+def test_a_tensor_is_an_operator(matrix: torch.Tensor) -> None:
+    A = linalg.as_operator(matrix)
+    assert isinstance(A, linalg.Dense) and linalg.as_operator(A) is A
+    assert A.symmetric == (matrix is MATRIX)
+    torch.testing.assert_close(A @ B, matrix @ B, rtol=0, atol=1e-12)
+    torch.testing.assert_close(A.mT @ (matrix @ B), matrix.mT @ matrix @ B, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="single matrix"):
+        linalg.as_operator(matrix[0])
+
+
 def test_a_rectangular_scipy_operator_solves_least_squares() -> None:
     tall = np.arange(12.0).reshape(4, 3) ** 2
     x = linalg.lsmr(aslinearoperator(tall), B[:4, 0], rtol=1e-12).x

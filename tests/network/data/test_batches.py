@@ -1,4 +1,7 @@
-"""Every form of data gives the same batches; changed data are noticed."""
+"""Every form of data gives the same batches; changed data are noticed.
+
+Tests `batches.py` and `batch_parts.py`.
+"""
 
 from __future__ import annotations
 

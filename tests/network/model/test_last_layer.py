@@ -23,13 +23,48 @@ class HeadFirst(nn.Module):
 
     def __init__(self, end: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.head, self.body, self.end = nn.Linear(5, 3), nn.Linear(4, 5), end
+        self.head, self.side, self.body, self.end = nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(4, 5), end
+        self.matrix, self.scale = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.rand(3) + 1)
+        self.shift = nn.Parameter(torch.randn(3))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.end(self, self.body(x).tanh())
 
 
-HEAD = ("head.weight", "head.bias")
+class Doubled(torch.autograd.Function):
+    """A linear operation that no table knows."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return 2 * tangent
+
+
+def _written(h: Tensor) -> Tensor:
+    """Return a tensor in whose first column the rest of the rows is added up in place."""
+    whole = h.clone()
+    whole[:, 0] += whole[:, 1:].sum(1)
+    return whole
+
+
+def _checked(h: Tensor) -> Tensor:
+    if float(h.detach().abs().max()) > 1e4:
+        raise OverflowError("the logits explode")
+    return h
+
+
+HEAD, SIDE = ("head.weight", "head.bias"), ("side.weight", "side.bias")
 ENDS = {
     "itself": lambda m, h: m.head(h),
     "reshaped": lambda m, h: m.head(h).unsqueeze(1).flatten(1),
@@ -48,6 +83,56 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_heads_registered_first(end: Callable[[Any, Tensor], Tensor]) -> None:
     assert last_layer(Model(HeadFirst(end)), torch.randn(2, 4)) == HEAD
+
+
+def _resampled(m: Any, h: Tensor) -> Tensor:
+    return F.interpolate(m.head(h).view(-1, 1, 1, 3), (2, 4), mode="bicubic").flatten(1)
+
+
+AFFINE = {
+    "two heads added up": (lambda m, h: m.head(h) + 3 * m.side(h), (*HEAD, *SIDE)),
+    "two heads side by side": (lambda m, h: torch.cat([m.head(h), m.side(h)], 1), (*HEAD, *SIDE)),
+    "a sum weighted by the inputs": (lambda m, h: (h.detach().softmax(-1)[:, :3] * m.head(h)).cumsum(1), HEAD),
+    "a skip connection": (lambda m, h: m.head(h) + h[:, :3], HEAD),
+    "a skip connection with an activation": (lambda m, h: m.head(h) + h.sigmoid()[:, :3], HEAD),
+    "a skip connection from another layer": (lambda m, h: m.head(s := m.side(h) @ m.matrix.mT) + s[:, :3].exp(), HEAD),
+    "gates that do not come from the head": (lambda m, h: m.head(h) * h.sigmoid()[:, :3], HEAD),
+    "a scale that is a parameter": (lambda m, h: m.head(h) * m.scale.exp() + m.shift, (*HEAD, "shift")),
+    "a shift that is scaled": (lambda m, h: (m.head(h) + m.shift) * m.scale, HEAD),
+    "written in place": (lambda m, h: _written(m.head(h)), HEAD),
+    "an operation of a user": (lambda m, h: Doubled.apply(m.head(h)), HEAD),
+    "resampled": (_resampled, HEAD),
+    "a transform": (lambda m, h: torch.fft.irfft(torch.fft.rfft(m.head(h)) * torch.arange(1, 3), 4), HEAD),
+    "a matrix of the model": (lambda m, h: m.head(h).sigmoid() @ m.matrix.mT, ("matrix",)),
+    "a matrix and a shift": (lambda m, h: m.head(h).sigmoid() @ m.matrix.mT[:, 1:4] + m.shift, ("matrix", "shift")),
+}
+
+
+@pytest.mark.parametrize(("end", "names"), AFFINE.values(), ids=AFFINE)
+def test_the_outputs_are_affine_in_what_is_found(end: Callable[[Any, Tensor], Tensor], names: tuple[str, ...]) -> None:
+    """J is the same at other weights of these names, and products, curvatures and predictions are the dense ones."""
+    torch.manual_seed(0)
+    model, x = HeadFirst(end).double(), torch.randn(5, 4, dtype=torch.float64)
+    y = torch.randn_like(model(x)).detach()
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=0.5), "last_layer")
+    assert lin.model.selection.names == names
+    fixed = {name: value.detach() for name, value in model.named_parameters()}
+    chosen = {name: fixed[name] for name in names}
+    jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(model, {**fixed, **p}, (x,)))
+
+    def dense(at: dict[str, Tensor]) -> Tensor:
+        rows = jacobian(at)
+        return torch.cat([rows[name].flatten(0, 1).flatten(1) for name in names], 1)
+
+    J, size = dense(chosen), lin.num_parameters
+    elsewhere = {name: value + torch.randn_like(value) for name, value in chosen.items()}
+    torch.testing.assert_close(dense(elsewhere), J, rtol=0, atol=1e-10)
+    torch.testing.assert_close(lin.jacobian().formed().mT, J, rtol=0, atol=1e-10)
+    torch.testing.assert_close(co.GGN(lin).to_dense(), 2 * J.mT @ J, rtol=0, atol=1e-10)
+    torch.testing.assert_close(co.DiagonalGGN(lin).diagonal(), (2 * J.mT @ J).diagonal(), rtol=0, atol=1e-10)
+    found = co.laplace(lin, co.GGN, 3.0, check_mode=False).predict(x, joint=True).covariance_matrix
+    expected = J @ torch.linalg.inv(2 * J.mT @ J + 3 * torch.eye(size, dtype=torch.float64)) @ J.mT
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 ADDED = {
@@ -110,7 +195,7 @@ class Around(nn.Module):
         self.token, self.positions = nn.Parameter(torch.randn(1, 1, 5)), nn.Parameter(torch.randn(1, 3, 5))
         self.shift, self.end = nn.Parameter(torch.randn(3)), end
         self.embed, self.block = nn.Linear(2, 5), nn.TransformerEncoderLayer(5, 1, 7, 0.0, batch_first=True)
-        self.head = nn.Linear(5, 3)
+        self.head, self.side = nn.Linear(5, 3), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x.unflatten(1, (2, 2)))], 1)
@@ -137,7 +222,13 @@ def test_a_normalised_weight_is_selected_with_its_layer() -> None:
 NONE = {
     "softmax": (lambda m, h: m.head(h).softmax(-1), "they come from Softmax"),
     "in place": (lambda m, h: m.head(h).relu_(), "they come from Relu"),
-    "residual": (lambda m, h: m.head(h) + h.sigmoid()[:, :3], "they come from Sigmoid"),
+    "in a piece of a tensor": (lambda m, h: _written(m.head(h)).exp(), "they come from Exp"),
+    "large values refused": (lambda m, h: _checked(m.head(h)).softmax(-1), "they come from Softmax"),
+    "two branches": (lambda m, h: m.head(h) * m.side(h), "they come from a product of parts that both depend on"),
+    "the largest of two": (lambda m, h: torch.maximum(m.head(h), m.side(h)), "they come from Maximum"),
+    "bounded far away": (lambda m, h: m.head(h).clamp(-1e5, 1e5), "they come from Clamp"),
+    "a median": (lambda m, h: m.head(h).median(1, keepdim=True).values, "they come from Median"),
+    "a logarithm of classes": (lambda m, h: m.head(h).log_softmax(-1), "they come from LogSoftmax"),
     "squared": (lambda m, h: m.head(h) * m.head(h), "they come from a product of parts that both depend on"),
     "reciprocal": (lambda m, h: 1 / m.head(h), "they come from"),
     "normalised": (lambda m, h: m.head(h) / m.head(h).norm(dim=-1, keepdim=True), "they come from a product"),
@@ -158,7 +249,7 @@ def test_no_layer_is_an_error_that_names_cause_and_remedy(
 ) -> None:
     data = torch.randn(6, 4), torch.randn(6, 3)
     with pytest.raises(
-        ValueError, match=rf"not linear in the output of one layer \({why}.*; name .*='head\.\*' \(layers"
+        ValueError, match=rf"not linear in the output of one layer \({why}.*; name .*='(head|side)\.\*' \(layers"
     ):
         co.linearize(network(end).eval(), data, co.likelihoods.Gaussian(noise=1.0), parameters="last_layer")
 

@@ -1,0 +1,176 @@
+"""The parts of a batch in the forms in which users give them: inputs, targets and sample weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
+
+from curvops.network.data.inputs import Inputs, num_points, tensor_of
+
+ACCEPTED = (
+    "Pass a pair (inputs, targets) of tensors or arrays, a torch Dataset, a DataLoader, or a list (any re-iterable) of "
+    "batches (inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names. In a "
+    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs. A batch "
+    "of graphs has its targets as y. Without labels, write (inputs, None), or pass one tensor."
+)
+TARGETS = (
+    "Several targets are a mapping of tensors, with a likelihood under each name; convert a list of numbers with "
+    "torch.tensor; those of an autoencoder are its inputs; without labels pass None."
+)
+NAMES = ("inputs", "targets", "weights")
+LABELS = ("labels", "label")
+"""The names of the targets in Hugging Face collators and data sets."""
+
+
+def holds_all(data: object) -> bool:
+    """Return whether data are tensors of all points: one, a pair, a triple, or a mapping that names its targets."""
+    if isinstance(data, Mapping):
+        return _is_named(data) or any(name in data for name in LABELS)
+    if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
+        return only_inputs(data) is not None
+    # In a list of batches none is a tensor: if the first item is one, these are inputs and targets, of whatever type.
+    if isinstance(data[0], Tensor | np.ndarray):
+        return True
+    return all(part is None or _is_of_points(part) for part in data[1:]) and unlabelled_source(data) is None
+
+
+def _is_of_points(part: object) -> bool:
+    """Return whether this is a tensor, or a mapping of them that is no batch."""
+    if isinstance(part, Mapping):
+        batch = _is_named(part) or any(name in part for name in LABELS)
+        return not batch and all(map(_is_of_points, part.values()))
+    return isinstance(part, Tensor | np.ndarray)
+
+
+def unlabelled_source(data: object) -> Dataset[Any] | DataLoader[Any] | None:
+    """Return the Dataset or the DataLoader of a pair (source of inputs, None)."""
+    if not isinstance(data, (tuple, list)) or len(data) != 2 or data[1] is not None:
+        return None
+    return data[0] if isinstance(data[0], Dataset | DataLoader) else None
+
+
+def only_inputs(item: object) -> Tensor | np.ndarray | None:
+    """Return the inputs of a batch that is one tensor, or, as from a `TensorDataset` of inputs alone, a list of one."""
+    only = item[0] if isinstance(item, (tuple, list)) and len(item) == 1 else item
+    return only if isinstance(only, Tensor | np.ndarray) else None
+
+
+def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
+    """Return what `split_batch` does, for a batch that has targets; raise TypeError for one without."""
+    inputs, targets, w = split_batch(item, weights)
+    if targets is None:
+        raise TypeError("A batch is (inputs, targets), and here targets are needed; this one has inputs alone.")
+    return inputs, targets, w
+
+
+def split_batch(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
+    """Return inputs, targets and weights of one batch: a tuple, a list, a mapping with these names or with labels.
+
+    An object with targets `y`, such as a batch of graphs, is the inputs itself.
+
+    Without labels a batch is (inputs, None) or one tensor; nothing else is read so, since other tuples and mappings may
+    hold labels.
+
+    weights: whether a third item was declared to be weights. Raises TypeError for another form, and for a third item
+    that was not declared; ValueError for labels that a causal language model shifts.
+    """
+    if isinstance(item, (tuple, list)) and len(item) in (2, 3):
+        if len(item) == 3 and not weights:
+            raise TypeError(_describe_undeclared(item[2]))
+        inputs, targets, *rest = item
+    elif isinstance(item, Mapping) and _is_named(item):
+        inputs, targets, *rest = (item[name] for name in NAMES if name in item)
+    elif isinstance(item, Mapping) and any(name in item for name in LABELS):
+        inputs, targets, *rest = _split_labels(item, weights)
+    elif (only := only_inputs(item)) is not None:
+        inputs, targets, *rest = only, None
+    elif isinstance(getattr(item, "y", None), Tensor):  # a batch of torch_geometric
+        inputs, targets, rest = item, item.y, []  # type: ignore[attr-defined]
+    else:
+        raise TypeError(_not_a_batch(item))
+    if weights and not rest:
+        raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
+    y, w = targets_of(targets), tensor_of(rest[0]) if rest else None
+    if (y is None and targets is not None) or (rest and not isinstance(w, Tensor)):
+        if y is not None and isinstance(w, Mapping):
+            raise TypeError(
+                "Weights are one tensor, a number for each point, which multiplies all its log-likelihoods."
+            )
+        kinds = type(targets).__name__ + (f", {type(w).__name__}" if rest else "")
+        raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
+    return inputs, y, w
+
+
+def sizes_of(targets: Any) -> set[int]:
+    """Return the leading dimensions of targets, one if all have the same number of points."""
+    return {len(part) if part.ndim else 0 for part in tree_leaves(targets)}
+
+
+def targets_of(given: object) -> Any:
+    """Return targets as a tensor, or several as a mapping or a tuple of tensors; None for anything else."""
+    y: Any = tensor_of(given)
+    if isinstance(y, Mapping):
+        y = {name: tensor_of(part) for name, part in y.items()}
+    elif isinstance(y, (tuple, list)):
+        y = tuple(map(tensor_of, y))
+    parts = list(y.values()) if isinstance(y, dict) else y if isinstance(y, tuple) else [y]
+    return y if parts and all(isinstance(part, Tensor) for part in parts) else None
+
+
+def _is_named(item: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping names inputs, targets and perhaps weights, and nothing else."""
+    return set(NAMES[:2]) <= set(item) <= set(NAMES)
+
+
+def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
+    """Return inputs, targets and perhaps weights of a Hugging Face batch: every entry but the labels is an input."""
+    given = [name for name in LABELS if name in item]
+    if len(given) > 1:
+        raise TypeError("A batch names both 'labels' and 'label': leave one out, or pass (inputs, targets).")
+    apart = (*given, *(("weights",) if weights and "weights" in item else ()))
+    inputs = {name: part for name, part in item.items() if name not in apart}
+    y, ids = (tensor_of(item.get(name)) for name in (given[0], "input_ids"))
+    alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
+    if alike and bool(((y == ids) | (y == -100)).all()):  # Hugging Face ignores this label
+        raise ValueError(
+            "the labels are the input_ids themselves: pass (inputs, targets) with the targets shifted, "
+            "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."
+        )
+    return [inputs, *(item[name] for name in apart)]
+
+
+def _describe_undeclared(third: object) -> str:
+    what = f"{third.dtype} of shape {tuple(third.shape)}" if isinstance(third, Tensor) else type(third).__name__
+    return (
+        f"There is a third item ({what}) of unknown meaning. Declare sample weights by weights=True, or by a mapping "
+        "{'inputs': ..., 'targets': ..., 'weights': ...}. Leave out an index or an identifier, as "
+        "[(x, y) for x, y, _ in loader] does."
+    )
+
+
+def require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> None:
+    """Raise ValueError unless inputs, targets and weights have the same number of points."""
+    n = num_points(inputs)
+    for part in [] if targets is None else [targets] if isinstance(targets, Tensor) else tree_leaves(targets):
+        if part.ndim == 0 or len(part) != n:
+            raise ValueError(
+                f"There are {n} inputs, but the targets have shape {tuple(part.shape)}. The leading dimension of both "
+                "counts points."
+            )
+    if weights is not None and (weights.ndim == 0 or len(weights) != n):
+        raise ValueError(
+            f"There are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one weight per "
+            "point or per position."
+        )
+
+
+def _not_a_batch(item: object) -> str:
+    hint = ACCEPTED
+    if isinstance(item, Mapping):
+        hint = "Name the targets of a mapping 'labels', or pass (inputs, targets); without labels (inputs, None)."
+    return f"A batch is (inputs, targets); this is a {type(item).__name__}. {hint}"

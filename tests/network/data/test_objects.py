@@ -1,0 +1,569 @@
+"""Points of any kind against the same network on tensors, and against dense autograd.
+
+Tests `objects.py`, `point_sources.py` and `contents.py`.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import curvops as co
+from curvops.errors import DataChangedError
+
+N, SIZES = 7, (2, 3, 1, 4, 2, 5, 1)
+
+
+class Cloud:
+    """A point that only its attributes describe, as a graph is described."""
+
+    def __init__(self, rows):
+        self.rows, self.name, self.meta = rows, "cloud", {"size": len(rows)}
+
+
+class Picture:
+    """A point that keeps its numbers to itself, but for NumPy."""
+
+    __slots__ = ("pixels",)
+
+    def __init__(self):
+        self.pixels = np.zeros(3)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.pixels, dtype)
+
+
+class Clouds:
+    """Some clouds in one, as a library of graphs batches them."""
+
+    def __init__(self, rows, owner, count):
+        self.rows, self.owner, self.count = rows, owner, count
+
+
+KINDS = {
+    "tensor": lambda rows: rows,
+    "array": lambda rows: rows.numpy(),
+    "dict": lambda rows: {"rows": rows, "sizes": torch.tensor([len(rows)])},
+    "object": Cloud,
+    "words": lambda rows: " ".join(repr(float(number)) for number in rows.flatten()),
+}
+
+
+def rows_of(point):
+    """Return the rows of a point of any kind."""
+    if isinstance(point, str):
+        return torch.tensor([float(word) for word in point.split()], dtype=torch.float64).view(-1, 3)
+    point = point["rows"] if isinstance(point, dict) else getattr(point, "rows", point)
+    return torch.as_tensor(point)
+
+
+def parts_of_points(points):
+    rows = [rows_of(point) for point in points]
+    owner = torch.cat([torch.full((len(part),), i) for i, part in enumerate(rows)])
+    return torch.cat(rows), owner, len(rows)
+
+
+def as_dict(points):
+    rows, owner, count = parts_of_points(points)
+    return {"rows": rows, "owner": owner, "count": count}
+
+
+COLLATES = {
+    "tuple": parts_of_points,
+    "keywords": as_dict,
+    "object": lambda points: Clouds(*parts_of_points(points)),
+    "list": list,
+}
+
+
+class Pooled(nn.Module):
+    """A network on the sum of a point's rows, which takes what each collate makes; `ragged` has weights before it."""
+
+    def __init__(self, ragged=False):
+        super().__init__()
+        self.rows = nn.Linear(3, 3) if ragged else nn.Identity()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, rows, owner=None, count=None):
+        if isinstance(rows, list):
+            rows, owner, count = parts_of_points(rows)
+        elif isinstance(rows, Clouds):
+            rows, owner, count = rows.rows, rows.owner, rows.count
+        hidden = torch.tanh(self.rows(rows))
+        return self.net(hidden.new_zeros(count, 3).index_add(0, owner, hidden))
+
+
+class Pairs(Dataset):
+    def __init__(self, points, y):
+        self.points, self.y = points, y
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, i):
+        return self.points[i], self.y[i]
+
+
+class JoinPairs:
+    """The collate_fn of a loader of (point, target); a class, so that workers can be started in any way."""
+
+    def __init__(self, collate):
+        self.collate = collate
+
+    def __call__(self, items):
+        return self.collate([point for point, _ in items]), torch.stack([y for _, y in items])
+
+
+def of_points(model, points, y, likelihood, collate):
+    return co.linearize(model, (points, y), likelihood, collate=collate)
+
+
+def of_pairs(model, points, y, likelihood, collate):
+    return co.linearize(model, list(zip(points, y)), likelihood, collate=collate)
+
+
+def of_dataset(model, points, y, likelihood, collate):
+    return co.linearize(model, Pairs(points, y), likelihood, collate=collate)
+
+
+def of_loader(model, points, y, likelihood, collate):
+    loader = DataLoader(Pairs(points, y), batch_size=3, shuffle=True, collate_fn=JoinPairs(collate))
+    return co.linearize(model, loader, likelihood)
+
+
+def of_batches(model, points, y, likelihood, collate):
+    cuts = [slice(0, 3), slice(3, 4), slice(4, N)]
+    return co.linearize(model, [(collate(points[cut]), y[cut]) for cut in cuts], likelihood)
+
+
+FORMS = {"points": of_points, "pairs": of_pairs, "dataset": of_dataset, "loader": of_loader, "batches": of_batches}
+
+
+def data():
+    torch.manual_seed(0)
+    return [torch.randn(size, 3, dtype=torch.float64) for size in SIZES], torch.randn(N, 2, dtype=torch.float64)
+
+
+def noise():
+    return co.likelihoods.Gaussian(noise=0.3)
+
+
+def post_of(lin):
+    return co.laplace(lin, "kfac", 2.0, check_mode=False)
+
+
+QUESTIONS = {
+    "outputs": lambda lin, x: lin.outputs(),
+    "log-likelihood": lambda lin, x: lin.log_likelihood(),
+    "gradient": lambda lin, x: lin.gradient(),
+    "products": lambda lin, x: lin.jacobian() @ vectors(lin),
+    "GGN": lambda lin, x: co.GGN(lin) @ vectors(lin),
+    "Hessian": lambda lin, x: co.Hessian(lin) @ vectors(lin),
+    "empirical Fisher": lambda lin, x: co.EmpiricalFisher(lin) @ vectors(lin),
+    "diagonal": lambda lin, x: co.DiagonalGGN(lin).diagonal(),
+    "KFAC": lambda lin, x: co.KFAC(lin) @ vectors(lin),
+    "EKFAC": lambda lin, x: co.EKFAC(lin) @ vectors(lin),
+    "kernel": lambda lin, x: lin.jacobian().to_dense() @ lin.jacobian().to_dense().mT,
+    "predict": lambda lin, x: lin.predict(x),
+    "rows": lambda lin, x: lin.jacobian(x).to_dense(),
+    "evidence": lambda lin, x: torch.as_tensor(post_of(lin).log_evidence().value),
+    "variance": lambda lin, x: post_of(lin).predict(x).variance,
+    "joint": lambda lin, x: post_of(lin).predict(x, joint=True).covariance_matrix,
+    "draws": lambda lin, x: post_of(lin).functions(x, 3, generator=torch.Generator().manual_seed(0)),
+    "of all weights": lambda lin, x: co.laplace(lin, "ggn", 2.0, check_mode=False).predict(x).variance,
+}
+
+
+def vectors(lin):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(lin.num_parameters, 2, dtype=torch.float64, generator=generator)
+
+
+def close(value, expected):
+    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def pooled():
+    """The network, and its linearisation on the sums of the points' rows, which are tensors."""
+    rows, y = data()
+    model = Pooled().double()
+    sums = torch.stack([torch.tanh(part).sum(0) for part in rows])
+    return model, rows, y, sums, co.linearize(model.net, (sums, y), noise())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_answers_as_tensors_do(pooled, form):
+    model, rows, y, sums, reference = pooled
+    points = [Cloud(part) for part in rows]
+    lin = FORMS[form](model, points, y, noise(), parts_of_points)
+    few = parts_of_points(points[:4]) if form == "batches" else points[:4]
+    for name, ask in QUESTIONS.items():
+        close(ask(lin, few), ask(reference, sums[:4]))
+        assert name
+
+
+@pytest.mark.parametrize("collate", COLLATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_points_and_what_the_model_takes_are_of_any_kind(pooled, kind, collate):
+    model, rows, y, sums, reference = pooled
+    points = [KINDS[kind](part) for part in rows]
+    lin = of_points(model, points, y, noise(), COLLATES[collate])
+    for ask in ("GGN", "rows", "variance"):
+        close(QUESTIONS[ask](lin, points[2:3]), QUESTIONS[ask](reference, sums[2:3]))
+
+
+ENGINES = [("points", "autodiff"), ("points", "streamed"), ("points", "layerwise"), ("batches", "streamed")]
+
+
+@pytest.mark.parametrize(("form", "engine"), [*((form, "auto") for form in FORMS), *ENGINES])
+def test_weights_before_the_sum_against_autograd(form, engine):
+    rows, y = data()
+    model = Pooled(ragged=True).double()
+    points = [Cloud(part) for part in rows]
+    J = torch.stack([row for point in points for row in gradients(model, point)])
+    lin = FORMS[form](model, points, y, noise(), parts_of_points)
+    lin = co.operators.Linearization(lin.model, lin.data, lin.likelihood, lin.output_shape, engine, 2**30)
+    V = vectors(lin)
+    for _ in range(3):  # engines are chosen anew
+        close(lin.jacobian() @ V, J @ V)
+        close(lin.jacobian().mT @ J @ V, J.mT @ (J @ V))
+        close(co.GGN(lin) @ V, J.mT @ (J @ V) / 0.3)
+    some = parts_of_points(points[1:4]) if form == "batches" else points[1:4]
+    close(lin.jacobian(some).to_dense(), J[2:8])
+    close(co.DiagonalGGN(lin).diagonal(), J.square().sum(0) / 0.3)
+    r = (lin.outputs() - y) / 0.3
+    G = torch.einsum("nc,ncd->nd", r, J.view(N, 2, -1))
+    close(co.EmpiricalFisher(lin) @ V, G.mT @ (G @ V))
+
+
+def gradients(model, point):
+    """Return the rows of J at one point."""
+    outputs = model(*parts_of_points([point])).squeeze(0)
+    for output in outputs:
+        found = torch.autograd.grad(output, [*model.parameters()], retain_graph=True)
+        yield torch.cat([part.flatten() for part in found])
+
+
+def test_a_change_is_noticed():
+    rows, y = data()
+    model, changes = Pooled().double(), {}
+    changes["tensor"] = ({"rows": rows[0]}, lambda point: point["rows"].add_(1e-9))
+    changes["array"] = ({"rows": rows[0].numpy().copy()}, lambda point: point["rows"].__iadd__(1e-9))
+    changes["number"] = ({"rows": rows[0], "a": [1.0]}, lambda point: point["a"].__setitem__(0, 2.0))
+    changes["word"] = ({"rows": rows[0], "a": "C"}, lambda point: point.__setitem__("a", "N"))
+    changes["attribute"] = (Cloud(rows[0].clone()), lambda point: setattr(point, "name", "other"))
+    boxed = np.empty(1, dtype=object)
+    boxed[0] = [1.0]
+    changes["boxed"] = ({"rows": rows[0], "a": boxed}, lambda point: point["a"][0].append(2.0))
+    changes["image"] = ({"rows": rows[0], "a": Picture()}, lambda point: point["a"].pixels.__iadd__(1))
+    changes["sparse"] = ({"rows": rows[0], "a": torch.eye(2).to_sparse()}, lambda p: p["a"]._values().add_(1))
+    for point, change in changes.values():
+        lin = of_points(model, [point, *rows[1:]], y, noise(), parts_of_points)
+        lin.gradient()
+        change(point)
+        with pytest.raises(DataChangedError):
+            lin.gradient()
+
+
+def test_a_model_that_writes_leaves_the_points_alone():
+    class Writing(Pooled):
+        def forward(self, points):
+            for point in points:
+                point.rows.mul_(2)
+                point.seen = True
+            return super().forward(points)
+
+    rows, y = data()
+    points = [Cloud(part.clone()) for part in rows]
+    lin = of_points(Writing().double(), points, y, noise(), list)
+    first, again = lin.outputs(), lin.predict(points)
+    close(first, again)
+    assert all(torch.equal(point.rows, part) and not hasattr(point, "seen") for point, part in zip(points, rows))
+
+
+def test_float32_points_are_cast():
+    rows, y = data()
+    model = Pooled().double()
+    single = [Cloud(part.float()) for part in rows]
+    close(
+        of_points(model, single, y.float(), noise(), list).outputs(),
+        of_points(model, [Cloud(part.rows.double()) for part in single], y, noise(), list).outputs(),
+    )
+
+
+def test_workers_and_the_order_do_not_matter():
+    rows, y = data()
+    model = Pooled().double()
+    whole = torch.cat(rows)  # points are views of one memory
+    points = [Cloud(part) for part in whole.split(SIZES)]
+    loader = DataLoader(Pairs(points, y), batch_size=3, num_workers=2, collate_fn=JoinPairs(parts_of_points))
+    lin = co.linearize(model, loader, noise())
+    close(lin.predict(points[2:4]), lin.outputs()[2:4])
+    same = of_points(model, points[::-1], y.flip(0), noise(), parts_of_points)
+    assert lin.source == same.source
+    close((co.GGN(lin) + co.GGN(same)) @ vectors(lin), 2 * (co.GGN(lin) @ vectors(lin)))
+
+
+def test_items_that_are_the_points():
+    rows, y = data()
+    model = Pooled().double()
+    items = [{"rows": part, "label": target} for part, target in zip(rows, y)]
+
+    def collate(some):
+        return {**as_dict(some), "labels": torch.stack([item["label"] for item in some])}
+
+    lin = co.linearize(model, DataLoader(items, batch_size=3, collate_fn=collate), noise())
+    close(lin.predict(items[:2]), model(*parts_of_points(rows[:2])).detach())
+
+
+def test_weights_of_points():
+    rows, y = data()
+    model, w = Pooled().double(), torch.rand(N, dtype=torch.float64)
+    lin = co.linearize(model, (rows, y, w), noise(), weights=True, collate=list)
+    pairs = co.linearize(model, list(zip(rows, y, w)), noise(), weights=True, collate=list)
+    sums = torch.stack([torch.tanh(part).sum(0) for part in rows])
+    reference = co.linearize(model.net, (sums, y, w), noise(), weights=True)
+    for other in (lin, pairs):
+        close(co.GGN(other) @ vectors(other), co.GGN(reference) @ vectors(other))
+
+
+def test_a_batch_that_only_the_model_can_read_says_what_it_needs():
+    rows, y = data()
+    lin = of_batches(Pooled(ragged=True).double(), rows, y, noise(), parts_of_points)
+    close(co.DiagonalGGN(lin).diagonal(), co.GGN(lin).to_dense().diagonal())
+    with pytest.raises(ValueError, match="collate="):
+        lin.restrict(torch.tensor([0, 2]), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    {
+        "no function": (lambda m, p, y: co.linearize(m, (p, y), noise(), collate=3), "collate must be a function"),
+        "no collate": (lambda m, p, y: co.linearize(m, ([Cloud(r) for r in p], y), noise()), "collate="),
+        "targets too few": (lambda m, p, y: of_points(m, p, y[:5], noise(), list), "7 inputs"),
+        "pairs of one": (lambda m, p, y: co.linearize(m, [(part,) for part in p], noise(), collate=list), "target"),
+        "bare points": (lambda m, p, y: co.linearize(m, p, noise(), collate=list), "target"),
+        "with targets": (
+            lambda m, p, y: of_points(m, p, y, noise(), JoinPairs(list)),
+            "without targets",
+        ),
+        "another loader": (
+            lambda m, p, y: co.linearize(m, DataLoader(Pairs(p, y)), noise(), collate=list),
+            "own collate_fn",
+        ),
+        "too few outputs": (
+            lambda m, p, y: of_points(m, p, y, noise(), lambda points: parts_of_points(points[:1])),
+            "one row",
+        ),
+        "not what it takes": (
+            lambda m, p, y: of_points(m, p, y, noise(), lambda points: Cloud(points[0])),
+            "the model failed on .* points of type Tensor",
+        ),
+        "a single point": (lambda m, p, y: of_points(m, p, y, noise(), list).predict(Cloud(p[0])), "list"),
+        "a random collate": (
+            lambda m, p, y: of_points(
+                m, p, y, noise(), lambda points: parts_of_points([torch.rand_like(q) for q in points])
+            ),
+            "two passes over the same points",
+        ),
+        "a random order": (
+            lambda m, p, y: of_points(m, p, y, noise(), lambda points: points[::-1]),
+            "depend on the other points",
+        ),
+        "a string": (lambda m, p, y: co.linearize(m, ("abcdefg", y), noise(), collate=list), "a list of points"),
+    }.values(),
+)
+def test_wrong_calls(call, message):
+    rows, y = data()
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(Pooled().double(), rows, y)
+
+
+def test_points_of_a_dataset_and_arrays():
+    rows, y = data()
+    model = Pooled().double()
+    lin = of_points(model, rows, y, noise(), list)
+    boxed = np.empty(2, dtype=object)
+    boxed[:] = rows[:2]
+    close(lin.predict(boxed), lin.predict(rows[:2]))
+    copied = copy.deepcopy(lin)
+    close(copied.predict(rows), lin.outputs())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_posterior_is_read_again(form, tmp_path):
+    rows, y = data()
+    model, points = Pooled().double(), [Cloud(part) for part in rows]
+    lin = FORMS[form](model, points, y, noise(), parts_of_points)
+    post = post_of(lin)
+    post.save(tmp_path)
+    joins = form in ("points", "pairs", "dataset")
+    collate = parts_of_points if joins else None
+    given = {
+        "points": (points[::-1], y.flip(0)),
+        "pairs": list(zip(points, y)),
+        "dataset": Pairs(points, y),
+        "loader": DataLoader(Pairs(points, y), batch_size=2, collate_fn=JoinPairs(parts_of_points)),
+        "batches": [(parts_of_points(points[cut]), y[cut]) for cut in (slice(0, 3), slice(3, 4), slice(4, N))],
+    }
+    again = co.load(tmp_path, model, given[form], collate=collate)
+    few = parts_of_points(points[:4]) if form == "batches" else points[:4]
+    close(again.predict(few).variance, post.predict(few).variance)
+    close(co.GGN(again.lin) @ vectors(lin), co.GGN(lin) @ vectors(lin))
+    with pytest.raises(ValueError, match="inputs="):
+        co.load(tmp_path, model)
+    if joins:
+        without = co.load(tmp_path, model, inputs=points[:2], collate=collate)
+        close(without.predict(few).variance, post.predict(few).variance)
+        with pytest.raises(ValueError, match="inputs="):
+            co.load(tmp_path, model, inputs=points[2:4], collate=collate)
+        points[0].rows.add_(1)
+        with pytest.raises(ValueError, match="data|points"):
+            co.load(tmp_path, model, given[form], collate=collate)
+
+
+def of_clouds():
+    rows, y = data()
+    sums = torch.stack([torch.tanh(part).sum(0) for part in rows])
+    return [Cloud(part) for part in rows], y, sums
+
+
+def test_held_out_data_choose_the_prior():
+    points, y, sums = of_clouds()
+    model = Pooled().double()
+    lin, held_out = of_points(model, points[:5], y[:5], noise(), parts_of_points), (points[5:], y[5:])
+    loader = DataLoader(Pairs(*held_out), batch_size=1, collate_fn=JoinPairs(parts_of_points))
+    reference = post_of(co.linearize(model.net, (sums[:5], y[:5]), noise()))
+    tried = {"prior_precisions": [0.5, 2.0]}
+    expected = co.evidence.validate(reference, sums[5:], y[5:], **tried)
+    forms = [held_out, (held_out,), (list(zip(*held_out)),), (Pairs(*held_out),), (loader,)]
+    for given in forms:
+        tuned = co.evidence.validate(post_of(lin), *given, **tried)
+        assert float(tuned.prior_precision) == float(expected.prior_precision)
+        close(torch.as_tensor(tuned.tuning.scores), torch.as_tensor(expected.tuning.scores))
+    with pytest.raises(ValueError, match="training data"):
+        co.evidence.validate(post_of(lin), points[:5], y[:5])
+
+
+def test_the_prior_that_training_points_choose():
+    points, _, sums = of_clouds()
+    model, labels = Pooled().double(), torch.arange(N) % 2
+    lin = co.linearize(model, (points, labels), "classification", collate=parts_of_points)
+    reference = co.linearize(model.net, (sums, labels), "classification")
+    close(co.laplace(lin).prior_precision, co.laplace(reference).prior_precision)
+
+
+def test_training_and_modes():
+    points, y, sums = of_clouds()
+    torch.manual_seed(3)
+    model = Pooled().double()
+    other = copy.deepcopy(model)
+    co.fit_mode(model, (points, y), noise(), 1.0, collate=parts_of_points)
+    co.fit_mode(other.net, (sums, y), noise(), 1.0)
+    assert (model.net[0].weight - other.net[0].weight).norm() < 1e-3  # line searches round differently
+    batches = [(parts_of_points(points[:4]), y[:4]), (parts_of_points(points[4:]), y[4:])]
+    joined = {"collate": parts_of_points, "batch_size": 3}
+    for given, tensors, more in (
+        ((points, y), (sums, y), joined),
+        (list(zip(points, y)), (sums, y), joined),
+        (batches, [(sums[:4], y[:4]), (sums[4:], y[4:])], {}),
+    ):
+        trained, same = copy.deepcopy(model), copy.deepcopy(model)
+        options = {"epochs": 1, "over": "scalar", "curvature": co.DiagonalGGN}
+        seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
+        co.evidence.train(trained, given, noise(), generator=seeds[0], **options, **more)
+        more = {name: option for name, option in more.items() if name != "collate"}
+        co.evidence.train(same.net, tensors, noise(), generator=seeds[1], **options, **more)
+        close(trained.net[0].weight, same.net[0].weight)
+
+
+def test_minibatches_for_samplers():
+    points, y, sums = of_clouds()
+    model = Pooled().double()
+    chains = []
+    for net, given, collate in (
+        (model, (points, y), parts_of_points),
+        (model, list(zip(points, y)), list),
+        (model.net, (sums, y), None),
+    ):
+        density = co.sampling.log_posterior(net, noise(), data_size=N)
+        generator = torch.Generator().manual_seed(0)
+        batches = co.sampling.minibatches(density, given, 3, generator, collate=collate)
+        sampler = co.sampling.chains(co.sampling.sgld(density, 1e-3), 2)
+        options = {"steps": 4, "generator": torch.Generator().manual_seed(0)}
+        chains.append(co.sampling.run(sampler, density.params, batches, **options).theta)
+    close(chains[0], chains[2])
+    close(chains[1], chains[2])
+    density = co.sampling.log_posterior(model, noise(), data_size=N)
+    lin = density.linearize(density.model.theta, (parts_of_points(points), y))
+    close(lin.outputs(), model.net(sums).detach())
+
+
+def test_kernels_and_other_questions_of_points():
+    points, y, sums = of_clouds()
+    model = Pooled().double()
+    lin, reference = of_points(model, points, y, noise(), list), co.linearize(model.net, (sums, y), noise())
+    close(
+        co.TangentKernel(lin, x=points[:2], x2=points[1:]).to_dense(),
+        co.TangentKernel(reference, x=sums[:2], x2=sums[1:]).to_dense(),
+    )
+    close(co.TangentKernel(lin).to_dense(), co.TangentKernel(reference).to_dense())
+    some = torch.tensor([0, 2, 5])
+    close(co.GGN(lin.restrict(some, 1.0)).to_dense(), co.GGN(reference.restrict(some, 1.0)).to_dense())
+    post, expected = post_of(lin), post_of(reference)
+    close(post.log_likelihood(points[:3], y[:3]).value, expected.log_likelihood(sums[:3], y[:3]).value)
+    assert (lin.cast(torch.float32).outputs() - lin.outputs()).abs().max() < 1e-6
+    draws = post.sample(3, torch.Generator().manual_seed(0))
+    close(post.predict(points, samples=draws).variance, expected.predict(sums, samples=draws).variance)
+
+
+def test_a_point_that_requires_a_gradient_is_refused():
+    rows, y = data()
+    lin = of_points(Pooled().double(), rows, y, noise(), list)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        lin.predict([rows[0].clone().requires_grad_()])
+
+
+def test_points_without_labels():
+    points, _, sums = of_clouds()
+    model = Pooled().double()
+    lin = co.linearize(model, (points, None), "classification", collate=list)
+    reference = co.linearize(model.net, (sums, None), "classification")
+    for name in ("GGN", "diagonal", "KFAC"):
+        close(QUESTIONS[name](lin, None), QUESTIONS[name](reference, None))
+
+
+def test_several_targets_of_points():
+    class Two(Pooled):
+        def forward(self, points):
+            outputs = super().forward(points)
+            return {"class": outputs, "value": outputs[:, :1]}
+
+    points, y, sums = of_clouds()
+    model, labels = Two().double(), torch.arange(N) % 2
+    likelihoods = {"class": "classification", "value": noise()}
+    targets = {"class": labels, "value": y[:, :1]}
+    items = [(point, {name: part[i] for name, part in targets.items()}) for i, point in enumerate(points)]
+    lin = co.linearize(model, (points, targets), likelihoods, collate=list)
+    same = co.linearize(model, items, likelihoods, collate=list)
+    loader = DataLoader(items, batch_size=3, collate_fn=JoinMappings())
+    for other in (same, co.linearize(model, loader, likelihoods)):
+        close(co.GGN(other) @ vectors(lin), co.GGN(lin) @ vectors(lin))
+    parts = [co.linearize(model.net, (sums, labels), "classification")]
+    value = nn.Sequential(model.net, Column())
+    parts += [co.linearize(value, (sums, y[:, :1]), noise())]
+    close(co.GGN(lin) @ vectors(lin), sum(co.GGN(part) @ vectors(lin) for part in parts))
+
+
+class Column(nn.Module):
+    def forward(self, outputs):
+        return outputs[:, :1]
+
+
+class JoinMappings:
+    def __call__(self, items):
+        return [point for point, _ in items], {name: torch.stack([y[name] for _, y in items]) for name in items[0][1]}

@@ -1,0 +1,534 @@
+"""Networks of several outputs, each with its likelihood, against the loss of all outputs together by autograd.
+
+Tests `multitask.py`, `named_outputs.py` and `by_name.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Bernoulli, Normal, Poisson
+from torch.utils.data import DataLoader, Dataset
+
+import curvops as co
+from tests.network.definitions import TIGHT, normal, require_consistent_products, require_sampled_moment
+from tests.zoo import dense_jacobian
+
+N, T = 8, 3
+LIKELIHOODS = co.likelihoods
+Losses = dict[Any, Callable[[Tensor, Tensor], Tensor]]
+"""Minus log p of each target as a function of the outputs under a name and of some targets, summed over a point."""
+
+
+class Several(nn.Module):
+    """A body and a head for each output; `shape` says how the outputs are returned."""
+
+    def __init__(self, widths: dict[Any, int], returned: Callable[[dict[Any, Tensor]], Any] = dict) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.heads = nn.ModuleDict({f"head_{name}": nn.Linear(3, width) for name, width in widths.items()})
+        self.names, self.returned = list(widths), returned
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.body(x).tanh()
+        return self.returned({name: self.heads[f"head_{name}"](h) for name in self.names} | {"features": h})
+
+
+class Segmenter(nn.Module):
+    """A class for each pixel, (N, C, h, w), and a number for the image, (N,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.classes, self.size = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.body(x).tanh()
+        return {"mask": self.classes(h), "size": self.size(h.mean((2, 3))).squeeze(1)}
+
+
+class Joined(nn.Module):
+    """All outputs that have targets, as one row."""
+
+    def __init__(self, net: nn.Module, names: list[Any]) -> None:
+        super().__init__()
+        self.net, self.names = net, names
+
+    def parts(self, x: Tensor) -> dict[Any, Tensor]:
+        found = self.net(x)
+        return {n: found[n] if isinstance(found, (dict, tuple)) else getattr(found, n) for n in self.names}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part.flatten(1) if part.ndim > 1 else part[:, None] for part in self.parts(x).values()], 1)
+
+
+def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(f, y, reduction="none").reshape(len(f), -1).sum(1)
+
+
+def minus_log(distribution: Callable[[Tensor], Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda f, y: -distribution(f).log_prob(y).reshape(len(f), -1).sum(1)
+
+
+def observed(f: Tensor, y: Tensor) -> Tensor:
+    known = ~y.isnan()
+    return -(Normal(f, 0.5**0.5).log_prob(y.where(known, 0)) * known).sum(1)
+
+
+@dataclass
+class Case:
+    """A network, its data and likelihoods, and minus log p of each output's target."""
+
+    net: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    targets: dict[Any, Tensor]
+    likelihoods: dict[Any, Any]
+    losses: Losses
+    given: Callable[[dict[Any, Tensor]], Any] = dict
+    weights: Tensor | None = None
+
+    def build(self, **options: Any) -> tuple[Joined, Tensor, Any, co.operators.Linearization]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            net = self.net().double()
+        x, y = normal(*self.shape), self.given(self.targets)
+        data = (x, y) if self.weights is None else (x, y, self.weights)
+        lin = co.linearize(net, data, self.likelihoods, weights=self.weights is not None, **options)
+        return Joined(net, list(self.targets)), x, y, lin
+
+    def loss(self, parts: dict[Any, Tensor], index: Tensor) -> Tensor:
+        """Minus the log-likelihood of each point."""
+        return torch.stack([self.losses[n](parts[n], self.targets[n][index]) for n in self.targets]).sum(0)
+
+    def joined(self, joined: Joined, x: Tensor) -> co.operators.Linearization:
+        """The same network with one row of outputs, and with this loss."""
+        shapes = {name: part.shape[1:] for name, part in joined.parts(x).items()}
+
+        def loss(f: Tensor, index: Tensor) -> Tensor:
+            parts, start = {}, 0
+            for name, shape in shapes.items():
+                parts[name] = f[:, start : start + shape.numel()].reshape(len(f), *shape)
+                start += shape.numel()
+            return self.loss(parts, index[:, 0].long())
+
+        data = [x, torch.arange(N).double()[:, None]] + ([] if self.weights is None else [self.weights])
+        return co.linearize(joined, tuple(data), loss, weights=self.weights is not None)
+
+
+CLASSES, VALUES = torch.arange(N) % 3, normal(N, 2, seed=1)
+GAUSSIAN = minus_log(lambda f: Normal(f, 0.5**0.5))
+NOISE = torch.tensor([0.4, 1.3], dtype=torch.float64)
+
+
+def hollow() -> Tensor:
+    y = VALUES.clone()
+    y[::2, 0] = math.nan
+    return y
+
+
+CASES = {
+    "a class and values": Case(
+        lambda: Several({"class": 3, "value": 2}),
+        (N, 4),
+        {"class": CLASSES, "value": VALUES},
+        {"class": "classification", "value": LIKELIHOODS.Gaussian(0.5)},
+        {"class": cross_entropy, "value": GAUSSIAN},
+    ),
+    "a tuple": Case(
+        lambda: Several({0: 3, 1: 2}, lambda parts: tuple(parts.values())),
+        (N, 4),
+        {0: CLASSES, 1: VALUES},
+        ["classification", LIKELIHOODS.Gaussian(0.5)],
+        {0: cross_entropy, 1: GAUSSIAN},
+        given=lambda targets: tuple(targets.values()),
+    ),
+    "attributes": Case(
+        lambda: Several({"kind": 3, "rate": 2}, lambda parts: SimpleNamespace(**parts)),
+        (N, 4),
+        {"kind": CLASSES, "rate": VALUES.abs().round()},
+        {"kind": "classification", "rate": LIKELIHOODS.Poisson()},
+        {"kind": cross_entropy, "rate": minus_log(lambda f: Poisson(f.exp()))},
+    ),
+    "labels, probabilities and several noises": Case(
+        lambda: Several({"a": 2, "b": 3, "c": 2}),
+        (N, 4),
+        {"a": (VALUES > 0).double(), "b": normal(N, 3, seed=5).softmax(1), "c": VALUES},
+        {"a": nn.BCEWithLogitsLoss(), "b": nn.CrossEntropyLoss(), "c": LIKELIHOODS.Gaussian(NOISE)},
+        {
+            "a": minus_log(lambda f: Bernoulli(logits=f)),
+            "b": cross_entropy,
+            "c": minus_log(lambda f: Normal(f, NOISE.sqrt())),
+        },
+        weights=normal(N, seed=6).abs(),
+    ),
+    "missing targets of both": Case(
+        lambda: Several({"class": 3, "value": 2}),
+        (N, 4),
+        {"class": CLASSES.where(torch.arange(N) != 1, -100), "value": hollow()},
+        {"class": "classification", "value": LIKELIHOODS.Gaussian(0.5, missing="ignore")},
+        {"class": cross_entropy, "value": observed},
+    ),
+    "sequences and a loss": Case(
+        lambda: Several({"tags": 3, "value": 2}),
+        (N, T, 4),
+        {"tags": torch.arange(N * T).reshape(N, T) % 3, "value": normal(N, T, 2, seed=2)},
+        {"tags": "classification", "value": lambda f, y: nn.functional.huber_loss(f, y, reduction="none")},
+        {
+            "tags": lambda f, y: cross_entropy(f.movedim(-1, 1), y),
+            "value": lambda f, y: nn.functional.huber_loss(f, y, reduction="none").flatten(1).sum(1),
+        },
+    ),
+    "pixels and a number": Case(
+        Segmenter,
+        (N, 2, 4, 5),
+        {"mask": torch.arange(N * 20).reshape(N, 4, 5) % 3, "size": VALUES[:, 0]},
+        {"mask": nn.CrossEntropyLoss(), "size": LIKELIHOODS.Gaussian(0.5)},
+        {"mask": cross_entropy, "size": lambda f, y: GAUSSIAN(f[:, None], y[:, None])},
+    ),
+}
+EVERY = pytest.mark.parametrize("name", CASES)
+built = functools.cache(lambda name: CASES[name].build())
+as_one_row = functools.cache(lambda name: CASES[name].joined(*built(name)[:2]))
+FIRST = CASES["a class and values"]
+
+
+@EVERY
+def test_sums_over_the_data_are_those_of_the_loss(name: str) -> None:
+    case = CASES[name]
+    joined, x, _, lin = built(name)
+    w = torch.ones(N, dtype=torch.float64) if case.weights is None else case.weights
+    total = (w * case.loss(joined.parts(x), torch.arange(N))).sum()
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(total, list(joined.parameters()))])
+    torch.testing.assert_close(lin.gradient(), gradient, **TIGHT)
+    if name != "sequences and a loss":  # of a loss, the terms that do not depend on the outputs are not known
+        torch.testing.assert_close(lin.log_likelihood(), -total.detach(), **TIGHT)
+    J = dense_jacobian(joined, x)
+    if "pixels" not in name:  # there the rows of J go pixel by pixel
+        torch.testing.assert_close(lin.jacobian(x).to_dense(), J, **TIGHT)
+    torch.testing.assert_close(co.TangentKernel(lin).to_dense().trace(), J.square().sum(), **TIGHT)
+
+
+OPERATORS = [co.GGN, co.KFAC, co.EKFAC, co.DiagonalGGN, co.EmpiricalFisher, co.Hessian, co.BlockDiagonal]
+
+
+@EVERY
+@pytest.mark.parametrize("kind", OPERATORS, ids=lambda kind: kind.__name__)
+def test_curvatures_are_those_of_one_row_of_outputs(name: str, kind: Any) -> None:
+    found, expected = (kind(lin).to_dense() for lin in (built(name)[3], as_one_row(name)))
+    torch.testing.assert_close(found, expected, **TIGHT)
+
+
+@pytest.mark.parametrize("engine", ["autodiff", "layerwise", "streamed"])
+def test_every_engine_multiplies_by_the_same_curvature(engine: str) -> None:
+    V = normal(co.GGN(built("a class and values")[3]).shape[0], 3, seed=7)
+    expected = co.GGN(built("a class and values")[3]) @ V
+    torch.testing.assert_close(co.GGN(FIRST.build(engine=engine)[3]) @ V, expected, **TIGHT)
+
+
+@EVERY
+def test_the_output_fisher_is_block_diagonal(name: str) -> None:
+    *_, y, lin = built(name)
+    likelihood, f = lin.likelihood, lin.outputs()
+    rows = lin.model.layout.targets(y)
+    H = likelihood.hessian_product(f, torch.eye(f.shape[1]).double().unsqueeze(1).expand(-1, N, -1), rows)
+    require_consistent_products(likelihood, f, rows, None, H.permute(1, 2, 0))
+    w = normal(N, seed=3).abs()
+    require_consistent_products(likelihood, f, rows, w, w[:, None, None] * H.permute(1, 2, 0))
+    narrow = likelihood.narrow_root(f, rows, None, 0, likelihood.narrow_columns(f.shape[1]))
+    torch.testing.assert_close(torch.einsum("rnc,rnd->ncd", narrow, narrow), H.permute(1, 2, 0), **TIGHT)
+    middle = likelihood.narrow_root(f, rows, None, 1, len(narrow) - 1)
+    torch.testing.assert_close(middle, narrow[1:-1], **TIGHT)
+
+
+def test_drawn_residuals_have_the_fisher_as_second_moment() -> None:
+    """4 standard errors for 25 entries: a false alarm below 1 % at a random seed."""
+    *_, lin = built("a class and values")
+    f, y = lin.outputs(), lin.model.layout.targets(FIRST.targets)
+    H = lin.likelihood.hessian_product(f, torch.eye(5).double().unsqueeze(1).expand(-1, N, -1), y).permute(1, 2, 0)
+    require_sampled_moment(lin.likelihood, f, y, None, H)
+    drawn = lin.likelihood.sample(f, torch.Generator().manual_seed(0))
+    lin.likelihood.check_targets(drawn, 5)
+
+
+@pytest.mark.parametrize("kind", [co.GGN, co.KFAC, co.EKFAC])
+def test_drawn_fishers_are_the_same_in_any_batches(kind: Any) -> None:
+    joined, x, y, whole = built("a class and values")
+    parts = [(x[i : i + 3], {name: part[i : i + 3] for name, part in y.items()}) for i in (0, 3, 6)]
+    split = co.linearize(joined.net, parts, FIRST.likelihoods)
+    options = {"mc_samples": 2} if kind is co.GGN else {"fisher": "mc", "mc_samples": 2}
+    found, expected = (
+        kind(lin, generator=torch.Generator().manual_seed(1), **options).to_dense() for lin in (split, whole)
+    )
+    torch.testing.assert_close(found, expected, **TIGHT)
+
+
+@EVERY
+@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC], ids=["GGN", "KFAC"])
+def test_predictions_come_by_name(name: str, curvature: Any) -> None:
+    case = CASES[name]
+    joined, x, _, lin = built(name)
+    post = co.laplace(lin, curvature, 0.7, check_mode=False)
+    J = dense_jacobian(joined, x).unflatten(0, (N, -1))
+    covariance = torch.linalg.inv(post.precision.to_dense())
+    S, start = J.flatten(0, 1) @ covariance @ J.flatten(0, 1).mT, 0
+    predicted, together = post.predict(x), post.predict(x, joint=True)
+    assert list(predicted) == list(together) == list(case.targets)
+    for key, part in joined.parts(x).items():
+        width, f = part[0].numel(), part.detach()
+        place = torch.arange(N)[:, None] * J.shape[1] + torch.arange(start, start + width)
+        start += width
+        if f.ndim == 1:
+            f = f[:, None]
+        if key == "mask":  # the classes last
+            f, place = f.movedim(1, -1), place.reshape(N, 3, 20).mT
+        C = f.shape[-1]
+        torch.testing.assert_close(predicted[key].mean, f.reshape(-1, C), **TIGHT)
+        torch.testing.assert_close(lin.predict(x)[key], f.reshape(-1, C), **TIGHT)
+        place = place.reshape(-1)
+        dense = S[place][:, place]
+        torch.testing.assert_close(predicted[key].variance, dense.diagonal().reshape(-1, C), rtol=1e-8, atol=1e-10)
+        joint = together[key].lazy_covariance_matrix.to_dense()
+        torch.testing.assert_close(joint, dense, rtol=1e-7, atol=1e-10)
+
+
+def test_answers_are_of_the_outputs_that_have_them() -> None:
+    *_, x, y, lin = built("a class and values")
+    post = co.laplace(lin, co.GGN, 0.7, check_mode=False)
+    at, samples = post.at(x), post.sample(50, torch.Generator().manual_seed(0))
+    predicted = at.predict()
+    f, v = predicted["class"].mean, predicted["class"].variance
+    assert list(at.probabilities()) == ["class"]
+    torch.testing.assert_close(at.probabilities()["class"], (f / (1 + math.pi / 8 * v).sqrt()).softmax(1), **TIGHT)
+    assert [found.unit for found in at.uncertainty().values()] == ["nats", "variance"]
+    value, noisy = predicted["value"], post.predict(x, noise=True)
+    torch.testing.assert_close(at.uncertainty()["value"].total, value.variance + 0.5, **TIGHT)
+    assert list(noisy) == ["value"]
+    torch.testing.assert_close(noisy["value"].variance, value.variance + 0.5, **TIGHT)
+    torch.testing.assert_close(at["value"].predict().mean, value.mean, **TIGHT)
+    functions = post.functions(x, 50, samples=samples)
+    # One draw of the weights for all outputs: the score of a point is that of its targets together.
+    log_p = F.log_softmax(functions["class"], -1)[:, torch.arange(N), y["class"]]
+    log_p = log_p + Normal(functions["value"], 0.5**0.5).log_prob(y["value"]).sum(-1)
+    found = post.log_likelihood(x, y, samples=samples)
+    torch.testing.assert_close(found.value, log_p.logsumexp(0) - math.log(50), **TIGHT)
+
+
+@EVERY
+def test_the_evidence_is_that_of_the_loss(name: str) -> None:
+    found, expected = (
+        co.laplace(lin, co.GGN, 0.7, check_mode=False).log_evidence().value
+        for lin in (built(name)[3], as_one_row(name))
+    )
+    torch.testing.assert_close(found, expected, **TIGHT)
+
+
+def test_the_noise_of_each_output_is_estimated_and_learned() -> None:
+    likelihoods = {"class": "classification", "value": LIKELIHOODS.Gaussian("per_output")}
+    joined, x, y, _ = built("a class and values")
+    lin = co.linearize(joined.net, (x, y), likelihoods)
+    squares = (joined.parts(x)["value"].detach() - VALUES).square().mean(0)
+    torch.testing.assert_close(lin.likelihood.likelihoods["value"].noise, squares, rtol=1e-3, atol=0)
+    post = co.laplace(lin, co.GGN, 0.7, check_mode=False)
+    other = post.with_noise({"value": NOISE})
+    expected = co.linearize(joined.net, (x, y), likelihoods | {"value": LIKELIHOODS.Gaussian(NOISE)})
+    torch.testing.assert_close(other.precision.to_dense(), post.with_noise({"value": NOISE}).precision.to_dense())
+    torch.testing.assert_close(other.curvature.to_dense(), co.GGN(expected).to_dense(), **TIGHT)
+
+    def evidence(noise: Tensor) -> Tensor:
+        lin = co.linearize(joined.net, (x, y), likelihoods | {"value": LIKELIHOODS.Gaussian(noise)})
+        return co.laplace(lin, co.GGN, 0.7, check_mode=False).log_evidence().value
+
+    noise = NOISE.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(evidence(noise), noise)
+    for i in range(2):
+        step = torch.zeros(2).double().index_fill(0, torch.tensor([i]), 1e-5)
+        with torch.no_grad():
+            slope = (evidence(NOISE + step) - evidence(NOISE - step)) / 2e-5
+        torch.testing.assert_close(gradient[i], slope, rtol=1e-6, atol=1e-6)
+
+
+class Points(Dataset):
+    """Points of inputs and of targets by name."""
+
+    def __init__(self, x: Tensor, y: Any) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Any]:
+        return self.x[i], {name: part[i] for name, part in self.y.items()}
+
+
+def test_targets_by_name_come_in_every_form_of_data() -> None:
+    joined, x, y, lin = built("a class and values")
+    arrays = {name: part.numpy() for name, part in y.items()}
+    batches = [(x[i : i + 3], {name: part[i : i + 3] for name, part in y.items()}) for i in (0, 3, 6)]
+    forms = {
+        "arrays": (x.numpy(), arrays),
+        "names": {"inputs": x, "targets": y},
+        "labels": {"x": x, "labels": y},
+        "batches": batches,
+        "names of batches": [{"inputs": inputs, "targets": targets} for inputs, targets in batches],
+        "a dataset": Points(x, y),
+        "a loader": DataLoader(Points(x, y), 3),
+        "more targets": (x, y | {"index": torch.arange(N)}),
+        "a mapping of inputs": ({"x": x}, y),
+    }
+    expected = co.GGN(lin).to_dense()
+    for data in forms.values():
+        found = co.GGN(co.linearize(joined.net, data, FIRST.likelihoods)).to_dense()
+        torch.testing.assert_close(found, expected, **TIGHT)
+    halves = [co.GGN(lin.restrict(torch.arange(start, N, 2), 1.0)).to_dense() for start in (0, 1)]
+    torch.testing.assert_close(halves[0] + halves[1], expected, **TIGHT)
+    single = co.linearize(copy.deepcopy(joined.net).float(), (x, y), FIRST.likelihoods)
+    torch.testing.assert_close(co.GGN(single).to_dense().double(), expected, rtol=1e-4, atol=1e-4)
+
+
+class OfLists(nn.Module):
+    """A network that takes a list of points."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, points: Any) -> Any:
+        return self.net(torch.stack([point["x"] for point in points]))
+
+
+def test_points_of_any_kind_have_targets_by_name() -> None:
+    joined, x, y, lin = built("a class and values")
+    points = [{"x": row} for row in x]
+    pairs = [(point, {name: part[i] for name, part in y.items()}) for i, point in enumerate(points)]
+    expected = co.KFAC(lin).to_dense()
+    given = {"a pair": ((points, y), list), "a list of pairs": (pairs, list)}
+    for data, collate in given.values():
+        objects = co.linearize(OfLists(joined.net), data, FIRST.likelihoods, collate=collate)
+        torch.testing.assert_close(co.KFAC(objects).to_dense(), expected, **TIGHT)
+    post = co.laplace(objects, co.KFAC, 1.0, check_mode=False)
+    tensors = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
+    found, wanted = post.predict(points[:3])["value"].variance, tensors.predict(x[:3])["value"].variance
+    torch.testing.assert_close(found, wanted, **TIGHT)
+
+
+def test_a_posterior_is_saved(tmp_path: Any) -> None:
+    for i, name in enumerate(("a tuple", "pixels and a number", "missing targets of both")):
+        joined, x, y, lin = built(name)
+        post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
+        post.save(tmp_path / str(i))
+        for again in (co.load(tmp_path / str(i), joined.net), co.load(tmp_path / str(i), joined.net, (x, y))):
+            for key, value in post.predict(x).items():
+                torch.testing.assert_close(again.predict(x)[key].variance, value.variance, **TIGHT)
+        torch.testing.assert_close(again.lin.log_likelihood(), lin.log_likelihood(), **TIGHT)
+
+
+@pytest.mark.filterwarnings("ignore::curvops.errors.UndeterminedWarning")
+def test_the_prior_is_chosen_by_one_rule_for_each_kind() -> None:
+    """Only classes and labels have logits, whose variance is a quarter; otherwise the evidence decides."""
+    joined, x, y, _ = built("a class and values")
+    y = {"class": (x[:, 0] > 0).long() + (x[:, 1] > 0), "value": 3 * x[:, :2]}
+    kinds = {
+        "the variance of the logits": {"class": "classification"},
+        "the evidence": {"class": "classification", "value": LIKELIHOODS.Gaussian(0.5)},
+    }
+    for chosen_by, likelihoods in kinds.items():
+        post = co.laplace(co.linearize(joined.net, (x, y), likelihoods))
+        assert post.prior.chosen_by == chosen_by
+    lin = co.linearize(joined.net, (x, y), FIRST.likelihoods)
+    held_out = x + 0.1, y
+    post = co.laplace(lin, validation=held_out)
+    assert post.prior.chosen_by == "held-out data"
+    with pytest.raises(ValueError, match="these are the training data"):
+        co.laplace(lin, validation=(x, y))
+
+
+def test_one_name_alone_is_the_likelihood_itself() -> None:
+    joined, x, y, _ = built("a class and values")
+    several = co.linearize(joined.net, (x, y), {"value": LIKELIHOODS.Gaussian(0.5)}, parameters="*head_value*")
+    alone = nn.Sequential(joined.net.body, nn.Tanh(), joined.net.heads["head_value"])
+    one = co.linearize(alone, (x, VALUES), LIKELIHOODS.Gaussian(0.5), parameters="2.*")
+    torch.testing.assert_close(co.GGN(several).to_dense(), co.GGN(one).to_dense(), **TIGHT)
+    posts = [co.laplace(lin, co.KFAC, 1.0, check_mode=False) for lin in (several, one)]
+    torch.testing.assert_close(posts[0].predict(x)["value"].variance, posts[1].predict(x).variance, **TIGHT)
+
+
+def test_curvatures_need_no_targets() -> None:
+    joined, x, _, lin = built("a class and values")
+    bare = co.linearize(joined.net, (x, None), FIRST.likelihoods)
+    for kind in (co.GGN, co.KFAC, co.EKFAC, co.DiagonalGGN):
+        torch.testing.assert_close(kind(bare).to_dense(), kind(lin).to_dense(), **TIGHT)
+    with pytest.raises(ValueError, match="labels"):
+        bare.log_likelihood()
+
+
+@pytest.mark.filterwarnings("ignore::curvops.errors.ModeWarning")
+def test_training_takes_targets_by_name() -> None:
+    joined, x, y, _ = built("a class and values")
+    net = copy.deepcopy(joined.net)
+    posts = [
+        co.evidence.train(net, data, FIRST.likelihoods, epochs=1, batch_size=N, optimizer=torch.optim.SGD)
+        for data in ((x, y), Points(x, y))
+    ]
+    assert list(posts[1].predict(x)) == ["class", "value"]
+    again = co.linearize(net, (x, y), posts[1].lin.likelihood)
+    torch.testing.assert_close(again.log_likelihood(), posts[1].lin.log_likelihood(), **TIGHT)
+
+
+@pytest.mark.parametrize(
+    ("likelihoods", "targets", "message"),
+    [
+        ("classification", FIRST.targets, "pass a mapping of likelihoods for several outputs"),
+        (
+            {"kind": "classification"},
+            FIRST.targets,
+            r"given for 'kind', but the model's outputs are \['class', 'value'",
+        ),
+        ({"class": "classification"}, {"kind": CLASSES}, r"given for 'class', but the targets are \['kind'\]"),
+        ({"class": "classification"}, CLASSES, r"targets are a mapping with these keys"),
+        ({}, FIRST.targets, "the mapping of likelihoods is empty"),
+        ({"class": "classification"}, {"class": CLASSES + 1}, r"targets\['class'\]: .* given values from 1 to 3"),
+        ({"class": "classification"}, {"class": CLASSES[:3]}, "There are 8 inputs, but the targets have shape"),
+        ({"value": "regression"}, {"value": hollow()}, "missing='ignore'"),
+        ({"value": "regression"}, {"value": ["a"] * N}, "must be tensors; given dict"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(likelihoods: Any, targets: Any, message: str) -> None:
+    joined, x, *_ = built("a class and values")
+    with pytest.raises((TypeError, ValueError), match=message):
+        co.linearize(joined.net, (x, targets), likelihoods)
+
+
+def test_later_targets_have_the_form_of_the_first() -> None:
+    joined, x, *_ = built("a class and values")
+    forms = [{"class": CLASSES[:4]}, {"class": torch.rand(4, 3).softmax(1)}]
+    with pytest.raises(ValueError, match=r"the first targets\['class'\] were whole numbers of shape \(n,\)"):
+        co.linearize(joined.net, list(zip((x[:4], x[4:]), forms, strict=True)), {"class": "classification"})
+
+
+def test_one_output_takes_one_likelihood() -> None:
+    with pytest.raises(ValueError, match="the model returns one tensor: pass one likelihood"):
+        co.linearize(nn.Linear(4, 2).double(), (normal(N, 4), FIRST.targets), FIRST.likelihoods)
+    with pytest.raises(TypeError, match="pass a mapping of likelihoods"):
+        co.linearize(nn.Linear(4, 2).double(), (normal(N, 4), FIRST.targets), "regression")
+
+
+def test_hyperparameters_of_one_output_need_its_name() -> None:
+    *_, lin = built("a class and values")
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
+    with pytest.raises(ValueError, match=r"post.with_noise\({'value': variance}\)"):
+        post.with_noise(0.1)
+    with pytest.raises(ValueError, match=r"noise names \['val'\], but the outputs are \['class', 'value'\]"):
+        post.with_noise({"val": 0.1})
+    with pytest.raises(ValueError, match="has no noise"):
+        post.with_noise({"class": 0.1})
+    with pytest.raises(KeyError, match="is not one of the outputs"):
+        post.at(normal(N, 4))["val"]
