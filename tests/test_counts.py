@@ -238,7 +238,7 @@ TABLE = {
     "its five draws": Row(lambda lin: posterior(lin).sample(5), Counts((1, 4), (1, 3), (SLOPES, 2 * C), (0, 40))),
     "its predictions at four points": Row(
         lambda lin: posterior(lin).predict(X).covariance_matrix,
-        Counts((1, 2), (1, 2), (SLOPES, 2 * C), (0, 12 * 12)),
+        Counts((1, 3), (1, 3 + 2 * len(X) / N), (SLOPES, 3 * C), (0, 12 * 12)),
     ),
     "Hessian product, after a check at two points": Row(
         lambda lin: times(co.Hessian(lin)), Counts(2, 1 + 2 / N, (0, float("inf")))

@@ -116,8 +116,7 @@ def train(
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
         raise ValueError("the optimiser has a weight decay: leave it out, since prior_precision takes its place.")
 
-    if collate is not None:
-        data = with_collate(data, collate)
+    data = with_collate(data, collate)
     given_modes = _modes(model)
     training_modes = given_modes if model.training else [(module, True) for module, _ in given_modes]
     with _restore_on_failure(given_modes):

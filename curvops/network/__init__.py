@@ -13,7 +13,6 @@ from curvops.network import likelihoods
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import move
 from curvops.network.data.point_normals import PointNormals
-from curvops.network.data.point_sources import with_collate
 from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
@@ -89,5 +88,4 @@ __all__ = [
     "shuffled",
     "squared_columns",
     "tensors_of",
-    "with_collate",
 ]

@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from curvops import metrics
-from curvops.network import likelihoods
 from curvops.plots import style
 from curvops.plots.style import NumberSequence
 from curvops.posterior import Laplace
@@ -27,12 +26,13 @@ def regression(
     """Draw a posterior's mean with two bands of two standard deviations, of the function and of targets, and the data.
 
     The widest stretch without data between two training points is marked if it covers at least a tenth of their range.
-    The second band, with the noise, needs a Gaussian likelihood.
+    The second band, with the noise, needs real targets: of a Gaussian or heteroscedastic likelihood, or of a
+    distribution that the user makes from the outputs. The curve is then the mean of the targets.
 
     Args:
         post: A posterior of a network with one input feature, from `co.laplace`, with its training data.
         x: Inputs of the curve (M,) or (M, 1), in any order.
-        output: The index of the output drawn; needed if there are several.
+        output: The index of the output (with a noise, of the target) that is drawn; needed if there are several.
         title: The panel's title.
         ax: The axes to draw into; None makes a figure.
 
@@ -56,25 +56,36 @@ def regression(
     if not hasattr(post, "predict") or not hasattr(post, "lin"):
         raise TypeError(f"regression draws a posterior from co.laplace, then inputs; got {type(post).__name__} first.")
     points = np.sort(style.vector("x", x))
-    lin, outputs = post.lin, post.lin.num_outputs
+    lin = post.lin
+    x_train, y_train, shape = _training_data(lin)
+    inputs = torch.as_tensor(points, dtype=lin.theta.dtype, device=lin.theta.device).reshape(shape)
+    if with_noise := lin.likelihood.form == "numbers":
+        parts = post.uncertainty(inputs, generator=torch.Generator().manual_seed(0))
+        moments = parts.mean, parts.epistemic.sqrt(), parts.total.sqrt()
+    else:
+        predicted = post.predict(inputs)
+        moments = predicted.mean, predicted.stddev, predicted.stddev
+    outputs = moments[0].numel() // len(points)
     if output not in range(outputs) and (output is not None or outputs > 1):
         raise ValueError(f"regression draws one output of {outputs}: pass output=0 to {outputs - 1}, got {output}.")
-    x_train, y_train, shape = _training_data(lin, output or 0)
-    inputs = torch.as_tensor(points, dtype=lin.theta.dtype, device=lin.theta.device).reshape(shape)
-    predicted = post.predict(inputs)
-    mean, std = (
-        style.as_array(numbers.reshape(-1, outputs)[:, output or 0]) for numbers in (predicted.mean, predicted.stddev)
-    )
+    mean, std, total = (style.as_array(numbers.reshape(len(points), -1)[:, output or 0]) for numbers in moments)
     axes, blue = style.axes_of(ax, 8.4, 4.8), style.COLOURS[0]
-    if isinstance(lin.likelihood, likelihoods.Gaussian):
-        total = style.as_array(post.predict(inputs, noise=True).stddev.reshape(-1, outputs)[:, output or 0])
+    if with_noise:
         band = (mean - 2 * total, mean + 2 * total)
         axes.fill_between(points, *band, color=style.LIGHT, linewidth=0, label="±2 std with the noise")
     axes.fill_between(
         points, mean - 2 * std, mean + 2 * std, color=blue, alpha=0.4, linewidth=0, label="±2 std epistemic"
     )
     axes.plot(points, mean, color=blue, linewidth=2.2, label="predictive mean")
-    axes.plot(x_train, y_train, linestyle="none", marker="o", markersize=4.5, color=style.INK, label="training data")
+    axes.plot(
+        x_train,
+        y_train[:, output or 0],
+        linestyle="none",
+        marker="o",
+        markersize=4.5,
+        color=style.INK,
+        label="training data",
+    )
     _mark_gap(axes, np.sort(x_train))
     style.dress(axes, "input x", "target y", title)
     axes.set_xlim(points[0], points[-1])
@@ -82,15 +93,15 @@ def regression(
     return axes
 
 
-def _training_data(lin: Any, output: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Return the training inputs and targets as vectors, and the shape of a column of inputs."""
+def _training_data(lin: Any) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Return the training inputs as a vector, the targets as rows, and the shape of a column of inputs."""
     batches = [(batch.inputs, batch.targets) for batch in lin.data]
     first = batches[0][0]
     if not isinstance(first, Tensor) or first[0].numel() != 1:
         features = f"inputs of shape {tuple(first.shape)}" if isinstance(first, Tensor) else "several inputs"
         raise ValueError(f"regression draws against one input feature, and this network has {features}.")
     x = np.concatenate([style.as_array(inputs).reshape(-1) for inputs, _ in batches])
-    y = np.concatenate([style.as_array(targets).reshape(-1, lin.num_outputs)[:, output] for _, targets in batches])
+    y = np.concatenate([style.as_array(targets).reshape(len(targets), -1) for _, targets in batches])
     return x, y, (-1, *first.shape[1:])
 
 

@@ -6,19 +6,29 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning, warn
 from curvops.fingerprints import in_64_bits, join_sums
-from curvops.network.data.batch_parts import ACCEPTED, NAMES, split_batch
+from curvops.network.data.batch_parts import ACCEPTED, NAMES, sizes_of, split_batch
 from curvops.network.data.batches import Batch, Batches, DataPrints, Reading
-from curvops.network.data.inputs import Inputs, components, map_inputs, move, normalise, take
+from curvops.network.data.inputs import (
+    Inputs,
+    batch_inputs,
+    first_of,
+    join,
+    map_inputs,
+    move,
+    normalise,
+    num_points,
+    rows_of,
+    take,
+)
+from curvops.network.data.objects import NEEDS_POINTS, Objects, WholeBatch
 from curvops.ranks.process_group import Ranks
 
 COMPARED = 2**13
@@ -87,13 +97,13 @@ class Shard(Batches):
         """Return the points of all ranks as one batch."""
         parts = list(self)
         weights = [batch.weights for batch in parts if batch.weights is not None]
-        inputs = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in parts))
+        inputs = join([batch.inputs for batch in parts])
         targets = torch.cat([batch.any_targets for batch in parts])
         own = Batch(inputs, targets, torch.cat(weights) if weights else None, labelled=self.labelled)
-        self._require_one_form(own.named_tensors())
+        self._require_one_form(own.named_rows)
         return replace(
             own,
-            inputs=tree_map(self.line_up, own.inputs),
+            inputs=over_ranks(self.ranks, own.inputs, slice(0) if self.borrows else slice(None)),
             any_targets=self.line_up(targets),
             weights=None if own.weights is None else self.line_up(own.weights),
         )
@@ -115,20 +125,17 @@ class Shard(Batches):
 
     def in_turn(self) -> Iterator[Inputs | None]:
         """Yield the inputs of each rank's points in turn, for ranks that have points; None for this rank's own."""
-        own: Any = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in self))
-        self._require_one_form(components(own))
+        own = join([batch.inputs for batch in self])
+        self._require_one_form(rows_of(own))
         for rank in (rank for rank, count in enumerate(self.counts) if count):
             count = self.counts[rank] if rank == self.ranks.rank else 0
-            lent: Any = map_inputs(partial(self._lent, count=count), own)
+            lent = over_ranks(self.ranks, own, slice(count))
             yield None if count else lent
 
     def _require_one_form(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise RanksDifferError unless the points of all ranks have the same shape and dtype."""
         forms = {f"the form of a point, {name}": f"{tuple(part.shape[1:])}, {part.dtype}" for name, part in named}
         self.ranks.require_equal(forms)
-
-    def _lent(self, part: Tensor, count: int) -> Tensor:
-        return self.ranks.line_up(part[:count])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
         raise ValueError("data of a process group cannot be converted: linearise the converted model on each rank.")
@@ -183,10 +190,24 @@ def _unlikely(within: int, repeated: int, together: float) -> bool:
     return repeated * divergence > -math.log(CHANCE)
 
 
+def over_ranks(ranks: Ranks, inputs: Inputs, own: slice = slice(None)) -> Inputs:
+    """Return the points of all ranks in their order, of this rank those in a slice; objects are pickled.
+
+    Raises ValueError for what only the model can read.
+    """
+    if not isinstance(inputs, Objects):
+        return map_inputs(lambda tensor: ranks.line_up(tensor[own]), inputs)
+    if isinstance(inputs, WholeBatch):
+        raise ValueError(f"{NEEDS_POINTS}.")
+    return inputs.with_points([point for points in ranks.gather(inputs.points[own]) for point in points])
+
+
 def _first_point(item: object, weights: bool) -> dict[str, object]:
-    """Return the first point of an item of a source as a separate item, on the CPU."""
+    """Return the first point of an item of a source, or what only the model can read, as an item on the CPU."""
     given, *others = split_batch(item, weights)
-    point: dict[str, object] = {"inputs": move(take(normalise(given), slice(0, 1)), "cpu"), "targets": None}
+    inputs = first_of(normalise(given) if others[0] is None else batch_inputs(given, max(sizes_of(others[0]))), 1)
+    n = num_points(inputs)
+    point: dict[str, object] = {"inputs": move(inputs, "cpu"), "targets": None}
     return point | {
-        name: move(take(part, slice(0, 1)), "cpu") for name, part in zip(NAMES[1:], others) if part is not None
+        name: move(take(part, slice(n)), "cpu") for name, part in zip(NAMES[1:], others) if part is not None
     }

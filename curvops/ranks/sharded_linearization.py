@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from curvops.argument_types import Data, LikelihoodChoice, ParameterChoice
+from curvops.argument_types import Collate, Data, LikelihoodChoice, ParameterChoice
 from curvops.checkpoint import identify
 from curvops.checks import check_kind
 from curvops.linalg.core.sources import Sources
 from curvops.network.data.batches import Reading, as_source
+from curvops.network.data.point_sources import with_collate
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher, Sampled
@@ -81,6 +82,7 @@ class ShardedLinearization(NetworkOnData):
         memory_budget: int | None,
         engine: str,
         weights: bool,
+        collate: Collate | None,
     ) -> ShardedLinearization:
         """Read a sharded model, this rank's data and the likelihood, and check them against each other."""
         if process_group is None:
@@ -92,6 +94,7 @@ class ShardedLinearization(NetworkOnData):
         theta = network.theta
         nbytes = default_budget(theta.device) if memory_budget is None else memory_budget
         memory = Budget(min(ranks.gather(nbytes)), theta.device, ranks)
+        data = with_collate(data, collate)
         data, few, first_targets, network.calls.mapping_type = first_points(data, theta, weights, ranks)
         given, layout, outputs = likelihood_at(network, few, likelihood, first_targets)
         probability = given.snapshot(theta.device, theta.dtype)

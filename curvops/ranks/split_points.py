@@ -21,8 +21,9 @@ from torch import Tensor
 from curvops.errors import RanksDifferError
 from curvops.fingerprints import fingerprint
 from curvops.network import TrainedNetwork
-from curvops.network.data.inputs import components, map_inputs, num_points
+from curvops.network.data.inputs import num_points, rows_of
 from curvops.ranks.process_group import Ranks
+from curvops.ranks.shard import over_ranks
 
 R = TypeVar("R")
 MEANT = (
@@ -112,10 +113,10 @@ def split_points(
     inputs, labels, error = x, None, None
     try:
         inputs, labels = lin.admit(x, differentiable=True), None if targets is None else targets()
-        named = components(inputs)
+        named = rows_of(inputs)
         form = [(name, str(tensor.dtype), tuple(tensor.shape[1:])) for name, tensor in named]
         values = [tensor.detach() for _, tensor in named] + ([] if labels is None else [labels])
-        points = num_points(inputs), form, int(fingerprint(values))
+        points = num_points(inputs), form, int(fingerprint([value.to(lin.theta.device) for value in values]))
     except Exception as refused:
         points, error = (0, [], 0), refused
     asked = f"{call}, gather={gather}"
@@ -140,6 +141,6 @@ def split_points(
                 "and this posterior's predictions need the training data of all ranks, for all points: pass inputs of "
                 "one form, or samples=post.sample(k), with which each rank predicts by itself."
             )
-    whole = map_inputs(lambda tensor: shard.ranks.line_up(tensor), inputs)
+    whole = over_ranks(shard.ranks, inputs)
     labels = None if labels is None else shard.ranks.line_up(labels)
     return SplitPoints(whole, shard.ranks, counts, is_whole=True, gather=gather, targets=labels)

@@ -158,8 +158,7 @@ def minibatches(
     size = checked_whole("size", size)
     if size > count:
         raise ValueError(f"size={size} is more than the {count} points: pass all data in each step, [(X, y)].")
-    if collate is not None:
-        data = with_collate(data, collate)
+    data = with_collate(data, collate)
     points = ChosenPoints.of(data, log_posterior.weighted, shard, count)
     seed = drawn_seed(generator)
     if shard is not None:

@@ -64,6 +64,9 @@ def over(parameters: object) -> co.operators.Linearization:
 class Loader(DataLoader):
     """A loader of one's own, whose batches cannot be made by another."""
 
+    def __iter__(self):
+        return super().__iter__()
+
 
 ONES = np.ones(27)
 IN_FOURS = BatchSampler(SequentialSampler(POINTS), 4, drop_last=True)

@@ -208,6 +208,25 @@ def test_bands_of_a_regression_are_two_standard_deviations_and_its_data_those_of
     assert [text.get_text() for text in axes.texts] == ["no data"]
 
 
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        co.likelihoods.HeteroscedasticGaussian(),
+        lambda f: torch.distributions.Normal(f[:, :1], (0.5 * f[:, 1:]).exp()),
+    ],
+    ids=["heteroscedastic", "of a user"],
+)
+def test_a_noise_that_depends_on_the_inputs_has_its_band(likelihood) -> None:
+    x = torch.linspace(-1, 1, 20).double().unsqueeze(1)
+    lin = co.linearize(nn.Linear(1, 2).double(), (x, x.sin()), likelihood)
+    G = co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(0))
+    post = co.laplace(lin, G, prior_precision=1.0, check_mode=False)
+    axes = plots.regression(post, x)
+    noisy, lower = post.predict(x, noise=True), axes.collections[0].get_paths()[0].vertices[:, 1].min()
+    assert len(axes.collections) == 2 and len(axes.lines[1].get_ydata()) == 20
+    assert lower == pytest.approx(float((noisy.mean - 2 * noisy.stddev).min()), rel=0.1)
+
+
 def test_a_regression_without_gaussian_noise_has_one_band() -> None:
     assert len(plots.regression(posterior(targets="counts"), GRID).collections) == 1
 

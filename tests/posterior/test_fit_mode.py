@@ -94,6 +94,34 @@ def test_a_last_layer_always_reaches_its_mode_with_few_passes(dtype):
     assert gradient.norm() < (1e-2 if dtype == torch.float32 else 1e-4)
 
 
+class Pooled(nn.Module):
+    """A head whose outputs are added up over positions; its weight may be normalised, and then is not linear."""
+
+    def __init__(self, normalised: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        if normalised:
+            nn.utils.parametrizations.weight_norm(self.head)
+
+    def forward(self, x):
+        return self.head(self.body(torch.stack([x, x.flip(1)], 1)).tanh()).sum(1)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_a_head_that_is_pooled_reaches_its_mode(normalised):
+    """By Newton's method if the outputs are affine in its weights: that takes few passes through the rest."""
+    x, y = data(60)
+    torch.manual_seed(0)
+    model, passes = Pooled(normalised).double(), []
+    model.body.register_forward_hook(lambda module, inputs, outputs: passes.append(len(outputs)))
+    fit = co.fit_mode(model, (x, y), "classification", 1.0, parameters="last_layer")
+    assert fit.converged and fit.remaining <= 0.01
+    if not normalised:
+        assert sum(passes) < 40 * len(x)
+        model.body.requires_grad_(False)
+        assert gradient_of(model, LOSSES["classification"](model(x), y), 1.0).norm() < 1e-4
+
+
 def test_data_in_any_form_and_weights_of_points_give_the_same_mode():
     """A point of weight two counts as two points."""
     x, y = data(40)

@@ -72,6 +72,66 @@ def may_be_formed(post):
     return any(route.name == "formed kernel" and route.possible for route in post.plan().tables["determinants"])
 
 
+def dense_covariance(lin, x, alpha, temperature=1.0):
+    """T J P⁻¹ Jᵀ from the matrix of the GGN in float64."""
+    J = lin.jacobian(x).to_dense().double()
+    P = co.GGN(lin).to_dense().double() + alpha * torch.eye(lin.num_parameters, dtype=DOUBLE)
+    return temperature * J @ torch.linalg.solve(P, J.mT)
+
+
+def blocks_of(matrix, size):
+    n = len(matrix) // size
+    return matrix.reshape(n, size, n, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore::curvops.errors.ManyProductsWarning")
+@pytest.mark.parametrize("likelihood", ["classification", "gaussian"])
+def test_predictions_at_a_few_points_are_exact_by_the_kernel(likelihood):
+    """For each form of a covariance × two priors and temperatures; a gradient in the prior takes solves."""
+    lin, x = wide(likelihood), torch.linspace(-2, 2, 12, dtype=DOUBLE).view(4, 3)
+    for alpha, temperature in ((ALPHA, 1.0), (3.0, 0.5)):
+        post = co.laplace(lin, co.GGN, alpha, temperature=temperature, check_mode=False)
+        assert post.plan(12).chosen["predictions"] == "formed kernel"
+        expected = dense_covariance(lin, x, alpha, temperature)
+        same = {"rtol": 1e-9, "atol": 1e-11}
+        torch.testing.assert_close(post.predict(x).variance.flatten(), expected.diagonal(), **same)
+        torch.testing.assert_close(post.predict(x).lazy_covariance_matrix.to_dense(), blocks_of(expected, 3), **same)
+        pairs = post.predict(x, groups=2).covariance_matrix
+        torch.testing.assert_close(pairs, blocks_of(expected, 6), **same)
+        joint = post.predict(x, joint=True, rtol=1e-12).covariance_matrix
+        torch.testing.assert_close(joint, expected, **same)
+    noise = torch.tensor(ALPHA, dtype=DOUBLE, requires_grad=True)
+    learned = co.laplace(lin, co.GGN, noise, check_mode=False)
+    assert learned.plan(12).chosen["predictions"] != "formed kernel"
+    (slope,) = torch.autograd.grad(learned.predict(x, rtol=1e-12).variance.sum(), noise)
+    step = 1e-5
+    sums = [dense_covariance(lin, x, ALPHA + sign * step).trace() for sign in (1, -1)]
+    torch.testing.assert_close(slope, (sums[0] - sums[1]) / (2 * step), rtol=1e-6, atol=1e-8)
+    leaf = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(co.laplace(lin, co.GGN, ALPHA, check_mode=False).predict(leaf).variance.sum(), leaf)
+    moved = x.clone()
+    moved[1, 2] += step
+    back = x.clone()
+    back[1, 2] -= step
+    sums = [dense_covariance(lin, at, ALPHA).trace() for at in (moved, back)]
+    torch.testing.assert_close(slope[1, 2], (sums[0] - sums[1]) / (2 * step), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore::curvops.errors.ManyProductsWarning")
+def test_predictions_within_the_rounding_of_the_kernel_take_solves():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
+    x, at = torch.randn(20, 3), torch.randn(3, 3)
+    lin = co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(1e-3))
+    for alpha, route in ((0.1, "cg with a sketch"), (1e3, "formed kernel")):
+        post = co.laplace(lin, co.GGN, alpha, check_mode=False)
+        found = post.predict(at).variance.flatten()
+        assert post.plan(3).chosen["predictions"] == route
+        wide_lin = lin.cast(torch.float64)
+        expected = dense_covariance(wide_lin, at.double(), alpha).diagonal()
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=0)
+
+
 @pytest.fixture(scope="module", params=["classification", "gaussian"])
 def formed(request):
     """A posterior that function space serves, its GGN as a matrix, and P."""

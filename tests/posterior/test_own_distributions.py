@@ -236,6 +236,11 @@ REFUSED = {
         lambda p: p.uncertainty(X),
         "TransformedDistribution, whose mean",
     ),
+    "a mean that does not exist": (
+        *(lambda f: distributions.Cauchy(f, 0.5), 2, real),
+        lambda p: p.predict(X, noise=True),
+        "a Cauchy, which has no mean",
+    ),
     "joint targets without samples": (
         *(spread_of, 4, real),
         lambda p: p.predict(X, joint=True, noise=True),

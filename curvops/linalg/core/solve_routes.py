@@ -67,6 +67,8 @@ METHODS = {
     "sgd": ("sgd",),
 }
 """The routes that each method of a posterior's draws allows."""
+COVARIANCES = (*METHODS["cg"], "formed kernel")
+"""The routes to rows of J P⁻¹ Jᵀ, which are to be right to more digits than draws."""
 METHOD_OF = {route: method for method in reversed(METHODS) for route in METHODS[method]}
 """The first method that allows each route."""
 
@@ -229,7 +231,10 @@ def routes(system: System) -> tuple[Route, ...]:
         *((dual, *cg) if short else (*cg, dual)),
         _route("sgd", EPOCHS * s.columns, block, *stochastic),
     )
-    return every if s.asked is None else tuple(route for route in every if route.name in METHODS[s.asked])
+    if s.asked is None and not s.further:
+        return every
+    names = COVARIANCES if s.further else METHODS[s.asked or ""]
+    return tuple(route for route in every if route.name in names)
 
 
 def _formed_matrix(s: System, p: PosteriorFacts) -> Route:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
@@ -42,10 +42,11 @@ from curvops.network.data.inputs import (
     normalise,
     num_points,
     require_finite,
+    rows_of,
     take,
 )
-from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order
-from curvops.network.data.objects import Objects, PointPairs, WholeBatch
+from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order, stacked_items
+from curvops.network.data.objects import PointPairs, WholeBatch
 from curvops.network.data.randomness import items
 
 NONE = torch.zeros(())
@@ -99,21 +100,20 @@ class Batch:
         return [*components(self.inputs), *targets, *weights]
 
     @cached_property
-    def _rows(self) -> list[tuple[str, Tensor]]:
-        if not isinstance(self.inputs, Objects):
-            return self.named_tensors()
-        prints = self.inputs.prints().to(self.any_targets.device)
-        return [("inputs", prints), *replace(self, inputs=()).named_tensors()]
+    def named_rows(self) -> list[tuple[str, Tensor]]:
+        """The tensors whose rows identify the points, as `rows_of` finds them, and their targets and weights."""
+        place, others = self.any_targets.device, replace(self, inputs=()).named_tensors()
+        return [*((name, tensor.to(place)) for name, tensor in rows_of(self.inputs)), *others]
 
     @property
     def rows(self) -> list[Tensor]:
-        """The tensors whose rows identify the points: the prints of objects, otherwise all tensors."""
-        return [tensor for _, tensor in self._rows]
+        """The tensors whose rows identify the points."""
+        return [tensor for _, tensor in self.named_rows]
 
     @property
     def form(self) -> object:
         """The names, shapes and dtypes of these tensors."""
-        return [(name, tensor.shape, tensor.dtype) for name, tensor in self._rows]
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in self.named_rows]
 
 
 @dataclass(frozen=True)
@@ -458,7 +458,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         )
     if isinstance(data, Dataset):
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
-        gather = data.gather if isinstance(data, PointPairs) else _stacked
+        gather = data.gather if isinstance(data, PointPairs) else stacked_items
         return DataLoader(data, batch_size, shuffle=False, generator=torch.Generator(), collate_fn=gather)
     if isinstance(data, DataLoader):
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
@@ -467,17 +467,6 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
     return data
-
-
-def _stacked(items: list[Any]) -> Any:
-    """Return items of a Dataset as a batch; raise ValueError if they have no common shape, or are no tensors."""
-    try:
-        return default_collate(items)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"the items of the Dataset cannot be stacked ({error}). Pass collate=, a function of a list of points that "
-            "returns what the model takes."
-        ) from error
 
 
 @contextlib.contextmanager

@@ -1,11 +1,13 @@
 """Tensors, arrays, numbers and words inside any Python value: to find them, to replace tensors, to compare values.
 
-A value is looked into through mappings, lists, tuples, sets and the attributes of other objects. What an extension
-keeps in its own memory (an image of PIL, a graph of DGL), functions, classes and modules of Python are not seen.
+A value is looked into through mappings, lists, tuples, sets and the attributes of other objects; what NumPy reads as an
+array (an image, a table) is one. What an extension keeps in its own memory (a graph of DGL), functions, classes and
+modules of Python are not seen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +25,7 @@ from curvops.fingerprints import fingerprint
 
 WORDS: tuple[type, ...] = (str, bytes, bytearray, Number, type(None), PurePath, np.dtype, torch.dtype, torch.device)
 LEAVES = (Tensor, np.ndarray, *WORDS)
+ARRAYS = ("__array_interface__", "__array__")
 UNSEEN = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 LARGE = 2**14
 """The bytes from which on the fingerprint of a tensor takes less time than a hash of its bytes."""
@@ -37,11 +40,18 @@ def leaves_of(value: Any, attributes: bool = True) -> Iterator[tuple[str, Any]]:
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         way, part = waiting.pop()
-        if isinstance(part, LEAVES):
+        if attributes and any(hasattr(part, name) for name in ARRAYS) and not isinstance(part, (type, *LEAVES)):
+            with contextlib.suppress(TypeError, ValueError):  # an array on an accelerator is looked into instead
+                part = np.asarray(part)
+        if isinstance(part, LEAVES) and not _holds_objects(part):
             yield way, part
         elif id(part) not in seen and not isinstance(part, UNSEEN):
             seen.add(id(part))
             waiting += reversed(_entries(way, part, attributes))
+
+
+def _holds_objects(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == object
 
 
 def _entries(way: str, value: Any, attributes: bool) -> list[tuple[str, Any]]:
@@ -49,6 +59,8 @@ def _entries(way: str, value: Any, attributes: bool) -> list[tuple[str, Any]]:
         return [(f"{way}[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, list | tuple):
         return [(f"{way}[{i}]", part) for i, part in enumerate(value)]
+    if _holds_objects(value):
+        return [(f"{way}[{i}]", part) for i, part in enumerate(value.flat)]
     if not attributes:
         return []
     if isinstance(value, set | frozenset):

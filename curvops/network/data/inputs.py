@@ -106,6 +106,11 @@ def components(inputs: Inputs) -> list[tuple[str, Tensor]]:
     return [(f"inputs[{name!r}]", part) for name, part in inputs.items()]
 
 
+def rows_of(inputs: Inputs) -> list[tuple[str, Tensor]]:
+    """Return tensors whose rows identify the points, by name: the inputs themselves, or the prints of objects."""
+    return [("inputs", inputs.prints())] if isinstance(inputs, Objects) else components(inputs)
+
+
 def num_points(inputs: Inputs) -> int:
     """Return the common leading dimension n. Raises ValueError when there is none."""
     if isinstance(inputs, Tensor) and inputs.ndim:

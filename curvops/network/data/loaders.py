@@ -18,6 +18,7 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
 
@@ -105,6 +106,17 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     elif not shuffles and not isinstance(dataset, IterableDataset):
         options["sampler"] = sampler
     return DataLoader(dataset, shuffle=False, **options)
+
+
+def stacked_items(items: list[Any]) -> Any:
+    """Return items of a Dataset as a batch; raise ValueError if they have no common shape, or are no tensors."""
+    try:
+        return default_collate(items)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the items of the Dataset cannot be stacked ({error}). Pass collate=, a function of a list of points that "
+            "returns what the model takes."
+        ) from error
 
 
 def iterates_as_torch(loader: DataLoader[Any]) -> bool:

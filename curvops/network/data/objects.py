@@ -1,7 +1,7 @@
 """Points of any kind (graphs, images of several sizes, texts, dicts), with the function that joins them for the model.
 
-The third form of inputs beside tensors and their tuples or dicts. `Objects` are single points, of which any can be
-taken; a `WholeBatch` is what only the model can read, one output for each target, as it came from the user.
+The form of inputs beside tensors and their tuples and dicts. `Objects` are single points, of which any can be taken; a
+`WholeBatch` is what only the model can read, with one output for each target.
 """
 
 from __future__ import annotations

@@ -82,11 +82,13 @@ def _is_part(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
-def with_collate(data: Any, collate: Collate) -> Any:
+def with_collate(data: Any, collate: Collate | None) -> Any:
     """Return a user's data as points that `collate` joins: (points, targets[, weights]), or items of a list or Dataset.
 
-    Raises TypeError for data of another form.
+    Without a collate these are the data themselves. Raises TypeError for data of another form.
     """
+    if collate is None:
+        return data
     if not callable(collate):
         raise TypeError(f"collate must be a function of a list of points, got {type(collate).__name__}.")
     if isinstance(data, DataLoader):

@@ -74,7 +74,7 @@ class Engines:
     def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
         self._choice, self.memory_budget = choice, memory_budget
         self._owned = owners_of(model)
-        self._ragged: frozenset[str] = frozenset()  # parameters of layers whose rows belong to points unevenly
+        self.ragged: frozenset[str] = frozenset()  # parameters of layers whose rows belong to points unevenly
         self._run: Any = None
         self._probe(model, first, whole)
 
@@ -87,7 +87,7 @@ class Engines:
 
     def _probe(self, model: Model, first: Any, whole: bool) -> None:
         seen = first if whole else first_of(first)
-        recording = record(model, seen, self._owned, ragged=self._ragged)
+        recording = record(model, seen, self._owned, ragged=self.ragged)
         outputs, calls, misfits = recording
         self.model, self._first = model, (seen, recording) if whole else None
         path = path_of(model, recording) if whole else None
@@ -108,8 +108,8 @@ class Engines:
         of_one = first_of(self._few, 1)
         _, of_alone, alone = record(model, of_one, self._owned, ragged=()) if self._owned else (outputs, [], set())
         if ragged := {name for call in (*calls, *of_alone) if call.rows for name in call.layer.names.values()}:
-            self._ragged |= ragged
-            _, calls, misfits = record(model, self._few, self._owned, ragged=self._ragged)
+            self.ragged |= ragged
+            _, calls, misfits = record(model, self._few, self._owned, ragged=self.ragged)
         self._rejected = dict.fromkeys(misfits | alone | never_ran(calls, self._owned), NO_LAYER)
         self._make_plan(calls)
 
@@ -132,7 +132,8 @@ class Engines:
             if not self.plan.layers:
                 with torch.no_grad():
                     return self.model(self.model.values, inputs), [], set()
-            outputs, calls, misfits = record(self.model, inputs, self._served, graph, self._ragged)
+            outputs, calls, misfits = record(self.model, inputs, self._served, graph, self.ragged)
+            self.ragged |= {name for call in calls if call.rows for name in call.layer.names.values()}
             return outputs, calls, misfits | self._differing(inputs, (outputs, calls, misfits))
 
     def _differing(self, inputs: Any, recording: Recording) -> Set[str]:
@@ -147,7 +148,7 @@ class Engines:
                 self.model.require_points_apart(outputs.detach(), alone)
             wrong, shown = self._check(inputs, recording, whole=False)
             if not shown:
-                return wrong | bypassed(self.model, recording)
+                return wrong | bypassed(self.model, recording, self._in_layers)
             if path is None:
                 return wrong
             self._paths[path] = frozenset(wrong)
@@ -164,7 +165,10 @@ class Engines:
         root = IDENTITY if whole else random_root(num_points(inputs), self._num_outputs, self.model.theta)
         engine = Layerwise(self.model, recording, rest, LEAST_CHUNK, root)
         pull = reference.pull if whole else RootJacobian(reference, root).pull
-        return mismatches(engine, pull, self._in_layers)
+        reached = {name for part in engine.parts for name in part.layer.names.values()}
+        wrong, shown = mismatches(engine, pull, reached)
+        unreached = {*self._in_layers} - reached  # such as the branch of another output
+        return Checked(wrong | (bypassed(self.model, recording, unreached) if unreached else set()), shown)
 
     @property
     def _in_layers(self) -> list[str]:
@@ -245,12 +249,12 @@ class Engines:
     def _wrong_at(self, parts: Sequence[Any], whole: bool) -> tuple[Set[str], str] | None:
         """Return the parameters whose layers are wrong at some points, and why; note the paths that are right."""
         for few in parts:
-            recording = record(self.model, few, self._served, ragged=self._ragged)
+            recording = record(self.model, few, self._served, ragged=self.ragged)
             if recording[2]:
                 return recording[2], NO_LAYER
             wrong, shown = self._check(few, recording, whole)
             if not shown:
-                wrong |= bypassed(self.model, recording)
+                wrong |= bypassed(self.model, recording, self._in_layers)
             if wrong:
                 return wrong, WRONG
             if shown and (path := path_of(self.model, recording)) is not None:
@@ -331,7 +335,7 @@ class Engines:
         # Rows and factors come from the rules with every engine, so that no result depends on the engine.
         rejected, names = self._rejected, self.model.selection.names
         if calls is None:
-            calls = record(self.model, self._few, self._owners(rejected), ragged=self._ragged)[1]
+            calls = record(self.model, self._few, self._owners(rejected), ragged=self.ragged)[1]
         calls = [call for call in calls if not set(call.layer.names.values()) & rejected.keys()]
         served = {name for call in calls for name in call.layer.names.values()}
         others = {name: rejected.get(name, "no layer rule") for name in names if name not in served}

@@ -30,7 +30,7 @@ from curvops.checks import in_functorch
 from curvops.network.data.inputs import num_points
 from curvops.network.engines.attention import Projections, owns_projection
 from curvops.network.engines.autodiff import Recorded, Streamed
-from curvops.network.engines.ragged_rows import MOST_PADDING, RaggedRows, digit_weights, points_of_rows
+from curvops.network.engines.ragged_rows import MOST_PADDING, RaggedRows, beside_others, digit_weights, points_of_rows
 from curvops.network.engines.rules import Local, RowForm, Rule, rule_for, rule_of
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
@@ -485,35 +485,38 @@ def record(
         if call.edge.node in before and i not in forms:
             calls[i] = replace(call, layer=replace(call.layer, feeds_last=True))
     if forms:
-        for i, table in zip(forms, _tables(model, outputs, [calls[i] for i in forms], [*forms.values()])):
-            calls[i] = calls[i] if table is None else table
-            misfits.update(calls[i].layer.names.values() if table is None else ())
+        _find_points(model, outputs, calls, forms, misfits)
     return outputs, calls, misfits
 
 
-def _tables(model: Model, outputs: Tensor, calls: Sequence[Call], forms: Sequence[RowForm]) -> list[Call | None]:
-    """Return ragged calls with their rows in tables, after backward passes that show the point of each row.
+def _find_points(
+    model: Model, outputs: Tensor, calls: list[Call], forms: Mapping[int, RowForm], misfits: set[str]
+) -> None:
+    """Put the rows of ragged calls into tables, after backward passes that show the point of each row of all calls.
 
-    The result is None for a call with a row on which several points depend, and if the table would be too large.
+    A call with a row on which several points depend, a ragged one whose table would be too large, and another one whose
+    rows are not those of the points in their order, are misfits.
     """
     n, weights = len(outputs), digit_weights(len(outputs), outputs)
     generator = torch.Generator(device=outputs.device).manual_seed(0)
     u = torch.randn(outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator)
-    deltas = _of_outputs(model, outputs, calls, weights.unsqueeze(2) * u)
-    tables: list[Call | None] = []
-    for call, form, delta in zip(calls, forms, deltas):
+    deltas = sensitivities(model, outputs, calls, weights.unsqueeze(2) * u)
+    for i, (call, delta) in enumerate(zip(calls, deltas)):
+        form = forms.get(i)
         if delta is None:
             delta = outputs.new_zeros(()).expand(call.layer.output[0], len(weights), *call.layer.output[1:])
-        of_rows = form.split(delta.transpose(0, 1))
+        of_rows = delta.transpose(0, 1) if form is None else form.split(delta.transpose(0, 1))
         points = points_of_rows(of_rows, n, model.eps)
-        rows = None if points is None else RaggedRows(form, points, n)
-        if rows is None or n * rows.width > MOST_PADDING * max(n, len(form.kept)):
-            tables.append(None)
+        if points is not None and form is None and bool(((points < 0) | (points == torch.arange(n).to(points))).all()):
             continue
+        rows = None if points is None or form is None else RaggedRows(form, beside_others(points, n), n)
+        if rows is None or n * rows.width > MOST_PADDING * max(n, len(rows.places)):
+            misfits.update(call.layer.names.values())
+            continue
+        assert form is not None
         output, size = torch.Size((n, rows.width, *of_rows.shape[2:])), rows.kept[0].nbytes // outputs.element_size()
         layer = replace(call.layer, rule=form.rule, output=output, inputs=size)
-        tables.append(replace(call, layer=layer, kept=rows.kept, rows=rows))
-    return tables
+        calls[i] = replace(call, layer=layer, kept=rows.kept, rows=rows)
 
 
 def _follow(node: Node | None, kinds: Collection[str]) -> list[Node]:
@@ -587,31 +590,25 @@ def sensitivities(
 
     With `graph` the results have their own graph. Those of ragged rows are in tables.
     """
-    deltas = _of_outputs(model, outputs, calls, cotangents, graph)
-    return [
-        delta if delta is None or call.rows is None else call.rows.sensitivities(delta.transpose(0, 1))
-        for call, delta in zip(calls, deltas)
-    ]
-
-
-def _of_outputs(
-    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"], graph: bool = False
-) -> list[Tensor | None]:
-    """Return the sensitivities of the calls' outputs as they are, with r as the second dimension."""
     if not calls or not outputs.requires_grad:
         return [None] * len(calls)
-    edges = [call.edge for call in calls]
+    edges, deltas = [call.edge for call in calls], list[Tensor | None]()
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
     small = outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES
     with model.differentiating(), model.holding(model.leaves()):
         if small and len(cotangents) > 1:
             with suppress(RuntimeError):  # an operation without a batching rule
-                deltas = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
-                return [None if delta is None else delta.transpose(0, 1) for delta in deltas]
-        passes = [torch.autograd.grad(outputs, edges, u, **options) for u in cotangents]
-        by_call = [list(gradients) for gradients in zip(*passes)]
-        del passes
-        return [_side_by_side(by_call.pop(0)) for _ in calls]  # those of a call are freed once they are copied
+                together = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
+                deltas = [None if delta is None else delta.transpose(0, 1) for delta in together]
+        if not deltas:
+            passes = [torch.autograd.grad(outputs, edges, u, **options) for u in cotangents]
+            by_call = [list(gradients) for gradients in zip(*passes)]
+            del passes
+            deltas = [_side_by_side(by_call.pop(0)) for _ in calls]  # those of a call are freed once they are copied
+    for i, (call, delta) in enumerate(zip(calls, deltas)):
+        if call.rows is not None and delta is not None:
+            deltas[i] = call.rows.sensitivities(delta.transpose(0, 1))
+    return deltas
 
 
 def _side_by_side(gradients: list[Tensor | None]) -> Tensor | None:

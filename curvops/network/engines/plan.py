@@ -276,7 +276,7 @@ class Plan(Tabular):
             what, size, cost = f"autodiff: {instead}", "", ""
             if layerwise:
                 work = kept.multiply_adds + self.rates.read * kept.read
-                what = f"{kept.what} of ragged rows" if layer.is_ragged else kept.what
+                what = f"{kept.what}, ragged rows" if layer.is_ragged else kept.what
                 cost = f"{2 * work / (3 * max(1, self.forward)):.2f}"
                 size = f"{(kept.read + kept.inputs) * self.itemsize:,}"
             rows.append((layer.path or "(model)", f"{layer.size:,}", what, size, cost))

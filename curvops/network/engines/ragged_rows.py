@@ -30,7 +30,7 @@ class RaggedRows:
         self.width = max(1, int(counts.max()))
         position = torch.empty_like(order)
         position[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[points[order]]
-        self._split, self._places = form.split, points * self.width + position
+        self._split, self.places = form.split, points * self.width + position
         self.inside: Bool[Tensor, "n T"] = torch.arange(self.width, device=order.device) < counts.unsqueeze(1)
         self.kept = self._table(form.kept)
 
@@ -39,7 +39,7 @@ class RaggedRows:
         return self._table(self._split(delta).transpose(0, 1)).transpose(1, 2)
 
     def _table(self, rows: Tensor) -> Tensor:
-        flat = rows.new_zeros(self.inside.numel(), *rows.shape[1:]).index_copy(0, self._places, rows)
+        flat = rows.new_zeros(self.inside.numel(), *rows.shape[1:]).index_copy(0, self.places, rows)
         return flat.unflatten(0, self.inside.shape)
 
 
@@ -55,24 +55,27 @@ def digit_weights(num_points: int, like: Tensor) -> Float[Tensor, "k n"]:
 def points_of_rows(deltas: Float[Tensor, "k m *b"], num_points: int, rounding: float) -> Int[Tensor, " m"] | None:
     """Return the point of each row from δ of outputs with `digit_weights`; None if a row belongs to several points.
 
-    If only outputs of point n depend on a row, each δ of the row is that of ones times a weight of n. A row on which no
-    output depends may stand anywhere: it is put beside the row before it.
+    If only outputs of point n depend on a row, each δ of the row is that of ones times a weight of n. The point of a
+    row on which no output depends is -1.
     """
     k, m = deltas.shape[:2]
-    positions = torch.arange(m, device=deltas.device)
     rows = deltas.flatten(2)
     rows = rows / rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny) if m else rows
     first, others, size = rows[0], rows[1:], rows[0].norm(dim=1)
     silent = size <= rounding * size.amax() if m else size > 0
-    if bool(silent.all()):
-        return positions * num_points // max(1, m)
     ratio = (others * first).sum(2) / size.square().masked_fill(silent, 1)
     digits = ratio.clamp(1, 2 ** (BASE - 1)).log2().round().long()
     weights = (1 << digits).to(rows.dtype)
     gap = (others - weights.unsqueeze(2) * first).norm(dim=2) / weights
     points = (digits * BASE ** torch.arange(k - 1, device=rows.device).unsqueeze(1)).sum(0)
     single = (gap <= rounding**0.5 * size).all(0) & (points < num_points)
-    if not bool((single | silent).all()):
-        return None
-    before = torch.where(silent, -1, positions).cummax(0).values
-    return points[before.clamp_min((~silent).int().argmax())]
+    return points.masked_fill(silent, -1) if bool((single | silent).all()) else None
+
+
+def beside_others(points: Int[Tensor, " m"], num_points: int) -> Int[Tensor, " m"]:
+    """Return a point for each row: those without one (-1) belong beside the row before them."""
+    m, rows = len(points), torch.arange(len(points), device=points.device)
+    silent = points < 0
+    if bool(silent.all()):
+        return rows * num_points // max(1, m)
+    return points[torch.where(silent, -1, rows).cummax(0).values.clamp_min((~silent).int().argmax())]

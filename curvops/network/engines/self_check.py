@@ -10,7 +10,7 @@ autograd does.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -46,6 +46,8 @@ MOVING = {
     *("Scatter", "ScatterAdd", "ScatterReduce", "MaskedSelect", "MaskedScatter"),
 }
 """Operations that may reorder points, depending on the numbers they are given."""
+CUTTING = {"Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Roll"}
+"""Operations that may cut a batch into pieces of some points, whose sizes may depend on numbers, too."""
 
 # Autodiff
 
@@ -329,8 +331,8 @@ def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
     return Root(Sampled(Gaussian(), draws), Batch((), torch.empty(points)))
 
 
-def bypassed(model: Model, recording: Recording) -> set[str]:
-    """Find the parameters of layers that the outputs also depend on by a path through no call of the layer.
+def bypassed(model: Model, recording: Recording, names: Collection[str]) -> set[str]:
+    """Find those of these parameters that the outputs also depend on by a path through no call of their layers.
 
     The graph shows this at points without a gradient, too: a weight that is used elsewhere, or a layer whose output was
     written to through a view.
@@ -352,17 +354,18 @@ def bypassed(model: Model, recording: Recording) -> set[str]:
         todo += new
         seen.update(new)
     used = {name for name, leaf in model.leaves().items() if model.place_of(leaf) in places}
-    return used & {name for call in calls for name in call.layer.names.values()}
+    return used.intersection(names)
 
 
 def path_of(model: Model, recording: Recording) -> int | None:
     """Return a number that is equal for passes with the same operations and calls of layers, at any number of points.
 
     It determines whether layer rules are right: which paths lead from the outputs to a parameter, and which of them
-    lead through the call of a layer. Return None if an operation may move points, as a sort does.
+    lead through the call of a layer. Return None if an operation may move or cut points, as a sort does, unless the
+    pass has ragged rows: then backward passes have shown the point of each row of each layer.
     """
     outputs, calls, _ = recording
-    n = len(outputs)
+    n, shown = len(outputs), any(call.rows is not None for call in calls)
     order = [] if outputs.grad_fn is None else [outputs.grad_fn]
     numbers: dict[Any, int] = dict.fromkeys(order, 0)
     path: list[Hashable] = [n == 1]
@@ -372,7 +375,8 @@ def path_of(model: Model, recording: Recording) -> int | None:
             path.append(None if variable is None else model.place_of(variable))
             continue
         name = node.name()
-        if name.partition("Backward")[0] in MOVING and _moves_points(node, n):
+        kind = name.partition("Backward")[0]
+        if not shown and ((kind in MOVING and _moves_points(node, n)) or (kind in CUTTING and _cuts_points(node, n))):
             return None
         path.append(name)
         for parent, place in node.next_functions:
@@ -396,3 +400,14 @@ def _moves_points(node: Any, n: int) -> bool:
         return first is not None and not torch.equal(first.flatten(), torch.arange(n, device=first.device))
     dim = getattr(node, "_saved_dim", 0)
     return dim == 0 or dim == 2**64 - len(shape)
+
+
+def _cuts_points(node: Any, n: int) -> bool:
+    """Return whether an operation of `CUTTING` cuts the first dimension of a tensor, which has n entries."""
+    if hasattr(node, "_saved_dims"):
+        return node._input_metadata[0].shape[:1] == (n,) and 0 in (node._saved_dims or (0,))
+    shape = getattr(node, "_saved_self_sym_sizes", None)
+    if shape is None:  # an unbound dimension has an output for each entry
+        return node._saved_dim == 0 and len(node._input_metadata) == n
+    whole = getattr(node, "_saved_start", None) == 0 and node._saved_end >= n and node._saved_step == 1
+    return node._saved_dim in (0, 2**64 - len(shape)) and shape[0] == n and not whole

@@ -75,7 +75,10 @@ class FromDistribution(ByAutograd):
         if not isinstance(p, Distribution):
             raise TypeError(f"{self!r} returns {type(p).__name__}, expected a torch.distributions.Distribution.")
         if p.batch_shape[:1] != f.shape[:1]:
-            raise ValueError(f"{self!r} made a batch of shape {tuple(p.batch_shape)}; expected one row per point.")
+            raise ValueError(
+                f"{self!r} made a batch of shape {tuple(p.batch_shape)}; expected one row per point, {len(f)} for "
+                f"outputs {tuple(f.shape)} (each position of a sequence or an image is one)."
+            )
         self.form = _form_of(p)
         return p
 
@@ -121,6 +124,8 @@ class FromDistribution(ByAutograd):
             moment: Tensor = getattr(p, name)
         except NotImplementedError as error:
             raise ValueError(f"{self!r} makes a {type(p).__name__}, whose {name} torch does not know.") from error
+        if moment.numel() and bool(moment.isnan().all()):
+            raise ValueError(f"{self!r} makes a {type(p).__name__}, which has no {name}: use log_likelihood.")
         return moment
 
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:

@@ -198,7 +198,8 @@ class HeteroscedasticGaussian(Independent):
 
     The 2m outputs are first m means, then m log variances s = log sigma^2; targets are (n, m). H is the output Fisher
     diag(1 / sigma^2, 1/2), which is positive; the Hessian of -log p is not (at mu = s = 0 and y = 2 it has an
-    eigenvalue of -0.56). Variances must be representable: |s| < 87 in float32.
+    eigenvalue of -0.56). Variances must be representable: |s| < 87 in float32. `predict(x)` is the distribution of the
+    2m outputs, `predict(x, noise=True)` that of the m targets.
 
     Args:
         missing: "ignore" leaves out targets that are NaN, as if each had the sample weight zero; None refuses them.

@@ -84,7 +84,8 @@ class _LastLayers:
         earlier = _behind(_before(layers), lambda _: True)
 
         self.last = [node for node in layers if node not in earlier]
-        self.modules = list(dict.fromkeys(self.calls[self._numbers[n]][0] for n in self.last if n in self._numbers))
+        numbers = sorted(self._numbers[node] for node in self.last if node in self._numbers)
+        self.modules = list(dict.fromkeys(self.calls[number][0] for number in numbers))
         self.factors = {name for node in self.last for name in self._factors(node)}
         self.added = {self._name(node) for node in after if node not in around and node not in earlier} - {None}
         self.constants = {self._name(node) for node in around} - {None}
@@ -148,7 +149,10 @@ class _LastLayers:
         """
         large = 2.0**20 if torch.finfo(self._outputs.dtype).max > 2.0**100 else 8.0
         moved = [self._numbers[node] for node in self.last if node in self._numbers]
-        unit, *far = (self._run(a, moved, self.factors)[0].detach() for a in (1.0, large, -large))
+        try:
+            unit, *far = (self._run(a, moved, self.factors)[0].detach() for a in (1.0, large, -large))
+        except (TypeError, ValueError):
+            return False  # the model itself refuses such values
         change, size = unit - self._outputs, (unit.abs() + self._outputs.abs()).amax(0)
         slack = self.model.eps**0.5 * large * size
         proved = (change != 0).any()

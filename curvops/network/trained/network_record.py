@@ -117,11 +117,11 @@ def recorded_network(
     index = None if index is None else index.to(held[names[0]].device)
     network = Model(model, Selection(tuple(names), tuple(held[name].shape for name in names), index))
     theta, saved = network.theta, record["data"]
-    if collate is not None:
-        data = None if data is None else with_collate(data, collate)
-        inputs = None if inputs is None else Objects((), collate).like(inputs)
+    if inputs is not None and collate is not None:
+        inputs = Objects((), collate).like(inputs)
     targets = None
     if data is not None:
+        data = with_collate(data, collate)
         data, _, targets, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
     tried = as_inputs(_tried_points(record, data, inputs), theta.device, theta.dtype)
     layout, outputs = _try_network(network, tried, record)

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from curvops.argument_types import Collate
 from curvops.checkpoint import identify
 from curvops.checks import check_tensor
 from curvops.errors import MissingLabelsError
@@ -30,6 +31,7 @@ from curvops.network.data.inputs import (
 )
 from curvops.network.data.named_outputs import Name, NamedLayout
 from curvops.network.data.objects import Objects, WholeBatch
+from curvops.network.data.point_sources import with_collate
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
@@ -242,6 +244,7 @@ class TrainedNetwork(NetworkOnData):
         memory_budget: int | None,
         engine: EngineChoice,
         weights: bool,
+        collate: Collate | None,
         progress: Progress,
         ranks: Ranks | None = None,
     ) -> N:
@@ -254,6 +257,7 @@ class TrainedNetwork(NetworkOnData):
         by_running = isinstance(parameters, str) and parameters == "last_layer"
         network = Model(model, None if by_running else parameters)
         network.refuse_modes()
+        data = with_collate(data, collate)
         data, few, first_targets, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
         given, layout, outputs = likelihood_at(network, few, likelihood, first_targets)
         if by_running:

@@ -268,7 +268,7 @@ def each_group(
                 cotangents = fisher.columns(f, batch, start, stop)
             deltas = sensitivities(model, outputs, calls, cotangents)
             yield from groups_of_calls(calls, deltas, start == 0, positions, weights)
-            if not sums:
+            if engines.ragged and not sums:
                 yield from _without_rows(engines, calls, deltas, cotangents, start == 0, names)
             if others:
                 yield from _others(model, inputs, cotangents, others, start == 0, chunk)

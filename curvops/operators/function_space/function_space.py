@@ -190,14 +190,32 @@ class FunctionSpace:
         The bias bound is that of `DenseSpectrum` with a norm for its largest eigenvalue, and 0 for every other.
         """
         with torch.no_grad(), holding(self.lin.jacobian(), (KERNEL_COPIES - 2) * self.kernel.nbytes):
-            inner = self._dual(self.root(self.outputs))
-            noise = torch.finfo(self.lin.theta.dtype).eps * float(inner.norm())
-            if not prior >= RESOLVED * noise:
+            inner, noise = self._resolved(self.root(self.outputs), prior)
+            if inner is None:
                 return None
-            inner.div_(prior).diagonal().add_(1)
             value = definite_logdet(inner)
         found = Estimate.rounded(value, len(inner) * math.log1p(ROUNDING_UNITS * noise / prior), rtol, len(inner))
         return found if found.reason is Reason.CONVERGED else None
+
+    def _resolved(self, L: Float[Tensor, "N C R"], prior: float) -> tuple[Float[Tensor, "NR NR"] | None, float]:
+        """Return I + LᵀKL/α, or None unless α is far above its rounding, and a bound on this rounding times α."""
+        inner = self._dual(L)
+        noise = torch.finfo(self.lin.theta.dtype).eps * float(inner.norm())
+        if not prior >= RESOLVED * noise:
+            return None, noise
+        inner.div_(prior).diagonal().add_(1)
+        return inner, noise
+
+    def resolved_factor(self, prior: float) -> tuple[Float[Tensor, "NR NR"], Float[Tensor, "N C R"]] | None:
+        """Return the Cholesky factor of I + LᵀKL/α at the network's outputs, and L; None if rounding may matter."""
+        with torch.no_grad(), holding(self.lin.jacobian(), (KERNEL_COPIES - 2) * self.kernel.nbytes):
+            L = self.root(self.outputs)
+            inner, _ = self._resolved(L, prior)
+            if inner is None:
+                return None
+            factor = torch.linalg.cholesky(inner, out=inner)
+        keep(self.lin.jacobian(), factor, factor.nbytes)
+        return factor, L
 
     def inverse(self, prior: float) -> Callable[[Tensor], Tensor]:
         """Return (I + SᵀS/α)⁻¹ as a function of blocks (N·R, k)."""

@@ -15,7 +15,7 @@ from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, Par
 from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
 from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
-from curvops.network import EngineChoice, TrainedNetwork, with_collate
+from curvops.network import EngineChoice, TrainedNetwork
 from curvops.operators.linearized.jacobian import Gradients, Jacobian
 from curvops.progress import Progress, check_progress
 from curvops.ranks.process_group import holds_shards
@@ -194,7 +194,7 @@ def linearize(
         and a posterior whose curvature cannot raises an error. Two things are not copied: tensors inside your own
         functions, and the data, which must not change (a pass over changed data raises `DataChangedError`).
         Of objects, their tensors, arrays, numbers and words are compared, in attributes and containers; what an
-        extension keeps in its own memory (an image of PIL, a graph of DGL) is not seen.
+        extension keeps in its own memory (a graph of DGL) is not seen.
 
     Raises:
         TypeError: an argument is of another kind than those above.
@@ -229,10 +229,8 @@ def linearize(
         )
     if memory_budget is not None:
         memory_budget = int(min(memory_budget, sys.maxsize))  # 1e9 is also a number of bytes
-    if collate is not None:
-        data = with_collate(data, collate)
     arguments: dict[str, Any] = {"model": model, "data": data, "likelihood": likelihood, "parameters": parameters}
-    arguments |= {"memory_budget": memory_budget, "engine": engine, "weights": weights}
+    arguments |= {"memory_budget": memory_budget, "engine": engine, "weights": weights, "collate": collate}
     if holds_shards(model):
         if progress:
             raise ValueError("progress= is not supported for a model that is sharded by fully_shard: omit it.")

@@ -140,15 +140,15 @@ def fit_mode(
             tensors[name].copy_(value)
 
     with progress_bar("fit_mode", None, progress, " gradients") as bar:
-        mode = _mode_of_head(post) if lin.plan.is_last_layer else None
+        of_head = lin.plan.is_last_layer or (isinstance(parameters, str) and parameters == "last_layer")
+        mode = _mode_of_head(post, atol) if of_head else None
         if mode is None:
             theta, reason, losses = _minimise(objective, loss, atol, most, keep, bar)
         else:
             theta, reason, losses = mode.theta, mode.reason, [loss, objective(mode.theta)[0]]
             keep(theta)
             bar.advance(mode.matvecs)
-    there = lin.with_weights(theta)
-    _, remaining = nats_below_mode(PrecisionTerms(CurvatureCache(there, GGN(there)), post.prior), atol)
+    remaining = _nats_at(theta, post, atol)
     if reason is not Reason.ITERATION_LIMIT or remaining <= atol:
         reason = Reason.CONVERGED if remaining <= atol else Reason.STAGNATION
     if not remaining <= TOLERATED:
@@ -162,12 +162,23 @@ def fit_mode(
     return ModeFit(reason, remaining, bar.done, torch.tensor(losses, dtype=torch.float64))
 
 
-def _mode_of_head(post: Laplace) -> LinearMode | None:
-    """Return the mode of a last layer, in which the network is linear; None if rounding stops Newton's method."""
+def _nats_at(theta: Float[Tensor, " D"], post: Laplace, atol: float) -> float:
+    """Return the nats by which the log posterior at these weights is below that of a mode."""
+    there = post.lin.with_weights(theta)
+    return nats_below_mode(PrecisionTerms(CurvatureCache(there, GGN(there)), post.prior), atol)[1]
+
+
+def _mode_of_head(post: Laplace, atol: float) -> LinearMode | None:
+    """Return the mode of a last layer, in which the network is linear; None if rounding stops Newton's method.
+
+    Also None if it proves to be no mode of the network, whose outputs need not be linear in a weight that is tied or
+    normalised.
+    """
     try:
-        return post.linear_mode()
+        mode = post.linear_mode()
     except ConvergenceError:
         return None
+    return mode if post.lin.plan.is_last_layer or _nats_at(mode.theta, post, atol) <= atol else None
 
 
 class _Objective:

@@ -37,7 +37,7 @@ from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
 from curvops.operators.curvatures.formed import Formed
 from curvops.operators.curvatures.ggn import root_of
-from curvops.operators.function_space.function_space import FunctionSpace
+from curvops.operators.function_space.function_space import DualInverse, FunctionSpace
 from curvops.posterior.core.terms import PrecisionTerms
 
 REMEDIES = {
@@ -113,25 +113,54 @@ def route_of(terms: PrecisionTerms, columns: int, asked: str | None = None) -> t
 def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
     """Return the routes for this many draws or rows of J, and for determinants, without solving anything."""
     system = replace(posterior_system(terms, columns), sketch=terms.precision._takes_sketch)
-    rows = replace(system, asked="cg", further=True, columns=columns + terms.cache.rows_asked)
+    rows = replace(_system_of_rows(terms, columns + terms.cache.rows_asked), sketch=system.sketch)
     tables = {"draws": routes(system), "predictions": routes(rows)}
     return SolvePlan(tables if terms.A is None else tables | {"determinants": determinants(system)})
 
 
 def inverse_for(terms: PrecisionTerms, rows: int, rtol: float | None) -> LinearOperator:
-    """Return P⁻¹ for solves with `rows` further rows of J: of a P whose operand is formed, once that is the route.
+    """Return P⁻¹ for solves with `rows` further rows of J, by the route of the table: a formed operand of P, or J Jᵀ.
 
     Draws, which must be the same for the same seed, do not add to the rows that were asked for.
     """
     cache, P = terms.cache, terms.precision
-    if terms.closed_form is None and System(rows=len(cache.lin.theta), further=True).may_be_formed:
+    if terms.closed_form is None:
         with cache.lock:
-            cache.rows_asked += rows
-            if PRODUCTS_A_SOLVE * cache.rows_asked >= len(cache.lin.theta):  # the other facts cost something
-                first = chosen(routes(replace(posterior_system(terms, cache.rows_asked, "cg"), further=True)))
-                P = formed_precision(terms) if first is not None and first.name == "formed matrix" else P
+            size = len(cache.lin.theta)
+            formable = System(rows=size, further=True).may_be_formed
+            if formable:  # what was asked for before counts, since a matrix that is formed serves it, too
+                cache.rows_asked += rows
+                rows = cache.rows_asked
+            # The other facts cost something, and only a matrix that is formed needs them.
+            first = chosen(routes(_system_of_rows(terms, rows, formable and PRODUCTS_A_SOLVE * rows >= size)))
+            name = "" if first is None else first.name
+            if name == "formed matrix":
+                P = formed_precision(terms)
+            elif name == "formed kernel" and (dual := dual_of(terms)) is not None:
+                return DualInverse(P, *dual, rtol=rtol)
     inverse: LinearOperator = P.inverse(rtol)
     return inverse
+
+
+def _system_of_rows(terms: PrecisionTerms, rows: int, whole: bool = True) -> System:
+    """Return the facts about P X = Jᵀ for this many rows of J at other points."""
+    system, dual = replace(posterior_system(terms, rows, whole=whole), further=True), terms.cache.known("dual")
+    if dual is None or terms.A is None or terms.A.ndim or dual != (float(terms.A.detach()), None):
+        return system
+    assert system.posterior is not None
+    return replace(system, posterior=replace(system.posterior, resolved=False))
+
+
+def dual_of(terms: PrecisionTerms) -> tuple[Tensor, Tensor] | None:
+    """Return the Cholesky factor of I + LᵀKL/α, and L, kept for one α; None if α is not far above the rounding of K."""
+    cache, A = terms.cache, terms.A
+    assert A is not None
+    prior = float(A.detach())
+
+    def compute() -> tuple[float, tuple[Tensor, Tensor] | None]:
+        return prior, kernel_of(terms).resolved_factor(prior)
+
+    return cache.get("dual", compute, lambda known: known[0] == prior)[1]
 
 
 def formed_precision(terms: PrecisionTerms) -> Any:

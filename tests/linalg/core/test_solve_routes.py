@@ -50,6 +50,12 @@ TAKEN = {
     "covariances of a small network": (posterior(rows=256, columns=32, further=True), "formed matrix"),
     "few of them": (posterior(rows=256, columns=31, further=True), "dense"),
     "their gradient in the prior": (posterior(rows=256, columns=32, further=True, recorded=True), "dense"),
+    "covariances with few outputs": (posterior(FEW, further=True), "formed kernel"),
+    "covariances within rounding": (posterior(replace(FEW, resolved=False), further=True), "cg with a sketch"),
+    "covariances in little memory": (
+        posterior(replace(FEW, gram_cost=math.inf), further=True, room=0),
+        "cg with a sketch",
+    ),
     "draws of a small network": (posterior(rows=256, columns=256), "dense"),
     "no room to form it": (posterior(rows=2048, columns=256, room=2**20), "cg with a sketch"),
     "formed before": (posterior(replace(NETWORK, formed=True), rows=2048, columns=256, room=2**20), "formed matrix"),

@@ -24,6 +24,18 @@ class Cloud:
         self.rows, self.name, self.meta = rows, "cloud", {"size": len(rows)}
 
 
+class Picture:
+    """A point that keeps its numbers to itself, but for NumPy."""
+
+    __slots__ = ("pixels",)
+
+    def __init__(self):
+        self.pixels = np.zeros(3)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.pixels, dtype)
+
+
 class Clouds:
     """Some clouds in one, as a library of graphs batches them."""
 
@@ -220,12 +232,12 @@ def test_weights_before_the_sum_against_autograd(form, engine):
         close(lin.jacobian() @ V, J @ V)
         close(lin.jacobian().mT @ J @ V, J.mT @ (J @ V))
         close(co.GGN(lin) @ V, J.mT @ (J @ V) / 0.3)
-    if form != "batches":
-        close(lin.jacobian(points[1:4]).to_dense(), J[2:8])
-        close(co.DiagonalGGN(lin).diagonal(), J.square().sum(0) / 0.3)
-        r = (lin.outputs() - y) / 0.3
-        G = torch.einsum("nc,ncd->nd", r, J.view(N, 2, -1))
-        close(co.EmpiricalFisher(lin) @ V, G.mT @ (G @ V))
+    some = parts_of_points(points[1:4]) if form == "batches" else points[1:4]
+    close(lin.jacobian(some).to_dense(), J[2:8])
+    close(co.DiagonalGGN(lin).diagonal(), J.square().sum(0) / 0.3)
+    r = (lin.outputs() - y) / 0.3
+    G = torch.einsum("nc,ncd->nd", r, J.view(N, 2, -1))
+    close(co.EmpiricalFisher(lin) @ V, G.mT @ (G @ V))
 
 
 def gradients(model, point):
@@ -244,6 +256,10 @@ def test_a_change_is_noticed():
     changes["number"] = ({"rows": rows[0], "a": [1.0]}, lambda point: point["a"].__setitem__(0, 2.0))
     changes["word"] = ({"rows": rows[0], "a": "C"}, lambda point: point.__setitem__("a", "N"))
     changes["attribute"] = (Cloud(rows[0].clone()), lambda point: setattr(point, "name", "other"))
+    boxed = np.empty(1, dtype=object)
+    boxed[0] = [1.0]
+    changes["boxed"] = ({"rows": rows[0], "a": boxed}, lambda point: point["a"][0].append(2.0))
+    changes["image"] = ({"rows": rows[0], "a": Picture()}, lambda point: point["a"].pixels.__iadd__(1))
     changes["sparse"] = ({"rows": rows[0], "a": torch.eye(2).to_sparse()}, lambda p: p["a"]._values().add_(1))
     for point, change in changes.values():
         lin = of_points(model, [point, *rows[1:]], y, noise(), parts_of_points)
@@ -348,6 +364,16 @@ def test_a_batch_that_only_the_model_can_read_says_what_it_needs():
             "the model failed on .* points of type Tensor",
         ),
         "a single point": (lambda m, p, y: of_points(m, p, y, noise(), list).predict(Cloud(p[0])), "list"),
+        "a random collate": (
+            lambda m, p, y: of_points(
+                m, p, y, noise(), lambda points: parts_of_points([torch.rand_like(q) for q in points])
+            ),
+            "two passes over the same points",
+        ),
+        "a random order": (
+            lambda m, p, y: of_points(m, p, y, noise(), lambda points: points[::-1]),
+            "depend on the other points",
+        ),
         "a string": (lambda m, p, y: co.linearize(m, ("abcdefg", y), noise(), collate=list), "a list of points"),
     }.values(),
 )
@@ -509,3 +535,35 @@ def test_points_without_labels():
     reference = co.linearize(model.net, (sums, None), "classification")
     for name in ("GGN", "diagonal", "KFAC"):
         close(QUESTIONS[name](lin, None), QUESTIONS[name](reference, None))
+
+
+def test_several_targets_of_points():
+    class Two(Pooled):
+        def forward(self, points):
+            outputs = super().forward(points)
+            return {"class": outputs, "value": outputs[:, :1]}
+
+    points, y, sums = of_clouds()
+    model, labels = Two().double(), torch.arange(N) % 2
+    likelihoods = {"class": "classification", "value": noise()}
+    targets = {"class": labels, "value": y[:, :1]}
+    items = [(point, {name: part[i] for name, part in targets.items()}) for i, point in enumerate(points)]
+    lin = co.linearize(model, (points, targets), likelihoods, collate=list)
+    same = co.linearize(model, items, likelihoods, collate=list)
+    loader = DataLoader(items, batch_size=3, collate_fn=JoinMappings())
+    for other in (same, co.linearize(model, loader, likelihoods)):
+        close(co.GGN(other) @ vectors(lin), co.GGN(lin) @ vectors(lin))
+    parts = [co.linearize(model.net, (sums, labels), "classification")]
+    value = nn.Sequential(model.net, Column())
+    parts += [co.linearize(value, (sums, y[:, :1]), noise())]
+    close(co.GGN(lin) @ vectors(lin), sum(co.GGN(part) @ vectors(lin) for part in parts))
+
+
+class Column(nn.Module):
+    def forward(self, outputs):
+        return outputs[:, :1]
+
+
+class JoinMappings:
+    def __call__(self, items):
+        return [point for point, _ in items], {name: torch.stack([y[name] for _, y in items]) for name in items[0][1]}

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import curvops as co
+from tests.network.products import agree
 from tests.zoo import dense_jacobian
 
-N, T, D = 10, 4, 3
+N, T, D = 8, 4, 3
 LENGTHS = {
-    "uneven": [2, 4, 1, 3, 2, 0, 3, 1, 4, 2],
-    "as many as points by chance": [1, 1, 0, 2, 1, 1, 3, 0, 0, 1],
+    "uneven": [2, 4, 1, 3, 0, 3, 1, 2],
+    "as many as points by chance": [1, 1, 0, 2, 1, 3, 0, 0],
     "even": [3] * N,
 }
 
@@ -172,10 +173,6 @@ def in_batches(inputs: tuple[Tensor, Tensor], y: Tensor, size: int) -> list[Any]
     return [(tuple(t[i : i + size] for t in inputs), y[i : i + size]) for i in range(0, N, size)]
 
 
-def same(actual: Tensor, expected: Tensor) -> bool:
-    return bool((actual - expected).abs().max() <= 1e-10 * expected.abs().max())
-
-
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", MODELS)
 def test_curvatures_are_those_of_the_dense_jacobian(name: str, lengths: str) -> None:
@@ -185,16 +182,76 @@ def test_curvatures_are_those_of_the_dense_jacobian(name: str, lengths: str) -> 
     H = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
     rows = J.unflatten(0, (N, 2))
     G = torch.einsum("ncd,nce,nef->df", rows, H, rows)
-    for size in (N, 3):
-        lin = co.linearize(model, in_batches(inputs, y, size), "classification", engine="layerwise")
-        assert not lin.plan.others
-        assert same(co.GGN(lin).to_dense(), G)
-        assert same(co.DiagonalGGN(lin).diagonal(), G.diagonal())
-        assert same(co.TangentKernel(lin).to_dense(), J @ J.mT)
-        assert same(lin.jacobian(tuple(t[3:8] for t in inputs)).to_dense(), J[6:16])
-        kfac, ekfac = co.KFAC(lin), co.EKFAC(lin)
-        K, E = kfac.to_dense(), ekfac.to_dense()
-        blocks = (K != 0).any(0).double().diag()  # parameters that the data reach
-        for power in (0, 1, 2):  # the eigenbasis of KFAC diagonalises EKFAC, whose eigenvalues are the GGN's there
-            of_K = torch.linalg.matrix_power(K, power) if power else blocks
-            assert same((of_K @ E).trace(), (of_K @ G).trace())
+    size = N if lengths == "even" else 3
+    lin = co.linearize(model, in_batches(inputs, y, size), "classification", engine="layerwise")
+    assert not lin.plan.others
+    assert agree(co.GGN(lin).to_dense(), G)
+    assert agree(co.DiagonalGGN(lin).diagonal(), G.diagonal())
+    assert agree(co.TangentKernel(lin).to_dense(), J @ J.mT)
+    assert agree(lin.jacobian(tuple(t[3:] for t in inputs)).to_dense(), J[6:])
+    K, E = co.KFAC(lin).to_dense(), co.EKFAC(lin).to_dense()
+    reached = (K != 0).any(0).double().diag()  # parameters on which outputs depend
+    for power in (reached, K, K @ K):  # KFAC's eigenbasis is EKFAC's, whose eigenvalues are the GGN's entries there
+        assert agree((power @ E).trace(), (power @ G).trace())
+
+
+def test_the_plan_names_ragged_rows() -> None:
+    model, inputs, y = problem("graph", "uneven")
+    lin = co.linearize(model, (inputs, y), "classification", engine="layerwise")
+    assert [layer.path for layer in lin.plan.layers if layer.is_ragged] == [
+        "first",
+        "edge",
+        "norm",
+        "edge",
+        "norm",
+        "head",
+    ]
+    assert ", ragged rows" in str(lin.plan)
+
+
+def cut(m: Any, x: Tensor, length: Tensor) -> Tensor:
+    """The lengths are numbers of Python: with as many rows as points the pass looks like one with a row a point."""
+    lengths = length.tolist()
+    rows = torch.tanh(m.first(torch.cat([one[:i] for one, i in zip(x, lengths)])))
+    return m.head(torch.stack([part.sum(0) for part in rows.split(lengths)]))
+
+
+def sliced(m: Any, x: Tensor, length: Tensor) -> Tensor:
+    rows = torch.tanh(m.first(x[inside(x, length)]))
+    ends = length.cumsum(0).tolist()
+    return m.head(torch.stack([rows[end - i : end].sum(0) for end, i in zip(ends, length.tolist())]))
+
+
+def rolled(m: Any, x: Tensor, length: Tensor) -> Tensor:
+    shift = int(length[0])
+    return m.head(torch.tanh(m.first(x[:, 0].roll(shift, 0))).roll(-shift, 0))
+
+
+def distinct(m: Any, x: Tensor, length: Tensor) -> Tensor:
+    """Points of equal lengths share a row."""
+    values, which = length.unique(return_inverse=True)
+    return m.head(torch.tanh(m.first(torch.cos(values.double().unsqueeze(1) * torch.arange(1, D + 1))))[which])
+
+
+def common(m: Any, x: Tensor, length: Tensor) -> Tensor:
+    """All points share as many rows as there are points in the largest batch."""
+    table = torch.tanh(m.first(torch.sin(torch.arange(N * D).double().view(N, D))))
+    return m.head(torch.softmax(x[:, 0] @ x[0, 0].new_ones(D, N).cumsum(1), 1) @ table)
+
+
+@pytest.mark.parametrize("run", [cut, sliced, rolled, distinct, common], ids=lambda run: run.__name__)
+def test_rows_of_other_points_are_never_taken_for_those_of_a_point(run: Any) -> None:
+    """The first batches have a row for each point, in order; a later one has as many rows, but of other points."""
+    torch.manual_seed(0)
+    model, x = _linear(run).double().eval(), torch.randn(2 * N, T, D).double()
+    length = torch.tensor([1] * N + [2, 0, 1, 1, 3, 0, 1, 0])
+    length = torch.where(torch.arange(2 * N) < 2, torch.arange(2 * N), length) if run is distinct else length
+    y, parts = torch.arange(2 * N) % 2, (slice(0, N), slice(N, None))
+    J = torch.cat([dense_jacobian(model, (x[part], length[part])) for part in parts])
+    data = [((x[part], length[part]), y[part]) for part in parts]
+    lin = co.linearize(model, data, co.likelihoods.Categorical(), engine="layerwise")
+    G = co.GGN(lin).to_dense()
+    assert agree(co.DiagonalGGN(lin).diagonal(), G.diagonal())
+    assert agree(lin.jacobian().to_dense(), J)
+    assert agree(co.TangentKernel(lin).to_dense(), J @ J.mT)
+    assert agree(co.EKFAC(lin).to_dense().trace(), G.trace())

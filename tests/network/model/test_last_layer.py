@@ -58,6 +58,12 @@ def _written(h: Tensor) -> Tensor:
     return whole
 
 
+def _checked(h: Tensor) -> Tensor:
+    if float(h.detach().abs().max()) > 1e4:
+        raise OverflowError("the logits explode")
+    return h
+
+
 HEAD, SIDE = ("head.weight", "head.bias"), ("side.weight", "side.bias")
 ENDS = {
     "itself": lambda m, h: m.head(h),
@@ -84,8 +90,8 @@ def _resampled(m: Any, h: Tensor) -> Tensor:
 
 
 AFFINE = {
-    "two heads added up": (lambda m, h: m.head(h) + 3 * m.side(h), (*SIDE, *HEAD)),
-    "two heads side by side": (lambda m, h: torch.cat([m.head(h), m.side(h)], 1), (*SIDE, *HEAD)),
+    "two heads added up": (lambda m, h: m.head(h) + 3 * m.side(h), (*HEAD, *SIDE)),
+    "two heads side by side": (lambda m, h: torch.cat([m.head(h), m.side(h)], 1), (*HEAD, *SIDE)),
     "a sum weighted by the inputs": (lambda m, h: (h.detach().softmax(-1)[:, :3] * m.head(h)).cumsum(1), HEAD),
     "a skip connection": (lambda m, h: m.head(h) + h[:, :3], HEAD),
     "a skip connection with an activation": (lambda m, h: m.head(h) + h.sigmoid()[:, :3], HEAD),
@@ -217,6 +223,7 @@ NONE = {
     "softmax": (lambda m, h: m.head(h).softmax(-1), "they come from Softmax"),
     "in place": (lambda m, h: m.head(h).relu_(), "they come from Relu"),
     "in a piece of a tensor": (lambda m, h: _written(m.head(h)).exp(), "they come from Exp"),
+    "large values refused": (lambda m, h: _checked(m.head(h)).softmax(-1), "they come from Softmax"),
     "two branches": (lambda m, h: m.head(h) * m.side(h), "they come from a product of parts that both depend on"),
     "the largest of two": (lambda m, h: torch.maximum(m.head(h), m.side(h)), "they come from Maximum"),
     "bounded far away": (lambda m, h: m.head(h).clamp(-1e5, 1e5), "they come from Clamp"),
