@@ -55,11 +55,13 @@ class NamedPredictions(Mapping[Any, Any]):
 
     def functions(self) -> dict[Any, Any]:
         """Return the linearised network as a function at each of the samples, for each output."""
-        return self._each(lambda output: output.functions(), lambda form: True, "")
+        return self._each(lambda output: output.functions(), lambda form: True, "outputs")
 
     def probabilities(self, link: str | None = None, generator: torch.Generator | None = None) -> dict[Any, Any]:
         """Return class probabilities for each output that has some."""
-        return self._each(lambda output: output.probabilities(link, generator), NAMED.__contains__, "probabilities")
+        return self._each(
+            lambda output: output.probabilities(link, generator), lambda form: form in NAMED, "probabilities"
+        )
 
     def uncertainty(self, generator: torch.Generator | None = None) -> dict[Any, Any]:
         """Return the uncertainty of each output's targets."""
@@ -74,10 +76,10 @@ class NamedPredictions(Mapping[Any, Any]):
         score: Estimate = self.whole.log_likelihood(y, joint, generator, link)
         return score
 
-    def _each(self, ask: Callable[[Any], Any], fits: Callable[[Any], bool], what: str) -> dict[Any, Any]:
-        """Return an answer for each output whose targets have a form that fits."""
+    def _each(self, ask: Callable[[Any], Any], suits: Callable[[str | None], bool], what: str) -> dict[Any, Any]:
+        """Return an answer for each output whose targets have a form that suits it."""
         targets = {name: output.lin.likelihood.of_position for name, output in self.outputs.items()}
-        answers = {name: ask(self.outputs[name]) for name, target in targets.items() if fits(target.form)}
+        answers = {name: ask(self.outputs[name]) for name, target in targets.items() if suits(target.form)}
         if not answers:
             raise ValueError(f"none of the likelihoods of {list(targets)} has {what}: {list(targets.values())}.")
         return answers
