@@ -55,6 +55,19 @@ class OfPoints(nn.Module):
         return self.model(torch.stack([point.x for point in points]) if isinstance(points, list) else points)
 
 
+class WrittenInPlace(nn.Module):
+    """A classifier whose last operation is linear, which only a trial shows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.model(x).clone()
+        logits[:, 0] += logits[:, 1]
+        return logits
+
+
 def joined_points(w: World) -> list[Tensor]:
     """Return results at points on the host, which are moved by themselves, as tensors or inside their attributes."""
     _, given, labels = trained("classification")
@@ -292,7 +305,11 @@ def likelihood_row(spec: Any, targets: Callable[[Tensor], Tensor]) -> Callable[[
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).double().to(w.device)
         lin = co.linearize(model, (w.x, targets(model(w.x).detach())), spec)
+        post = co.laplace(lin, co.KFAC(lin, fisher="empirical"), 1.0, check_mode=False)
+        noise = lin.likelihood.form == "numbers"
         return {
+            "targets": post.predict(w.x, noise=noise).covariance_matrix,
+            "uncertainty": post.uncertainty(w.x, generator=w.generator()),
             "ggn": co.GGN(lin).to_dense(),
             "hessian": co.Hessian(lin).to_dense(),
             "gradient": lin.gradient(),
@@ -343,6 +360,9 @@ FACE: dict[str, Callable[[World], Any]] = {
     "last layer": lambda w: co.KFAC(
         co.linearize(w.fresh()[0], w.fresh()[1:], "classification", "last_layer")
     ).to_dense(),
+    "last layer, proved affine": lambda w: (
+        co.GGN(co.linearize(WrittenInPlace(w.fresh()[0]), w.fresh()[1:], "classification", "last_layer")) @ w.normal(21)
+    ),
     "weights": lambda w: (
         co.GGN(co.linearize(w.fresh()[0], (*w.fresh()[1:], w.normal(12).abs()), "classification", weights=True)) @ w.V
     ),
