@@ -106,7 +106,8 @@ def optimizer(
     """
     if not callable(make) or isinstance(make, torch.optim.Optimizer):
         raise TypeError(f"optimizer needs a class, such as torch.optim.AdamW, and its options, got {make!r}.")
-    if isinstance(make, type) and issubclass(make, torch.optim.LBFGS):
+    searches = isinstance(make, type) and issubclass(make, torch.optim.LBFGS)
+    if searches:
         raise ValueError("LBFGS calls the model several times per step, which this protocol does not allow.")
     lr = options.get("lr")
     scheduled = callable(lr)

@@ -189,8 +189,8 @@ CASES = {
     ),
     "pixels and a number": Case(
         Segmenter,
-        (N, 2, 4, 5),
-        {"mask": torch.arange(N * 20).reshape(N, 4, 5) % 3, "size": VALUES[:, 0]},
+        (N, 2, 2, 3),
+        {"mask": torch.arange(N * 6).reshape(N, 2, 3) % 3, "size": VALUES[:, 0]},
         {"mask": nn.CrossEntropyLoss(), "size": LIKELIHOODS.Gaussian(0.5)},
         {"mask": cross_entropy, "size": lambda f, y: GAUSSIAN(f[:, None], y[:, None])},
     ),
@@ -289,7 +289,7 @@ def test_predictions_come_by_name(name: str, curvature: Any) -> None:
         if f.ndim == 1:
             f = f[:, None]
         if key == "mask":  # the classes last
-            f, place = f.movedim(1, -1), place.reshape(N, 3, 20).mT
+            f, place = f.movedim(1, -1), place.reshape(N, 3, 6).mT
         C = f.shape[-1]
         torch.testing.assert_close(predicted[key].mean, f.reshape(-1, C), **TIGHT)
         torch.testing.assert_close(lin.predict(x)[key], f.reshape(-1, C), **TIGHT)

@@ -192,7 +192,7 @@ class PointPairs(Dataset[Any]):
         if not isinstance(item, tuple | list) or len(item) not in (2, 3):
             raise TypeError(
                 f"with collate= each item of the data is (point, target) or (point, target, weight); item {i} is a "
-                f"{type(item).__name__}. Or pass (points, targets)."
+                f"{type(item).__name__}. Or pass (points, targets), or (points, None) without labels."
             )
         return item
 

@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
@@ -31,7 +32,7 @@ from curvops.network.data.inputs import num_points
 from curvops.network.engines.attention import Projections, owns_projection
 from curvops.network.engines.autodiff import Recorded, Streamed
 from curvops.network.engines.ragged_rows import MOST_PADDING, RaggedRows, beside_others, digit_weights, points_of_rows
-from curvops.network.engines.rules import Local, RowForm, Rule, rule_for, rule_of
+from curvops.network.engines.rules import Local, Rule, SingleRows, rule_for, rule_of
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import NOTHING, Model
@@ -216,6 +217,15 @@ class Factors(Part):
     def at(self, points: slice) -> Factors:
         inside = None if self.inside is None else self.inside[points]
         return replace(self, kept=self.kept[points], delta=self.delta[points], inside=inside)
+
+    def widened(self, positions: int) -> Factors:
+        """Return a table of ragged rows with this number of positions a point."""
+        if self.inside is None or positions == self.inside.shape[1]:
+            return self
+        more = positions - self.inside.shape[1]
+        kept = F.pad(self.kept, (0, 0) * (self.kept.ndim - 2) + (0, more))
+        delta = F.pad(self.delta, (0, 0) * (self.delta.ndim - 3) + (0, more))
+        return replace(self, kept=kept, delta=delta, inside=F.pad(self.inside, (0, more)))
 
     @property
     def nbytes(self) -> int:
@@ -426,7 +436,7 @@ def record(
     removed after the pass.
     """
     calls: list[Call] = []
-    forms: dict[int, RowForm] = {}  # of ragged calls, by their positions among the calls
+    forms: dict[int, SingleRows] = {}  # of ragged calls, by their positions among the calls
     misfits: set[str] = set()
     dtype, n, paths = model.theta.dtype, num_points(inputs), model.paths
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
@@ -450,7 +460,7 @@ def record(
         )
         form = None
         if not even and ragged is not None and given and len(tensors) == len(given) and not in_functorch():
-            form = rule.row_form(module, *(t if graph else t.detach() for t in tensors))
+            form = rule.single_rows(module, *(t if graph else t.detach() for t in tensors))
         if node is None or coarse or not (even or form):
             misfits.update(names.values())
             return
@@ -490,7 +500,7 @@ def record(
 
 
 def _find_points(
-    model: Model, outputs: Tensor, calls: list[Call], forms: Mapping[int, RowForm], misfits: set[str]
+    model: Model, outputs: Tensor, calls: list[Call], forms: Mapping[int, SingleRows], misfits: set[str]
 ) -> None:
     """Put the rows of ragged calls into tables, after backward passes that show the point of each row of all calls.
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from curvops.network.engines.rules import RowForm
+from curvops.network.engines.rules import SingleRows
 
 BASE = 16
 """The points that one backward pass tells apart, by weights of 1, 2, 4, ...: products with powers of two are exact."""
@@ -25,7 +25,7 @@ class RaggedRows:
     `kept` (n, T, *a) are the rows' inputs, and `inside` (n, T) says which entries of the table are rows.
     """
 
-    def __init__(self, form: RowForm, points: Int[Tensor, " m"], num_points: int) -> None:
+    def __init__(self, form: SingleRows, points: Int[Tensor, " m"], num_points: int) -> None:
         counts, order = torch.bincount(points, minlength=num_points), points.argsort(stable=True)
         self.width = max(1, int(counts.max()))
         position = torch.empty_like(order)

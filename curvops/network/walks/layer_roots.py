@@ -60,6 +60,12 @@ def _push_rows(rows: Blocks, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K
     return torch.stack(pushed).sum(0).unflatten(1, next(iter(rows.values())).shape[:2])
 
 
+def _concatenated(parts: Sequence[Factors]) -> Factors:
+    inside = [part.inside for part in parts if part.inside is not None]
+    kept, delta = torch.cat([part.kept for part in parts]), torch.cat([part.delta for part in parts])
+    return Factors(parts[0].layer, kept, delta, inside=torch.cat(inside) if inside else None)
+
+
 @dataclass(frozen=True, eq=False)
 class Group:
     """Rows for the parameters of one layer, or of layers that share weights.
@@ -177,13 +183,12 @@ class Group:
         first = groups[0]
         if len(groups) == 1:
             return first
-        if not all(group.is_like(first) for group in groups):  # their layers have other numbers of rows or calls
-            blocks = [group.rows() for group in groups]
-            return cls(first.names, (), first.first, {name: torch.cat([b[name] for b in blocks]) for name in blocks[0]})
-        alike = zip(*(group.parts for group in groups))
-        parts = [Factors(p[0].layer, torch.cat([x.kept for x in p]), torch.cat([x.delta for x in p])) for p in alike]
+        if not all(group.is_like(first) for group in groups):
+            groups = _alike(groups)
+            first = groups[0]
         given = {name: torch.cat([group.given[name] for group in groups]) for name in first.given}
-        return cls(first.names, tuple(parts), first.first, given)
+        parts = tuple(_concatenated(calls) for calls in zip(*(group.parts for group in groups)))
+        return cls(first.names, parts, first.first, given)
 
     def pieces(self, most_bytes: int, first: int = 0, together: int = 1) -> Iterator[Blocks]:
         """Yield `rows` of some points at a time from a point on: at least `together`, otherwise up to `most_bytes`."""
@@ -192,6 +197,17 @@ class Group:
         step = max(1, step // together) * together
         for start in range(first, self.num_points, step):
             yield self.rows(slice(start, start + step))
+
+
+def _alike(groups: Sequence[Group]) -> Sequence[Group]:
+    """Return rows of one layer with equal sizes: tables of ragged rows of one width, or else the rows themselves."""
+    if len({len(group.parts) for group in groups}) == 1:
+        calls = zip(*(group.parts for group in groups))
+        most = [max((p.inside.shape[1] for p in parts if p.inside is not None), default=0) for parts in calls]
+        wide = [replace(g, parts=tuple(p.widened(width) for p, width in zip(g.parts, most))) for g in groups]
+        if all(group.is_like(wide[0]) for group in wide):
+            return wide
+    return [replace(group, parts=(), given=group.rows()) for group in groups]
 
 
 def joined(groups: Iterable[Group]) -> list[Group]:
@@ -319,7 +335,7 @@ def unlike(names: Iterable[str]) -> str:
     """Return the message for layers that run differently from the first points."""
     return (
         f"the layers of {sorted(names)} did not run as they did on the first points: call them in the same way for all "
-        "points (one row per point, in the order of the points, in one dtype; their weights nowhere else), or leave "
+        "points (on rows of one point each, in one dtype; their weights nowhere else), or leave "
         "their parameters out of the selection."
     )
 

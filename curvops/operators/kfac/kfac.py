@@ -162,7 +162,9 @@ class KFAC(KroneckerCurvature):
     output Fisher's square root; a sample of weight two counts as two in both. Linear layers, convolutions (a block for
     each group) and embeddings have factors. Normalisation and other layers get their exact block if they have up to
     1,024 parameters, and its exact diagonal beyond (a `NoFactorsWarning` names them), so that no model is rejected.
-    Layers that share weights have one block.
+    Layers that share weights have one block. A layer with M rows for N points, a different number for each (atoms of
+    graphs, packed sequences, tokens that a mask selects), has A = (1/M) Σ_i a_i a_iᵀ and B = Σ_i Σ_r δ_ir δ_irᵀ, sums
+    over its rows i and the root's columns r: those of T positions, with M in place of N·T (Eschenhagen et al. 2023).
 
     Small eigenvalues are accurate for factors with up to 512 columns, which are summed in float64 whatever the data's
     dtype, and for wider factors that sum fewer rows than columns, whose eigenvalues come from these rows. For other
@@ -185,8 +187,9 @@ class KFAC(KroneckerCurvature):
         lin: the linearised network.
         fisher: "exact", "mc" (targets drawn from the model) or "empirical" (the true targets).
         sharing: for a layer that is applied at several positions, "expand" treats each position as a separate point,
-            and "reduce" first averages a and sums δ over the positions that count (Eschenhagen et al. 2023; embeddings
-            always expand).
+            and "reduce" first averages a and sums δ over the positions that count, or over the rows of each point
+            (Eschenhagen et al. 2023; embeddings always expand). If a layer in one call for all rows has as many rows
+            of each point as the outputs have positions, they are taken to be these positions, in their order.
         mc_samples: the number of targets drawn per point with fisher="mc".
         generator: the source of the draws.
         bias: "joint" for one block with the weight, or "separate" for its own block B, which ignores correlations with

@@ -15,7 +15,7 @@ from curvops.checks import carries_graph
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.spaces import Space, Spaces
 from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, unit_columns, zero_block
-from curvops.network import Empirical, InputGraph, Passes, Plan, at_points, by_points, move
+from curvops.network import Empirical, InputGraph, Passes, at_points, by_points, move
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.progress import Progress
 
@@ -214,7 +214,7 @@ class Gradients(NetworkOperator):
     MADE_BY = "lin.gradients()"
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Any:
         """The plan of engines for the products, as `lin.plan`."""
         return (self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"]) or self.lin).plan
 

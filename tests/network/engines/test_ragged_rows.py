@@ -209,6 +209,22 @@ def test_the_plan_names_ragged_rows() -> None:
     assert ", ragged rows" in str(lin.plan)
 
 
+def test_one_point_with_most_of_the_rows() -> None:
+    """Its batch is taken in parts, whose tables differ in width."""
+    torch.manual_seed(0)
+    model, n = _linear(masked, nn.LayerNorm).double().eval(), 18
+    inputs = torch.randn(n, 60, D).double(), torch.ones(n, dtype=torch.long).index_fill(0, torch.tensor(4), 60)
+    J = dense_jacobian(model, inputs)
+    lin = co.linearize(model, (inputs, torch.arange(n) % 2), "classification", engine="layerwise")
+    assert agree(lin.jacobian().to_dense(), J)
+    assert agree(co.TangentKernel(lin).to_dense(), J @ J.mT)
+    posterior = co.laplace(lin, co.DiagonalGGN, 1.0, check_mode=False)
+    variances = 1 / (co.DiagonalGGN(lin).diagonal() + 1)
+    covariance = posterior.predict(inputs).covariance_matrix
+    rows = J.unflatten(0, (n, 2))
+    assert agree(covariance, torch.einsum("ncd,d,ned->nce", rows, variances, rows))
+
+
 def cut(m: Any, x: Tensor, length: Tensor) -> Tensor:
     """The lengths are numbers of Python: with as many rows as points the pass looks like one with a row a point."""
     lengths = length.tolist()

@@ -7,16 +7,17 @@ from curvops.network.engines.rules.convolution import ConvolutionRule, Transpose
 from curvops.network.engines.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from curvops.network.engines.rules.linear import LinearRule, TransposedLinearRule
 from curvops.network.engines.rules.norm import ScaleRule
-from curvops.network.engines.rules.rule import Local, RowForm, Rule
+from curvops.network.engines.rules.rule import Local, Rule, SingleRows
 from curvops.ranks.process_group import has_hooks, unsharded_class
 
-__all__ = ["RULES", "Local", "RowForm", "Rule", "rule_for", "rule_of"]
+__all__ = ["RULES", "Local", "SingleRows", "Rule", "rule_for", "rule_of"]
 
 # A class of a package that need not be installed is listed under its full name.
 RULES: dict[type | str, Rule] = {
     nn.Linear: LinearRule(),
     NonDynamicallyQuantizableLinear: LinearRule(),  # the output projection of attention
     "transformers.pytorch_utils.Conv1D": TransposedLinearRule(),
+    "torch_geometric.nn.dense.linear.Linear": LinearRule(),
     nn.Conv1d: ConvolutionRule(),
     nn.Conv2d: ConvolutionRule(),
     nn.Conv3d: ConvolutionRule(),

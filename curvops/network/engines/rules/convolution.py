@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
 from curvops.network.engines.rules.linear import with_ones
-from curvops.network.engines.rules.rule import Local, RowForm, Rule
+from curvops.network.engines.rules.rule import Local, Rule, SingleRows
 from curvops.network.model.fused_kernels import unfused
 
 
@@ -30,7 +30,7 @@ class ConvolutionRule(Rule):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         return F.pad(a, _sides(layer), mode)
 
-    def row_form(self, layer: _ConvNd, *args: Tensor) -> RowForm | None:
+    def single_rows(self, layer: _ConvNd, *args: Tensor) -> SingleRows | None:
         """Return the output's pixels one by one, with their patches: images may differ in size."""
         (a,) = args
         batched = a.ndim == layer.weight.ndim
@@ -40,7 +40,7 @@ class ConvolutionRule(Rule):
             s = (s if batched else s.unsqueeze(1)).flatten(3).unflatten(2, (layer.groups, -1))
             return s.permute(0, 1, 4, 2, 3).flatten(1, 2)
 
-        return RowForm(PatchRule(), patches.transpose(1, 2).flatten(0, 1), split)
+        return SingleRows(PatchRule(), patches.transpose(1, 2).flatten(0, 1), split)
 
     def push(self, layer: _ConvNd, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         weight, bias = tangents.get("weight"), tangents.get("bias")
@@ -150,7 +150,7 @@ class TransposedConvolutionRule(ConvolutionRule):
 
     transposed = True
 
-    def row_form(self, layer: _ConvNd, *args: Tensor) -> None:
+    def single_rows(self, layer: _ConvNd, *args: Tensor) -> None:
         """Return None: a pixel of the output belongs to several of the input's."""
         return None
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvops.network.engines.rules.rule import Local, RowForm, Rule
+from curvops.network.engines.rules.rule import Local, Rule, SingleRows
 
 
 class TableRule(Rule):
@@ -32,9 +32,9 @@ class TableRule(Rule):
 class EmbeddingRule(TableRule):
     """The rule of rows of a table; its Jacobian (n, K, V, E) is formed only if V is below t."""
 
-    def row_form(self, layer: nn.Embedding, *args: Tensor) -> RowForm | None:
+    def single_rows(self, layer: nn.Embedding, *args: Tensor) -> SingleRows | None:
         (indices,) = args
-        return RowForm(self, self.keep(layer, indices).flatten(), lambda s: s.reshape(len(s), -1, s.shape[-1]))
+        return SingleRows(self, self.keep(layer, indices).flatten(), lambda s: s.reshape(len(s), -1, s.shape[-1]))
 
     def push(self, layer: nn.Embedding, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         looked_up = tangents["weight"][:, kept].transpose(0, 1)
@@ -61,7 +61,7 @@ class EmbeddingBagRule(TableRule):
     def supports(self, layer: nn.EmbeddingBag) -> bool:
         return layer.mode in ("sum", "mean")
 
-    def row_form(self, layer: nn.EmbeddingBag, *args: Tensor) -> RowForm | None:
+    def single_rows(self, layer: nn.EmbeddingBag, *args: Tensor) -> SingleRows | None:
         """Return the looked-up rows one by one: bags may have any sizes, and weights of their own."""
         indices, offsets, weights = self.keep(layer, args[0]).flatten(), None, None
         for further in args[1:]:
@@ -78,7 +78,7 @@ class EmbeddingBagRule(TableRule):
             shares = shares / sizes.clamp_min(1)[bags]
         if weights is not None:
             shares = shares * weights.flatten()
-        return RowForm(EmbeddingRule(), indices, lambda s: s[:, bags] * shares.unsqueeze(1))
+        return SingleRows(EmbeddingRule(), indices, lambda s: s[:, bags] * shares.unsqueeze(1))
 
     def push(self, layer: nn.EmbeddingBag, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         mode, padding = layer.mode, layer.padding_idx

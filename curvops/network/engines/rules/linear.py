@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops.network.engines.rules.rule import Local, RowForm, Rule
+from curvops.network.engines.rules.rule import Local, Rule, SingleRows
 
 
 class LinearRule(Rule):
     """The rule of y = a Wᵀ + b on the last dimension, with shared weights at the positions in between."""
 
-    def row_form(self, layer: Any, *args: Tensor) -> RowForm | None:
+    def single_rows(self, layer: Any, *args: Tensor) -> SingleRows | None:
         (a,) = args
-        return RowForm(self, a.reshape(-1, a.shape[-1]), lambda s: s.reshape(len(s), -1, s.shape[-1]))
+        return SingleRows(self, a.reshape(-1, a.shape[-1]), lambda s: s.reshape(len(s), -1, s.shape[-1]))
 
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         n, positions = kept.shape[0], kept.shape[1:-1]

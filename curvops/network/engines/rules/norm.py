@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvops.network.engines.rules.rule import Local, RowForm, Rule
+from curvops.network.engines.rules.rule import Local, Rule, SingleRows
 
 
 class ScaleRule(Rule):
@@ -38,13 +38,13 @@ class ScaleRule(Rule):
             return F.group_norm(a, a.shape[1], eps=layer.eps)  # groups of one channel each
         return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
 
-    def row_form(self, layer: Any, *args: Tensor) -> RowForm | None:
+    def single_rows(self, layer: Any, *args: Tensor) -> SingleRows | None:
         kept, last = self.keep(layer, *args), 1
         if not self.leading:
             last = len(layer.normalized_shape)
-            return RowForm(self, kept.flatten(0, -1 - last), lambda s: s.flatten(1, -1 - last))
+            return SingleRows(self, kept.flatten(0, -1 - last), lambda s: s.flatten(1, -1 - last))
         channels_last = ScaleRule(leading=False)
-        return RowForm(channels_last, kept.movedim(1, -1).flatten(0, -2), lambda s: s.movedim(2, -1).flatten(1, -2))
+        return SingleRows(channels_last, kept.movedim(1, -1).flatten(0, -2), lambda s: s.movedim(2, -1).flatten(1, -2))
 
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         terms = []

@@ -13,7 +13,7 @@ Local = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class RowForm:
+class SingleRows:
     """A call of a layer as m rows, each of which has one position: their inputs (m, *a), and their own rule.
 
     `split` turns sensitivities (R, *out) of the call's output into those of the rows, (R, m, *b). The rule takes rows
@@ -38,7 +38,7 @@ class Rule(ABC):
         """Turn the layer's input into the tensor that is stored."""
         return a
 
-    def row_form(self, layer: Any, *args: Tensor) -> RowForm | None:
+    def single_rows(self, layer: Any, *args: Tensor) -> SingleRows | None:
         """Return a call with these tensors row by row, whatever the number of rows; None if its rows have no rule."""
         return None
 
