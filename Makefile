@@ -91,10 +91,11 @@ gpu-rehearsal: .venv-gpu/.installed
 wild: .venv-wild/.installed
 	.venv-wild/bin/python -m benchmarks.wild $(ARGS)
 
-# A job with a pretrained model of another package, docs/pronunciation.md, and its notebook.
+# Two jobs with pretrained models of other packages, docs/crystal_potential.md and docs/pronunciation.md, and their notebooks.
 jobs: .venv-wild/.installed
+	OMP_NUM_THREADS=1 .venv-wild/bin/python -m benchmarks.crystal_potential
 	OMP_NUM_THREADS=1 .venv-wild/bin/python -m benchmarks.pronunciation
-	OMP_NUM_THREADS=1 .venv-wild/bin/python -m benchmarks.notebooks --only pronunciation
+	OMP_NUM_THREADS=1 .venv-wild/bin/python -m benchmarks.notebooks --only crystal_potential pronunciation
 
 .venv-wild/.installed: benchmarks/wild-requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-wild

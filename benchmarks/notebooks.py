@@ -33,7 +33,7 @@ INPUT_AND_OUTPUT = re.compile(r"((?:^(?:>>>|\.\.\.)(?: .*)?\n)+)((?:^(?!>>>).*\n
 DIRECTIVE = re.compile(r" +# doctest: .*$", re.MULTILINE)
 INCLUDED = re.compile(r'--8<-- "docs/(\S+\.py)"\n')
 WHERE_A_WARNING_AROSE = re.compile(r"/\S*/ipykernel_\S+?:\d+: ")
-WARNING_OF_ANOTHER_PACKAGE = re.compile(r"^/\S*/site-packages/.*\n(?:  .*\n)?", re.MULTILINE)
+WARNING_OF_ANOTHER_PACKAGE = re.compile(r"^/\S*/site-packages/.*\n(?:(?:\S.*\n)?  .*\n)?", re.MULTILINE)
 COLOURS = 64
 PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}"
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import annotations_unchecked  # noqa: F401 - a fixture, known here by its name
 
-JOBS = {"pronunciation.md": "g2p_en"}
+JOBS = {"crystal_potential.md": "chgnet", "pronunciation.md": "g2p_en"}
 """Pages that need a package with a pretrained model, which the test environment has not."""
 
 collect_ignore = ["many_machines.py"]  # a program for torchrun, which tests/ranks runs
