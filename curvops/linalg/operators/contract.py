@@ -142,11 +142,11 @@ class LinearOperatorContract(LinearOperator):
 
     def _form_dense(self) -> Tensor:
         m, n = self.matrix_shape
+        if m < n:
+            return self.mT._form_dense().mT.contiguous()
         if self.batch_shape or solve_width(self, n)[0] >= n:
-            operator, size = (self.mT, m) if m < n else (self, n)
-            unit = torch.eye(size, dtype=self.dtype, device=self.device).expand(*self.batch_shape, size, size)
-            dense = operator.matmul(unit)
-            return (dense.mT if m < n else dense).contiguous()
+            unit = torch.eye(n, dtype=self.dtype, device=self.device).expand(*self.batch_shape, n, n)
+            return self.matmul(unit).contiguous()
         positions = torch.arange(n, device=self.device)
         return torch.cat([columns for _, columns in self._by_columns(positions, n)], 1)
 
