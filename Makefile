@@ -16,7 +16,7 @@ EDITABLE := $(INSTALL) --no-build-isolation --editable
 # Whatever the environment says: the two test processes, and those that tests start, compile each module once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test bench docs figures notebooks lint clean oldest release-check gpu-rehearsal wild
+.PHONY: help demo test bench docs figures notebooks lint clean oldest release-check gpu-rehearsal wild jobs
 .DELETE_ON_ERROR:
 
 help:
@@ -90,6 +90,12 @@ gpu-rehearsal: .venv-gpu/.installed
 # Other people's architectures, row by row, into docs/wild.md: before a release.
 wild: .venv-wild/.installed
 	.venv-wild/bin/python -m benchmarks.wild $(ARGS)
+
+# Two jobs with pretrained models of other packages, docs/crystal_potential.md and docs/pronunciation.md, and their notebooks.
+jobs: .venv-wild/.installed
+	OMP_NUM_THREADS=1 .venv-wild/bin/python -m benchmarks.crystal_potential
+	OMP_NUM_THREADS=1 .venv-wild/bin/python -m benchmarks.pronunciation
+	OMP_NUM_THREADS=1 .venv-wild/bin/python -m benchmarks.notebooks --only crystal_potential pronunciation
 
 .venv-wild/.installed: benchmarks/wild-requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-wild

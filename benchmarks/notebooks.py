@@ -33,7 +33,7 @@ INPUT_AND_OUTPUT = re.compile(r"((?:^(?:>>>|\.\.\.)(?: .*)?\n)+)((?:^(?!>>>).*\n
 DIRECTIVE = re.compile(r" +# doctest: .*$", re.MULTILINE)
 INCLUDED = re.compile(r'--8<-- "docs/(\S+\.py)"\n')
 WHERE_A_WARNING_AROSE = re.compile(r"/\S*/ipykernel_\S+?:\d+: ")
-WARNING_OF_ANOTHER_PACKAGE = re.compile(r"^/\S*/site-packages/.*\n(?:  .*\n)?", re.MULTILINE)
+WARNING_OF_ANOTHER_PACKAGE = re.compile(r"^/\S*/site-packages/.*\n(?:(?:\S.*\n)?  .*\n)?", re.MULTILINE)
 COLOURS = 64
 PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}"
 
@@ -187,9 +187,10 @@ def main() -> None:
     """All notebooks of the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.notebooks", description=__doc__)
     parser.add_argument("--all", action="store_true", help="execute those whose code has not changed, too")
-    again = parser.parse_args().all
-    for name in names():
-        refresh(name, again)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these, as where the others lack a package")
+    arguments = parser.parse_args()
+    for name in arguments.only or names():
+        refresh(name, arguments.all)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from linear_operator import LinearOperator
-    from torch import Tensor, nn
+    from torch import Tensor, nn, optim
+    from torch.distributed.device_mesh import DeviceMesh
 
     from curvops.network.likelihoods import Likelihood
     from curvops.operators import Linearization
     from curvops.posterior import Laplace
-    from curvops.sampling import Chain, Constant, Cosine, LogPosterior, RobbinsMonro, Transition
+    from curvops.sampling import Chain, Constant, Cosine, LogPosterior, RobbinsMonro, State, Transition
 
     Network: TypeAlias = nn.Module | tuple[Callable[..., Tensor], Mapping[str, Tensor]]
     """A module, or a function (parameters, inputs) -> outputs with its parameters by name."""
@@ -48,6 +49,23 @@ if TYPE_CHECKING:
     """Draws of a run, or tensors (chains, draws, *shape), by name if there are several."""
     SamplingMethod: TypeAlias = Transition
     """What one of the functions of `co.sampling` makes."""
+    Tree: TypeAlias = Tensor | Mapping[str, Any] | Sequence[Any]
+    """Parameters as a tensor, or as tensors in mappings and sequences."""
+    Start: TypeAlias = Tree | State
+    """Parameters, or the state in which an earlier run ended."""
+    Covariance: TypeAlias = float | Tensor | LinearOperator | None
+    """A number, a vector, or an operator."""
+    OptimizerChoice: TypeAlias = Callable[..., optim.Optimizer]
+    """A class of torch.optim, or a function of (tensors, **options)."""
+    Positions: TypeAlias = Tensor | Sequence[int] | Sequence[bool]
+    """Positions in a vector of weights, or a mask."""
+    BlockChoice: TypeAlias = str | Sequence[str | Sequence[str] | Positions]
+    """The word "layer", or groups of names or positions."""
+    Variances: TypeAlias = float | Sequence[float] | Tensor
+    """A number, or one for each layer."""
+    Mesh: TypeAlias = DeviceMesh
+    """Devices over which vectors are sharded."""
 else:
     Network = Points = Data = LikelihoodChoice = ParameterChoice = CurvatureChoice = PriorPrecision = PriorMean = Any
     GivenBatch = Density = StepSizes = Preconditioning = Draws = SamplingMethod = Collate = Any
+    Tree = Start = Covariance = OptimizerChoice = Positions = BlockChoice = Variances = Mesh = Any

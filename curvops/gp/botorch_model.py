@@ -22,7 +22,7 @@ from torch import Tensor
 from curvops.checks import check_choice, check_kind, check_tensor
 from curvops.gp.operator_kernel import as_points
 from curvops.linalg import Dense
-from curvops.network.likelihoods import Gaussian
+from curvops.network.likelihoods import Gaussian, Multitask
 from curvops.posterior import Laplace
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal
 
@@ -81,6 +81,8 @@ class LaplaceModel(Model, FantasizeMixin):
         check_choice("mode", mode, MODES)
         if len(post.lin.output_shape) > 1:
             raise ValueError("a BoTorch model has one vector of outputs per point: append nn.Flatten() to the network.")
+        if isinstance(post.lin.likelihood, Multitask):
+            raise ValueError("a BoTorch model has one output vector per point: linearise a network that returns one.")
         self.post, self.likelihood = post, post.lin.likelihood
         self._step = None if mode == "map" else post.linear_mode().theta - post.lin.theta
         self._observed: list[Observed] = []

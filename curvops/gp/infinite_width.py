@@ -15,6 +15,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.argument_types import Variances
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.gp.operator_kernel import OperatorKernel, require_whole_points
 from curvops.linalg import Dense
@@ -81,8 +82,8 @@ class InfiniteWidthKernel(OperatorKernel):
         activation: str = "relu",
         kind: str = "ntk",
         *,
-        weight_variance: Any = 2.0,
-        bias_variance: Any = 1.0,
+        weight_variance: Variances = 2.0,
+        bias_variance: Variances = 1.0,
         weight_variance_prior: Prior | None = None,
         weight_variance_constraint: Interval | None = None,
         bias_variance_prior: Prior | None = None,

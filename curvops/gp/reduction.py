@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.argument_types import PriorMean, PriorPrecision
+from curvops.argument_types import Points, PriorMean, PriorPrecision
 from curvops.checks import check_choice, check_generator, checked_number, checked_whole
 from curvops.linalg import Diagonal, Estimate, LowRank, Operator, cholesky, nystrom
 from curvops.linalg.core.memory import columns_at_a_time
@@ -154,7 +154,7 @@ def reduced_posterior(
     temperature: float = 1.0,
     *,
     features: str = "inducing",
-    points: Any = None,
+    points: Points | None = None,
     candidates: int | None = None,
     generator: torch.Generator | None = None,
     check_mode: bool = True,

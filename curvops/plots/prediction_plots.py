@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from curvops import metrics
+from curvops.network.likelihoods import Multitask
 from curvops.plots import style
 from curvops.plots.style import NumberSequence
 from curvops.posterior import Laplace
@@ -57,6 +58,8 @@ def regression(
         raise TypeError(f"regression draws a posterior from co.laplace, then inputs; got {type(post).__name__} first.")
     points = np.sort(style.vector("x", x))
     lin = post.lin
+    if isinstance(lin.likelihood, Multitask):
+        raise ValueError("regression draws one output: linearise a network that returns a single one.")
     x_train, y_train, shape = _training_data(lin)
     inputs = torch.as_tensor(points, dtype=lin.theta.dtype, device=lin.theta.device).reshape(shape)
     if with_noise := lin.likelihood.form == "numbers":

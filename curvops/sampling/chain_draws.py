@@ -12,6 +12,7 @@ from typing import Any
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from curvops.argument_types import SamplingMethod
 from curvops.checks import check_kind
 from curvops.ranks.spread_chains import Spread
 from curvops.sampling.state import State, Structure
@@ -44,7 +45,7 @@ class Chain(Summarised):
     energy_error: Float64[Tensor, "k steps"] | None
     thin: int
     state: State = field(repr=False)
-    sampler: Any
+    sampler: SamplingMethod
     spread: Spread | None = field(default=None, repr=False)
     """The position of these chains among those of other ranks, if they are this rank's alone."""
 

@@ -266,7 +266,7 @@ def autocorrelation(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "
 
 
 @torch.no_grad()
-def stein_discrepancy(draws: Draws, scores: Any, scale: float | str = 1.0) -> Estimate:
+def stein_discrepancy(draws: Draws, scores: Draws, scale: float | str = 1.0) -> Estimate:
     """Estimate the squared kernel Stein discrepancy between draws and a target, by a U-statistic.
 
     It is E u(θ, θ') over pairs of draws, zero if the draws come from the target, with

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from curvops.argument_types import Density, Preconditioning, StepSizes
+from curvops.argument_types import Covariance, Density, Preconditioning, StepSizes, Tree
 from curvops.checks import checked_number, checked_whole
 from curvops.linalg import Diagonal, Inverse
 from curvops.posterior.core.terms import Prior
@@ -274,8 +274,8 @@ def pcn(
     log_posterior: Density,
     step_size: StepSizes,
     *,
-    covariance: Any = None,
-    mean: Any = None,
+    covariance: Covariance = None,
+    mean: float | Tree | None = None,
     temperature: StepSizes = 1.0,
     data_size: int | None = None,
 ) -> CrankNicolson:

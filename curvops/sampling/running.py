@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvops.argument_types import GivenBatch, SamplingMethod
+from curvops.argument_types import GivenBatch, SamplingMethod, Start
 from curvops.checkpoint import Checkpoint, Place, begin, identify, seed_of
 from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole
 from curvops.errors import DivergenceError
@@ -128,7 +128,7 @@ TRACES = ("log_posterior", "acceptance", "energy_error")
 @algorithm
 def run(
     sampler: SamplingMethod,
-    start: Any,
+    start: Start,
     batches: Iterable[GivenBatch] | None = None,
     *,
     steps: int,

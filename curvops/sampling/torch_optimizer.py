@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from curvops.argument_types import Density
+from curvops.argument_types import Density, OptimizerChoice
 from curvops.sampling.state import Info, NoiseSource, State
 from curvops.sampling.transition import Schedule, Transition, as_schedule, at, common_arguments
 
@@ -76,7 +76,9 @@ class Optimizer(Transition):
         held.update({str(i): optimizer.state[leaf] for i, leaf in enumerate(leaves)})
 
 
-def optimizer(make: Any, log_posterior: Density, *, data_size: int | None = None, **options: Any) -> Optimizer:
+def optimizer(
+    make: OptimizerChoice, log_posterior: Density, *, data_size: int | None = None, **options: Any
+) -> Optimizer:
     """Build a torch optimiser that ascends `log_posterior`, under the samplers' protocol.
 
     Args:
@@ -104,7 +106,8 @@ def optimizer(make: Any, log_posterior: Density, *, data_size: int | None = None
     """
     if not callable(make) or isinstance(make, torch.optim.Optimizer):
         raise TypeError(f"optimizer needs a class, such as torch.optim.AdamW, and its options, got {make!r}.")
-    if isinstance(make, type) and issubclass(make, torch.optim.LBFGS):
+    searches = isinstance(make, type) and issubclass(make, torch.optim.LBFGS)
+    if searches:
         raise ValueError("LBFGS calls the model several times per step, which this protocol does not allow.")
     lr = options.get("lr")
     scheduled = callable(lr)

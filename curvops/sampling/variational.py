@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.argument_types import Density, GivenBatch, StepSizes
+from curvops.argument_types import Density, GivenBatch, OptimizerChoice, StepSizes
 from curvops.checks import check_choice, check_flag, checked_number, checked_whole
 from curvops.errors import UnsettledWarning, warn
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
@@ -465,7 +465,7 @@ def vi(
     log_posterior: Density,
     family: str = "diagonal",
     *,
-    optimizer: Any = torch.optim.Adam,
+    optimizer: OptimizerChoice = torch.optim.Adam,
     draws: int = 1,
     rank: int | None = None,
     stick_the_landing: bool = True,

@@ -160,7 +160,7 @@ DOORS = [
             "text": (lambda: post().predict(np.array([["a"]])), TypeError, "cannot become a tensor"),
             "targets in a list": (lambda: post().log_likelihood(X, [0] * 5), TypeError, "y must be a tensor"),
             "one point together": (lambda: post().log_likelihood(X[:1], torch.zeros(1).long(), True), "pairs"),
-            "noise of classes": (lambda: post().predict(X, noise=True), "Gaussian likelihood.*Categorical"),
+            "noise of classes": (lambda: post().predict(X, noise=True), "real targets.*Categorical"),
         },
     ),
     Door(

@@ -189,8 +189,8 @@ CASES = {
     ),
     "pixels and a number": Case(
         Segmenter,
-        (N, 2, 4, 5),
-        {"mask": torch.arange(N * 20).reshape(N, 4, 5) % 3, "size": VALUES[:, 0]},
+        (N, 2, 2, 3),
+        {"mask": torch.arange(N * 6).reshape(N, 2, 3) % 3, "size": VALUES[:, 0]},
         {"mask": nn.CrossEntropyLoss(), "size": LIKELIHOODS.Gaussian(0.5)},
         {"mask": cross_entropy, "size": lambda f, y: GAUSSIAN(f[:, None], y[:, None])},
     ),
@@ -289,7 +289,7 @@ def test_predictions_come_by_name(name: str, curvature: Any) -> None:
         if f.ndim == 1:
             f = f[:, None]
         if key == "mask":  # the classes last
-            f, place = f.movedim(1, -1), place.reshape(N, 3, 20).mT
+            f, place = f.movedim(1, -1), place.reshape(N, 3, 6).mT
         C = f.shape[-1]
         torch.testing.assert_close(predicted[key].mean, f.reshape(-1, C), **TIGHT)
         torch.testing.assert_close(lin.predict(x)[key], f.reshape(-1, C), **TIGHT)
@@ -532,3 +532,26 @@ def test_hyperparameters_of_one_output_need_its_name() -> None:
         post.with_noise({"class": 0.1})
     with pytest.raises(KeyError, match="is not one of the outputs"):
         post.at(normal(N, 4))["val"]
+
+
+def test_tools_for_one_output_say_so() -> None:
+    net = Several({"value": 1})
+    net.body = nn.Linear(1, 3)
+    x = normal(N, 1)
+    lin = co.linearize(net.double(), (x, {"value": x}), {"value": LIKELIHOODS.Gaussian(0.5)})
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
+    with pytest.raises(ValueError, match="linearise a network that returns one"):
+        co.gp.LaplaceModel(post)
+    with pytest.raises(ValueError, match="regression draws one output"):
+        co.plots.regression(post, x)
+    with pytest.raises(TypeError, match="are for co.linearize; here one is needed"):
+        co.sampling.log_posterior(net, {"value": "regression"}, prior_precision=1.0, data_size=N)
+
+
+def test_empirical_posteriors_predict_by_name() -> None:
+    *_, x, _, lin = built("a class and values")
+    draws = co.laplace(lin, co.GGN, 0.7, check_mode=False).sample(6, torch.Generator().manual_seed(0))
+    post = co.sampling.empirical(lin, draws.view(2, 3, -1))
+    values = torch.stack([lin.predict(x, weights)["value"] for weights in draws])
+    torch.testing.assert_close(post.predict(x)["value"].mean, values.mean(0), **TIGHT)
+    assert list(post.probabilities(x)) == ["class"]

@@ -47,6 +47,14 @@ class OfShape(nn.Module):
         return f.movedim(-1, 1) if self.form == "first" else f.squeeze(-1) if self.form == "number" else f
 
 
+class TwoHeads(OfShape):
+    """Two outputs by name, of one body."""
+
+    def forward(self, x: Tensor) -> Any:
+        f = super().forward(x)
+        return {"kind": f[:, :C], "value": f[:, C:]}
+
+
 class PlainCrossEntropy(nn.CrossEntropyLoss):
     """A subclass that computes the same."""
 
@@ -59,7 +67,7 @@ class Focal(nn.CrossEntropyLoss):
 X, TOKENS = randn(N, 2), randn(N, T, 2)
 PIXELS = randn(N, 2, 3, 2)
 EACH = torch.tensor([0.6, 0.7, 0.8])
-LIKELIHOODS: dict[str, tuple[Any, nn.Module, Tensor, Tensor]] = {
+LIKELIHOODS: dict[str, tuple[Any, nn.Module, Tensor, Any]] = {
     "classification": ("classification", OfShape(C), X, classes(N)),
     "probabilities": ("classification", OfShape(C), X, randn(N, C).softmax(1)),
     "smoothing": (nn.CrossEntropyLoss(label_smoothing=0.2), OfShape(C), X, classes(N)),
@@ -74,6 +82,12 @@ LIKELIHOODS: dict[str, tuple[Any, nn.Module, Tensor, Tensor]] = {
     "predicted variances": (co.likelihoods.HeteroscedasticGaussian(), OfShape(4), X, randn(N, 2)),
     "a finite support": (lambda f: torch.distributions.Categorical(logits=f), OfShape(C), X, classes(N)),
     "natural parameters": (lambda f: Independent(Poisson(f.exp()), 1), OfShape(C), X, classes(N, C).double()),
+    "several outputs": (
+        {"kind": "classification", "value": co.likelihoods.Gaussian(noise=0.9)},
+        TwoHeads(C + 2),
+        X,
+        {"kind": classes(N), "value": randn(N, 2)},
+    ),
     "tokens": ("classification", OfShape(C), TOKENS, classes(N, T)),
     "pixels": (nn.CrossEntropyLoss(), OfShape(C, "first"), PIXELS, classes(N, 2, 3)),
     "numbers at pixels": (co.likelihoods.Gaussian(noise=2.0), OfShape(C), PIXELS, randn(N, 2, 3, C)),
@@ -251,6 +265,24 @@ def test_several_inputs_without_labels(data: Any) -> None:
         lin.log_likelihood()
     labelled = co.linearize(OfTwo(C), ((X, X[:, :1]), classes(N)), "classification")
     assert torch.allclose(co.GGN(lin).to_dense(), co.GGN(labelled).to_dense(), rtol=1e-12, atol=1e-14)
+
+
+class OfSets(OfShape):
+    """The sum over the rows of each set."""
+
+    def forward(self, sets: list[Tensor]) -> Tensor:
+        return torch.stack([super(OfSets, self).forward(rows).sum(0) for rows in sets])
+
+
+def test_points_of_any_kind_without_labels() -> None:
+    sets = [randn(n, 2) for n in (2, 1, 3, 2)]
+    options: dict[str, Any] = {"likelihood": "classification", "collate": list}
+    lin = co.linearize(OfSets(C), (sets, None), **options)
+    labelled = co.linearize(OfSets(C), (sets, classes(4)), **options)
+    assert torch.allclose(co.GGN(lin).to_dense(), co.GGN(labelled).to_dense(), rtol=1e-12, atol=1e-13)
+    assert torch.allclose(lin.predict(sets[1:]), labelled.predict(sets[1:]), rtol=1e-12, atol=1e-13)
+    with pytest.raises(MissingLabelsError):
+        lin.gradient()
 
 
 AMBIGUOUS: dict[str, tuple[Any, str]] = {

@@ -70,13 +70,13 @@ def answers(post, x, y):
         f"{name}{field}": getattr(u, field) for name, u in parts.items() for field in ("mean", "total", "epistemic")
     }
     found |= {"score": post.log_likelihood(x, y).value, "drawn score": post.log_likelihood(x, y, samples=S).value}
-    if not isinstance(post._target(), co.posterior.predictions.answers.NUMBERS):
+    if not isinstance(post.lin.likelihood.of_position, co.posterior.predictions.answers.NUMBERS):
         links = ["probit", "mc", "network"] + ["bridge", "bridge_norm"] * isinstance(
-            post._target(), co.likelihoods.Categorical
+            post.lin.likelihood.of_position, co.likelihoods.Categorical
         )
         found |= {link: post.probabilities(x, link) for link in links}
         found["given draws"] = post.probabilities(x, "mc", samples=S)
-    if isinstance(post._target(), co.likelihoods.Categorical):
+    if isinstance(post.lin.likelihood.of_position, co.likelihoods.Categorical):
         p = found["probit"]
         found |= {"entropy": metrics.predictive_entropy(p), "nll": metrics.nll(p, y.flatten(), reduction="none")}
     return found

@@ -19,6 +19,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
+from curvops.argument_types import Mesh
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.linalg.core import solve_routes as routes
@@ -277,7 +278,7 @@ class Operator(LinearOperatorContract):
         """The layouts over ranks of sharded vectors, by rows and by columns of A, if a part of A determines them."""
         return next((layouts for part in self._args if (layouts := layouts_of(part)) is not None), None)
 
-    def sharded(self, mesh: Any) -> LinearOperator:
+    def sharded(self, mesh: Mesh) -> LinearOperator:
         """Return the operator on vectors that are sharded over a one-dimensional device mesh.
 
         Everything that algorithms keep with it (bases, sketches, random vectors) is then sharded by rows, and results

@@ -83,9 +83,11 @@ def batch_inputs(x: object, n: int, whole: bool | None = None) -> Inputs:
     return inputs
 
 
-def value_of(inputs: Inputs) -> Any:
-    """Return what the model takes for these inputs."""
-    return inputs.value() if isinstance(inputs, Objects) else inputs
+def value_of(inputs: Inputs, apart: bool = False) -> Any:
+    """Return what the model takes for these inputs, or for a copy of objects (`apart`): a collate may change them."""
+    if not isinstance(inputs, Objects):
+        return inputs
+    return (inputs.copy() if apart else inputs).value()
 
 
 def described(inputs: Inputs) -> str:

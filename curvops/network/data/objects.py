@@ -7,6 +7,7 @@ The form of inputs beside tensors and their tuples and dicts. `Objects` are sing
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,12 +65,17 @@ class Objects:
         """
         if isinstance(x, Objects):
             return x
-        listed = list | Dataset if isinstance(self.points and self.value(), tuple) else list | tuple | Dataset
+        listed = list | Dataset if issubclass(self._taken, tuple) else list | tuple | Dataset
         if isinstance(x, listed) or (isinstance(x, np.ndarray) and x.dtype == object):
             return self.with_points([x[i] for i in range(len(x))])
-        if type(x) in set(map(type, self.points)) and not isinstance(self.value(), type(x)):
+        if type(x) in set(map(type, self.points)) and not issubclass(self._taken, type(x)):
             raise TypeError(f"inputs are a list of points; given one {type(x).__name__}: pass [x].")
         return WholeBatch(x, None, self.device, self.dtype)
+
+    @cached_property
+    def _taken(self) -> type:
+        """The type of what the model takes; that of None if there is no point to make it of."""
+        return type(self.copy().value() if self.points else None)
 
     def take(self, index: slice | Tensor) -> Objects:
         """Return the points in a slice or at given positions."""
@@ -186,7 +192,7 @@ class PointPairs(Dataset[Any]):
         if not isinstance(item, tuple | list) or len(item) not in (2, 3):
             raise TypeError(
                 f"with collate= each item of the data is (point, target) or (point, target, weight); item {i} is a "
-                f"{type(item).__name__}. Or pass (points, targets)."
+                f"{type(item).__name__}. Or pass (points, targets), or (points, None) without labels."
             )
         return item
 

@@ -246,15 +246,15 @@ class Model:
         how the model is called, whether it writes into its inputs, and whether it takes derivatives of its own, for
         which gradients must be enabled. Raises ValueError or TypeError, with the remedy, for an error inside the model.
         """
-        self.calls.arguments(value_of(inputs))
-        self.calls.example = inputs if isinstance(inputs, Objects) else None
+        self.calls.arguments(value_of(inputs, apart=True))
+        self.calls.example = inputs.copy() if isinstance(inputs, Objects) else None
         given = copy(inputs)
         with torch.no_grad(), explain(inputs):
             try:
                 outputs = self._checked_call(given)
             except (TypeError, RuntimeError) as error:
                 self._differentiates = isinstance(error, RuntimeError)
-                if not (self._differentiates or self.calls.turn(value_of(inputs))):
+                if not (self._differentiates or self.calls.turn(value_of(inputs, apart=True))):
                     raise
                 given = copy(inputs)
                 outputs = self._checked_call(given)
@@ -271,7 +271,7 @@ class Model:
         if (form := form_of(inputs)) in self._admitted or (isinstance(inputs, Objects) and not len(inputs)):
             return
         few = first_of(inputs)
-        self.calls.arguments(value_of(few))
+        self.calls.arguments(value_of(few, apart=True))
         with torch.no_grad():
             self.raw(self.values, few, explained="")
         self._admitted.add(form)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.argument_types import BlockChoice, Positions
 from curvops.checks import check_choice, check_kind, check_shape, require_no_graph
 from curvops.linalg import Damped, Dense, DirectSum
 from curvops.linalg.core.sources import sources_of
@@ -55,7 +56,7 @@ class Subnetwork(Dense):
         (torch.Size([5, 5]), torch.Size([5]))
     """
 
-    def __init__(self, source: LinearOperator | Tensor, indices: Any = None, **stored: Any) -> None:
+    def __init__(self, source: LinearOperator | Tensor, indices: Positions | None = None, **stored: Any) -> None:
         if "psd" in stored:
             LinearOperator.__init__(self, source, indices=indices, **stored)
             return
@@ -102,7 +103,7 @@ class BlockDiagonal(UserOperator, DirectSum):
 
     STORED = "positions"
 
-    def __init__(self, lin: Linearization, blocks: Any = "layer") -> None:
+    def __init__(self, lin: Linearization, blocks: BlockChoice = "layer") -> None:
         positions = tuple(_partition(lin, blocks))
         _require_room(lin, positions)
         exact = Exact(lin.likelihood)

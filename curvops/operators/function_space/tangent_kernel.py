@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.argument_types import Points, PriorPrecision
+from curvops.argument_types import Mesh, Points, PriorPrecision
 from curvops.checks import carries_graph
 from curvops.linalg import Diagonal
 from curvops.linalg.operators.base import Operator, as_part, number_of
@@ -115,7 +115,7 @@ class TangentKernel(UserOperator, Operator):
         left, right, _ = self._args
         return left._product(self.scaled(right.rows_at(index)))
 
-    def formed(self, mesh: Any) -> BlockRows:
+    def formed(self, mesh: Mesh) -> BlockRows:
         """Form the matrix with its rows shared among the ranks of a one-dimensional device mesh.
 
         Products with sharded vectors then gather only these vectors, N·C numbers each, whereas the kernel itself sums D

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from curvops.argument_types import Points
 from curvops.linalg import Estimate
-from curvops.network.likelihoods.likelihood import TargetForm
 from curvops.posterior.predictions.answers import NAMED
 
 
@@ -48,21 +47,26 @@ class NamedPredictions(Mapping[Any, Any]):
 
     def predict(self, joint: bool = False, noise: bool = False, groups: int | None = None) -> dict[Any, Any]:
         """Return the distribution of each output; with noise=True, of the targets that are numbers."""
-        forms = ("numbers",) if noise is True else None
-        return self._each(lambda output: output.predict(joint, noise, groups), forms, "observation noise")
+        return self._each(
+            lambda output: output.predict(joint, noise, groups),
+            lambda form: noise is not True or form == "numbers",
+            "observation noise",
+        )
 
     def functions(self) -> dict[Any, Any]:
         """Return the linearised network as a function at each of the samples, for each output."""
-        return self._each(lambda output: output.functions(), None, "")
+        return self._each(lambda output: output.functions(), lambda form: True, "outputs")
 
     def probabilities(self, link: str | None = None, generator: torch.Generator | None = None) -> dict[Any, Any]:
         """Return class probabilities for each output that has some."""
-        return self._each(lambda output: output.probabilities(link, generator), NAMED, "probabilities")
+        return self._each(
+            lambda output: output.probabilities(link, generator), lambda form: form in NAMED, "probabilities"
+        )
 
     def uncertainty(self, generator: torch.Generator | None = None) -> dict[Any, Any]:
         """Return the uncertainty of each output's targets."""
         return self._each(
-            lambda output: output.uncertainty(generator), get_args(TargetForm), "a decomposed uncertainty"
+            lambda output: output.uncertainty(generator), lambda form: form is not None, "a decomposed uncertainty"
         )
 
     def log_likelihood(
@@ -72,12 +76,10 @@ class NamedPredictions(Mapping[Any, Any]):
         score: Estimate = self.whole.log_likelihood(y, joint, generator, link)
         return score
 
-    def _each(self, ask: Callable[[Any], Any], forms: tuple[str, ...] | None, what: str) -> dict[Any, Any]:
-        """Return an answer for each output whose targets have one of these forms (None: any)."""
+    def _each(self, ask: Callable[[Any], Any], suits: Callable[[str | None], bool], what: str) -> dict[Any, Any]:
+        """Return an answer for each output whose targets have a form that suits it."""
         targets = {name: output.lin.likelihood.of_position for name, output in self.outputs.items()}
-        answers = {
-            name: ask(self.outputs[name]) for name, target in targets.items() if forms is None or target.form in forms
-        }
+        answers = {name: ask(self.outputs[name]) for name, target in targets.items() if suits(target.form)}
         if not answers:
             raise ValueError(f"none of the likelihoods of {list(targets)} has {what}: {list(targets.values())}.")
         return answers

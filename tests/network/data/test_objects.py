@@ -285,6 +285,25 @@ def test_a_model_that_writes_leaves_the_points_alone():
     assert all(torch.equal(point.rows, part) and not hasattr(point, "seen") for point, part in zip(points, rows))
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_collate_that_writes_leaves_the_points_alone(scale):
+    def caching(some):
+        for point in some:
+            point.rows.mul_(scale)
+            point.seen = True
+        return parts_of_points(some)
+
+    rows, y = data()
+    points = [Cloud(part.clone()) for part in rows]
+    model = Pooled().double()
+    lin = of_points(model, points, y, noise(), caching)
+    for _ in range(2):
+        close(lin.outputs(), model(*parts_of_points([scale * part for part in rows])).detach())
+        close(lin.gradient(), lin.gradient())
+    close(lin.predict(points[:2]), lin.outputs()[:2])
+    assert all(torch.equal(point.rows, part) and not hasattr(point, "seen") for point, part in zip(points, rows))
+
+
 def test_float32_points_are_cast():
     rows, y = data()
     model = Pooled().double()
