@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from curvops.checks import in_functorch
 from curvops.network.data.inputs import num_points
+from curvops.network.data.objects import WholeBatch
 from curvops.network.engines.attention import Projections, owns_projection
 from curvops.network.engines.autodiff import Recorded, Streamed
 from curvops.network.engines.ragged_rows import MOST_PADDING, RaggedRows, beside_others, digit_weights, points_of_rows
@@ -495,12 +496,18 @@ def record(
         if call.edge.node in before and i not in forms:
             calls[i] = replace(call, layer=replace(call.layer, feeds_last=True))
     if forms:
-        _find_points(model, outputs, calls, forms, misfits)
+        whole = isinstance(inputs, WholeBatch)  # there are no fewer points to take
+        _find_points(model, outputs, calls, forms, misfits, math.inf if whole else MOST_PADDING)
     return outputs, calls, misfits
 
 
 def _find_points(
-    model: Model, outputs: Tensor, calls: list[Call], forms: Mapping[int, SingleRows], misfits: set[str]
+    model: Model,
+    outputs: Tensor,
+    calls: list[Call],
+    forms: Mapping[int, SingleRows],
+    misfits: set[str],
+    most_padding: float,
 ) -> None:
     """Put the rows of ragged calls into tables, after backward passes that show the point of each row of all calls.
 
@@ -510,7 +517,7 @@ def _find_points(
     n, weights = len(outputs), digit_weights(len(outputs), outputs)
     generator = torch.Generator(device=outputs.device).manual_seed(0)
     u = torch.randn(outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator)
-    deltas = sensitivities(model, outputs, calls, weights.unsqueeze(2) * u)
+    deltas = sensitivities(model, outputs, calls, weights.unsqueeze(2) * u) if n > 1 else [None] * len(calls)
     for i, (call, delta) in enumerate(zip(calls, deltas)):
         form = forms.get(i)
         if delta is None:
@@ -520,7 +527,7 @@ def _find_points(
         if points is not None and form is None and bool(((points < 0) | (points == torch.arange(n).to(points))).all()):
             continue
         rows = None if points is None or form is None else RaggedRows(form, beside_others(points, n), n)
-        if rows is None or n * rows.width > MOST_PADDING * max(n, len(rows.places)):
+        if rows is None or n * rows.width > most_padding * max(n, len(rows.places)):
             misfits.update(call.layer.names.values())
             continue
         assert form is not None

@@ -15,7 +15,7 @@ from curvops.network.engines.rules import SingleRows
 
 BASE = 16
 """The points that one backward pass tells apart, by weights of 1, 2, 4, ...: products with powers of two are exact."""
-MOST_PADDING = 8
+MOST_PADDING = 8.0
 """How many times as large as its rows a table may be; otherwise fewer points are taken at a time."""
 
 

@@ -225,6 +225,41 @@ def test_one_point_with_most_of_the_rows() -> None:
     assert agree(covariance, torch.einsum("ncd,d,ned->nce", rows, variances, rows))
 
 
+class Graphs:
+    """A batch that only the model can read: the atoms of all graphs, and the graph of each."""
+
+    def __init__(self, atoms: Tensor, owners: Tensor, count: int) -> None:
+        self.atoms, self.owners, self.count = atoms, owners, count
+
+
+class Atoms(nn.Module):
+    """A sum over the atoms of each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(D, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+
+    def forward(self, batch: Graphs) -> Tensor:
+        h = torch.tanh(self.norm(self.first(batch.atoms)))
+        return self.head(h.new_zeros(batch.count, 4).index_add(0, batch.owners, h))
+
+
+def test_batches_of_graphs_that_cannot_be_taken_apart() -> None:
+    torch.manual_seed(0)
+    model, counts = Atoms().double().eval(), (torch.tensor([2, 1, 3, 0, 2]), torch.tensor([1] * 11 + [40]))
+    batches = [
+        Graphs(torch.randn(int(c.sum()), D).double(), torch.arange(len(c)).repeat_interleave(c), len(c)) for c in counts
+    ]
+    J = torch.cat([dense_jacobian(model, batch) for batch in batches])
+    targets = [torch.arange(len(c)) % 2 for c in counts]
+    lin = co.linearize(model, [*zip(batches, targets)], "classification", engine="layerwise")
+    G = co.GGN(lin).to_dense()
+    assert not lin.plan.others
+    assert agree(co.DiagonalGGN(lin).diagonal(), G.diagonal())
+    assert agree(co.EKFAC(lin).to_dense().trace(), G.trace())
+    assert agree(lin.jacobian().to_dense(), J)
+
+
 def cut(m: Any, x: Tensor, length: Tensor) -> Tensor:
     """The lengths are numbers of Python: with as many rows as points the pass looks like one with a row a point."""
     lengths = length.tolist()
