@@ -26,7 +26,8 @@ from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy as copy_of
 from curvops.network.data.inputs import take
 from curvops.network.engines.engine import LEAST_CHUNK
-from curvops.network.engines.layerwise import Layerwise, Recording, Rows, never_ran, owners_of, record
+from curvops.network.engines.layer_calls import Recording, never_ran, owners_of, record
+from curvops.network.engines.layerwise import Layerwise, Rows
 from curvops.network.engines.self_check import mismatches, path_of
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root
 from curvops.network.model.parameters import Blocks

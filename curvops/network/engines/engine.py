@@ -15,15 +15,8 @@ from curvops.network.data.inputs import copy as copied
 from curvops.network.data.inputs import first_of, in_pieces, num_points
 from curvops.network.data.objects import WholeBatch
 from curvops.network.engines.autodiff import KeptRows, Recorded, Streamed, record_replay
-from curvops.network.engines.layerwise import (
-    Call,
-    Layerwise,
-    Owners,
-    Recording,
-    never_ran,
-    owners_of,
-    record,
-)
+from curvops.network.engines.layer_calls import Call, Owners, Recording, never_ran, owners_of, record
+from curvops.network.engines.layerwise import Layerwise
 from curvops.network.engines.plan import CPU, GPU, EngineChoice, EngineKind, Plan, Routes
 from curvops.network.engines.self_check import (
     Checked,

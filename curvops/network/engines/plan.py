@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import Literal
 
 from curvops.network.engines.autodiff import Pushes
-from curvops.network.engines.layerwise import Layer
+from curvops.network.engines.layer_calls import Layer
 from curvops.summary import Table, Tabular
 
 EngineKind = Literal["streamed", "recorded", "layerwise", "formed"]

@@ -30,7 +30,8 @@ from curvops.network.engines.autodiff import (
     record_graph,
     record_replay,
 )
-from curvops.network.engines.layerwise import Layerwise, Recording
+from curvops.network.engines.layer_calls import Recording
+from curvops.network.engines.layerwise import Layerwise
 from curvops.network.engines.plan import Routes
 from curvops.network.engines.replay import tensors_in
 from curvops.network.likelihoods.gaussian import Gaussian

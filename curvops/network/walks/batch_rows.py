@@ -13,7 +13,8 @@ from torch import Tensor
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import cut, num_points
 from curvops.network.engines.engine import LEAST_CHUNK
-from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording
+from curvops.network.engines.layer_calls import COLUMN_BYTES, Recording
+from curvops.network.engines.layerwise import Features, Layerwise
 from curvops.network.likelihoods.output_fisher import OutputFisher, Unit
 from curvops.network.walks.engine_cache import EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of

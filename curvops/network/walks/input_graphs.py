@@ -18,7 +18,8 @@ from torch.autograd import Function
 
 from curvops.network.data.inputs import Inputs, components, first_of, join, move, num_points, replace_tensors, take
 from curvops.network.engines.engine import Engines
-from curvops.network.engines.layerwise import Call, Features, sensitivities
+from curvops.network.engines.layer_calls import Call, sensitivities
+from curvops.network.engines.layerwise import Features
 from curvops.network.engines.self_check import custom_functions, named_custom_functions
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks

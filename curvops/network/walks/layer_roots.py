@@ -21,16 +21,8 @@ from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import record_graph
 from curvops.network.engines.engine import Engines
-from curvops.network.engines.layerwise import (
-    Call,
-    Factors,
-    Features,
-    Layer,
-    Recording,
-    bytes_of_one,
-    in_parts,
-    sensitivities,
-)
+from curvops.network.engines.layer_calls import Call, Layer, Recording, bytes_of_one, sensitivities
+from curvops.network.engines.layerwise import Factors, Features, in_parts
 from curvops.network.likelihoods.likelihood import HessianParts
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.model import Model

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.network.data.batches import Batch
 from curvops.network.engines.engine import Engines
-from curvops.network.engines.layerwise import Layer, sensitivities
+from curvops.network.engines.layer_calls import Layer, sensitivities
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher

@@ -1,4 +1,7 @@
-"""The layerwise engine: what it proves of itself, what it leaves behind on the user's model, what it must refuse."""
+"""The layerwise engine: what it proves of itself, what it leaves behind on the user's model, what it must refuse.
+
+Tests `layerwise.py` and `layer_calls.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network.engines import layerwise
-from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows, owners_of, record
+from curvops.network.engines.layer_calls import owners_of, record
+from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows
 from curvops.network.engines.self_check import mismatches
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.network.engines.autodiff import Streamed
-from curvops.network.engines.layerwise import Layerwise, owners_of, record
+from curvops.network.engines.layer_calls import owners_of, record
+from curvops.network.engines.layerwise import Layerwise
 from curvops.network.engines.replay import Replay
 from curvops.network.engines.self_check import allowance, find_routes, mismatches, named_custom_functions, rounding
 from curvops.network.model.model import Model
