@@ -113,6 +113,8 @@ def sizes_of(targets: Any) -> set[int]:
 
 def targets_of(given: object) -> Any:
     """Return targets as a tensor, or several as a mapping or a tuple of tensors; None for anything else."""
+    if isinstance(given, Tensor):
+        return given
     y: Any = tensor_of(given)
     if isinstance(y, Mapping):
         y = {name: tensor_of(part) for name, part in y.items()}
