@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Bernoulli, Normal, Poisson
 
 import curvops as co
+from curvops.errors import NoiseWarning
 from tests.network.definitions import TIGHT, normal
 from tests.zoo import dense_jacobian
 
@@ -172,6 +173,23 @@ def test_the_noise_is_that_of_the_observed_residuals(noise: str | None) -> None:
     expected = squares / (~gone).sum(0) if noise else squares.sum() / (~gone).sum()
     torch.testing.assert_close(lin.likelihood.noise, expected, rtol=1e-3, atol=0)
     assert repr(lin.likelihood).endswith("estimated, missing='ignore')")
+
+
+def test_the_noise_of_an_output_without_targets_counts_as_one() -> None:
+    net, x, y = nn.Linear(4, C).double(), normal(N, 4), normal(N, C, seed=1)
+    y[:, 1] = math.nan
+    with pytest.warns(NoiseWarning, match=r"noise of outputs \[1\] is unknown, since all their targets are missing"):
+        lin = co.linearize(net, (x, y), LIKELIHOODS.Gaussian("per_output", missing="ignore"))
+    expected = (net(x).detach() - y).square().mean(0).nan_to_num(1.0)
+    torch.testing.assert_close(lin.likelihood.noise, expected, rtol=1e-3, atol=0)
+    with pytest.warns(NoiseWarning, match=r"noise of outputs \[1\] is unknown"):
+        noise = co.laplace(lin, co.GGN, 1.0).observation_noise  # of left-out points
+    assert noise[1] == 1 and bool((noise >= expected * 0.999).all())
+    with pytest.warns(NoiseWarning, match="its residuals do not show it: it has no targets"):
+        co.linearize(net, (x, y * math.nan), LIKELIHOODS.Gaussian(missing="ignore"))
+    given = co.linearize(net, (x, y), LIKELIHOODS.Gaussian(1e-6 * expected, missing="ignore"))
+    with pytest.warns(NoiseWarning, match="1e-06 times the mean squared residual of the training data"):
+        co.laplace(given, co.GGN, 1.0)
 
 
 @pytest.mark.filterwarnings("ignore::curvops.errors.ModeWarning")
