@@ -82,7 +82,9 @@ class Linearization(TrainedNetwork):
         check_flag("differentiable", differentiable)
         if x is None:
             if differentiable:
-                raise ValueError("differentiable=True needs inputs: pass x.")
+                raise ValueError(
+                    "the inputs are None: pass x; only lin.jacobian() without x is at the training inputs."
+                )
             return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
         # Copy x: the operator is lazy, and a later change of x must not affect half of a prediction.
         walk, points, graph = self.walk_at(x, differentiable)
