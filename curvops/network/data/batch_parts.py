@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
+from curvops.errors import MissingLabelsError
 from curvops.network.data.inputs import Inputs, num_points, tensor_of
 
 ACCEPTED = (
@@ -22,6 +23,7 @@ TARGETS = (
     "Several targets are a mapping of tensors, with a likelihood under each name; convert a list of numbers with "
     "torch.tensor; those of an autoencoder are its inputs; without labels pass None."
 )
+JOINED = " For points of unequal sizes, joined in one tensor, pass the points themselves and collate= to co.linearize."
 NAMES = ("inputs", "targets", "weights")
 LABELS = ("labels", "label")
 """The names of the targets in Hugging Face collators and data sets."""
@@ -61,10 +63,10 @@ def only_inputs(item: object) -> Tensor | np.ndarray | None:
 
 
 def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
-    """Return what `split_batch` does, for a batch that has targets; raise TypeError for one without."""
+    """Return what `split_batch` does, for a batch that has targets; raise MissingLabelsError for one without."""
     inputs, targets, w = split_batch(item, weights)
     if targets is None:
-        raise TypeError("A batch is (inputs, targets), and here targets are needed; this one has inputs alone.")
+        raise MissingLabelsError("this call", "A batch is (inputs, targets); this one has inputs alone. ")
     return inputs, targets, w
 
 
@@ -162,7 +164,7 @@ def require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> Non
         if part.ndim == 0 or len(part) != n:
             raise ValueError(
                 f"There are {n} inputs, but the targets have shape {tuple(part.shape)}. The leading dimension of both "
-                "counts points."
+                f"counts points.{JOINED if isinstance(inputs, tuple | dict) else ''}"
             )
     if weights is not None and (weights.ndim == 0 or len(weights) != n):
         raise ValueError(

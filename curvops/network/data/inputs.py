@@ -73,14 +73,15 @@ def batch_inputs(x: object, n: int, whole: bool | None = None) -> Inputs:
         return x
     if whole:
         return WholeBatch(x, n)
-    if whole is False or isinstance(x, Tensor):
+    if whole is False or isinstance(x, Tensor | np.ndarray):
         return normalise(x)
     try:
         inputs = normalise(x)
-        num_points(inputs)
+        if num_points(inputs) == n:
+            return inputs
     except (TypeError, ValueError):
-        return WholeBatch(x, n)
-    return inputs
+        pass
+    return WholeBatch(x, n)
 
 
 def value_of(inputs: Inputs, apart: bool = False) -> Any:

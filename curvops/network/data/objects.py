@@ -56,7 +56,7 @@ class Objects:
 
     def with_points(self, points: Sequence[Any]) -> Objects:
         """Return other points that are joined in the same way."""
-        return Objects(points, self.collate, self.device, self.dtype)
+        return type(self)(points, self.collate, self.device, self.dtype)
 
     def like(self, x: Any) -> Any:
         """Return a user's inputs as such points, if they are a list or a Dataset; anything else as a whole batch.
@@ -97,7 +97,7 @@ class Objects:
 
     def move(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Objects:
         """Return the same points for another device or dtype; None keeps either."""
-        return Objects(self.points, self.collate, device or self.device, dtype or self.dtype)
+        return type(self)(self.points, self.collate, device or self.device, dtype or self.dtype)
 
     def copy(self) -> Objects:
         """Return a deep copy of the points."""
