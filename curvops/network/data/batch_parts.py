@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from curvops.errors import MissingLabelsError
 from curvops.network.data.inputs import Inputs, num_points, tensor_of
+from curvops.network.data.objects import Objects
 
 ACCEPTED = (
     "Pass a pair (inputs, targets) of tensors or arrays, a torch Dataset, a DataLoader, or a list (any re-iterable) of "
@@ -36,7 +37,7 @@ def holds_all(data: object) -> bool:
     if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
         return only_inputs(data) is not None
     # In a list of batches none is a tensor: if the first item is one, these are inputs and targets, of whatever type.
-    if isinstance(data[0], Tensor | np.ndarray):
+    if isinstance(data[0], Tensor | np.ndarray | Objects):
         return True
     return all(part is None or _is_of_points(part) for part in data[1:]) and unlabelled_source(data) is None
 

@@ -167,6 +167,11 @@ class WholeBatch(Objects):
         return digest_of(self.points[0]) + torch.arange(len(self))
 
 
+def _stacked(parts: Sequence[Any]) -> Any:
+    """Return targets or weights of some points as tensors; None if there are none."""
+    return None if all(part is None for part in parts) else default_collate(list(parts))
+
+
 def _only(points: list[Any]) -> Any:
     return points[0]
 
@@ -199,4 +204,4 @@ class PointPairs(Dataset[Any]):
     def gather(self, items: Sequence[Any]) -> Any:
         """Return the batch of some items: their points, and targets (and weights) as tensors."""
         points, *others = zip(*items)
-        return (Objects(points, self.collate), *(default_collate(list(part)) for part in others))
+        return (Objects(points, self.collate), *map(_stacked, others))

@@ -178,6 +178,10 @@ def with_collate(data: Any, collate: Collate | None) -> Any:
     if isinstance(data, Mapping) and "inputs" in data:
         return {**data, "inputs": _points_of(data["inputs"], collate)}
     if isinstance(data, tuple) or (isinstance(data, list) and holds_all(data)):
+        if len(data) not in (2, 3):
+            raise TypeError(
+                f"with collate= data are (points, targets), or a list of pairs; got {len(data)} in a tuple."
+            )
         if not all(part is None or targets_of(part) is not None for part in data[1:]):
             raise TypeError("targets must be a tensor (or None): convert a list of numbers with torch.tensor.")
         return (_points_of(data[0], collate), *data[1:])

@@ -198,10 +198,10 @@ def linearize(
 
     Raises:
         TypeError: an argument is of another kind than those above.
-        ValueError: data are empty, non-finite or readable only once; collate fails, is random or does not keep the order
-            of points; single points are needed of batches that only the model can read; targets do not suit the likelihood; a module in train mode is random or
-            depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches nothing or mixes dtypes.
-            The message says what to do.
+        ValueError: data are empty, non-finite or readable only once; collate fails, is random or does not keep the
+            order of points; single points are needed of batches that only the model can read; targets do not suit the
+            likelihood; a module in train mode is random or depends on its batch; outputs are not (N, C) or
+            (N, ..., C); a selection matches nothing or mixes dtypes. The message says what to do.
         MissingLabelsError: there are no labels, and the curvature depends on them, as by class weights, a loss of your
             own or a noise that is to be estimated.
         RanksDifferError: the ranks were given different models, likelihoods, options or versions, or the same data.

@@ -121,6 +121,16 @@ def cropped(part):
     return part[torch.randint(len(part), (2,))] if len(part) > 3 else part
 
 
+class OneBatch:
+    """Points in one, which are its entries, by name, if it is iterated over."""
+
+    def __init__(self, rows, y):
+        self.rows, self.y = rows, y
+
+    def __iter__(self):
+        return iter([("rows", self.y), ("y", self.y)])
+
+
 def of_equal_points(model, points, y):
     equal = [points[0]] * 4 + [*points[1:3], points[0]]
     return of_points(model, equal, y, noise(), lambda some: sorted(some, key=len))
@@ -142,6 +152,12 @@ def of_equal_points(model, points, y):
             lambda m, p, y: of_points(m, p, y, noise(), list).predict([Cloud(p[0]), Cloud(p[1] * math.nan)]),
             "at point 1 hold NaN",
         ),
+        "one batch": (lambda m, p, y: co.linearize(m, OneBatch(parts_of_points(p), y), noise()), r"\[batch\]"),
+        "a tuple of pairs": (lambda m, p, y: co.linearize(m, tuple(zip(p, y)), noise(), collate=list), "list of pairs"),
+        "a tuple of two pairs": (
+            lambda m, p, y: co.linearize(m, tuple(zip(p[:2], y)), noise(), collate=list),
+            "2 inputs",
+        ),
         "joined points in memory": (
             lambda m, p, y: co.linearize(m, (parts_of_points(p)[:2], y), noise()),
             "collate=",
@@ -150,7 +166,7 @@ def of_equal_points(model, points, y):
 )
 def test_what_the_first_points_do_not_show(call, message):
     rows, y = data()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(Pooled().double(), rows, y)
 
 
