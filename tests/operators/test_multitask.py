@@ -431,6 +431,30 @@ def test_a_posterior_is_saved(tmp_path: Any) -> None:
         torch.testing.assert_close(again.lin.log_likelihood(), lin.log_likelihood(), **TIGHT)
 
 
+def test_a_posterior_with_functions_is_loaded_with_its_likelihoods(tmp_path: Any) -> None:
+    joined, x, y, lin = built("sequences and a loss")
+    post, given = co.laplace(lin, co.KFAC, 1.0, check_mode=False), CASES["sequences and a loss"].likelihoods
+    post.save(tmp_path / "p")
+    for data in (None, (x, y)):
+        again = co.load(tmp_path / "p", joined.net, data, likelihood=dict(reversed(given.items())))
+        for key, value in post.predict(x).items():
+            torch.testing.assert_close(again.predict(x)[key].variance, value.variance, **TIGHT)
+    torch.testing.assert_close(again.lin.log_likelihood(), lin.log_likelihood(), **TIGHT)
+    other = given | {"value": lambda f, y: 3 * given["value"](f, y)}
+    for wrong, message in (
+        (None, "cannot be saved"),
+        (given["value"], r"outputs are \['tags', 'value'\]: pass a likelihood for each, .*; given <function"),
+        ({"tags": given["tags"]}, r"given those of \['tags'\]"),
+        (other, "is not that of the saved posterior"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            co.load(tmp_path / "p", joined.net, likelihood=wrong)
+    joined, _, _, lin = built("a tuple")  # whose likelihoods are saved
+    co.laplace(lin, co.KFAC, 1.0, check_mode=False).save(tmp_path / "tuple")
+    again = co.load(tmp_path / "tuple", joined.net, likelihood=CASES["a tuple"].likelihoods)
+    assert repr(again.lin.likelihood) == repr(lin.likelihood)
+
+
 @pytest.mark.filterwarnings("ignore::curvops.errors.UndeterminedWarning")
 def test_the_prior_is_chosen_by_one_rule_for_each_kind() -> None:
     """Only classes and labels have logits, whose variance is a quarter; otherwise the evidence decides."""
@@ -493,7 +517,7 @@ def test_training_takes_targets_by_name() -> None:
             r"given for 'kind', but the model's outputs are \['class', 'value'",
         ),
         ({"class": "classification"}, {"kind": CLASSES}, r"given for 'class', but the targets are \['kind'\]"),
-        ({"class": "classification"}, CLASSES, r"targets are a mapping with these keys"),
+        ({"class": "classification"}, CLASSES, r"targets are a mapping with these keys; given"),
         ({}, FIRST.targets, "the mapping of likelihoods is empty"),
         ({"class": "classification"}, {"class": CLASSES + 1}, r"targets\['class'\]: .* given values from 1 to 3"),
         ({"class": "classification"}, {"class": CLASSES[:3]}, "There are 8 inputs, but the targets have shape"),
@@ -505,6 +529,14 @@ def test_what_does_not_fit_is_refused_by_name(likelihoods: Any, targets: Any, me
     joined, x, *_ = built("a class and values")
     with pytest.raises((TypeError, ValueError), match=message):
         co.linearize(joined.net, (x, targets), likelihoods)
+
+
+def test_targets_of_several_outputs_are_nested() -> None:
+    joined, x, y, _ = built("a tuple")
+    with pytest.raises(TypeError, match=r"third item .* Nest the targets of several outputs: \(x, \(y1, y2\)\)"):
+        co.linearize(joined.net, (x, *y), CASES["a tuple"].likelihoods)
+    with pytest.raises(TypeError, match="targets are a tuple in this order; given one tensor"):
+        co.linearize(joined.net, (x, y[0]), CASES["a tuple"].likelihoods)
 
 
 def test_later_targets_have_the_form_of_the_first() -> None:

@@ -17,6 +17,8 @@ N, T, D = 6, 3, 4
 class Tokens(nn.Module):
     """Layers at T positions of each point: in one call for all rows, or with the points as first dimension."""
 
+    order: Tensor | None = None  # of the rows of all points
+
     def __init__(self, ragged: bool, pooled: bool) -> None:
         super().__init__()
         self.first, self.table, self.head = nn.Linear(D, 5), nn.Embedding(6, D), nn.Linear(4, 3)
@@ -31,6 +33,7 @@ class Tokens(nn.Module):
             h = self.norm(h)
         else:
             order = torch.arange(n * t).flip(0) if self.pooled else torch.arange(n * t).view(n, t).mT.flatten()
+            order = self.order[self.order < n * t] if self.order is not None else order
             h = torch.tanh(self.first(x.flatten(0, 1)[order] + self.table(tokens.flatten()[order])))
             h = self.norm(torch.tanh(self.conv(h.unsqueeze(1))).mean(2))
             h = torch.zeros_like(h).index_copy(0, order, h).view(n, t, -1)
@@ -60,6 +63,7 @@ def data(pooled: bool, what: str) -> Any:
 def test_even_rows_have_the_factors_of_positions(pooled: bool, what: str) -> None:
     """Whatever the order of the rows; they are the positions of the outputs in their order if outputs have some."""
     even, ragged = (co.linearize(model, data(pooled, what), "classification") for model in networks(pooled))
+    parameters = [*networks(pooled)[0].named_parameters()]
     assert not ragged.plan.others
     assert sum(layer.is_ragged for layer in ragged.plan.layers) == 4
     for kind in (co.KFAC, co.EKFAC):
@@ -71,7 +75,25 @@ def test_even_rows_have_the_factors_of_positions(pooled: bool, what: str) -> Non
                 else kind(lin, fisher, sharing).to_dense()
                 for lin in (ragged, even)
             )
+            if what == "missing" and not pooled:  # the even call of a convolution does not show its position
+                others = torch.cat([p.new_full((p.numel(),), "conv" not in name) for name, p in parameters]).bool()
+                found, expected = (K[others][:, others] for K in (found, expected))
             assert agree(found, expected)
+
+
+@pytest.mark.parametrize("what", ["missing", "weights"])
+def test_rows_in_any_order_count_as_the_positions_that_depend_on_them(what: str) -> None:
+    """As if each position were a point of its own."""
+    (even, ragged), (inputs, y) = networks(False), data(False, "missing" if what == "missing" else "all")
+    ragged.order = torch.randperm(N * T, generator=torch.Generator().manual_seed(3))
+    w = torch.rand(N, T, generator=torch.Generator().manual_seed(4)).double() + 0.5
+    singles = tuple(t.flatten(0, 1).unsqueeze(1) for t in inputs)
+    lins = [
+        co.linearize(model, {"inputs": x, "targets": t, "weights": v} if what == "weights" else (x, t), "classification")
+        for model, x, t, v in ((even, singles, y.view(-1, 1), w.view(-1, 1)), (ragged, inputs, y, w))
+    ]
+    for kind in (co.KFAC, co.EKFAC):
+        assert agree(kind(lins[1]).to_dense(), kind(lins[0]).to_dense())
 
 
 class Atoms(nn.Module):

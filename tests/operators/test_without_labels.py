@@ -288,7 +288,7 @@ def test_points_of_any_kind_without_labels() -> None:
 AMBIGUOUS: dict[str, tuple[Any, str]] = {
     "mapping": ({"x": X, "factor": X[:, :1]}, "cannot be read.*Without labels, write .inputs, None."),
     "mappings": ([{"x": X, "factor": X[:, :1]}], "(?i)without labels .inputs, None."),
-    "four tensors": ((X, X, X, X), "A tuple of 4 tensors can be read in several ways.*, None"),
+    "four tensors": ((X, X, X, X), "A tuple of 4 tensors can be read in several ways.*, None.*nest the targets"),
     "list of tensors": ([X] * 5, "A list of 5 tensors"),
     "some labels": ([(X, None), (X, classes(N))], "Batch 1: this batch has labels, and others do not"),
     "some missing": ([(X, classes(N)), (X, None)], "Batch 1: this batch has no labels, and others do"),

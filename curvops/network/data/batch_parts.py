@@ -153,8 +153,8 @@ def _describe_undeclared(third: object) -> str:
     what = f"{third.dtype} of shape {tuple(third.shape)}" if isinstance(third, Tensor) else type(third).__name__
     return (
         f"There is a third item ({what}) of unknown meaning. Declare sample weights by weights=True, or by a mapping "
-        "{'inputs': ..., 'targets': ..., 'weights': ...}. Leave out an index or an identifier, as "
-        "[(x, y) for x, y, _ in loader] does."
+        "{'inputs': ..., 'targets': ..., 'weights': ...}. Nest the targets of several outputs: (x, (y1, y2)). Leave "
+        "out an index or an identifier, as [(x, y) for x, y, _ in loader] does."
     )
 
 

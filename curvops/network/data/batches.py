@@ -454,7 +454,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
         raise TypeError(
             f"A {type(data).__name__} of {len(data)} tensors can be read in several ways. If all are inputs, without "
-            "labels, write ((a, b, ...), None)."
+            "labels, write ((a, b, ...), None); nest the targets of several outputs, (x, (y1, y2))."
         )
     if isinstance(data, Dataset):
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.

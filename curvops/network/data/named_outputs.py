@@ -70,9 +70,9 @@ class NamedLayout(Layout):
     def _laid_out(self, y: Any) -> list[Tensor]:
         names = [member.name for member in self.members]
         if isinstance(y, Tensor):
+            form = "a mapping with these keys" if isinstance(names[0], str) else "a tuple in this order"
             raise TypeError(
-                f"the model's outputs are {names}, so targets are a mapping with these keys (or a tuple in this "
-                f"order); given one tensor of shape {tuple(y.shape)}."
+                f"the model's outputs are {names}, so targets are {form}; given one tensor of shape {tuple(y.shape)}."
             )
         parts = []
         for member, name in zip(self.members, names):

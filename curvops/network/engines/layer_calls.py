@@ -17,7 +17,14 @@ from curvops.checks import in_functorch
 from curvops.network.data.inputs import num_points
 from curvops.network.data.objects import WholeBatch
 from curvops.network.engines.attention import Projections, owns_projection
-from curvops.network.engines.ragged_rows import MOST_PADDING, RaggedRows, beside_others, digit_weights, points_of_rows
+from curvops.network.engines.ragged_rows import (
+    MOST_PADDING,
+    SEVERAL,
+    RaggedRows,
+    beside_others,
+    digit_weights,
+    points_of_rows,
+)
 from curvops.network.engines.rules import Rule, SingleRows, rule_for, rule_of
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.model.model import NOTHING, Model
@@ -235,9 +242,10 @@ def _find_points(
             delta = outputs.new_zeros(()).expand(call.layer.output[0], len(weights), *call.layer.output[1:])
         of_rows = delta.transpose(0, 1) if form is None else form.split(delta.transpose(0, 1))
         points = points_of_rows(of_rows, n, model.eps)
-        if points is not None and form is None and bool(((points < 0) | (points == torch.arange(n).to(points))).all()):
+        apart = not bool((points == SEVERAL).any())
+        if apart and form is None and bool(((points < 0) | (points == torch.arange(n).to(points))).all()):
             continue
-        rows = None if points is None or form is None else RaggedRows(form, beside_others(points, n), n)
+        rows = RaggedRows(form, beside_others(points, n), n) if apart and form is not None else None
         if rows is None or n * rows.width > most_padding * max(n, len(rows.places)):
             misfits.update(call.layer.names.values())
             continue
@@ -245,6 +253,24 @@ def _find_points(
         output, size = torch.Size((n, rows.width, *of_rows.shape[2:])), rows.kept[0].nbytes // outputs.element_size()
         layer = replace(call.layer, rule=form.rule, output=output, inputs=size)
         calls[i] = replace(call, layer=layer, kept=rows.kept, rows=rows)
+
+
+def positions_of_rows(model: Model, outputs: Tensor, calls: Sequence[Call], positions: int) -> list[Tensor | None]:
+    """Return the positions of the outputs to which rows belong, in the table (n, T) of each ragged call; else None.
+
+    The entry of a row that several positions depend on, or none, is negative.
+    """
+    n, weights = len(outputs), digit_weights(positions, outputs)
+    generator = torch.Generator(device=outputs.device).manual_seed(0)
+    u = torch.randn(outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator)
+    cotangents = (u.unflatten(1, (positions, -1)) * weights[:, None, :, None]).flatten(2)
+    deltas = iter(sensitivities(model, outputs, [call for call in calls if call.rows is not None], cotangents))
+    tables: list[Tensor | None] = []
+    for call in calls:
+        delta = None if call.rows is None else next(deltas)
+        rows = None if delta is None else delta.transpose(0, 1).flatten(1, 2)
+        tables.append(None if rows is None else points_of_rows(rows, positions, model.eps).view(n, -1))
+    return tables
 
 
 def _follow(node: Node | None, kinds: Collection[str]) -> list[Node]:

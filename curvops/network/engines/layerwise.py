@@ -21,7 +21,7 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from curvops.network.engines.autodiff import Recorded, Streamed
@@ -81,13 +81,15 @@ class Factors(Part):
     """One call of a layer, kept as its input a and sensitivity δ (n, R, *out): the rows of J are sums of products.
 
     With a `weight` W (C, out), that of the last layer, `delta` is the slopes m (n, out) between the two: δ = W ∘ m.
-    `inside` (n, T) says which entries of a table of ragged rows are rows.
+    `inside` (n, T) says which entries of a table of ragged rows are rows, and `positions` (n, T) which position of the
+    outputs depends on each of them (negative if none does, or several); without `positions` this is not known.
     """
 
     kept: Tensor
     delta: Tensor
     weight: Float[Tensor, "C out"] | None = None
     inside: Bool[Tensor, "n T"] | None = None
+    positions: Int[Tensor, "n T"] | None = None
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         of_layer = {local: tangents[name] for local, name in self.layer.names.items()}
@@ -105,6 +107,15 @@ class Factors(Part):
             s = (u.flatten(0, 1) @ self.weight).unflatten(0, u.shape[:2]).mul_(self.delta.unsqueeze(1))
         return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
 
+    def of_rows(self, values: Shaped[Tensor, "n *s"]) -> Shaped[Tensor, "n *t"]:
+        """Return a mask or weights of points or positions for ragged rows; in doubt, the largest of their point."""
+        if self.inside is None or values.ndim == 1:
+            return values
+        of_points = values.amax(1, keepdim=True)
+        if self.positions is None:
+            return of_points.expand(self.inside.shape)
+        return values.gather(1, self.positions.clamp_min(0)).where(self.positions >= 0, of_points)
+
     def left(self) -> Tensor | None:
         """See `Rule.left`."""
         return self.layer.rule.left(self.layer.module, self.kept, self.delta, tuple(self.layer.names))
@@ -120,8 +131,8 @@ class Factors(Part):
         return {layer.names[local]: row for local, row in rows.items()}
 
     def at(self, points: slice) -> Factors:
-        inside = None if self.inside is None else self.inside[points]
-        return replace(self, kept=self.kept[points], delta=self.delta[points], inside=inside)
+        inside, positions = (None if table is None else table[points] for table in (self.inside, self.positions))
+        return replace(self, kept=self.kept[points], delta=self.delta[points], inside=inside, positions=positions)
 
     def widened(self, positions: int) -> Factors:
         """Return a table of ragged rows with this number of positions a point."""
@@ -130,7 +141,7 @@ class Factors(Part):
         more = positions - self.inside.shape[1]
         kept = F.pad(self.kept, (0, 0) * (self.kept.ndim - 2) + (0, more))
         delta = F.pad(self.delta, (0, 0) * (self.delta.ndim - 3) + (0, more))
-        return replace(self, kept=kept, delta=delta, inside=F.pad(self.inside, (0, more)))
+        return replace(self, kept=kept, delta=delta, inside=F.pad(self.inside, (0, more)), positions=None)
 
     @property
     def nbytes(self) -> int:

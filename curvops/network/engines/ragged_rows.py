@@ -7,14 +7,18 @@ the same terms as before. The point of a row is the one whose outputs depend on 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from curvops.network.engines.rules import SingleRows
 
-BASE = 16
-"""The points that one backward pass tells apart, by weights of 1, 2, 4, ...: products with powers of two are exact."""
+MOST_DIGITS = 16
+"""The most points that one backward pass tells apart, by weights of 1, 2, 4, ..., whose products are exact."""
+SILENT, SEVERAL = -1, -2
+"""The points of a row on which no output depends, and of one on which outputs of several points depend."""
 MOST_PADDING = 8.0
 """How many times as large as its rows a table may be; otherwise fewer points are taken at a time."""
 
@@ -43,39 +47,46 @@ class RaggedRows:
         return flat.unflatten(0, self.inside.shape)
 
 
+def digits_of(dtype: torch.dtype) -> int:
+    """Return the number of points that one backward pass tells apart; half of a dtype's range is left to the model."""
+    return min(MOST_DIGITS, int(math.log2(torch.finfo(dtype).max)) // 2)
+
+
 def digit_weights(num_points: int, like: Tensor) -> Float[Tensor, "k n"]:
     """Return weights that tell points apart: ones, and for each digit of their numbers 2 to the power of it."""
-    points = torch.arange(num_points, device=like.device)
+    points, base = torch.arange(num_points, device=like.device), digits_of(like.dtype)
     exponents = [torch.zeros_like(points)]
-    while BASE ** (len(exponents) - 1) < num_points:
-        exponents.append(points // BASE ** (len(exponents) - 1) % BASE)
+    while base ** (len(exponents) - 1) < num_points:
+        exponents.append(points // base ** (len(exponents) - 1) % base)
     return (1 << torch.stack(exponents)).to(like.dtype)
 
 
-def points_of_rows(deltas: Float[Tensor, "k m *b"], num_points: int, rounding: float) -> Int[Tensor, " m"] | None:
-    """Return the point of each row from δ of outputs with `digit_weights`; None if a row belongs to several points.
+def points_of_rows(deltas: Float[Tensor, "k m *b"], num_points: int, rounding: float) -> Int[Tensor, " m"]:
+    """Return the point of each row from δ of outputs with `digit_weights`, or `SILENT`, or `SEVERAL`.
 
-    If only outputs of point n depend on a row, each δ of the row is that of ones times a weight of n. The point of a
-    row on which no output depends is -1.
+    If only outputs of point n depend on a row, each δ of the row is that of ones times a weight of n. Nothing is known
+    of rows whose δ overflow: they are `SEVERAL`, too.
     """
-    k, m = deltas.shape[:2]
-    rows = deltas.flatten(2)
-    rows = rows / rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny) if m else rows
+    (k, m), base = deltas.shape[:2], digits_of(deltas.dtype)
+    if not m or not bool(deltas.isfinite().all()):
+        return torch.full((m,), SEVERAL, device=deltas.device)
+    rows = deltas.flatten(2).to(torch.promote_types(deltas.dtype, torch.float32))  # squares, too, are in range
+    rows = rows / rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)
     first, others, size = rows[0], rows[1:], rows[0].norm(dim=1)
-    silent = size <= rounding * size.amax() if m else size > 0
+    silent = size <= rounding * size.amax()
     ratio = (others * first).sum(2) / size.square().masked_fill(silent, 1)
-    digits = ratio.clamp(1, 2 ** (BASE - 1)).log2().round().long()
+    digits = ratio.clamp(1, 2 ** (base - 1)).log2().round().long()
     weights = (1 << digits).to(rows.dtype)
     gap = (others - weights.unsqueeze(2) * first).norm(dim=2) / weights
-    points = (digits * BASE ** torch.arange(k - 1, device=rows.device).unsqueeze(1)).sum(0)
+    points = (digits * base ** torch.arange(k - 1, device=rows.device).unsqueeze(1)).sum(0)
     single = (gap <= rounding**0.5 * size).all(0) & (points < num_points)
-    return points.masked_fill(silent, -1) if bool((single | silent).all()) else None
+    return points.masked_fill(~single, SEVERAL).masked_fill(silent, SILENT)
 
 
 def beside_others(points: Int[Tensor, " m"], num_points: int) -> Int[Tensor, " m"]:
-    """Return a point for each row: those without one (-1) belong beside the row before them."""
+    """Return a point for each row: those without one (`SILENT`) belong beside the row before them."""
     m, rows = len(points), torch.arange(len(points), device=points.device)
-    silent = points < 0
+    silent = points == SILENT
     if bool(silent.all()):
         return rows * num_points // max(1, m)
     return points[torch.where(silent, -1, rows).cummax(0).values.clamp_min((~silent).int().argmax())]

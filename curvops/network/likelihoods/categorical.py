@@ -174,6 +174,9 @@ class Categorical(Likelihood):
         f = y if y.is_floating_point() else torch.zeros((), device=y.device)
         return (self._curvature_weight(f, y, w) != 0).squeeze(-1)
 
+    def weights_of_points(self, y: Tensor, w: Weights) -> Float[Tensor, " n"] | None:
+        return None if w is None else self._point_weight(y, w, w.dtype).squeeze(-1)
+
     def _check_classes(self, num_outputs: int) -> None:
         if num_outputs < 2:
             raise ValueError(

@@ -201,15 +201,18 @@ def _sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | N
 
 
 def mean_squares(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: float) -> Float[Tensor, " m"] | None:
-    """Return the mean squared residual, over all outputs or for each if the noise is; None if one is but rounding."""
+    """Return the mean squared residual, over all outputs or for each if the noise is; None if one is but rounding.
+
+    It is NaN for an output without targets, if others have some.
+    """
     gaussian = likelihood.of_position
     assert isinstance(gaussian, Gaussian)
     if gaussian.estimated != "per_output" and gaussian.noise.numel() == 1:
         sums = sums.sum(1, keepdim=True)
     squares, sizes, weights = sums
     # Residuals that are rounding tell nothing of the noise.
-    shown = (weights > 0) & (squares > (ROUNDINGS * eps) ** 2 * sizes)
-    return squares / weights if bool(shown.all()) else None
+    seen, shown = weights > 0, squares > (ROUNDINGS * eps) ** 2 * sizes
+    return squares / weights if bool((shown | ~seen).all() & seen.any()) else None
 
 
 def needs_noise(likelihood: Likelihood) -> bool:
@@ -236,7 +239,8 @@ def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Te
     """Return the likelihood with its noise estimated from these sums, in the dtype of `like`, to four digits.
 
     Another order or other batches change the sums by rounding, but not the noise. Warns with `NoiseWarning` if the
-    residuals do not show it: it then stays unknown, and counts as 1. Of several outputs each has its own.
+    residuals do not show it: it then stays unknown, and counts as 1, as does that of an output without targets. Of
+    several outputs each has its own.
     """
     if isinstance(likelihood, Multitask):
         parts = gaussians_with_sums(likelihood, sums)
@@ -249,16 +253,23 @@ def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Te
     if not bool(sums.isfinite().all()):
         return likelihood  # the outputs hold NaN, of which a posterior tells
     squares = mean_squares(likelihood, sums, limits.eps)
-    if squares is None or not bool(((squares > limits.tiny) & (squares < limits.max)).all()):
+    if squares is None or not bool((squares.isnan() | (squares > limits.tiny) & (squares < limits.max)).all()):
+        why = "the network's outputs equal its targets to rounding" if bool(sums[2].any()) else "it has no targets"
         warn(
-            "the noise of this regression is unknown, and its residuals do not show it: the network's outputs equal "
-            "its targets to rounding. It counts as 1 (co.laplace tries to estimate it from left-out points). Pass it, "
+            f"the noise of this regression is unknown, and its residuals do not show it: {why}. "
+            "It counts as 1 (co.laplace tries to estimate it from left-out points). Pass it, "
             "co.likelihoods.Gaussian(noise=variance), or find it with points that were left out of training, "
             "co.evidence.validate(post, x, y, over='noise').",
             NoiseWarning,
         )
         return likelihood
-    noise = like.new_tensor([float(f"{value:.4g}") for value in squares.tolist()])
+    if unseen := squares.isnan().nonzero().flatten().tolist():
+        warn(
+            f"the noise of outputs {unseen} is unknown, since all their targets are missing or have the weight zero. "
+            "It counts as 1. Pass that of each output, co.likelihoods.Gaussian(noise=tensor), or leave these out.",
+            NoiseWarning,
+        )
+    noise = like.new_tensor([float(f"{value:.4g}") for value in squares.nan_to_num(1.0).tolist()])
     new = likelihood.with_hyperparameters([noise if gaussian.estimated == "per_output" else noise[0]])
     assert isinstance(new.of_position, Gaussian)
     new.of_position.estimated, new.of_position.found = gaussian.estimated, True

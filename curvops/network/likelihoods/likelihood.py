@@ -193,11 +193,14 @@ class Likelihood(ABC):
 
         A point counts if its weight is not zero and its target is not ignored.
         """
-        w = self.weights_of_points(w)
+        w = self.weights_of_points(y, w)
         return None if w is None else w != 0
 
-    def weights_of_points(self, w: Tensor | None) -> Float[Tensor, "n *T"] | None:
-        """Return one weight per point (for sequences: or per position), the largest of those of its targets."""
+    def weights_of_points(self, y: Tensor, w: Weights) -> Float[Tensor, "n *T"] | None:
+        """Return one weight per point (for sequences: or per position), the largest of those of its targets.
+
+        That of a target that is left out is zero.
+        """
         return w if w is None or w.ndim == 1 else w.amax(1)
 
     @property
@@ -291,8 +294,8 @@ class Independent(Likelihood):
     def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> RootBlock:
         return self.root_product(f, u, y, w)
 
-    def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, " n"] | None:
-        return super().counted(*self.observed(y, w))
+    def weights_of_points(self, y: Tensor, w: Weights) -> Float[Tensor, " n"] | None:
+        return super().weights_of_points(*self.observed(y, w))
 
     def observed(self, y: Tensor, w: Weights) -> tuple[Tensor, Weights]:
         """Return the targets with numbers in place of NaN, and the weights with zeros there, if some may be missing."""

@@ -54,7 +54,8 @@ class OutputFisher(ABC):
 
     def weights_of_points(self, batch: Batch) -> Float[Tensor, "n *T"] | None:
         """Return one weight per point, or per position; see `Likelihood.weights_of_points`."""
-        return None if batch.weights is None else self.likelihood.weights_of_points(batch.weights)
+        w = batch.weights
+        return None if w is None else self.likelihood.weights_of_points(batch.any_targets, w)
 
     def columns(self, f: Float[Tensor, "n C"], batch: Batch, start: int, stop: int) -> Float[Tensor, "r n C"]:
         """Return the columns s_start … s_(stop−1) of every point."""

@@ -143,8 +143,11 @@ class Sequences(Likelihood):
         mask = self.likelihood.counted(y.flatten(0, 1), self._each(w))
         return None if mask is None else mask.unflatten(0, (-1, self.positions))
 
-    def weights_of_points(self, w: SequenceWeights) -> Tensor | None:
-        return w if w is None or w.ndim < 3 else w.amax(2)
+    def weights_of_points(self, y: Tensor, w: SequenceWeights) -> Float[Tensor, "n *T"] | None:
+        if w is None or w.ndim == 1:
+            return w
+        weights = self.likelihood.weights_of_points(y.flatten(0, 1), self._each(w))
+        return None if weights is None else weights.unflatten(0, (-1, self.positions))
 
     @property
     def hyperparameters(self) -> tuple[Tensor, ...]:

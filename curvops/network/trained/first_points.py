@@ -97,10 +97,7 @@ def _several_at(
 
     first, _ = checked_layout(model, few, layouts)
     assert isinstance(first, NamedLayout)
-    placed = {
-        name: at_positions(as_likelihood(spec, member.shape), member)
-        for (name, spec), member in zip(specs.items(), first.members)
-    }
+    placed = {name: at_positions(*pair) for name, pair in _members(specs, first).items()}
     model.layout = layout = NamedLayout.of([member for _, member in placed.values()])
     with model.differentiating(), torch.no_grad():
         outputs = model.raw(model.values, few)
@@ -115,11 +112,36 @@ def _several_at(
     return likelihood, layout, outputs
 
 
+def _members(specs: dict[Name, Any], layout: NamedLayout) -> dict[Name, tuple[Likelihood, Layout]]:
+    """Return the likelihood of each output, with its layout."""
+    return {
+        name: (as_likelihood(spec, member.shape), member) for (name, spec), member in zip(specs.items(), layout.members)
+    }
+
+
+def likelihood_for(spec: Any, layout: Layout) -> Likelihood:
+    """Interpret a likelihood or a loss, or those of several outputs by name, for outputs whose layout is known.
+
+    Raises ValueError if the names are not those of the layout.
+    """
+    if not isinstance(layout, NamedLayout):
+        return as_likelihood(spec, layout.shape)
+    specs, names = _by_name(spec), [member.name for member in layout.members]
+    if specs is None or set(specs) != set(names):
+        given = repr(spec) if specs is None else f"those of {list(specs)}"
+        raise ValueError(f"the outputs are {names}: pass a likelihood for each, under these names; given {given}.")
+    members = {n: likelihood for n, (likelihood, _) in _members({n: specs[n] for n in names}, layout).items()}
+    return Multitask(members, [member.output_shape.numel() for member in layout.members], layout.forms)
+
+
 def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, Layout]:
     """Return the likelihood of all positions of a point, and the layout, which may get them from the likelihood.
 
     A Gaussian noise for each output determines which dimension holds these. Raises ValueError if they disagree.
     """
+    if isinstance(likelihood, Multitask) and isinstance(layout, NamedLayout):
+        members, layouts = zip(*map(at_positions, likelihood.members, layout.members))
+        return likelihood.with_members(members), dataclasses.replace(layout, members=layouts)
     if isinstance(likelihood, Gaussian):
         likelihood, class_dim = likelihood.along(layout.shape)
         layout = layout if class_dim is None else dataclasses.replace(layout, class_dim=class_dim)

@@ -33,13 +33,19 @@ from curvops.network.likelihoods import (
     Multitask,
     Poisson,
     Sequences,
-    as_likelihood,
 )
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.model.model import Model, layout_of, tensors_of
 from curvops.network.model.parameters import Selection
-from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape, reading_for
+from curvops.network.trained.first_points import (
+    at_positions,
+    checked_layout,
+    first_points,
+    likelihood_for,
+    output_shape,
+    reading_for,
+)
 from curvops.network.trained.trained_network import N, TrainedNetwork
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.progress import Progress, check_progress
@@ -271,7 +277,7 @@ def _describe(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
     """Describe a likelihood that cannot be stored by log p of targets drawn from it, or of the given ones."""
     likelihood, generator = lin.likelihood, torch.Generator(device=outputs.device).manual_seed(0)
     try:
-        if isinstance(likelihood.of_position, FromLoss):
+        if any(isinstance(member.of_position, FromLoss) for member in likelihood.members):
             drawn = next(iter(lin.data)).targets[: len(outputs)]
         else:
             drawn = likelihood.sample(outputs, generator)
@@ -283,7 +289,7 @@ def _describe(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
 
 def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: Tensor) -> tuple[Likelihood, Layout]:
     saved, device, dtype = record["likelihood"], outputs.device, outputs.dtype
-    named = None if given is None else as_likelihood(given, layout.shape).snapshot(device, dtype)
+    named = None if given is None else likelihood_for(given, layout).snapshot(device, dtype)
     if "class" in saved:
         stored = _recorded(saved, device)
         if (

@@ -21,7 +21,14 @@ from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import record_graph
 from curvops.network.engines.engine import Engines
-from curvops.network.engines.layer_calls import Call, Layer, Recording, bytes_of_one, sensitivities
+from curvops.network.engines.layer_calls import (
+    Call,
+    Layer,
+    Recording,
+    bytes_of_one,
+    positions_of_rows,
+    sensitivities,
+)
 from curvops.network.engines.layerwise import Factors, Features, in_parts
 from curvops.network.likelihoods.likelihood import HessianParts
 from curvops.network.likelihoods.output_fisher import OutputFisher
@@ -275,7 +282,10 @@ def each_group(
             with torch.no_grad():
                 cotangents = fisher.columns(f, batch, start, stop)
             deltas = sensitivities(model, outputs, calls, cotangents)
-            yield from groups_of_calls(calls, deltas, start == 0, positions, weights)
+            tables = None
+            if start == 0 and engines.ragged and (by := _by_position(positions, weights)):
+                tables = positions_of_rows(model, outputs, calls, by)
+            yield from groups_of_calls(calls, deltas, start == 0, positions, weights, tables)
             if engines.ragged and not sums:
                 yield from _without_rows(engines, calls, deltas, cotangents, start == 0, names)
             if others:
@@ -287,6 +297,11 @@ def each_group(
         factors = Factors(last.layer, last.kept, H.diagonal.to(f.dtype).reshape(n, 1, *last.layer.output[1:]))
         own = tuple(sorted(last.layer.names.values()))
         yield Group(own, (factors,), positions=positions, weights=weights, hessian=H)
+
+
+def _by_position(*values: Tensor | None) -> int:
+    """Return the number of positions of a mask or weights (n, T); 0 if none of them differs between positions."""
+    return max(0 if each is None or each.ndim == 1 else each.shape[1] for each in values)
 
 
 def _without_rows(
@@ -338,11 +353,19 @@ def groups_of_calls(
     first: bool = True,
     positions: Tensor | None = None,
     weights: Tensor | None = None,
+    tables: Sequence[Tensor | None] | None = None,
 ) -> Iterator[Group]:
-    """Yield the rows of calls by the parameters that they share, without calls whose branch misses the outputs."""
+    """Yield the rows of calls by the parameters that they share, without calls whose branch misses the outputs.
+
+    `tables` are the positions of ragged rows, if these are needed.
+    """
     for names, members in group_calls(calls).items():
-        some = [(calls[i], delta) for i in members if (delta := deltas[i]) is not None]
-        parts = [Factors(c.layer, c.kept, d, inside=None if c.rows is None else c.rows.inside) for c, d in some]
+        some = [(calls[i], deltas[i], None if tables is None else tables[i]) for i in members]
+        parts = [
+            Factors(call.layer, call.kept, delta, None, None if call.rows is None else call.rows.inside, of_rows)
+            for call, delta, of_rows in some
+            if delta is not None
+        ]
         if parts:
             yield Group(names, tuple(parts), first, positions=positions, weights=weights)
 

@@ -19,7 +19,7 @@ from curvops.linalg.core.symmetry import mirror
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes
+from curvops.network import Factors, Group, Layer, OuterRows, OutputFisher, Passes
 from curvops.operators.linearized.linearization import Linearization
 from curvops.records import from_record
 
@@ -328,11 +328,12 @@ def _has_positions(each: Tensor, right: Tensor) -> bool:
     return each.ndim == 2 and each.shape[1] == right.shape[2]
 
 
-def _places(each: Tensor | None, inside: Tensor | None) -> Tensor | None:
+def _places(part: Factors, each: Tensor | None) -> Tensor | None:
     """Return a mask of the points or positions that count: of ragged rows, those `inside` the table of such points."""
-    if inside is None or (each is not None and each.shape == inside.shape and bool(inside.all())):
-        return each
-    return inside if each is None else inside & (each if each.ndim == 1 else each.any(1)).unsqueeze(1)
+    of_rows = None if each is None else part.of_rows(each)
+    if part.inside is None or of_rows is None:
+        return of_rows if part.inside is None else part.inside
+    return part.inside & (of_rows.unsqueeze(1) if of_rows.ndim == 1 else of_rows)
 
 
 def _counted(each: Tensor | None, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
@@ -367,17 +368,16 @@ def _input_weights(
 def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
     """Add the inputs of all calls: position by position (expand), or averaged over calls and positions (reduce).
 
-    Indices always expand. Ragged rows are the positions of their points, and each point has its own number of them.
+    Indices always expand. Ragged rows are the positions of their points, and each point has its own number of them; a
+    row counts, with its weight, as the one position of the outputs that depends on it, otherwise as its point does.
     """
     assert group.layer is not None
-    inputs = [(part.right(), _places(group.positions, part.inside)) for part in group.parts]
+    inputs = [(part.right(), _places(part, group.positions)) for part in group.parts]
+    weights = [None if group.weights is None else part.of_rows(group.weights) for part in group.parts]
     if sharing == "reduce" and inputs[0][0].is_floating_point():
         inputs = _mean_inputs(inputs, any(part.inside is not None for part in group.parts))
-    weights = group.weights
-    if weights is not None and weights.ndim == 2 and not all(p.inside is None or p.inside.all() for p in group.parts):
-        weights = weights.amax(1)  # a row belongs to its point, to none of the positions of its outputs
-    for right, each in inputs:
-        kept, of_inputs = _counted(each, right), _input_weights(weights, each, right)
+    for (right, each), of_rows in zip(inputs, weights):
+        kept, of_inputs = _counted(each, right), _input_weights(of_rows, each, right)
         if kept.is_floating_point():
             block.count += kept.shape[0] * kept.shape[2] if of_inputs is None else float(of_inputs.sum())
             block.right.add(kept if of_inputs is None else kept * of_inputs.sqrt().unsqueeze(-1))

@@ -135,7 +135,7 @@ def with_left_out_noise(lin: Linearization) -> Linearization:
         if lin.ranks is not None:
             squares = squares.new_tensor(lin.ranks.gather(squares.tolist())[0])
         known["left-out squares"] = squares
-    sums[0] = sums[0].maximum(squares)
+    sums[0] = sums[0].maximum(squares.where(sums[2] > 0, 0))  # an output without targets has errors of rounding
     return lin.with_likelihood(estimated_noise(lin.likelihood, sums, lin.theta))
 
 
@@ -194,7 +194,7 @@ def _warn_of_one_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: 
     found = mean_squares(likelihood, sums, eps)
     if found is None:
         return
-    ratios = (gaussian.noise.detach().double() / found).flatten()
+    ratios = (gaussian.noise.detach().double() / found).nan_to_num(1.0).flatten()  # of outputs that have targets
     worst = float(ratios[ratios.log().abs().argmax()])
     if 1 / FAR_NOISE <= worst <= FAR_NOISE:
         return

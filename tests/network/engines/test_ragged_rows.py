@@ -5,6 +5,7 @@ Tests `ragged_rows.py`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -258,6 +259,20 @@ def test_batches_of_graphs_that_cannot_be_taken_apart() -> None:
     assert agree(co.DiagonalGGN(lin).diagonal(), G.diagonal())
     assert agree(co.EKFAC(lin).to_dense().trace(), G.trace())
     assert agree(lin.jacobian().to_dense(), J)
+
+
+def test_points_are_told_apart_in_half_precision() -> None:
+    """Powers of two that tell many points apart stay in the range of float16."""
+    torch.manual_seed(0)
+    model, n = _linear(masked).half().eval(), 300
+    x, length, y = torch.randn(n, T, D).half(), torch.randint(0, T + 1, (n,)), torch.arange(n) % 2
+    half, double = (
+        co.linearize(net, ((part, length), y), "classification", engine="layerwise")
+        for net, part in ((model, x), (copy.deepcopy(model).double(), x.double()))
+    )
+    assert not half.plan.others
+    found, expected = co.DiagonalGGN(half).diagonal().double(), co.DiagonalGGN(double).diagonal()
+    assert (found - expected).norm() < 2e-3 * expected.norm()
 
 
 def cut(m: Any, x: Tensor, length: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ def test_what_needs_a_distribution_is_refused_by_name() -> None:
         "KFAC": (lambda: co.KFAC(lin, fisher="mc"), TypeError, "nothing to draw"),
         "probabilities": (lambda: post.probabilities(x), ValueError, "no class probabilities; use predict or func"),
         "uncertainty": (lambda: post.uncertainty(x), ValueError, "no decomposition"),
-        "noise": (lambda: post.predict(x, noise=True), ValueError, "noise of a Gaussian likelihood"),
+        "noise": (lambda: post.predict(x, noise=True), ValueError, "observation noise of real targets"),
         "tuning": (lambda: co.evidence.maximize(post, "noise"), ValueError, "no noise that is one number"),
     }
     for call, kind, message in asked.values():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Bernoulli, Normal, Poisson
 
 import curvops as co
+from curvops.errors import NoiseWarning
 from tests.network.definitions import TIGHT, normal
 from tests.zoo import dense_jacobian
 
@@ -63,10 +64,8 @@ WAYS = ("missing", "weights", "missing and weights", "missing and weights of poi
 CASES = [(member, model, way) for member in MEMBERS for model in MODELS for way in WAYS]
 
 
-def case(
-    member: str, model: str, way: str
-) -> tuple[nn.Module, Tensor, Tensor, Tensor, Tensor, co.linearize, LogFactors]:
-    """The model, inputs, targets without gaps, the weight of each target, those of points, lin, and log p."""
+def case(member: str, model: str, way: str) -> tuple[nn.Module, Tensor, Tensor, Tensor, co.linearize, LogFactors]:
+    """The model, inputs, targets without gaps, the weight of each target, lin, and log p."""
     make, log_factors, kind = MEMBERS[member]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -75,13 +74,14 @@ def case(
     shape = (*x.shape[:-1], C // 2 if member == "heteroscedastic" else C)
     y, gone = TARGETS[kind](shape), normal(*shape, seed=2) > 0.5
     gone[0] = True  # nothing is known of this point
-    w, of_points = torch.ones_like(y), 1.0 + normal(N, seed=4).abs()
+    w = torch.ones_like(y)
     data: tuple[Tensor, ...] = (x, y)
     if "weights" in way:
         w = normal(*shape, seed=3).abs()
         w[1] = 0
         data = (x, y, w)
     if "points" in way:
+        of_points = 1.0 + normal(N, seed=4).abs()
         w = of_points.reshape(N, *[1] * (y.ndim - 1)).expand_as(y)
         data = (x, y, of_points)
     options = {}
@@ -89,7 +89,7 @@ def case(
         options, w = {"missing": "ignore"}, w * ~gone
         data = (x, y.masked_fill(gone, math.nan), *data[2:])
     lin = co.linearize(net, data, make(**options), weights=len(data) == 3)
-    return net, x, y, w, of_points, lin, log_factors
+    return net, x, y, w, lin, log_factors
 
 
 def by_autograd(net: nn.Module, x: Tensor, y: Tensor, w: Tensor, log_factors: LogFactors) -> tuple[Tensor, ...]:
@@ -106,7 +106,7 @@ def by_autograd(net: nn.Module, x: Tensor, y: Tensor, w: Tensor, log_factors: Lo
 
 @pytest.mark.parametrize(("member", "model", "way"), CASES)
 def test_sums_over_the_data_are_those_of_the_observed_targets(member: str, model: str, way: str) -> None:
-    net, x, y, w, of_points, lin, log_factors = case(member, model, way)
+    net, x, y, w, lin, log_factors = case(member, model, way)
     score, gradient, slope, curvature = by_autograd(net, x, y, w, log_factors)
     if member == "heteroscedastic":  # its H is the Fisher
         s = net(x).detach()[..., 1:]
@@ -118,23 +118,13 @@ def test_sums_over_the_data_are_those_of_the_observed_targets(member: str, model
     torch.testing.assert_close(co.GGN(lin).to_dense(), G, **TIGHT)
     torch.testing.assert_close(co.DiagonalGGN(lin).to_dense().diagonal(), G.diagonal(), **TIGHT)
     rows = torch.einsum("nc,ncd->nd", slope.reshape(N, -1), J.unflatten(0, (N, -1)))
-    largest = {
-        "missing": torch.ones(N).double(),
-        "missing and weights of points": of_points,
-    }.get(way, lin_weights(way, y))
+    largest = w.flatten(1).amax(1)  # of the observed targets
     empirical = torch.einsum("nd,n,ne->de", rows, (1 / largest).where(largest > 0, 0), rows)
     torch.testing.assert_close(co.EmpiricalFisher(lin).to_dense(), empirical, **TIGHT)
     precision = G + 0.3 * torch.eye(len(G), dtype=G.dtype)
     evidence = score - 0.15 * lin.theta.square().sum() - 0.5 * (precision.logdet() - len(G) * math.log(0.3))
     post = co.laplace(lin, co.GGN, 0.3, check_mode=False)
     torch.testing.assert_close(post.log_evidence().value, evidence, **TIGHT)
-
-
-def lin_weights(way: str, y: Tensor) -> Tensor:
-    """The largest weight that the targets of a point were given."""
-    w = normal(*y.shape, seed=3).abs()
-    w[1] = 0
-    return w.flatten(1).amax(1)
 
 
 @pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
@@ -149,17 +139,25 @@ def test_factors_of_missing_targets_are_those_of_weights_zero(member: str, kind:
         net = nn.Linear(4, C, bias=False).double()
     x, y, gone = normal(N, 4), TARGETS[targets]((N, m)), normal(N, m, seed=2) > 0.5
     gone[0] = True
-    hollow = co.linearize(net, (x, y.masked_fill(gone, math.nan)), make(missing="ignore"))
-    weighted = co.linearize(net, (x, y, (~gone).double()), make(), weights=True)
-    found, expected = (
-        kind(lin, fisher=fisher, generator=torch.Generator().manual_seed(1)).to_dense() for lin in (hollow, weighted)
-    )
-    torch.testing.assert_close(found, expected, **TIGHT)
+    holes, w = y.masked_fill(gone, math.nan), normal(N, m, seed=3).abs() * torch.where(gone, 100.0, 1.0)
+    hollow, weighted = co.linearize(net, (x, holes), make(missing="ignore")), (~gone).double()
+    pairs = [
+        (hollow, co.linearize(net, (x, y, weighted), make(), weights=True)),
+        (
+            co.linearize(net, (x, holes, w), make(missing="ignore"), weights=True),
+            co.linearize(net, (x, y, w * weighted), make(), weights=True),
+        ),
+    ]
+    for pair in pairs:
+        found, expected = (
+            kind(lin, fisher=fisher, generator=torch.Generator().manual_seed(1)).to_dense() for lin in pair
+        )
+        torch.testing.assert_close(found, expected, **TIGHT)
     if fisher == "exact" and kind is co.KFAC:
         f, seen = net(x).detach(), ~gone.all(1)
         H = dense_h(make(), f, y) * (~gone).double().repeat(1, C // m)
         A = x[seen].mT @ x[seen] / seen.sum()
-        torch.testing.assert_close(found, torch.kron(torch.diag(H.sum(0)), A), **TIGHT)
+        torch.testing.assert_close(kind(hollow).to_dense(), torch.kron(torch.diag(H.sum(0)), A), **TIGHT)
 
 
 def dense_h(likelihood: co.likelihoods.Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -175,6 +173,23 @@ def test_the_noise_is_that_of_the_observed_residuals(noise: str | None) -> None:
     expected = squares / (~gone).sum(0) if noise else squares.sum() / (~gone).sum()
     torch.testing.assert_close(lin.likelihood.noise, expected, rtol=1e-3, atol=0)
     assert repr(lin.likelihood).endswith("estimated, missing='ignore')")
+
+
+def test_the_noise_of_an_output_without_targets_counts_as_one() -> None:
+    net, x, y = nn.Linear(4, C).double(), normal(N, 4), normal(N, C, seed=1)
+    y[:, 1] = math.nan
+    with pytest.warns(NoiseWarning, match=r"noise of outputs \[1\] is unknown, since all their targets are missing"):
+        lin = co.linearize(net, (x, y), LIKELIHOODS.Gaussian("per_output", missing="ignore"))
+    expected = (net(x).detach() - y).square().mean(0).nan_to_num(1.0)
+    torch.testing.assert_close(lin.likelihood.noise, expected, rtol=1e-3, atol=0)
+    with pytest.warns(NoiseWarning, match=r"noise of outputs \[1\] is unknown"):
+        noise = co.laplace(lin, co.GGN, 1.0).observation_noise  # of left-out points
+    assert noise[1] == 1 and bool((noise >= expected * 0.999).all())
+    with pytest.warns(NoiseWarning, match="its residuals do not show it: it has no targets"):
+        co.linearize(net, (x, y * math.nan), LIKELIHOODS.Gaussian(missing="ignore"))
+    given = co.linearize(net, (x, y), LIKELIHOODS.Gaussian(1e-6 * expected, missing="ignore"))
+    with pytest.warns(NoiseWarning, match="1e-06 times the mean squared residual of the training data"):
+        co.laplace(given, co.GGN, 1.0)
 
 
 @pytest.mark.filterwarnings("ignore::curvops.errors.ModeWarning")
@@ -262,3 +277,18 @@ def test_part_of_the_data_keeps_the_choice() -> None:
     *_, lin, _ = case("bernoulli", "rows", "missing")
     halves = [co.GGN(lin.restrict(torch.arange(start, N, 2), 1.0)).to_dense() for start in (0, 1)]
     torch.testing.assert_close(halves[0] + halves[1], co.GGN(lin).to_dense(), **TIGHT)
+
+
+@pytest.mark.parametrize("kind", [co.EmpiricalFisher, co.KFAC])
+def test_the_weight_of_an_ignored_label_does_not_count(kind: type) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = MODELS["sequences"][0]().double()
+    x, labels, w = normal(N, T, 4), torch.arange(N * T).reshape(N, T) % C, normal(N, T, seed=3).abs()
+    gone = torch.zeros(N, T, dtype=torch.bool)
+    gone[:, 1] = True
+    ignored = co.linearize(
+        net, (x, labels.masked_fill(gone, -100), w.masked_fill(gone, 100.0)), "classification", weights=True
+    )
+    left_out = co.linearize(net, (x, labels, w.masked_fill(gone, 0.0)), "classification", weights=True)
+    torch.testing.assert_close(kind(ignored).to_dense(), kind(left_out).to_dense(), **TIGHT)
