@@ -31,6 +31,10 @@ class Objects:
     device, dtype: where the result is moved, and the dtype of its floating-point tensors; None keeps each.
     """
 
+    joining = "collate="
+    joins = "points, without targets"
+    """Names of the function and of what it is called with, for messages."""
+
     def __init__(
         self,
         points: Sequence[Any],
@@ -90,8 +94,8 @@ class Objects:
         except Exception as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(
-                f"collate= failed on {self!r} ({type(error).__name__}: {error}); it is called with a list of points, "
-                "without targets, and returns what the model takes."
+                f"{self.joining} failed on {self!r} ({type(error).__name__}: {error}); it is called with a list of "
+                f"{self.joins}, and returns what the model takes."
             ) from error
         return placed(joined, self.device, self.dtype)
 

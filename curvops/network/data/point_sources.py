@@ -30,6 +30,7 @@ class LoaderOfPoints(LoaderPasses):
 
     def __init__(self, loader: DataLoader[Any], weights: bool) -> None:
         self._given, self._weights = loader, weights
+        self._collate: OfLoader | None = None
         items = copy.copy(in_order(loader))
         items.collate_fn = _packed
         super().__init__(items)
@@ -42,11 +43,11 @@ class LoaderOfPoints(LoaderPasses):
         return cls(loader, weights)
 
     def __iter__(self) -> Iterator[object]:
-        collate: OfLoader | None = None
         for packed in super().__iter__():
             items: Any = pickle.loads(packed) if isinstance(packed, bytes) else packed
-            _, *others = parts_of(self._given.collate_fn(copied_deep(items)), self._weights)
-            collate = collate or OfLoader.of(self._given, self._weights, items)
+            collate = self._collate = self._collate or OfLoader.of(self._given, self._weights, items)
+            joined = self._given.collate_fn(copied_deep(items) if collate.writes else items)
+            _, *others = parts_of(joined, self._weights)
             yield (Items(items, collate), *(part for part in others if part is not None))
 
     def __reduce__(self) -> Any:
@@ -57,10 +58,11 @@ class OfLoader:
     """The inputs that a loader's collate_fn makes of items of its dataset.
 
     item: one of them. alone: whether the inputs depend on the first entry of an item only, and not on its label.
+    writes: whether the function changes the items.
     """
 
-    def __init__(self, collate_fn: Collate, weights: bool, item: Any, alone: bool) -> None:
-        self.collate_fn, self.weights, self.item, self.alone = collate_fn, weights, item, alone
+    def __init__(self, collate_fn: Collate, weights: bool, item: Any, writes: bool) -> None:
+        self.collate_fn, self.weights, self.item, self.writes, self.alone = collate_fn, weights, item, writes, False
 
     @classmethod
     def of(cls, loader: DataLoader[Any], weights: bool, items: list[Any]) -> OfLoader:
@@ -68,7 +70,8 @@ class OfLoader:
 
         That labels have no effect is seen by exchanging those of these items, and of the first, middle and last one.
         """
-        collate = cls(loader.collate_fn, weights, items[0], False)
+        loader.collate_fn(given := copied_deep(items))
+        collate = cls(loader.collate_fn, weights, items[0], digest_of(given) != digest_of(items))
         if not _is_entries(items[0]):
             return collate
         dataset: Any = loader.dataset
@@ -106,11 +109,12 @@ class OfLoader:
         if _is_entries(point) and len(point) == len(self.item):
             entries = 1 if self.alone else len(point)  # labels may come in other types
             if list(map(_kind_of, point[:entries])) == list(map(_kind_of, self.item[:entries])):
-                return point
+                return (point[0], *self.item[1:]) if self.alone else point  # test points may have None for a label
         if not self.alone:
             raise TypeError(
-                "points are items of the dataset of the training data's DataLoader here, with their labels, since the "
-                f"inputs that its collate_fn makes depend on more than the first entry of an item; given {point!r:.60}."
+                "points are here items of the dataset of the training data's DataLoader, with their labels: the inputs "
+                "that its collate_fn makes depend on more than the first entry of an item, or all labels seen are "
+                f"equal. Given {point!r:.60}."
             )
         return (point, *self.item[1:])
 
@@ -119,6 +123,8 @@ class Items(Objects):
     """Items of the dataset of a DataLoader, as points that its collate_fn joins."""
 
     collate: OfLoader
+    joining = "the DataLoader's collate_fn"
+    joins = "items of its dataset"
 
     @cached_property
     def _alone(self) -> Objects:

@@ -78,6 +78,7 @@ def test_items_of_any_form(item):
     bare = list(zip(rows, rows[::-1]))
     if item == "a pair of points":
         close(lin.predict(bare[2:5]), lin.outputs()[2:5])
+        close(lin.predict([(pair, None) for pair in bare[2:5]]), lin.outputs()[2:5])
     elif item != "a mapping":
         with pytest.raises(TypeError, match="with their labels"):
             lin.predict(bare[2:5])
@@ -157,6 +158,10 @@ def of_equal_points(model, points, y):
         "a tuple of two pairs": (
             lambda m, p, y: co.linearize(m, tuple(zip(p[:2], y)), noise(), collate=list),
             "2 inputs",
+        ),
+        "rows of numbers": (
+            lambda m, p, y: co.gp.LinearizedGP(of_points(m, p, y, noise(), list)),
+            "rows of numbers",
         ),
         "joined points in memory": (
             lambda m, p, y: co.linearize(m, (parts_of_points(p)[:2], y), noise()),
