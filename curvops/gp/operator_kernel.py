@@ -21,6 +21,7 @@ from torch import Tensor
 
 from curvops.checks import carries_graph, check_kind, check_tensor
 from curvops.linalg import Dense, Operator
+from curvops.network.data.objects import Objects
 from curvops.operators import Linearization
 from curvops.summary import name_of
 
@@ -34,6 +35,8 @@ def as_points(lin: Linearization, x: Tensor) -> Tensor:
     Raises TypeError if x is not a tensor or the network takes several, ValueError if d is not the size of its input.
     """
     few: Any = lin.data.few
+    if isinstance(few, Objects):
+        raise TypeError(f"a Gaussian process takes rows of numbers, and the data are {few!r}: use post.predict.")
     check_kind("the network's input", few, Tensor, "one tensor: wrap the network in a module that splits it")
     check_tensor("inputs", x)
     shape = few.shape[1:]

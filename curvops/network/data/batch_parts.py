@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
+from curvops.errors import MissingLabelsError
 from curvops.network.data.inputs import Inputs, num_points, tensor_of
+from curvops.network.data.objects import Objects
 
 ACCEPTED = (
     "Pass a pair (inputs, targets) of tensors or arrays, a torch Dataset, a DataLoader, or a list (any re-iterable) of "
@@ -22,6 +24,7 @@ TARGETS = (
     "Several targets are a mapping of tensors, with a likelihood under each name; convert a list of numbers with "
     "torch.tensor; those of an autoencoder are its inputs; without labels pass None."
 )
+JOINED = " For points of unequal sizes, joined in one tensor, pass the points themselves and collate= to co.linearize."
 NAMES = ("inputs", "targets", "weights")
 LABELS = ("labels", "label")
 """The names of the targets in Hugging Face collators and data sets."""
@@ -34,7 +37,7 @@ def holds_all(data: object) -> bool:
     if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
         return only_inputs(data) is not None
     # In a list of batches none is a tensor: if the first item is one, these are inputs and targets, of whatever type.
-    if isinstance(data[0], Tensor | np.ndarray):
+    if isinstance(data[0], Tensor | np.ndarray | Objects):
         return True
     return all(part is None or _is_of_points(part) for part in data[1:]) and unlabelled_source(data) is None
 
@@ -61,10 +64,10 @@ def only_inputs(item: object) -> Tensor | np.ndarray | None:
 
 
 def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
-    """Return what `split_batch` does, for a batch that has targets; raise TypeError for one without."""
+    """Return what `split_batch` does, for a batch that has targets; raise MissingLabelsError for one without."""
     inputs, targets, w = split_batch(item, weights)
     if targets is None:
-        raise TypeError("A batch is (inputs, targets), and here targets are needed; this one has inputs alone.")
+        raise MissingLabelsError("this call", "A batch is (inputs, targets); this one has inputs alone. ")
     return inputs, targets, w
 
 
@@ -162,7 +165,7 @@ def require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> Non
         if part.ndim == 0 or len(part) != n:
             raise ValueError(
                 f"There are {n} inputs, but the targets have shape {tuple(part.shape)}. The leading dimension of both "
-                "counts points."
+                f"counts points.{JOINED if isinstance(inputs, tuple | dict) else ''}"
             )
     if weights is not None and (weights.ndim == 0 or len(weights) != n):
         raise ValueError(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from numbers import Number
@@ -26,6 +28,7 @@ from curvops.fingerprints import fingerprint
 WORDS: tuple[type, ...] = (str, bytes, bytearray, Number, type(None), PurePath, np.dtype, torch.dtype, torch.device)
 LEAVES = (Tensor, np.ndarray, *WORDS)
 ARRAYS = ("__array_interface__", "__array__")
+BUFFERS = (array, memoryview)
 UNSEEN = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 LARGE = 2**14
 """The bytes from which on the fingerprint of a tensor takes less time than a hash of its bytes."""
@@ -40,7 +43,7 @@ def leaves_of(value: Any, attributes: bool = True) -> Iterator[tuple[str, Any]]:
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         way, part = waiting.pop()
-        if attributes and any(hasattr(part, name) for name in ARRAYS) and not isinstance(part, (type, *LEAVES)):
+        if isinstance(part, BUFFERS) or (attributes and _reads_as_array(part)):
             with contextlib.suppress(TypeError, ValueError):  # an array on an accelerator is looked into instead
                 part = np.asarray(part)
         if isinstance(part, LEAVES) and not _holds_objects(part):
@@ -50,6 +53,10 @@ def leaves_of(value: Any, attributes: bool = True) -> Iterator[tuple[str, Any]]:
             waiting += reversed(_entries(way, part, attributes))
 
 
+def _reads_as_array(value: Any) -> bool:
+    return any(hasattr(value, name) for name in ARRAYS) and not isinstance(value, (type, *LEAVES))
+
+
 def _holds_objects(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype == object
 
@@ -57,7 +64,7 @@ def _holds_objects(value: Any) -> bool:
 def _entries(way: str, value: Any, attributes: bool) -> list[tuple[str, Any]]:
     if isinstance(value, Mapping):
         return [(f"{way}[{key!r}]", part) for key, part in value.items()]
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return [(f"{way}[{i}]", part) for i, part in enumerate(value)]
     if _holds_objects(value):
         return [(f"{way}[{i}]", part) for i, part in enumerate(value.flat)]

@@ -67,20 +67,25 @@ def normalise(x: object) -> Inputs:
 def batch_inputs(x: object, n: int, whole: bool | None = None) -> Inputs:
     """Convert the inputs of a batch of n targets, to a `WholeBatch` if `whole`; None does so for no tensors of points.
 
-    Raises TypeError as `normalise` does if `whole` is False.
+    Raises TypeError as `normalise` does if `whole` is False, and for one text.
     """
     if isinstance(x, Objects):
         return x
     if whole:
         return WholeBatch(x, n)
-    if whole is False or isinstance(x, Tensor):
+    if whole is False or isinstance(x, Tensor | np.ndarray):
         return normalise(x)
+    if isinstance(x, str | bytes) and n > 1:
+        raise TypeError(
+            f"{n} targets have the inputs {x!r:.40}. If the data are one batch, pass it in a list, [batch]."
+        )
     try:
         inputs = normalise(x)
-        num_points(inputs)
+        if num_points(inputs) == n:
+            return inputs
     except (TypeError, ValueError):
-        return WholeBatch(x, n)
-    return inputs
+        pass
+    return WholeBatch(x, n)
 
 
 def value_of(inputs: Inputs, apart: bool = False) -> Any:

@@ -31,6 +31,10 @@ class Objects:
     device, dtype: where the result is moved, and the dtype of its floating-point tensors; None keeps each.
     """
 
+    joining = "collate="
+    joins = "points, without targets"
+    """Names of the function and of what it is called with, for messages."""
+
     def __init__(
         self,
         points: Sequence[Any],
@@ -56,7 +60,7 @@ class Objects:
 
     def with_points(self, points: Sequence[Any]) -> Objects:
         """Return other points that are joined in the same way."""
-        return Objects(points, self.collate, self.device, self.dtype)
+        return type(self)(points, self.collate, self.device, self.dtype)
 
     def like(self, x: Any) -> Any:
         """Return a user's inputs as such points, if they are a list or a Dataset; anything else as a whole batch.
@@ -90,14 +94,14 @@ class Objects:
         except Exception as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(
-                f"collate= failed on {self!r} ({type(error).__name__}: {error}); it is called with a list of points, "
-                "without targets, and returns what the model takes."
+                f"{self.joining} failed on {self!r} ({type(error).__name__}: {error}); it is called with a list of "
+                f"{self.joins}, and returns what the model takes."
             ) from error
         return placed(joined, self.device, self.dtype)
 
     def move(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Objects:
         """Return the same points for another device or dtype; None keeps either."""
-        return Objects(self.points, self.collate, device or self.device, dtype or self.dtype)
+        return type(self)(self.points, self.collate, device or self.device, dtype or self.dtype)
 
     def copy(self) -> Objects:
         """Return a deep copy of the points."""
@@ -167,6 +171,11 @@ class WholeBatch(Objects):
         return digest_of(self.points[0]) + torch.arange(len(self))
 
 
+def _stacked(parts: Sequence[Any]) -> Any:
+    """Return targets or weights of some points as tensors; None if there are none."""
+    return None if all(part is None for part in parts) else default_collate(list(parts))
+
+
 def _only(points: list[Any]) -> Any:
     return points[0]
 
@@ -199,4 +208,4 @@ class PointPairs(Dataset[Any]):
     def gather(self, items: Sequence[Any]) -> Any:
         """Return the batch of some items: their points, and targets (and weights) as tensors."""
         points, *others = zip(*items)
-        return (Objects(points, self.collate), *(default_collate(list(part)) for part in others))
+        return (Objects(points, self.collate), *map(_stacked, others))

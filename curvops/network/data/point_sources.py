@@ -5,28 +5,32 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator, Mapping
+from functools import cached_property
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from curvops.argument_types import Collate
+from curvops.errors import MissingLabelsError
 from curvops.network.data.batch_parts import holds_all, parts_of, targets_of
-from curvops.network.data.contents import with_tensors
+from curvops.network.data.contents import copied_deep, digest_of, with_tensors
 from curvops.network.data.loaders import LoaderPasses, in_order, iterates_as_torch
 from curvops.network.data.objects import Objects, PointPairs, WholeBatch
 
+LOADED = 64
+"""How many items of held-out data are joined at a time."""
+
 
 class LoaderOfPoints(LoaderPasses):
-    """The batches of a DataLoader as single points, which its own collate_fn joins.
-
-    An item of its dataset is (point, target), possibly with a weight, or itself the point. Where the model runs, the
-    points are joined with a target of the first item each: the model's inputs do not depend on targets.
-    """
+    """The batches of a DataLoader as single points, its dataset's items, which its own collate_fn joins."""
 
     def __init__(self, loader: DataLoader[Any], weights: bool) -> None:
         self._given, self._weights = loader, weights
+        self._collate: OfLoader | None = None
         items = copy.copy(in_order(loader))
         items.collate_fn = _packed
         super().__init__(items)
@@ -41,32 +45,116 @@ class LoaderOfPoints(LoaderPasses):
     def __iter__(self) -> Iterator[object]:
         for packed in super().__iter__():
             items: Any = pickle.loads(packed) if isinstance(packed, bytes) else packed
-            _, *others = parts_of(self._given.collate_fn(items), self._weights)
-            pairs = isinstance(items[0], tuple | list) and len(items[0]) in (2, 3)
-            points = [item[0] for item in items] if pairs else items
-            collate = OfLoader(self._given.collate_fn, self._weights, tuple(items[0][1:]) if pairs else None)
-            yield (Objects(points, collate), *(part for part in others if part is not None))
+            collate = self._collate = self._collate or OfLoader.of(self._given, self._weights, items)
+            joined = self._given.collate_fn(copied_deep(items) if collate.writes else items)
+            _, *others = parts_of(joined, self._weights)
+            yield (Items(items, collate), *(part for part in others if part is not None))
 
     def __reduce__(self) -> Any:
         return LoaderOfPoints, (self._given, self._weights)
 
 
 class OfLoader:
-    """The inputs that a loader's collate_fn makes of points, each with the same `rest` of an item, if there is one."""
+    """The inputs that a loader's collate_fn makes of items of its dataset.
 
-    def __init__(self, collate_fn: Collate, weights: bool, rest: tuple[Any, ...] | None) -> None:
-        self.collate_fn, self.weights, self.rest = collate_fn, weights, rest
+    item: one of them. alone: whether the inputs depend on the first entry of an item only, and not on its label.
+    writes: whether the function changes the items.
+    """
+
+    def __init__(self, collate_fn: Collate, weights: bool, item: Any, writes: bool) -> None:
+        self.collate_fn, self.weights, self.item, self.writes, self.alone = collate_fn, weights, item, writes, False
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], weights: bool, items: list[Any]) -> OfLoader:
+        """Return them for a loader, of which these are some items.
+
+        That labels have no effect is seen by exchanging those of these items, and of the first, middle and last one.
+        """
+        loader.collate_fn(given := copied_deep(items))
+        collate = cls(loader.collate_fn, weights, items[0], digest_of(given) != digest_of(items))
+        if not _is_entries(items[0]):
+            return collate
+        dataset: Any = loader.dataset
+        if not isinstance(dataset, IterableDataset) and (n := len(dataset)):
+            items = [*items, *(dataset[i] for i in (0, n // 2, n - 1))]
+        rests = [item[1:] for item in items]
+        try:
+            if len({digest_of(rest) for rest in rests}) > 1:
+                turned = [(item[0], *rest) for item, rest in zip(items, [*rests[1:], rests[0]])]
+                collate.alone = digest_of(collate(copied_deep(items))) == digest_of(collate(copied_deep(turned)))
+        except Exception:  # a collate_fn may refuse items that are not of its dataset
+            collate.alone = False
+        return collate
 
     def __call__(self, points: list[Any]) -> Any:
-        if self.rest is not None:
-            return parts_of(self.collate_fn([(point, *self.rest) for point in points]), self.weights)[0]
         joined = self.collate_fn(points)
         try:
             return parts_of(joined, self.weights)[0]
-        except TypeError:  # points to predict at have no labels
+        except (TypeError, MissingLabelsError):  # points to predict at have no labels
             if isinstance(joined, tuple | list):
                 raise
             return joined
+
+    def of_points(self, points: list[Any]) -> Any:
+        """Return the inputs for points of a user's, which are items or, if labels have no effect, without them."""
+        return self([self.item_of(point) for point in points])
+
+    def item_of(self, point: Any) -> Any:
+        """Return an item for a point, which is one or, if labels have no effect, the first entry of one.
+
+        Raises TypeError for other points. An item's first entry is never of the same kind as the item itself.
+        """
+        if not _is_entries(self.item):
+            return point
+        if _is_entries(point) and len(point) == len(self.item):
+            entries = 1 if self.alone else len(point)  # labels may come in other types
+            if list(map(_kind_of, point[:entries])) == list(map(_kind_of, self.item[:entries])):
+                return (point[0], *self.item[1:]) if self.alone else point  # test points may have None for a label
+        if not self.alone:
+            raise TypeError(
+                "points are here items of the dataset of the training data's DataLoader, with their labels: the inputs "
+                "that its collate_fn makes depend on more than the first entry of an item, or all labels seen are "
+                f"equal. Given {point!r:.60}."
+            )
+        return (point, *self.item[1:])
+
+
+class Items(Objects):
+    """Items of the dataset of a DataLoader, as points that its collate_fn joins."""
+
+    collate: OfLoader
+    joining = "the DataLoader's collate_fn"
+    joins = "items of its dataset"
+
+    @cached_property
+    def _alone(self) -> Objects:
+        """The points without their labels, if these have no effect: targets have fingerprints of their own."""
+        points = [item[0] for item in self.points] if self.collate.alone else self.points
+        return Objects(points, self.collate.of_points, self.device, self.dtype)
+
+    def like(self, x: Any) -> Any:
+        points = self._alone.like(x)
+        if points is x or isinstance(points, WholeBatch):
+            return points
+        return self.with_points([self.collate.item_of(point) for point in points.points])
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        # Labels among the others may be NaN; what the model makes of NaN is seen in its outputs.
+        return [pair for pair in self._alone.named_tensors() if self.collate.alone or pair[1].requires_grad]
+
+    def prints(self) -> Tensor:
+        return self._alone.prints()
+
+
+def _is_entries(item: Any) -> bool:
+    return isinstance(item, tuple | list) and len(item) in (2, 3)
+
+
+def _kind_of(value: Any) -> Any:
+    """Return the types of the entries of tuples, and of any other value; all numbers and arrays are of one."""
+    if type(value) is tuple:
+        return tuple(map(_kind_of, value))
+    return Tensor if isinstance(value, Tensor | np.ndarray | Number) else type(value)
 
 
 def _packed(items: list[Any]) -> Any:
@@ -96,6 +184,10 @@ def with_collate(data: Any, collate: Collate | None) -> Any:
     if isinstance(data, Mapping) and "inputs" in data:
         return {**data, "inputs": _points_of(data["inputs"], collate)}
     if isinstance(data, tuple) or (isinstance(data, list) and holds_all(data)):
+        if len(data) not in (2, 3):
+            raise TypeError(
+                f"with collate= data are (points, targets), or a list of pairs; got {len(data)} in a tuple."
+            )
         if not all(part is None or targets_of(part) is not None for part in data[1:]):
             raise TypeError("targets must be a tensor (or None): convert a list of numbers with torch.tensor.")
         return (_points_of(data[0], collate), *data[1:])
@@ -119,4 +211,8 @@ def data_like(data: Any, example: Objects, weights: bool = False) -> Any:
         return LoaderOfPoints.of(data, weights) or data
     if isinstance(example, WholeBatch) or not isinstance(data, tuple | list | Dataset | Mapping):
         return data
-    return with_collate(data, example.collate)
+    if not isinstance(example, Items):
+        return with_collate(data, example.collate)
+    if isinstance(data, tuple | Mapping) or holds_all(data):
+        return with_collate(data, example.collate.of_points)
+    return LoaderOfPoints(DataLoader(data, LOADED, collate_fn=example.collate.collate_fn), weights)  # type: ignore[arg-type]

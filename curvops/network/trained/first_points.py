@@ -35,6 +35,7 @@ from curvops.network.likelihoods import (
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
 from curvops.network.likelihoods.from_loss import shrunk
 from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Independent, Likelihood
+from curvops.network.model.joined_points import admit_all
 from curvops.network.model.model import Model, layout_of
 from curvops.ranks.process_group import Ranks
 
@@ -183,7 +184,8 @@ def reading_for(
         f = layout.rows(outputs).to(theta.dtype)
         check = partial(_check_targets, likelihood, f[: max(1, SCORED // f.shape[1])])
     missing = likelihood.of_position.missing is not None
-    reading = Reading(theta.device, theta.dtype, check, layout, weights, missing, model.admit, labelled)
+    admit = partial(admit_all, model, in_order=True)
+    reading = Reading(theta.device, theta.dtype, check, layout, weights, missing, admit, labelled)
     reading = dataclasses.replace(reading, whole=isinstance(model.calls.example, WholeBatch))
     if labelled:
         return reading

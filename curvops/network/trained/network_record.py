@@ -173,6 +173,11 @@ def _tried_points(record: Mapping[str, Any], data: Any, inputs: Any) -> Inputs:
         for i, number in enumerate(prints):
             if number in wanted and number not in parts:
                 parts[number] = take(points, slice(i, i + 1))
+    if len(parts) < len(set(wanted)) and data is not None:
+        raise ValueError(
+            "the data are not those of the saved posterior: the points at which the model was tried are not among "
+            "them. Batches that only the model can read have to be the same batches."
+        )
     if len(parts) < len(set(wanted)):
         raise ValueError(
             "the points of the saved posterior are objects, which are not saved: pass the training data, as to "

@@ -38,6 +38,7 @@ from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, s
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.likelihoods.multitask import Multitask
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
+from curvops.network.model.joined_points import admit_all
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.tangent_space import TangentSpace
@@ -358,9 +359,8 @@ class TrainedNetwork(NetworkOnData):
         if num_points(inputs) and _require_gradient(inputs):
             constants = {name: value.detach() for name, value in values.items()}
             return outputs_at(self.model, copy(inputs), constants).reshape(-1, self.output_shape[-1])
-        most = min(self.data.largest, self.passes.engines.forward_points or self.data.largest)
         with torch.no_grad():
-            parts = [self.model(values, part) for part in in_pieces(inputs, most) if num_points(part)]
+            parts = [self.model(values, part) for part in in_pieces(inputs, self._points_at_once()) if num_points(part)]
         return torch.cat([self.theta.new_zeros(0, self.num_outputs), *parts]).reshape(-1, self.output_shape[-1])
 
     def admit(self, x: Any, differentiable: bool = False) -> Inputs:
@@ -372,8 +372,11 @@ class TrainedNetwork(NetworkOnData):
             if constant:
                 raise ValueError(f"{name} requires a gradient, which points joined by collate= do not get: detach it.")
             raise ValueError(f"{name} requires a gradient: use lin.jacobian(x, differentiable=True), or x.detach().")
-        self.model.admit(inputs)
+        admit_all(self.model, inputs, self._points_at_once())
         return inputs
+
+    def _points_at_once(self) -> int:
+        return min(self.data.largest, self.passes.engines.forward_points or self.data.largest)
 
     def inputs_of(self, x: Any) -> Inputs:
         """Return inputs on the weights' device; a batch that only the model can read takes a pass to count its points.

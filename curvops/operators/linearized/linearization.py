@@ -201,18 +201,18 @@ def linearize(
 
     Raises:
         TypeError: an argument is of another kind than those above.
-        ValueError: data are empty, non-finite or readable only once; collate fails; single points are needed of batches
-            that only the model can read; targets do not suit the likelihood; a module in train mode is random or
-            depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches nothing or mixes dtypes.
-            The message says what to do.
+        ValueError: data are empty, non-finite or readable only once; collate fails, is random or does not keep the
+            order of points; single points are needed of batches that only the model can read; targets do not suit the
+            likelihood; a module in train mode is random or depends on its batch; outputs are not (N, C) or
+            (N, ..., C); a selection matches nothing or mixes dtypes. The message says what to do.
         MissingLabelsError: there are no labels, and the curvature depends on them, as by class weights, a loss of your
             own or a noise that is to be estimated.
         RanksDifferError: the ranks were given different models, likelihoods, options or versions, or the same data.
 
     Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
     classifier returns probabilities or their logarithms, and with `NoiseWarning` if a noise is to be estimated and all
-    residuals are zero. Costs one pass over the data (and a forward pass, if a noise is estimated) and about ten
-    passes over two to four points, most of which check the derivatives.
+    residuals are zero. Costs one pass over the data (and a forward pass, if a noise is estimated, and two, if points
+    are joined) and about ten passes over two to four points, most of which check the derivatives.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
