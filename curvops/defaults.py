@@ -71,8 +71,9 @@ def laplace(
             and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
             logits have a variance of 1/4 at the training inputs; otherwise by the evidence, as `co.evidence.maximize`
             (for Gaussian noise that of the linearised network, mode="linear"). Held-out data also choose a noise that
-            was not given. Several outputs choose it by the logits' variance if all are classes or labels, otherwise
-            by the evidence of the linearised network.
+            was not given, unless there are several outputs, whose noises remain those of the residuals. Several outputs
+            choose A by the logits' variance if all are classes or labels, otherwise by the evidence of the linearised
+            network.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)

@@ -72,7 +72,7 @@ def validate(
         joint: score random pairs of points, as in `Laplace.log_likelihood`.
         link: the probabilities of classes or labels that are scored, "probit" or "mc", as in `probabilities`: choose
             the link that will predict, since a precision that suits one may harm the other. Numbers have no link, nor
-            have pairs.
+            have pairs; several outputs are scored by draws together, as with "mc", even if all are classes.
         xtol: the relative accuracy of the maximum for these draws.
         generator: the source of the draws; all values are scored with the same ones.
 

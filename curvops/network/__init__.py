@@ -50,6 +50,7 @@ __all__ = [
     "Empirical",
     "EngineChoice",
     "Exact",
+    "Factors",
     "Group",
     "InputGraph",
     "JacobianRows",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -90,6 +90,7 @@ class EmpiricalOutputs(DrawnOutputs):
     """The outputs at draws of the weights, around their own mean."""
 
     through: str = field(kw_only=True)
+    correction: ClassVar[int] = 0  # the draws are the whole distribution
 
     def functions(self) -> Float[Tensor, "k N C"]:
         return self._values
@@ -109,7 +110,7 @@ class EmpiricalOutputs(DrawnOutputs):
         return self.drawn_moments(likelihood, together, normals, start)
 
     def uncertainty_of_numbers(self, likelihood: Likelihood) -> Uncertainty:
-        return decompose_drawn_numbers(likelihood, self.functions(), self.error)
+        return decompose_drawn_numbers(likelihood, self.functions(), self.error, self.correction)
 
 
 def empirical(lin: Linearization, draws: Draws, through: str = "network") -> EmpiricalPosterior:

@@ -29,7 +29,13 @@ from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
 from curvops.network.likelihoods.conversions import interpretation_of
 from curvops.network.likelihoods.gaussian import needs_noise
-from curvops.network.trained.first_points import few_of, likelihood_at, output_shape, reading_for
+from curvops.network.trained.first_points import (
+    few_of,
+    likelihood_at,
+    likelihoods_by_name,
+    output_shape,
+    reading_for,
+)
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.terms import Prior
@@ -426,6 +432,7 @@ def log_posterior(
     """
     if isinstance(model, ShardedLinearization):
         raise TypeError("a sampler holds all parameters on each rank: pass an unsharded copy of the model.")
+    _require_one_output(model.likelihood if isinstance(model, Linearization) else likelihood)
     if isinstance(model, Linearization):
         facts = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
         twice = [name for name, value in facts.items() if value is not None]
@@ -452,6 +459,14 @@ def log_posterior(
         likelihood = copy.deepcopy(likelihood)
     network = Model(model, parameters)
     return LogPosterior(network, as_prior(prior_precision, prior_mean, network), size, weights, likelihood)
+
+
+def _require_one_output(likelihood: Any) -> None:
+    if (several := likelihoods_by_name(likelihood)) is not None:
+        raise ValueError(
+            f"samplers take a model with one output, and these likelihoods are for several, {list(several)}: let the "
+            "model return one tensor, with one likelihood (a loss of your own, for all outputs side by side)."
+        )
 
 
 def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Float[Tensor, "*k D"]:

@@ -343,6 +343,11 @@ DOORS = [
                 TypeError,
                 r"got a mapping: join its tensors by lin.flatten\(mapping\)",
             ),
+            "a name for another likelihood": (
+                lambda: lin().with_likelihood("regression"),
+                TypeError,
+                r"with_likelihood takes one of co.likelihoods .* for co.linearize\); given 'regression'",
+            ),
             "a vector for named weights": (
                 lambda: lin().flatten(lin().theta),
                 TypeError,

@@ -88,12 +88,12 @@ def test_rows_in_any_order_count_as_the_positions_that_depend_on_them(what: str)
     ragged.order = torch.randperm(N * T, generator=torch.Generator().manual_seed(3))
     w = torch.rand(N, T, generator=torch.Generator().manual_seed(4)).double() + 0.5
     singles = tuple(t.flatten(0, 1).unsqueeze(1) for t in inputs)
-    lins = [
-        co.linearize(model, {"inputs": x, "targets": t, "weights": v} if what == "weights" else (x, t), "classification")
-        for model, x, t, v in ((even, singles, y.view(-1, 1), w.view(-1, 1)), (ragged, inputs, y, w))
-    ]
+    weights = {"weights": w} if what == "weights" else {}
+    of_rows = co.linearize(ragged, {"inputs": inputs, "targets": y, **weights}, "classification")
+    weights = {name: value.view(-1, 1) for name, value in weights.items()}
+    of_points = co.linearize(even, {"inputs": singles, "targets": y.view(-1, 1), **weights}, "classification")
     for kind in (co.KFAC, co.EKFAC):
-        assert agree(kind(lins[1]).to_dense(), kind(lins[0]).to_dense())
+        assert agree(kind(of_rows).to_dense(), kind(of_points).to_dense())
 
 
 class Atoms(nn.Module):

@@ -135,8 +135,7 @@ def dense_targets(post, function, draws: Tensor) -> tuple[Tensor, Tensor]:
     """The mean (N, m) and the joint covariance (N·m, N·m) of real targets over functions."""
     made = [function(f) for f in post.functions(X, len(draws), samples=draws)]
     means, noise = torch.stack([p.mean for p in made]), torch.stack([p.variance for p in made]).mean(0)
-    deviations = (means - means.mean(0)).flatten(1)
-    return means.mean(0), deviations.mT @ deviations / len(draws) + noise.flatten().diag()
+    return means.mean(0), means.flatten(1).mT.cov() + noise.flatten().diag()
 
 
 def test_real_targets_have_the_noise_that_the_user_gives_them() -> None:
@@ -160,8 +159,21 @@ def test_real_targets_have_the_noise_that_the_user_gives_them() -> None:
     many = post.predict(X, samples=post.sample(4000, generator(1)), noise=True)
     assert float((by_points.variance / many.variance).log().abs().max()) < 0.5  # eight standard errors
     empirical = co.sampling.empirical(post.lin, draws.unsqueeze(0), through="linearization")
-    torch.testing.assert_close(empirical.predict(X, noise=True).covariance_matrix, blocks, **TIGHT)
-    torch.testing.assert_close(empirical.uncertainty(X).total, each.variance, **TIGHT)
+    parts = empirical.uncertainty(X)
+    torch.testing.assert_close(parts.epistemic, found.epistemic * (K - 1) / K, **TIGHT)
+    torch.testing.assert_close(empirical.predict(X, noise=True).variance, parts.total, **TIGHT)
+    alone = post.uncertainty(X, samples=draws[:1])
+    torch.testing.assert_close(alone.total, alone.aleatoric, **TIGHT)
+
+
+def test_two_draws_give_an_unbiased_variance() -> None:
+    """Half the squared difference, whose mean over draws is the variance that `Gaussian` has in closed form."""
+    post = posterior(FromDistribution(lambda f: distributions.Normal(f, 0.5)), 2, real)
+    draws = post.sample(2, generator())
+    first, second = post.functions(X, 2, samples=draws)
+    expected = (first - second).square() / 2
+    torch.testing.assert_close(post.predict(X, noise=True, samples=draws).variance - 0.25, expected, **TIGHT)
+    torch.testing.assert_close(post.uncertainty(X, samples=draws).epistemic, expected, **TIGHT)
 
 
 def test_the_variance_of_a_mean_and_a_scale_is_the_integral() -> None:
@@ -218,7 +230,19 @@ def squashed(f: Tensor) -> distributions.Distribution:
     return distributions.TransformedDistribution(distributions.Normal(f, 1.0), [distributions.SigmoidTransform()])
 
 
+def angles(f: Tensor) -> distributions.Distribution:
+    return distributions.Independent(distributions.VonMises(f, 2.0), 1)
+
+
+def two_angles(f: Tensor) -> distributions.Distribution:
+    kinds = distributions.Categorical(torch.ones_like(f))
+    return distributions.MixtureSameFamily(kinds, distributions.VonMises(f, 2.0))
+
+
 REFUSED = {
+    "the noise of angles": (angles, 2, real, lambda p: p.predict(X, noise=True), "a VonMises of angles"),
+    "the uncertainty of angles": (angles, 2, real, lambda p: p.uncertainty(X), "angles.*log_likelihood"),
+    "a mixture of angles": (two_angles, 2, lambda x: real(x)[:, 0], lambda p: p.uncertainty(X), "angles.*functions"),
     "probit of ordinal classes": (ordinal, 1, label, lambda p: p.probabilities(X, "probit"), "needs logits.*'mc'"),
     "the bridge": (ordinal, 1, label, lambda p: p.probabilities(X, "bridge"), "needs logits"),
     "a score by probit": (

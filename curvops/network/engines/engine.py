@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from copy import copy
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -125,9 +126,25 @@ class Engines:
             if not self.plan.layers:
                 with torch.no_grad():
                     return self.model(self.model.values, inputs), [], set()
-            outputs, calls, misfits = record(self.model, inputs, self._served, graph, self.ragged)
-            self.ragged |= {name for call in calls if call.rows for name in call.layer.names.values()}
-            return outputs, calls, misfits | self._differing(inputs, (outputs, calls, misfits))
+            (outputs, calls, misfits), wrong = self._record_checked(inputs, partial(self._differing, inputs), graph)
+            return outputs, calls, misfits | wrong
+
+    def _record_checked(
+        self, inputs: Any, check: Callable[[Recording], Set[str]], graph: bool = False
+    ) -> tuple[Recording, Set[str]]:
+        """Return a pass and the parameters whose layers are wrong in it by a check.
+
+        The rows of a layer may be as many as the points by chance, with two of one point and none of another: a layer
+        that is wrong with a row for each point in their order may be right with the point of each row.
+        """
+        recording = record(self.model, inputs, self._served, graph, self.ragged)
+        wrong = check(recording)
+        if not recording[2] and not wrong <= self.ragged:
+            again = record(self.model, inputs, self._served, graph, self.ragged | wrong)
+            if not check(again):
+                recording, wrong = again, frozenset()
+        self.ragged |= {name for call in recording[1] if call.rows for name in call.layer.names.values()}
+        return recording, wrong
 
     def _differing(self, inputs: Any, recording: Recording) -> Set[str]:
         """Return the parameters whose layers are wrong in this pass; looked up by its path, or checked."""
@@ -241,17 +258,24 @@ class Engines:
 
     def _wrong_at(self, parts: Sequence[Any], whole: bool) -> tuple[Set[str], str] | None:
         """Return the parameters whose layers are wrong at some points, and why; note the paths that are right."""
-        for few in parts:
-            recording = record(self.model, few, self._served, ragged=self.ragged)
+
+        def wrong_in(recording: Recording) -> Set[str]:
             if recording[2]:
-                return recording[2], NO_LAYER
+                return recording[2]
             wrong, shown = self._check(few, recording, whole)
             if not shown:
-                wrong |= bypassed(self.model, recording, self._in_layers)
-            if wrong:
-                return wrong, WRONG
-            if shown and (path := path_of(self.model, recording)) is not None:
+                return wrong | bypassed(self.model, recording, self._in_layers)
+            if not wrong and (path := path_of(self.model, recording)) is not None:
                 self._paths[path] = frozenset()
+            return wrong
+
+        for few in parts:
+            ragged = self.ragged
+            recording, wrong = self._record_checked(few, wrong_in)
+            if wrong:
+                return wrong, NO_LAYER if recording[2] else WRONG
+            if ragged != self.ragged:
+                self._make_plan()
         return None
 
     def _reject(self, names: Iterable[str], why: str) -> None:

@@ -131,7 +131,8 @@ class Factors(Part):
         return {layer.names[local]: row for local, row in rows.items()}
 
     def at(self, points: slice) -> Factors:
-        inside, positions = (None if table is None else table[points] for table in (self.inside, self.positions))
+        inside = None if self.inside is None else self.inside[points]
+        positions = None if self.positions is None else self.positions[points]
         return replace(self, kept=self.kept[points], delta=self.delta[points], inside=inside, positions=positions)
 
     def widened(self, positions: int) -> Factors:

@@ -33,7 +33,8 @@ class FromDistribution(ByAutograd):
 
     Predictions of targets average over draws of the outputs. A `Categorical` has classes and a `Bernoulli` labels, with
     `probabilities` (link "mc" or "network") and entropies in `uncertainty`; others have variances there, and with
-    `noise=True` in `predict` if their entries are real and independent, whatever the noise depends on.
+    `noise=True` in `predict` if their entries are real and independent, whatever the noise depends on. Angles
+    (`VonMises`) have neither, only scores.
 
     H is computed in each product; its symmetric root, for root products, costs O(C^3) per point. Tensors inside
     `function` get no gradients from an operator, and must be on the outputs' device. Pickling needs a `function` that
@@ -120,6 +121,11 @@ class FromDistribution(ByAutograd):
         return self._moment(self.distribution(f), "variance").reshape(len(f), -1)
 
     def _moment(self, p: Distribution, name: str) -> Tensor:
+        if _is_circular(p):
+            raise ValueError(
+                f"{self!r} makes a {type(_base(p)).__name__} of angles, which have no {name} as numbers do: use "
+                "log_likelihood, or draws of the outputs, post.functions(x, k)."
+            )
         try:
             moment: Tensor = getattr(p, name)
         except NotImplementedError as error:
@@ -211,6 +217,12 @@ def _form_of(p: Distribution) -> TargetForm:
         return "counts" if getattr(base.support, "is_discrete", False) else "numbers"
     except NotImplementedError:
         return "numbers"
+
+
+def _is_circular(p: Distribution) -> bool:
+    base = _base(p)
+    base = _base(base.component_distribution) if isinstance(base, distributions.MixtureSameFamily) else base
+    return isinstance(base, distributions.VonMises)
 
 
 def _base(p: Distribution) -> Distribution:

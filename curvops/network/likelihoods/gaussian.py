@@ -36,11 +36,12 @@ class Gaussian(Independent):
     Args:
         noise: the *variance*, as in gpytorch: a positive number, or a floating-point tensor or array, 0-d or one entry
             per output (C,); a tensor may require a gradient. For a model of images (N, C, ...) it goes with the
-            channels, if no other dimension has C entries; one of shape (C, 1, 1) always does, since a noise with
-            several dimensions, all but one of length 1, broadcasts over a point's outputs as in torch. None, as for
-            "regression", means unknown: `co.linearize` estimates it by the (weighted) mean squared residual of the
-            training data, to four digits, and `co.laplace` by that of left-out points, if it is larger. "per_output"
-            is the same for each of the C outputs. Before that, and if the residuals are zero, it counts as 1.
+            channels, if the last dimension has not C entries, too; one of shape (C, 1, 1) with C > 1 always does, since
+            a noise with several dimensions, all but one of length 1, broadcasts over a point's outputs as in torch. A
+            single variance, of whatever shape, leaves the outputs in the last dimension. None, as for "regression",
+            means unknown: `co.linearize` estimates it by the (weighted) mean squared residual of the training data, to
+            four digits, and `co.laplace` by that of left-out points, if it is larger. "per_output" is the same for each
+            of the C outputs. Before that, if the residuals are zero, and for an output without targets it counts as 1.
         missing: "ignore" leaves out targets that are NaN, as if each had the sample weight zero; None refuses them.
 
     Raises:
@@ -263,13 +264,14 @@ def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Te
             NoiseWarning,
         )
         return likelihood
-    if unseen := squares.isnan().nonzero().flatten().tolist():
+    values = squares.tolist()
+    if unseen := [output for output, value in enumerate(values) if math.isnan(value)]:
         warn(
             f"the noise of outputs {unseen} is unknown, since all their targets are missing or have the weight zero. "
             "It counts as 1. Pass that of each output, co.likelihoods.Gaussian(noise=tensor), or leave these out.",
             NoiseWarning,
         )
-    noise = like.new_tensor([float(f"{value:.4g}") for value in squares.nan_to_num(1.0).tolist()])
+    noise = like.new_tensor([1.0 if math.isnan(value) else float(f"{value:.4g}") for value in values])
     new = likelihood.with_hyperparameters([noise if gaussian.estimated == "per_output" else noise[0]])
     assert isinstance(new.of_position, Gaussian)
     new.of_position.estimated, new.of_position.found = gaussian.estimated, True

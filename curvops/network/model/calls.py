@@ -147,8 +147,9 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         "Inputs must have the shape that the model expects, with the points along the first dimension.",
     ),
 )
-OF_VALUES = r"enforce_sorted|index out of range"
-"""Errors that depend on the values of inputs, so that the first points may not show them."""
+OF_VALUES = r"enforce_sorted|index out of range|shapes cannot be multiplied|must match|to have \d+ channels"
+"""Errors that depend on the values of inputs, or on shapes that differ between points of any kind, so that the first
+points may not show them."""
 OTHERWISE = "Call the model itself on these points: it must return the outputs (N, C)."
 MISSING = "forward looks up an entry that the inputs do not have: name the mapping's entries as forward does."
 

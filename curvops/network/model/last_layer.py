@@ -24,6 +24,11 @@ LINEAR = {
     "ToCopy", "Transpose", "Unbind", "Unfold", "UnsafeView", "Unsqueeze", "UpsampleBilinear2D", "UpsampleNearest2D",
     "View", "Where",
 }  # fmt: skip
+# Linear whatever other constants the model computes: all others may choose or weigh entries by their values.
+VIEWS = {
+    "AccumulateGrad", "Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split",
+    "SplitWithSizes", "Squeeze", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View",
+}  # fmt: skip
 # Linear if they add up or average, and not if they take the largest.
 REDUCTIONS = {"ScatterReduce", "SegmentReduce"}
 # Linear in one factor if the others are constants.
@@ -40,7 +45,8 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
     follow, and any other operation that proves affine; a skip connection may lead around the layer. Parameters that are
     added to its output belong to it. Of modules around each other that own parameters it is the innermost; a parameter
     that multiplies as a matrix outside of them counts as a layer, and in a function every factor does. A tied weight is
-    given its first name in the model. Costs one forward pass, and three more if an operation is to be proved affine.
+    given its first name in the model. Costs one forward pass, and three more if other operations than views follow,
+    which proves them affine.
 
     Raises ValueError if there is no such layer, for example if the outputs are a softmax or a product of two layers'.
     """
@@ -57,17 +63,17 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
 def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
     """Return the single module with parameters whose output becomes the model's by linear operations alone, or None.
 
-    The model must be a module. One forward pass.
+    The model must be a module. One forward pass, and three more if other operations than views follow.
     """
     search = _LastLayers(model, inputs)
-    return search.modules[0] if search.is_direct and len(search.modules) == 1 else None
+    return search.modules[0] if search.is_direct and len(search.modules) == 1 and not search.why_not() else None
 
 
 class _LastLayers:
     """The layers after which no other runs, by one forward pass.
 
     A layer is the call of a module, or a product with a parameter outside of such calls. `doubts` are the operations
-    after these layers that the tables do not know as linear.
+    after these layers that the tables do not know as linear, and `steps` all operations after them but views.
     """
 
     def __init__(self, model: Model, inputs: Inputs) -> None:
@@ -79,6 +85,7 @@ class _LastLayers:
 
         after = _behind([outputs.grad_fn], lambda node: _is_linear(node) and not self._is_layer(node))
         self.doubts = [node for node in after if not (_is_linear(node) or self._is_layer(node) or self._name(node))]
+        self.steps = [node for node in after if not (self._is_layer(node) or _kind(node) in VIEWS)]
         around = _behind(_before(self.doubts), lambda node: not self._is_layer(node))
         layers = [node for node in after | around if self._is_layer(node)]
         earlier = _behind(_before(layers), lambda _: True)
@@ -87,14 +94,15 @@ class _LastLayers:
         numbers = sorted(self._numbers[node] for node in self.last if node in self._numbers)
         self.modules = list(dict.fromkeys(self.calls[number][0] for number in numbers))
         self.factors = {name for node in self.last for name in self._factors(node)}
-        self.added = {self._name(node) for node in after if node not in around and node not in earlier} - {None}
+        added = (self._name(node) for node in after if node not in around and node not in earlier)
+        self.added = {name for name in added if name is not None}
         self.constants = {self._name(node) for node in around} - {None}
         self.is_direct = self.last == layers and not (self.doubts or self.factors or self.added)
 
     def why_not(self) -> str:
         """Return a clause on why the outputs are not affine in what these layers return; empty if they are."""
-        if self.doubts and not (self.constants.isdisjoint(self.names) and self._proves_affine()):
-            first = self.doubts[0]
+        if self.steps and not (self.constants.isdisjoint(self.names) and self._proves_affine()):
+            first, *_ = self.doubts or self.steps
             if _kind(first) in PRODUCTS:
                 return f"they come from a product of parts that both depend on parameters, {first.name()}"
             return f"they come from {first.name()}, which is not linear"
@@ -111,7 +119,11 @@ class _LastLayers:
 
     @property
     def remedy(self) -> str:
-        """The parameters of the layers that ran last, as arguments."""
+        """The parameters of the layers that ran last, or that multiply what came from them, as arguments."""
+        scales = {name for node in self.doubts if _kind(node) in PRODUCTS for name in self._leaves_of(node)}
+        if scales := scales - {*self.names}:
+            names = [name for name in self.leaves if name in scales | self.added]
+            return f"parameters={(names[0] if len(names) == 1 else names)!r}"
         ran = dict.fromkeys(module for module, _ in reversed(self.calls))
         globs = [f"{self.model.paths[module]}.*".lstrip(".") for module in [*ran][:3]]
         if not globs:
@@ -145,19 +157,25 @@ class _LastLayers:
     def _proves_affine(self) -> bool:
         """Return whether the outputs follow changes Δ of what the layers return in proportion, in both directions.
 
-        That is f(h + a Δ) − f(h) = a (f(h + Δ) − f(h)), with |a| so large that no kink or bound lies beyond a Δ.
+        That is f(h + a Δ) − f(h) = a s for a = 1 and for a so large in both directions that no kink or bound lies
+        beyond. The slope s is that of a large a, in which an offset's rounding does not show.
         """
-        large = 2.0**20 if torch.finfo(self._outputs.dtype).max > 2.0**100 else 8.0
+        dtype = self._outputs.dtype
+        large = 2.0**20 if torch.finfo(dtype).max > 2.0**100 else 8.0
         moved = [self._numbers[node] for node in self.last if node in self._numbers]
+        features = [node for node in _before(self.last) if not self._name(_through_views(node))]
+        factors = (self.factors | self.added) - {self._name(node) for node in _behind(features, lambda _: True)}
+        if not (moved or factors):
+            return not self.doubts  # of a factor that also acts earlier, nothing is known alone
         try:
-            unit, *far = (self._run(a, moved, self.factors)[0].detach() for a in (1.0, large, -large))
+            far, *others = (self._run(a, moved, factors)[0].detach() - self._outputs for a in (large, -large, 1.0))
         except (TypeError, ValueError):
             return False  # the model itself refuses such values
-        change, size = unit - self._outputs, (unit.abs() + self._outputs.abs()).amax(0)
-        slack = self.model.eps**0.5 * large * size
-        proved = (change != 0).any()
-        for there, a in zip(far, (large, -large)):
-            proved &= ((there - self._outputs - a * change).abs() <= slack).all()  # False for NaN
+        slope, eps = far / large, max(self.model.eps, torch.finfo(dtype).eps)
+        proved = (slope != 0).any() & slope.isfinite().all()
+        for change, a in zip(others, (-large, 1.0)):
+            slack = 32 * eps * self._outputs.abs().amax(0) + max(eps**0.7, 1e-8) * abs(a) * slope.abs().amax(0)
+            proved &= ((change - a * slope).abs() <= slack).all()  # False for NaN
         return bool(proved)
 
     def _is_layer(self, node: Node) -> bool:
@@ -170,6 +188,10 @@ class _LastLayers:
         """Return the parameters that are factors of a product outside of calls, in a module only of matrices."""
         if node in self._numbers or _kind(node) not in (PRODUCTS if self.model.module is None else MATRIX_PRODUCTS):
             return []
+        return self._leaves_of(node)
+
+    def _leaves_of(self, node: Node) -> list[str]:
+        """Return the parameters that a node takes as they are, or as views."""
         names = [self._name(_through_views(parent)) for parent in _parents(node)]
         return [name for name in names if name is not None]
 

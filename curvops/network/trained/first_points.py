@@ -59,7 +59,7 @@ def likelihood_at(
     Raises ValueError or TypeError if the model's outputs, or their positions, do not suit it. Warns with
     `NotLogitsWarning`.
     """
-    if (specs := _by_name(spec)) is not None:
+    if (specs := likelihoods_by_name(spec)) is not None:
         return _several_at(model, few, specs, targets)
     interpretation = interpretation_of(spec)
     class_dim = -1 if interpretation is None else interpretation.class_dim
@@ -71,7 +71,7 @@ def likelihood_at(
     return likelihood, layout, outputs
 
 
-def _by_name(spec: Any) -> dict[Name, Any] | None:
+def likelihoods_by_name(spec: Any) -> dict[Name, Any] | None:
     """Return the likelihoods of several outputs by name; None for a single one."""
     if isinstance(spec, Multitask):
         return dict(spec.likelihoods)
@@ -126,11 +126,12 @@ def likelihood_for(spec: Any, layout: Layout) -> Likelihood:
     """
     if not isinstance(layout, NamedLayout):
         return as_likelihood(spec, layout.shape)
-    specs, names = _by_name(spec), [member.name for member in layout.members]
+    specs, names = likelihoods_by_name(spec), [member.name for member in layout.members]
     if specs is None or set(specs) != set(names):
         given = repr(spec) if specs is None else f"those of {list(specs)}"
         raise ValueError(f"the outputs are {names}: pass a likelihood for each, under these names; given {given}.")
-    members = {n: likelihood for n, (likelihood, _) in _members({n: specs[n] for n in names}, layout).items()}
+    ordered = {name: specs[name] for name in sorted(specs, key=names.index)}
+    members = {name: likelihood for name, (likelihood, _) in _members(ordered, layout).items()}
     return Multitask(members, [member.output_shape.numel() for member in layout.members], layout.forms)
 
 
@@ -237,7 +238,7 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     torch loss that computes something else.
     """
     if isinstance(likelihood, Multitask):
-        _check_several(model, likelihood, outputs, targets, _by_name(spec))
+        _check_several(model, likelihood, outputs, targets, likelihoods_by_name(spec))
         return
     own_class = type(likelihood.of_position) in OWN
     if own_class and (not isinstance(spec, nn.Module) or type(spec) in INTERPRETATIONS):

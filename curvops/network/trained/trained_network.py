@@ -494,6 +494,9 @@ class TrainedNetwork(NetworkOnData):
 
     def with_likelihood(self: N, likelihood: Likelihood) -> N:
         """Return a copy with another likelihood of the same targets, unchecked, which shares the engines for J."""
+        if not isinstance(likelihood, Likelihood):
+            wanted = "with_likelihood takes one of co.likelihoods (names, losses and mappings are for co.linearize)"
+            raise TypeError(f"{wanted}; given {likelihood!r}.")
         new = copy_object(self)
         new.likelihood, new._gradient_rows, new._views = likelihood.snapshot(), {}, {}
         new._results = None, {}

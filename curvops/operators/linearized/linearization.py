@@ -82,7 +82,9 @@ class Linearization(TrainedNetwork):
         check_flag("differentiable", differentiable)
         if x is None:
             if differentiable:
-                raise ValueError("differentiable=True needs inputs: pass x.")
+                raise ValueError(
+                    "the inputs are None: pass x; only lin.jacobian() without x is at the training inputs."
+                )
             return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
         # Copy x: the operator is lazy, and a later change of x must not affect half of a prediction.
         walk, points, graph = self.walk_at(x, differentiable)
@@ -158,9 +160,10 @@ def linearize(
             returns several tensors, in a mapping, a tuple or an object, a mapping (or a tuple) of any of these, and
             targets with the same keys: see `co.likelihoods.Multitask`.
         parameters: None (all that require a gradient); "last_layer" (the layer after which no other runs, in whose
-            output the model's is affine, found by running the model; `lin.plan` names it); a glob or a list of globs
-            over names; a predicate (name, tensor) -> bool; or positions (indices or a mask) in the flat vector of all
-            parameters, which select a subnetwork. A complex parameter counts as pairs of reals (*shape, 2), as
+            output the model's is affine, found by running the model; `lin.plan` names it; weights that also act
+            earlier, tied or normalised ones, are linearised as all others); a glob or a list of globs over names; a
+            predicate (name, tensor) -> bool; or positions (indices or a mask) in the flat vector of all parameters,
+            which select a subnetwork. A complex parameter counts as pairs of reals (*shape, 2), as
             `torch.view_as_real` gives them.
         memory_budget: bytes for the linearisations kept between products, and for the working vectors of algorithms on
             operators made from this one (solvers, bases, sketches, predictions) that have no budget of their own.

@@ -91,7 +91,7 @@ def load(
             dense, blocks, subnetwork) predicts, samples and has its evidence (at mode="map"), and methods that need the
             data raise an error. They are required if the curvature itself is a GGN, a Fisher or a Hessian.
         likelihood: your own function or class, if the posterior has such a likelihood; those of `co.likelihoods` are
-            saved.
+            saved. For several outputs those of all, as to `co.linearize`, if one is such a likelihood.
         load_weights: True writes the saved weights into the model, which may then be untrained. They are those that
             were linearised: buffers and, under a selection, other parameters have to be loaded before
             (``model.load_state_dict``). The model is unchanged if it differs in anything else.

@@ -207,21 +207,27 @@ def decompose_numbers(
     return _of_variances(rate, rate, rate.square() * variance.expm1())
 
 
-def decompose_drawn_numbers(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean) -> Uncertainty:
+def decompose_drawn_numbers(
+    likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean, correction: int
+) -> Uncertainty:
     """Return the decomposition as variances, by the law of total variance over draws of the outputs."""
-    mean, deviations, aleatoric = moments_of_draws(likelihood, draws)
+    mean, deviations, aleatoric = moments_of_draws(likelihood, draws, correction)
     squares = deviations.square()
     epistemic = squares.mean(0)
     return Uncertainty(mean, aleatoric + epistemic, aleatoric, epistemic, error(squares), "variance")
 
 
 def moments_of_draws(
-    likelihood: Likelihood, draws: Float[Tensor, "k N C"]
+    likelihood: Likelihood, draws: Float[Tensor, "k N C"], correction: int
 ) -> tuple[Float[Tensor, "N m"], Float[Tensor, "k N m"], Float[Tensor, "N m"]]:
-    """Return the mean of the targets, the deviations from it of their mean at each draw, and their mean variance."""
-    means = of_draws(likelihood.mean, draws)
+    """Return the mean of the targets, the deviations from it of their mean at each draw, and their mean variance.
+
+    The deviations are scaled such that their mean square is the variance with this correction, as in `torch.var`.
+    """
+    means, k = of_draws(likelihood.mean, draws), len(draws)
     mean = means.mean(0)
-    return mean, means - mean, average(likelihood.variance, draws)
+    scale = math.sqrt(k / max(k - correction, 1))
+    return mean, (means - mean) * scale, average(likelihood.variance, draws)
 
 
 def _of_variances(mean: Tensor, aleatoric: Tensor, epistemic: Tensor) -> Uncertainty:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -76,6 +76,8 @@ class OutputDistribution(ABC):
     x: Any = field(default=None, kw_only=True)
     rtol: float | None = field(default=None, kw_only=True)
     """The relative residual of exact solves."""
+    correction: ClassVar[int] = 1
+    """What the variance of a mean of targets lacks in draws, as in `torch.var`: their own mean is a fitted one."""
 
     def at(self: SomeOutputs, x: Any, rtol: float | None) -> SomeOutputs:
         """Return the outputs at x, with nothing computed."""
@@ -190,7 +192,7 @@ class NormalOutputs(OutputDistribution):
             )
         means, blocks = [], []
         for draws in self.draws(normals, start):
-            mean, deviations, noise = moments_of_draws(likelihood, draws)
+            mean, deviations, noise = moments_of_draws(likelihood, draws, self.correction)
             last = deviations.movedim(0, -1)
             means.append(mean)
             blocks.append(last @ last.mT / len(draws) + torch.diag_embed(noise))
@@ -227,7 +229,7 @@ class DrawnOutputs(OutputDistribution):
         self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
     ) -> OutputMoments:
         """Return the moments over the functions, which are joint at all points."""
-        mean, deviations, noise = moments_of_draws(likelihood, self.functions())
+        mean, deviations, noise = moments_of_draws(likelihood, self.functions(), self.correction)
         covariance = self.covariance_of(deviations, together)
         return mean, covariance.add_diagonal(noise.reshape(covariance.shape[:-1]))
 

@@ -412,7 +412,8 @@ class Predictions:
         normals = normals_for(self._outputs, generator) if by_draws else None
         outputs, split = self._split(self._outputs, "uncertainty", normals)
         if by_draws:
-            decompose = decompose_labels if likelihood.form in NAMED else decompose_drawn_numbers
+            of_numbers = partial(decompose_drawn_numbers, correction=outputs.correction)
+            decompose = decompose_labels if likelihood.form in NAMED else of_numbers
             drawn = outputs.draws(normals, split.start)
             uncertainty = join_uncertainties([decompose(likelihood, draws, outputs.error) for draws in drawn])
         else:

@@ -398,6 +398,14 @@ def test_a_batch_that_only_the_model_can_read_says_what_it_needs():
             lambda m, p, y: of_points(m, p, y, noise(), lambda points: points[::-1]),
             "depend on the other points",
         ),
+        "no inputs": (
+            lambda m, p, y: post_of(of_points(m, p, y, noise(), parts_of_points)).predict(None),
+            "the inputs are None",
+        ),
+        "a test point of another width": (
+            lambda m, p, y: post_of(of_points(m, p, y, noise(), parts_of_points)).predict([*p, torch.zeros(2, 5)]),
+            "the model failed on .* of type Tensor",
+        ),
         "a string": (lambda m, p, y: co.linearize(m, ("abcdefg", y), noise(), collate=list), "a list of points"),
     }.values(),
 )

@@ -245,9 +245,17 @@ class Atoms(nn.Module):
         return self.head(h.new_zeros(batch.count, 4).index_add(0, batch.owners, h))
 
 
-def test_batches_of_graphs_that_cannot_be_taken_apart() -> None:
+GRAPHS = {
+    "uneven": ([2, 1, 3, 0, 2], [1] * 11 + [40]),
+    "first even, then as many atoms as graphs by chance": ([1] * 4, [0, 2, 1, 1], [3, 1, 2]),
+    "as many atoms as graphs by chance": ([1, 1, 0, 2], [1, 2, 3], [1] * 4),
+}
+
+
+@pytest.mark.parametrize("sizes", GRAPHS.values(), ids=GRAPHS)
+def test_batches_of_graphs_that_cannot_be_taken_apart(sizes: tuple[list[int], ...]) -> None:
     torch.manual_seed(0)
-    model, counts = Atoms().double().eval(), (torch.tensor([2, 1, 3, 0, 2]), torch.tensor([1] * 11 + [40]))
+    model, counts = Atoms().double().eval(), [torch.tensor(each) for each in sizes]
     batches = [
         Graphs(torch.randn(int(c.sum()), D).double(), torch.arange(len(c)).repeat_interleave(c), len(c)) for c in counts
     ]

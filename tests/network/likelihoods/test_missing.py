@@ -183,7 +183,7 @@ def test_the_noise_of_an_output_without_targets_counts_as_one() -> None:
     expected = (net(x).detach() - y).square().mean(0).nan_to_num(1.0)
     torch.testing.assert_close(lin.likelihood.noise, expected, rtol=1e-3, atol=0)
     with pytest.warns(NoiseWarning, match=r"noise of outputs \[1\] is unknown"):
-        noise = co.laplace(lin, co.GGN, 1.0).observation_noise  # of left-out points
+        noise = co.laplace(lin, co.GGN, 1.0).lin.likelihood.noise  # of left-out points
     assert noise[1] == 1 and bool((noise >= expected * 0.999).all())
     with pytest.warns(NoiseWarning, match="its residuals do not show it: it has no targets"):
         co.linearize(net, (x, y * math.nan), LIKELIHOODS.Gaussian(missing="ignore"))

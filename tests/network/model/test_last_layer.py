@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +75,7 @@ ENDS = {
     "scaled": lambda m, h: (1 - 2 * m.head(h) * torch.arange(3)) / 3,
     "permuted": lambda m, h: m.head(h).flip(-1).roll(1, -1),
     "pooled": lambda m, h: F.adaptive_avg_pool1d(m.head(torch.stack([h, h + 1], 1)).mT, 1).flatten(1),
-    "mixed": lambda m, h: F.linear(m.head(h), torch.ones(2, 3)),
+    "mixed": lambda m, h: F.linear(m.head(h), torch.ones(2, 3).to(h)),
     "centred": lambda m, h: m.head(h) - m.head(h).mean(-1, keepdim=True),
     "head twice": lambda m, h: torch.cat([m.head(h), m.head(h)], 1),
 }
@@ -254,6 +255,59 @@ def test_no_layer_is_an_error_that_names_cause_and_remedy(
         co.linearize(network(end).eval(), data, co.likelihoods.Gaussian(noise=1.0), parameters="last_layer")
 
 
+CHOSEN_BY_VALUE = {
+    "where": lambda z: torch.where(z > 0, z, 0.1 * z),
+    "a mask as a factor": lambda z: z * (z > 0),
+    "masked": lambda z: z.masked_fill(z < 0, 0),
+    "gathered": lambda z: z.gather(1, z.argmax(1, keepdim=True)),
+    "its own constant": lambda z: z * z.detach(),
+    "a constant norm": lambda z: z / z.detach().norm(dim=-1, keepdim=True),
+    "a constant added": lambda z: z + z.detach().tanh(),
+}
+BEHIND_AN_OFFSET = {
+    "bounded": lambda z: 1e4 + z.tanh(),
+    "pressure in pascal": lambda z: 101325 + 10 * z.tanh(),
+    "one-sided": lambda z: 1e4 + F.softplus(z),
+    "a kink": lambda z: 1e4 + z.relu(),
+    "a small bend": lambda z: z + 1e-3 * z.tanh(),
+}
+OPERATIONS = CHOSEN_BY_VALUE | BEHIND_AN_OFFSET
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_what_is_not_affine_is_refused_in_either_precision(
+    operation: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model, x = HeadFirst(lambda m, h: operation(m.head(h))).to(dtype), torch.randn(6, 4, dtype=dtype)
+    y = torch.zeros_like(model(x))
+    with pytest.raises(ValueError, match=r"not linear in the output of one layer .*name .*='head\.\*'"):
+        co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0), parameters="last_layer")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0.0, 1e5])
+@pytest.mark.parametrize("end", [*ENDS.values(), *(end for end, _ in AFFINE.values())], ids=[*ENDS, *AFFINE])
+def test_an_offset_or_a_precision_refuses_no_affine_end(
+    end: Callable[[Any, Tensor], Tensor], offset: float, dtype: torch.dtype
+) -> None:
+    if dtype == torch.bfloat16 and end is AFFINE["a transform"][0]:
+        pytest.skip("torch has no Fourier transform of bfloat16")
+    torch.manual_seed(0)
+    model = HeadFirst(lambda m, h: end(m, h) + offset).to(dtype)
+    assert last_layer(Model(model), torch.randn(2, 4, dtype=dtype))
+
+
+def test_of_a_product_outside_of_layers_the_error_names_the_factor() -> None:
+    data = torch.randn(6, 4), torch.randn(6, 1)
+    ends = {"='scale'": lambda m, h: h, "=['scale', 'shift']": lambda m, h: h + m.shift[:1]}
+    for remedy, end in ends.items():
+        model = HeadFirst(lambda m, h, end=end: end(m, (h[:, :3] * m.scale).sum(1, keepdim=True)))
+        with pytest.raises(ValueError, match=rf"name its parameters, as parameters{re.escape(remedy)}\."):
+            co.linearize(model, data, co.likelihoods.Gaussian(noise=1.0), parameters="last_layer")
+
+
 @pytest.mark.parametrize(
     ("name", "names"),
     [
@@ -275,6 +329,7 @@ def test_functions_with_a_bias_and_with_none() -> None:
         "c",
         "b",
     )
+    assert last_layer(Model((lambda p, x: 2 * ((x @ p["a"]).tanh() @ p["a"].mT), {"a": params["a"]})), x) == ("a",)
     with pytest.raises(ValueError, match="not linear in the output of one layer"):
         last_layer(Model((lambda p, x: ((x @ p["a"]) @ p["b"] + p["c"]).exp(), params)), x)
 
