@@ -85,6 +85,7 @@ def validate(
         TypeError, ValueError: `post` is not a posterior, the likelihood cannot score the targets, precisions are not
             positive numbers, the data are those of training, "noise" is given with another likelihood, or the curvature
             cannot be built again at another noise.
+        MissingLabelsError: the held-out data have no labels.
 
     Warns with `UndeterminedWarning` if the best value is at the edge of those tried: often the largest precision, under
     which predictions are those of the network itself; with `MaxStepsWarning` if the search over both ended before it

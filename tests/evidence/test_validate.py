@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
+from curvops.errors import MissingLabelsError
 from tests.posterior.trained import linear_problem, problem
 
 DOUBLE = torch.float64
@@ -51,7 +52,7 @@ def test_data_in_any_form_are_those_tensors(regression, annotations_unchecked):
         assert co.evidence.validate(post, data, prior_precisions=precisions).tuning.scores == expected
     for data, error, message in [
         ([], ValueError, "no points"),
-        (x, TypeError, "A batch is"),
+        (x, MissingLabelsError, "A batch is"),
         ((x, y, y), TypeError, "a third item"),
         (iter([(x, y)]), TypeError, "only once"),
     ]:
