@@ -16,7 +16,6 @@ from curvops.network.data.point_normals import PointNormals
 from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layer_calls import Layer
-from curvops.network.engines.layerwise import Factors
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.gaussian import (
     estimated_noise,
@@ -50,7 +49,6 @@ __all__ = [
     "Empirical",
     "EngineChoice",
     "Exact",
-    "Factors",
     "Group",
     "InputGraph",
     "JacobianRows",

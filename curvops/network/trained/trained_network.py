@@ -270,8 +270,7 @@ class TrainedNetwork(NetworkOnData):
         memory = Budget(nbytes, theta.device, ranks)
         probability = given.snapshot(theta.device, theta.dtype)
         engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
-        kept = engines.plan.routes.saved_bytes
-        step = max(1, memory.budget // (8 * max(1, kept)))
+        step = max(1, memory.budget // (8 * max(1, engines.plan.routes.saved_bytes)))
         reading = reading_for(network, probability, layout, weights, outputs, first_targets is not None)
         source = as_source(data, step, weights)
         batches = Batches(source, reading) if ranks is None else Shard(source, reading, ranks)
@@ -279,8 +278,8 @@ class TrainedNetwork(NetworkOnData):
             batches.require_apart()
             engines.agree(next(iter(batches)).inputs, batches.ranks.gather)
         check_scores(network, probability, outputs, first_targets, likelihood)
-        shape = output_shape(probability, layout)
         token = None if ranks is None else ranks.gather(os.urandom(16).hex())[0]
+        shape = output_shape(probability, layout)
         new = cls(network, batches, probability, shape, engine, memory, progress, token, engines)
         if not needs_noise(probability):
             return new

@@ -19,7 +19,7 @@ from curvops.linalg.core.symmetry import mirror
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.network import Factors, Group, Layer, OuterRows, OutputFisher, Passes
+from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes
 from curvops.operators.linearized.linearization import Linearization
 from curvops.records import from_record
 
@@ -328,12 +328,11 @@ def _has_positions(each: Tensor, right: Tensor) -> bool:
     return each.ndim == 2 and each.shape[1] == right.shape[2]
 
 
-def _places(part: Factors, each: Tensor | None) -> Tensor | None:
+def _places(of_rows: Tensor | None, inside: Tensor | None) -> Tensor | None:
     """Return a mask of the points or positions that count: of ragged rows, those `inside` the table of such points."""
-    of_rows = None if each is None else part.of_rows(each)
-    if part.inside is None or of_rows is None:
-        return of_rows if part.inside is None else part.inside
-    return part.inside & (of_rows.unsqueeze(1) if of_rows.ndim == 1 else of_rows)
+    if inside is None or of_rows is None:
+        return of_rows if inside is None else inside
+    return inside & (of_rows.unsqueeze(1) if of_rows.ndim == 1 else of_rows)
 
 
 def _counted(each: Tensor | None, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
@@ -372,7 +371,8 @@ def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
     row counts, with its weight, as the one position of the outputs that depends on it, otherwise as its point does.
     """
     assert group.layer is not None
-    inputs = [(part.right(), _places(part, group.positions)) for part in group.parts]
+    of_parts = [None if group.positions is None else part.of_rows(group.positions) for part in group.parts]
+    inputs = [(part.right(), _places(mask, part.inside)) for part, mask in zip(group.parts, of_parts)]
     weights = [None if group.weights is None else part.of_rows(group.weights) for part in group.parts]
     if sharing == "reduce" and inputs[0][0].is_floating_point():
         inputs = _mean_inputs(inputs, any(part.inside is not None for part in group.parts))
