@@ -142,7 +142,6 @@ class NetworkOnData:
         """Return Σ_n log p(y_n | f(x_n, θ*)) in nats.
 
         Costs one forward pass; under no_grad it costs none once KFAC or a diagonal has been built.
-
         (A likelihood that is a function may contain tensors that require a gradient.)
         """
         if not torch.is_grad_enabled() and (value := self.results_now().get("log likelihood")) is not None:
@@ -385,8 +384,7 @@ class TrainedNetwork(NetworkOnData):
         given, place = self.model.calls.read(x), (self.theta.device, self.theta.dtype)
         if isinstance(given, WholeBatch) and given.size is None:
             with torch.no_grad():
-                outputs = self.model.raw(self.model.values, given.move(*place), explained="")
-            given = given.of_size(len(outputs))
+                given = given.of_size(len(self.model.raw(self.model.values, given.move(*place), explained="")))
         return as_inputs(given, *place)
 
     def gradient(self) -> Float[Tensor, " D"]:

@@ -332,18 +332,6 @@ def test_workers_and_the_order_do_not_matter():
     close((co.GGN(lin) + co.GGN(same)) @ vectors(lin), 2 * (co.GGN(lin) @ vectors(lin)))
 
 
-def test_items_that_are_the_points():
-    rows, y = data()
-    model = Pooled().double()
-    items = [{"rows": part, "label": target} for part, target in zip(rows, y)]
-
-    def collate(some):
-        return {**as_dict(some), "labels": torch.stack([item["label"] for item in some])}
-
-    lin = co.linearize(model, DataLoader(items, batch_size=3, collate_fn=collate), noise())
-    close(lin.predict(items[:2]), model(*parts_of_points(rows[:2])).detach())
-
-
 def test_weights_of_points():
     rows, y = data()
     model, w = Pooled().double(), torch.rand(N, dtype=torch.float64)
