@@ -136,7 +136,7 @@ DOORS = [
     Door(
         "validate",
         rows={
-            "no targets": (lambda: co.evidence.validate(linear()[0], linear()[1], None), TypeError, "A batch is"),
+            "no targets": (lambda: co.evidence.validate(linear()[0], linear()[1], None), "labels are missing"),
             "layers": (lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], "layers"), "scalar"),
             "precisions of a noise": (
                 lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], "noise", prior_precisions=[1.0]),

@@ -124,7 +124,7 @@ def test_interrupted_training_leaves_each_module_in_its_mode(digits, failure, ca
     with pytest.raises(failure):
         co.evidence.train(model, (x, y), "classification", epochs=9, every=2, steps=1, curvature=co.DiagonalGGN)
     assert [module.training for module in model.modules()] == before == [True, True, False, True]
-    with pytest.raises(TypeError):
+    with pytest.raises(co.errors.MissingLabelsError):
         co.evidence.train(model, x, "classification", epochs=1)
     assert [module.training for module in model.modules()] == before
 

@@ -576,7 +576,7 @@ def test_tools_for_one_output_say_so() -> None:
         co.gp.LaplaceModel(post)
     with pytest.raises(ValueError, match="regression draws one output"):
         co.plots.regression(post, x)
-    with pytest.raises(TypeError, match="are for co.linearize; here one is needed"):
+    with pytest.raises(ValueError, match="samplers take a model with one output"):
         co.sampling.log_posterior(net, {"value": "regression"}, prior_precision=1.0, data_size=N)
 
 
