@@ -161,7 +161,7 @@ def _describe_undeclared(third: object) -> str:
 def require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> None:
     """Raise ValueError unless inputs, targets and weights have the same number of points."""
     n = num_points(inputs)
-    for part in [] if targets is None else [targets] if isinstance(targets, Tensor) else tree_leaves(targets):
+    for part in [] if targets is None else tree_leaves(targets):  # a tensor is its own leaf
         if part.ndim == 0 or len(part) != n:
             raise ValueError(
                 f"There are {n} inputs, but the targets have shape {tuple(part.shape)}. The leading dimension of both "

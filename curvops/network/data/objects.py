@@ -118,14 +118,17 @@ class Objects:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What a model may depend on besides the values: kinds of points, dtypes and numbers of dimensions."""
+        """The kinds of points, with the dtypes and dimensions of their tensors, on which a model may depend."""
         leaves = [leaf for _, leaf in leaves_of(self.points[:1]) if isinstance(leaf, Tensor)]
         kinds = sorted({f"{type(point).__module__}.{type(point).__qualname__}" for point in self.points})
         return (*kinds, *((leaf.dtype, leaf.ndim) for leaf in leaves))
 
 
 class WholeBatch(Objects):
-    """What the model takes for n points together, of which none can be taken alone; n is None until it is known."""
+    """A batch of n points that only the model can read, so that none can be taken alone.
+
+    n is None until it is known.
+    """
 
     def __init__(
         self,
