@@ -313,8 +313,8 @@ class SolvePlan(Tabular):
     @property
     def chosen(self) -> dict[str, str]:
         """The route that is taken, by the name of the question."""
-        taken = {question: chosen(table) for question, table in self.tables.items()}
-        return {question: route.name for question, route in taken.items() if route is not None}
+        routes_by_question = {question: chosen(table) for question, table in self.tables.items()}
+        return {question: route.name for question, route in routes_by_question.items() if route is not None}
 
     __repr__ = Tabular.as_text
 
@@ -323,9 +323,9 @@ class SolvePlan(Tabular):
 
 
 def _table(question: str, table: tuple[Route, ...]) -> Table:
-    taken, rows = chosen(table), []
+    chosen_route, rows = chosen(table), []
     for route in table:
-        verdict = "taken" if route is taken else route.why_not or "possible"
+        verdict = "taken" if route is chosen_route else route.why_not or "possible"
         rows.append((route.name, _number(route.products), _number(route.nbytes), verdict))
     return Table((question, "products", "bytes", ""), rows)
 
