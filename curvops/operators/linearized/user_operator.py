@@ -114,9 +114,9 @@ class UserOperator(LinearOperator):
         lin = bound.arguments["lin"]
         if not lin.passes.is_shared:
             return
-        given = inspect.BoundArguments(bound.signature, bound.arguments.copy())
-        given.apply_defaults()
-        options = {name: value for name, value in given.arguments.items() if name not in ("lin", "checkpoint")}
+        call = inspect.BoundArguments(bound.signature, bound.arguments.copy())
+        call.apply_defaults()
+        options = {name: value for name, value in call.arguments.items() if name not in ("lin", "checkpoint")}
         name, facts = f"co.{cls.__name__}", {"the likelihood": identify(lin.likelihood)}
         facts |= {f"{option} of {name}": identify(value) for option, value in options.items()}
         lin.passes.agree({"the operator": name} | facts)
