@@ -49,8 +49,8 @@ def record_of_operator(operator: LinearOperator, lin: Linearization, what: str =
     """Return the record of an operator on the parameters of `lin`; raise ValueError, with the remedy, without one."""
     operator = operator.settled() if isinstance(operator, ScaledByNoise) else operator
     record = _record(operator, lin, what)
-    if isinstance(operator, UserOperator) and operator.asked is not None:
-        record["asked"] = {key: record_of_value(value, lin, what) for key, value in operator.asked.items()}
+    if isinstance(operator, UserOperator) and operator.arguments is not None:
+        record["asked"] = {key: record_of_value(value, lin, what) for key, value in operator.arguments.items()}
     return record
 
 
@@ -75,7 +75,7 @@ def operator_of_record(record: Mapping[str, Any], lin: Linearization) -> Any:
     """Return the operator of a record; raise ValueError if it needs data that `lin` does not have."""
     operator = _operator(record, lin)
     if "asked" in record:
-        operator.asked = {key: value_of_record(value, lin) for key, value in record["asked"].items()}
+        operator.arguments = {key: value_of_record(value, lin) for key, value in record["asked"].items()}
     return operator
 
 
