@@ -43,22 +43,22 @@ class Rule(ABC):
         return None
 
     @abstractmethod
-    def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+    def push(self, layer: Any, inputs: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         """Return the change of the output (n, K, *out) for K tangents of weight and bias, (K, *shape) each."""
 
     @abstractmethod
-    def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def pull(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         """Return the gradients (K, *shape) for K sensitivities of the output, (n, K, *out)."""
 
     @abstractmethod
-    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def rows(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         """Return `pull` point by point, (n, K, *shape): the layer's own Jacobian."""
 
     def multiply_adds(self, layer: Any, output: Tensor) -> int:
         """Count the multiply-adds of one forward pass of one point."""
         return output.shape[1:].numel()
 
-    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+    def left(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
         """Return the left side of the rows as sums of outer products over positions t that share the weight, or None.
 
         Left (n, R, g, t, p) comes from the sensitivities (n, R, *out), `right` (n, g, t, q) from the input: for point
@@ -68,7 +68,7 @@ class Rule(ABC):
         """
         return None
 
-    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+    def right(self, layer: Any, inputs: Tensor, names: tuple[str, ...]) -> Tensor:
         """Return the right side, if a left side exists.
 
         If the names contain "bias", it ends in a column of ones: q is larger by one, and column q − 1 is the gradient
