@@ -108,8 +108,8 @@ class Multitask(Likelihood):
         for (member, g, targets), width in zip(self.split(f, y), self._each("narrow_columns")):
             first, last = max(start, row), min(stop, row + width)
             if first < last:
-                own = member.narrow_root(g, targets, w, first - row, last - row)
-                root[first - start : last - start, :, column : column + g.shape[1]] = own
+                member_root = member.narrow_root(g, targets, w, first - row, last - row)
+                root[first - start : last - start, :, column : column + g.shape[1]] = member_root
             row, column = row + width, column + g.shape[1]
         return root
 
@@ -127,9 +127,9 @@ class Multitask(Likelihood):
         return torch.cat([member.mean(f) for member, f in zip(self.members, f.split(self.num_outputs, -1))], -1)
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
-        for (name, member), part, width in zip(self.likelihoods.items(), self._targets(y), self.num_outputs):
+        for (name, member), member_targets, width in zip(self.likelihoods.items(), self._targets(y), self.num_outputs):
             try:
-                member.check_targets(part, width)
+                member.check_targets(member_targets, width)
             except (TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"targets[{name!r}]: {error}") from error
@@ -140,7 +140,7 @@ class Multitask(Likelihood):
 
     def counted(self, y: Tensor, w: PointWeights = None) -> Bool[Tensor, " n"] | None:
         """Return a mask of the points of which some target counts; None if all do."""
-        masks = [member.counted(part, w) for member, part in zip(self.members, self._targets(y))]
+        masks = [member.counted(targets, w) for member, targets in zip(self.members, self._targets(y))]
         present = [mask.reshape(len(mask), -1).any(1) for mask in masks if mask is not None]
         return torch.stack(present).any(0) if len(present) == len(masks) else None
 
@@ -172,8 +172,8 @@ class Multitask(Likelihood):
 
     def _targets(self, y: Tensor) -> list[Tensor]:
         """Return each member's targets in their own shape, whole numbers as such."""
-        parts = zip(y.split([form.columns for form in self.targets], 1), self.targets)
-        return [(part if form.floating else part.long()).reshape(len(y), *form.shape) for part, form in parts]
+        pairs = zip(y.split([form.columns for form in self.targets], 1), self.targets)
+        return [(block if form.floating else block.long()).reshape(len(y), *form.shape) for block, form in pairs]
 
 
 def _as_row(drawn: Tensor, form: TargetShape) -> Tensor:
