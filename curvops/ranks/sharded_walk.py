@@ -105,7 +105,7 @@ class ShardedWalk(Walk):
             yield J.labels, J
 
     def total(
-        self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None, own: bool = False
+        self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None, own_part: bool = False
     ) -> Tensor:
         """Return Σ over batches of `term(labels, J)`: of vectors, this rank's rows, which J adds up over the ranks."""
         return self.own_sum(term, columns, root) if columns else super().total(term, columns, root)

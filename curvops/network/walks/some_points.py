@@ -22,9 +22,9 @@ def by_points(walk: Passes, count: int, together: int = 1) -> Iterator[tuple[Pas
     """
     for index, inputs in _batches_of_whole(walk, together):
         engine = walk.kept_engine(index)
-        for points, part in cut(inputs, count):
+        for points, subset in cut(inputs, count):
             view = engine.at(points) if isinstance(engine, Layerwise) else None
-            yield walk.over([(part, None)], engine=view), num_points(part)
+            yield walk.over([(subset, None)], engine=view), num_points(subset)
 
 
 def _batches_of_whole(walk: Passes, together: int) -> Iterator[tuple[int, Any]]:
