@@ -268,7 +268,7 @@ class Batches:
 
     def _chosen(self, chosen: Tensor, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor | None, Tensor]]:
         """Return those of the chosen points that this process has, batch by batch, with their weights."""
-        parts, start = [], self.start
+        batches, start = [], self.start
         for batch in self:
             inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
             start += batch.num_points
@@ -277,8 +277,8 @@ class Batches:
                 ones = batch.any_targets.new_ones(batch.num_points, dtype=like.dtype)
                 weights = (ones if batch.weights is None else batch.weights)[index] * factor
                 targets = batch.targets[index] if batch.labelled else None
-                parts.append((take(batch.inputs, index), targets, weights))
-        return parts
+                batches.append((take(batch.inputs, index), targets, weights))
+        return batches
 
     def are(self, inputs: object, targets: object) -> bool:
         """Return whether all points are those of these inputs and targets, in any order; False if they have weights.

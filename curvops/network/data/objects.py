@@ -69,15 +69,15 @@ class Objects:
         """
         if isinstance(x, Objects):
             return x
-        listed = list | Dataset if issubclass(self._taken, tuple) else list | tuple | Dataset
+        listed = list | Dataset if issubclass(self._input_type, tuple) else list | tuple | Dataset
         if isinstance(x, listed) or (isinstance(x, np.ndarray) and x.dtype == object):
             return self.with_points([x[i] for i in range(len(x))])
-        if type(x) in set(map(type, self.points)) and not issubclass(self._taken, type(x)):
+        if type(x) in set(map(type, self.points)) and not issubclass(self._input_type, type(x)):
             raise TypeError(f"inputs are a list of points; given one {type(x).__name__}: pass [x].")
         return WholeBatch(x, None, self.device, self.dtype)
 
     @cached_property
-    def _taken(self) -> type:
+    def _input_type(self) -> type:
         """The type of what the model takes; that of None if there is no point to make it of."""
         return type(self.copy().value() if self.points else None)
 

@@ -29,7 +29,7 @@ class LoaderOfPoints(LoaderPasses):
     """The batches of a DataLoader as single points, its dataset's items, which its own collate_fn joins."""
 
     def __init__(self, loader: DataLoader[Any], weights: bool) -> None:
-        self._given, self._weights = loader, weights
+        self._loader, self._weights = loader, weights
         self._collate: OfLoader | None = None
         items = copy.copy(in_order(loader))
         items.collate_fn = _packed
@@ -45,13 +45,13 @@ class LoaderOfPoints(LoaderPasses):
     def __iter__(self) -> Iterator[object]:
         for packed in super().__iter__():
             items: Any = pickle.loads(packed) if isinstance(packed, bytes) else packed
-            collate = self._collate = self._collate or OfLoader.of(self._given, self._weights, items)
-            joined = self._given.collate_fn(copied_deep(items) if collate.writes else items)
+            collate = self._collate = self._collate or OfLoader.of(self._loader, self._weights, items)
+            joined = self._loader.collate_fn(copied_deep(items) if collate.writes else items)
             _, *others = parts_of(joined, self._weights)
             yield (Items(items, collate), *(labels for labels in others if labels is not None))
 
     def __reduce__(self) -> Any:
-        return LoaderOfPoints, (self._given, self._weights)
+        return LoaderOfPoints, (self._loader, self._weights)
 
 
 class OfLoader:

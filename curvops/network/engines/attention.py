@@ -45,9 +45,9 @@ class Projections(TorchFunctionMode):
         query, out_weight, out_bias = arguments["query"], arguments["out_proj_weight"], arguments["out_proj_bias"]
         if query is arguments["key"] is arguments["value"] and arguments["in_proj_weight"] is not None:
             weight, bias = arguments["in_proj_weight"], arguments["in_proj_bias"]
-            parts = self._project(module, _as_layer(weight, bias), query, weight, bias).chunk(3, -1)
+            projections = self._project(module, _as_layer(weight, bias), query, weight, bias).chunk(3, -1)
             identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device).repeat(3, 1)
-            arguments = arguments | dict(zip(("query", "key", "value"), parts)) | {"in_proj_weight": identity}
+            arguments = arguments | dict(zip(("query", "key", "value"), projections)) | {"in_proj_weight": identity}
             arguments["in_proj_bias"] = None
         identity = torch.eye(out_weight.shape[1], dtype=out_weight.dtype, device=out_weight.device)
         attended, weights = F.multi_head_attention_forward(

@@ -251,7 +251,7 @@ class Layerwise:
         assert not misfits  # they have no rule
         self.outputs = outputs.detach()
         self.num_columns = root.num_columns(outputs.shape[1])
-        self.parts = _parts(model, outputs, calls, chunk_bytes, root)
+        self.parts = _layer_jacobians(model, outputs, calls, chunk_bytes, root)
         self.nbytes = sum(jacobian.nbytes for jacobian in self.parts) + (rest.nbytes if rest is not None else 0)
         self._layout = model.selection
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
@@ -325,8 +325,8 @@ class Layerwise:
         return total if block is None else block
 
 
-def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root) -> list[Part]:
-    """Return the part of each call, with the columns' backward passes in chunks of at most `chunk_bytes` of δ."""
+def _layer_jacobians(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root) -> list[Part]:
+    """Return the Jacobian of each call, with the columns' backward passes in chunks of at most `chunk_bytes` of δ."""
     n, columns = len(outputs), root.num_columns(outputs.shape[1])
     last = [call for call in calls if call.layer.is_last and root is IDENTITY]
     before = [call for call in calls if call.layer.feeds_last and root is IDENTITY]

@@ -228,12 +228,12 @@ def gaussians_with_sums(
     """Return each of the likelihood's members with its columns of `sums_of_squares`; None for one not Gaussian."""
     if not isinstance(likelihood, Multitask):
         return [(likelihood, sums)]
-    parts, start = list[tuple[Likelihood, Tensor | None]](), 0
+    members, start = list[tuple[Likelihood, Tensor | None]](), 0
     for member, R in zip(likelihood.members, likelihood.num_outputs):
         stop = start + (R // (member.positions or 1) if isinstance(member.of_position, Gaussian) else 0)
-        parts.append((member, sums[:, start:stop] if stop > start else None))
+        members.append((member, sums[:, start:stop] if stop > start else None))
         start = stop
-    return parts
+    return members
 
 
 def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Tensor) -> Likelihood:
@@ -244,10 +244,10 @@ def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Te
     several outputs each has its own.
     """
     if isinstance(likelihood, Multitask):
-        parts = gaussians_with_sums(likelihood, sums)
+        members = gaussians_with_sums(likelihood, sums)
         return likelihood.with_members(
             estimated_noise(member, member_sums, like) if member_sums is not None and needs_noise(member) else member
-            for member, member_sums in parts
+            for member, member_sums in members
         )
     gaussian, limits = likelihood.of_position, torch.finfo(like.dtype)
     assert isinstance(gaussian, Gaussian)

@@ -88,7 +88,7 @@ class Multitask(Likelihood):
         return torch.cat([member.hessian_product(f, u, y, w) for (member, f, y), u in blocks], -1)
 
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: PointWeights = None) -> OutputBlock:
-        blocks = zip(self.split(f, y), z.split(self._each("root_columns"), -1))
+        blocks = zip(self.split(f, y), z.split(self._columns_of_members("root_columns"), -1))
         return torch.cat([member.root_product(f, z, y, w) for (member, f, y), z in blocks], -1)
 
     def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: PointWeights = None) -> RootBlock:
@@ -96,16 +96,16 @@ class Multitask(Likelihood):
         return torch.cat([member.root_transpose_product(f, u, y, w) for (member, f, y), u in blocks], -1)
 
     def root_columns(self, num_outputs: int) -> int:
-        return sum(self._each("root_columns"))
+        return sum(self._columns_of_members("root_columns"))
 
     def narrow_columns(self, num_outputs: int) -> int:
-        return sum(self._each("narrow_columns"))
+        return sum(self._columns_of_members("narrow_columns"))
 
     def narrow_root(
         self, f: Outputs, y: Tensor, w: PointWeights, start: int, stop: int
     ) -> Float[Tensor, "{stop}-{start} n C"]:
         root, row, column = f.new_zeros(stop - start, *f.shape), 0, 0
-        for (member, g, targets), width in zip(self.split(f, y), self._each("narrow_columns")):
+        for (member, g, targets), width in zip(self.split(f, y), self._columns_of_members("narrow_columns")):
             first, last = max(start, row), min(stop, row + width)
             if first < last:
                 member_root = member.narrow_root(g, targets, w, first - row, last - row)
@@ -114,8 +114,8 @@ class Multitask(Likelihood):
         return root
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
-        parts = zip(self.members, f.split(self.num_outputs, -1), self.targets)
-        drawn = [(member.sample(f, generator), form) for member, f, form in parts]
+        members = zip(self.members, f.split(self.num_outputs, -1), self.targets)
+        drawn = [(member.sample(f, generator), form) for member, f, form in members]
         return torch.cat([_as_row(y, form).to(f.dtype) for y, form in drawn], 1)
 
     def mc_residual(
@@ -166,7 +166,7 @@ class Multitask(Likelihood):
     def snapshot(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Multitask:
         return self.with_members(member.snapshot(device, dtype) for member in self.members)
 
-    def _each(self, count: str) -> list[int]:
+    def _columns_of_members(self, count: str) -> list[int]:
         """Return the numbers of columns of the members' roots, by the name of the method that counts them."""
         return [getattr(member, count)(R) for member, R in zip(self.members, self.num_outputs)]
 

@@ -57,7 +57,7 @@ class Model:
     @torch.no_grad()
     def __init__(self, source: Any, parameters: Any = None) -> None:
         self.lock = threading.RLock()
-        self.module, self._function, tensors = _parts(source)
+        self.module, self._function, tensors = _read_source(source)
         trainable = list(tensors)
         self.paths: dict[nn.Module, str] = {}
         self.slots: list[Slot] = []
@@ -409,7 +409,7 @@ def tensors_of(source: Any) -> Blocks:
     Buffers that are not persistent are left out: a model computes them itself, and files of weights do not contain
     them.
     """
-    module, _, tensors = _parts(source)
+    module, _, tensors = _read_source(source)
     if module is None:
         return {name: as_real(tensor) for name, tensor in tensors.items()}
     computed = _computed_buffers(module)
@@ -536,7 +536,7 @@ def unwrap(model: Any) -> Any:
     return model if inner is None or hooked else unwrap(inner)
 
 
-def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Blocks]:
+def _read_source(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Blocks]:
     """Return the module, or the function and its tensors by name."""
     source = unwrap(source)
     require_whole(source)

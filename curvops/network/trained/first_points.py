@@ -267,8 +267,8 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
 def _check_several(model: Model, likelihood: Multitask, outputs: Tensor, targets: Any, specs: Any) -> None:
     """Score each of several outputs as `check_scores` does."""
     assert isinstance(model.layout, NamedLayout)
-    parts = zip(model.layout.members, likelihood.likelihoods.items(), outputs.split(likelihood.num_outputs, 1))
-    for layout, (name, member), rows in parts:
+    members = zip(model.layout.members, likelihood.likelihoods.items(), outputs.split(likelihood.num_outputs, 1))
+    for layout, (name, member), rows in members:
         view = model.with_layout(layout)
         member_targets = None if targets is None else part_of(targets, name)
         check_scores(view, member, layout.restored(rows), member_targets, part_of(specs, name))

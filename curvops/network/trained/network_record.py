@@ -160,7 +160,7 @@ def _tried_points(record: Mapping[str, Any], data: Any, inputs: Any) -> Inputs:
     tried, saved = record["tried"], record["data"]
     if tried["inputs"] is not None:
         return tried["inputs"]
-    wanted, parts = tried["prints"], dict[int, Inputs]()
+    wanted, points_by_print = tried["prints"], dict[int, Inputs]()
     reading = Reading(weights=saved["weighted"])
     source = [] if data is None else as_source(data, saved["largest_batch"], saved["weighted"])
     candidates = (
@@ -171,20 +171,20 @@ def _tried_points(record: Mapping[str, Any], data: Any, inputs: Any) -> Inputs:
         if prints == wanted:
             return points
         for i, number in enumerate(prints):
-            if number in wanted and number not in parts:
-                parts[number] = take(points, slice(i, i + 1))
-    if len(parts) < len(set(wanted)) and data is not None:
+            if number in wanted and number not in points_by_print:
+                points_by_print[number] = take(points, slice(i, i + 1))
+    if len(points_by_print) < len(set(wanted)) and data is not None:
         raise ValueError(
             "the data are not those of the saved posterior: the points at which the model was tried are not among "
             "them. Batches that only the model can read have to be the same batches."
         )
-    if len(parts) < len(set(wanted)):
+    if len(points_by_print) < len(set(wanted)):
         raise ValueError(
             "the points of the saved posterior are objects, which are not saved: pass the training data, as to "
             "co.linearize, or inputs=, the first two training points (or those of post.save(path, inputs=)), with "
             "collate= if that was given."
         )
-    return join([parts[number] for number in wanted])
+    return join([points_by_print[number] for number in wanted])
 
 
 def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> tuple[Layout, Tensor]:

@@ -41,8 +41,8 @@ class EngineCache(ABC):
     def forget(self) -> None:
         """Start without engines, as after unpickling."""
         self._kept: dict[int, tuple[Any, Engine]] = {}  # (label, engine) by the number of the batch
-        self._asked: Counter[int] = Counter()  # the vectors multiplied, by the width of their block
-        self._asked_when_chosen = 0
+        self._vectors_by_width: Counter[int] = Counter()  # the vectors multiplied, by the width of their block
+        self._vectors_when_chosen = 0
         self._complete = False  # whether each batch has a kept engine
         self.memory.register(self)
 
@@ -94,7 +94,7 @@ class EngineCache(ABC):
     def expect_many(self) -> None:
         """Choose engines as after `MANY` products, whatever came before."""
         with self.model.lock:
-            self._asked = Counter({SOLVER: MANY})
+            self._vectors_by_width = Counter({SOLVER: MANY})
 
     def _chosen_engines(self, vectors_by_width: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
         """Return the kept engines of all batches; None if one is missing, or another kind would be better by now.
@@ -104,8 +104,8 @@ class EngineCache(ABC):
         if not self._complete:
             return None
         engines = [self._kept[i] for i in range(len(self._kept))]
-        if self._asked.total() > 2 * self._asked_when_chosen:
-            self._asked_when_chosen = self._asked.total()
+        if self._vectors_by_width.total() > 2 * self._vectors_when_chosen:
+            self._vectors_when_chosen = self._vectors_by_width.total()
             for _, engine in engines:
                 room = self._free() + engine.nbytes
                 if self._choose(engine.kind, vectors_by_width, columns, engine.outputs.shape[0], room) != engine.kind:
@@ -128,8 +128,8 @@ class EngineCache(ABC):
         if engine.kind != "streamed" and engine.nbytes <= room:
             self._kept[index] = (label, engine)
             if replaced:
-                self._asked.clear()
-            self._asked_when_chosen = max(SOLVER, self._asked.total())
+                self._vectors_by_width.clear()
+            self._vectors_when_chosen = max(SOLVER, self._vectors_by_width.total())
         return engine
 
     def _choose(

@@ -202,7 +202,7 @@ class InputGraph:
             for group in groups:  # point by point without a layer rule
                 pushed.setdefault(group.names, []).append(group.push(tangents).flatten(1))
             zero = V.new_zeros(V.shape[1], count)
-            return torch.stack([zero, *(torch.cat(parts, 1) for parts in pushed.values())]).sum(0).mT
+            return torch.stack([zero, *(torch.cat(blocks, 1) for blocks in pushed.values())]).sum(0).mT
 
         return through_inputs(self.engines.model, self.inputs, compute, block)
 

@@ -208,7 +208,7 @@ def _alike(groups: Sequence[Group]) -> Sequence[Group]:
     """Return rows of one layer with equal sizes: tables of ragged rows of one width, or else the rows themselves."""
     if len({len(group.parts) for group in groups}) == 1:
         calls = zip(*(group.parts for group in groups))
-        most = [max((p.inside.shape[1] for p in parts if p.inside is not None), default=0) for parts in calls]
+        most = [max((p.inside.shape[1] for p in factors if p.inside is not None), default=0) for factors in calls]
         wide = [replace(g, parts=tuple(p.widened(width) for p, width in zip(g.parts, most))) for g in groups]
         if all(group.is_like(wide[0]) for group in wide):
             return wide
@@ -220,7 +220,7 @@ def joined(groups: Iterable[Group]) -> list[Group]:
     layers: dict[tuple[str, ...], list[Group]] = {}
     for group in groups:
         layers.setdefault(group.names, []).append(group)
-    return [Group.concatenate(parts) for parts in layers.values()]
+    return [Group.concatenate(layer_groups) for layer_groups in layers.values()]
 
 
 def groups_of(features: Features, outputs: int) -> list[Group]:
@@ -371,13 +371,13 @@ def groups_of_calls(
     """
     for names, members in group_calls(calls).items():
         some = [(calls[i], deltas[i], None if tables is None else tables[i]) for i in members]
-        parts = [
+        factors = [
             Factors(call.layer, call.kept, delta, None, None if call.rows is None else call.rows.inside, of_rows)
             for call, delta, of_rows in some
             if delta is not None
         ]
-        if parts:
-            yield Group(names, tuple(parts), first, positions=positions, weights=weights)
+        if factors:
+            yield Group(names, tuple(factors), first, positions=positions, weights=weights)
 
 
 def group_calls(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
@@ -469,13 +469,13 @@ class JacobianRows(ABC):
         selection, theta = self.model.selection, self.model.theta
         positions = selection.positions()
         for _, count, groups in self.jacobian_rows():
-            parts: dict[str, list[Tensor]] = {name: [] for name in selection.names}
+            rows_by_name: dict[str, list[Tensor]] = {name: [] for name in selection.names}
             columns: dict[str, Tensor] = {}
             for group in groups:
                 for name, places, rows in _columns(group, positions, selection.index is not None):
-                    parts[name].append(rows.flatten(0, 1))
+                    rows_by_name[name].append(rows.flatten(0, 1))
                     columns[name] = places
-            present = {name: torch.cat(blocks) for name, blocks in parts.items() if blocks}
+            present = {name: torch.cat(blocks) for name, blocks in rows_by_name.items() if blocks}
             if selection.index is None:
                 sizes = dict(zip(selection.names, selection.shapes))
                 zeros = (theta.new_zeros(()).expand(count, size.numel()) for size in sizes.values())

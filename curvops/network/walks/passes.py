@@ -17,7 +17,7 @@ from curvops.network.walks.engine_cache import BatchMap
 from curvops.progress import Progress
 from curvops.ranks.shard import Shard
 
-CACHES = ("_kept", "_asked", "_asked_when_chosen", "_complete", "_recorded", "_outputs", "_gathered")
+CACHES = ("_kept", "_vectors_by_width", "_vectors_when_chosen", "_complete", "_recorded", "_outputs", "_gathered")
 
 
 class Passes(BatchRows):
@@ -90,8 +90,8 @@ class Passes(BatchRows):
         """Yield (label, J of the batch) for every batch; a walk over kept engines does not read the data again."""
         self.model.refuse_modes()
         with self.model.lock:
-            vectors_by_width = Counter(self._asked)
-            self._asked[max(1, columns)] += columns
+            vectors_by_width = Counter(self._vectors_by_width)
+            self._vectors_by_width[max(1, columns)] += columns
             engines = self._chosen_engines(vectors_by_width, columns)
         count, start = 0, 0 if self.shard is None else self.shard.start
         if engines is not None:

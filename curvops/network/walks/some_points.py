@@ -42,14 +42,14 @@ def _batches_of_whole(walk: Passes, together: int) -> Iterator[tuple[int, Any]]:
 
 def at_points(walk: Passes, chosen: Int[Tensor, " m"]) -> Passes:
     """Return a walk over some points, in ascending order."""
-    parts, start = [], 0
+    batches, start = [], 0
     for inputs, _ in walk.source:
         count = num_points(inputs)
         inside = chosen[(chosen >= start) & (chosen < start + count)] - start
         if len(inside):
-            parts.append((take(inputs, inside), None))
+            batches.append((take(inputs, inside), None))
         start += count
-    return walk.over(parts)
+    return walk.over(batches)
 
 
 def shuffled(walk: Passes, size: int, generator: torch.Generator | None) -> Iterator[tuple[Int[Tensor, " n"], Passes]]:

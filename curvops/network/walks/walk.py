@@ -57,8 +57,8 @@ class Walk(ABC):
         self, term: Callable[[Any, Any], Float[Tensor, "K n R"]], columns: int, root: OutputFisher | None = None
     ) -> Float[Tensor, "NR K"]:
         """Return the terms of all points, with those of each point together."""
-        parts = [term(label, J).flatten(1) for label, J in self.each(columns, root)]
-        return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1).mT
+        terms = [term(label, J).flatten(1) for label, J in self.each(columns, root)]
+        return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *terms], 1).mT
 
     def pull(
         self,
@@ -83,9 +83,9 @@ class Walk(ABC):
             return total
         return self.shard.own_part(total) if own_part else self.shard.add_up(total)
 
-    def line_up(self, parts: list[Tensor], dim: int = 0) -> Tensor:
+    def line_up(self, tensors: list[Tensor], dim: int = 0) -> Tensor:
         """Concatenate the parts of all batches in the order of the points."""
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
         return whole if self.shard is None else self.shard.line_up(whole, dim)
 
     @property

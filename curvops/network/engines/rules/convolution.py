@@ -54,8 +54,8 @@ class ConvolutionRule(Rule):
 
     def _geometry(self, layer: _ConvNd) -> tuple[Any, ...]:
         """Return the arguments of torch's convolution that follow input, weight and bias."""
-        stride, dilation = _each(layer, layer.stride), _each(layer, layer.dilation)
-        output_padding = _each(layer, getattr(layer, "output_padding", 0))
+        stride, dilation = _per_dimension(layer, layer.stride), _per_dimension(layer, layer.dilation)
+        output_padding = _per_dimension(layer, getattr(layer, "output_padding", 0))
         return stride, _padding(layer), dilation, self.transposed, output_padding, layer.groups
 
     def _wide(self, layer: _ConvNd, weight: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class ConvolutionRule(Rule):
         return weight.unflatten(1, (layer.groups, -1)).transpose(0, 1).flatten(0, 2)
 
     def _output_size(self, layer: _ConvNd, size: Sequence[int]) -> tuple[int, ...]:
-        sides = zip(size, _padding(layer), _spans(layer), _each(layer, layer.stride))
+        sides = zip(size, _padding(layer), _spans(layer), _per_dimension(layer, layer.stride))
         return tuple((length + 2 * pad - span) // stride + 1 for length, pad, span, stride in sides)
 
     def pull(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
@@ -159,7 +159,8 @@ class TransposedConvolutionRule(ConvolutionRule):
 
     def _output_size(self, layer: _ConvNd, size: Sequence[int]) -> tuple[int, ...]:
         return tuple(
-            (length - 1) * stride + one for length, stride, one in zip(size, _each(layer, layer.stride), _of_one(layer))
+            (length - 1) * stride + one
+            for length, stride, one in zip(size, _per_dimension(layer, layer.stride), _of_one(layer))
         )
 
     def _weight_gradient(self, layer: _ConvNd, inputs: Tensor, s: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ class TransposedConvolutionRule(ConvolutionRule):
         return None
 
     def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
-        sides = zip(output.shape[2:], _each(layer, layer.stride), _of_one(layer))
+        sides = zip(output.shape[2:], _per_dimension(layer, layer.stride), _of_one(layer))
         pixels = math.prod((length - one) // stride + 1 for length, stride, one in sides)
         return pixels * layer.weight.numel()
 
@@ -193,7 +194,7 @@ def _kernel(layer: _ConvNd) -> tuple[int, ...]:
     return tuple(layer.weight.shape[2:])
 
 
-def _each(layer: _ConvNd, setting: Any) -> tuple[int, ...]:
+def _per_dimension(layer: _ConvNd, setting: Any) -> tuple[int, ...]:
     """Return a setting for each dimension; if it was set after construction, one number may stand for all."""
     numbers = (setting,) if isinstance(setting, int) else tuple(setting)
     return numbers * len(_kernel(layer)) if len(numbers) == 1 else numbers
@@ -205,7 +206,7 @@ def _sides(layer: _ConvNd) -> list[int]:
         return list(layer._reversed_padding_repeated_twice)  # torch does not read `padding`, which may have changed
     if layer.padding == "same":
         return [side for span in reversed(_spans(layer)) for side in ((span - 1) // 2, span // 2)]
-    return _both_sides(_each(layer, 0 if layer.padding == "valid" else layer.padding))
+    return _both_sides(_per_dimension(layer, 0 if layer.padding == "valid" else layer.padding))
 
 
 def _is_kept_padded(layer: _ConvNd) -> bool:
@@ -221,17 +222,19 @@ def _padding(layer: _ConvNd) -> tuple[int, ...]:
 
 def _spans(layer: _ConvNd) -> tuple[int, ...]:
     """Return the number of pixels from a kernel's first to its last entry, both included."""
-    return tuple(dilation * (kernel - 1) + 1 for dilation, kernel in zip(_each(layer, layer.dilation), _kernel(layer)))
+    return tuple(
+        dilation * (kernel - 1) + 1 for dilation, kernel in zip(_per_dimension(layer, layer.dilation), _kernel(layer))
+    )
 
 
 def _steps(layer: _ConvNd) -> Iterable[tuple[int, int, int]]:
     """Return span, stride and dilation of each dimension."""
-    return zip(_spans(layer), _each(layer, layer.stride), _each(layer, layer.dilation))
+    return zip(_spans(layer), _per_dimension(layer, layer.stride), _per_dimension(layer, layer.dilation))
 
 
 def _of_one(layer: Any) -> tuple[int, ...]:
     """Return the size of the output of a transposed convolution for one pixel."""
-    sides = zip(_spans(layer), _padding(layer), _each(layer, layer.output_padding))
+    sides = zip(_spans(layer), _padding(layer), _per_dimension(layer, layer.output_padding))
     return tuple(span - 2 * pad + further for span, pad, further in sides)
 
 
