@@ -26,7 +26,10 @@ class SingleRows:
 
 
 class Rule(ABC):
-    """The products of a kind of layer with its own parameters, for one call with one tensor of n points."""
+    """The products of a kind of layer with its own parameters, for one call with one tensor of n points.
+
+    `inputs` is what `keep` makes of this tensor.
+    """
 
     matrix_is_transposed = False
 
@@ -35,7 +38,7 @@ class Rule(ABC):
         return True
 
     def keep(self, layer: Any, a: Tensor) -> Tensor:
-        """Turn the layer's input into the tensor that is stored."""
+        """Turn the layer's input into the tensor that is stored, the `inputs` of the products."""
         return a
 
     def single_rows(self, layer: Any, *args: Tensor) -> SingleRows | None:
