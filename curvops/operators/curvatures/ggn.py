@@ -79,7 +79,7 @@ class Curvature(UserOperator, NetworkOperator):
             u = J.push(V)  # before the outputs, which a push gives, too
             return J.pull(u if rows is not None else output.product(J.outputs, u, batch))
 
-        return walk.total(term, V.shape[1], own=own)
+        return walk.total(term, V.shape[1], own_part=own)
 
     def _diagonal(self) -> Float[Tensor, " D"]:
         """Compute the diagonal from the rows of Lᵀ J, or by products if a hyperparameter's gradient is recorded."""
