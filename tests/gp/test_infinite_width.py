@@ -17,7 +17,6 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from gpytorch.lazy import LazyEvaluatedKernelTensor
 from scipy import special, stats
 from torch import Tensor, nn
 from torch.autograd import gradcheck
@@ -26,7 +25,6 @@ from torch.func import functional_call, jacrev, stack_module_state, vmap
 import curvops as co
 from curvops.gp import InfiniteWidthKernel
 from curvops.gp.infinite_width import ACTIVATIONS, Covariance
-from curvops.linalg import Operator
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 Function = Callable[[np.ndarray], np.ndarray]
@@ -235,8 +233,9 @@ def test_second_derivatives_are_right_or_refused(activation: str) -> None:
         torch.autograd.grad(first.sum(), x)
 
 
-@pytest.mark.parametrize("variances", VARIANCES)
-@pytest.mark.parametrize("kind", ["nngp", "ntk"])
+@pytest.mark.parametrize(
+    ("kind", "variances"), [("ntk", "one"), ("ntk", "no biases"), ("ntk", "by layer"), ("nngp", "by layer")]
+)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_in_variances(activation: str, kind: str, variances: str) -> None:
     k, x = kernel(activation, kind, variances), torch.randn(3, 2)
@@ -331,9 +330,8 @@ class Process(gpytorch.models.ExactGP):
 
 
 @pytest.mark.usefixtures("no_foreign_solvers", "iterating")
-@pytest.mark.parametrize("kind", ["nngp", "ntk"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_exact_process_is_the_dense_one_and_trains(activation: str, kind: str) -> None:
+@pytest.mark.parametrize(("activation", "kind"), [("erf", "nngp"), ("relu", "ntk")])
+def test_an_exact_process_is_the_dense_one(activation: str, kind: str) -> None:
     torch.manual_seed(0)
     x, new = torch.randn(12, 3), torch.randn(4, 3)
     y, likelihood = torch.randn(12), gpytorch.likelihoods.GaussianLikelihood()
@@ -348,18 +346,6 @@ def test_an_exact_process_is_the_dense_one_and_trains(activation: str, kind: str
     torch.testing.assert_close(predicted.mean, cross @ torch.linalg.solve(noisy, y), rtol=1e-8, atol=1e-8)
     left = gp.covar_module(new).to_dense() - cross @ torch.linalg.solve(noisy, cross.mT)
     torch.testing.assert_close(predicted.covariance_matrix, left, rtol=1e-8, atol=1e-8)
-
-    gp.train()
-    optimizer, losses = torch.optim.Adam(gp.parameters(), 0.1), []
-    for _ in range(10):
-        optimizer.zero_grad()
-        losses.append(-marginal(gp(x), y))
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]
-    saved = kernel(activation, kind)
-    saved.load_state_dict(gp.covar_module.state_dict())
-    assert torch.equal(saved(x).to_dense(), gp.covar_module(x).to_dense())
 
 
 @pytest.mark.usefixtures("no_foreign_solvers", "iterating")
@@ -391,18 +377,6 @@ def test_batches_of_variances_and_active_dimensions() -> None:
     torch.testing.assert_close(batch[1](x).to_dense(), dense[1], **EXACT)
     some = InfiniteWidthKernel(2, active_dims=(0, 2))
     torch.testing.assert_close(some(x).to_dense(), InfiniteWidthKernel(2)(x[:, [0, 2]]).to_dense(), **EXACT)
-
-
-def test_it_is_lazy_composes_and_its_sums_are_ours() -> None:
-    x, k = torch.randn(6, 2), kernel("erf")
-    assert isinstance(k(x), LazyEvaluatedKernelTensor)
-    assert isinstance(k(x) + 0.5 * torch.eye(6), Operator)
-    assert isinstance(k(x).add_diagonal(torch.tensor(0.5)), Operator)
-    scaled, dense = gpytorch.kernels.ScaleKernel(kernel("erf")), k(x).to_dense()
-    scaled.outputscale = 3.0
-    torch.testing.assert_close(scaled(x).to_dense(), 3 * dense)
-    torch.testing.assert_close((k + scaled)(x).to_dense(), 4 * dense)
-    torch.testing.assert_close((k * kernel("erf"))(x).to_dense(), dense.square())
 
 
 def test_priors_constraints_whole_numbers_and_no_points() -> None:
