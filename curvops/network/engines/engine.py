@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from copy import copy
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -29,6 +29,7 @@ from curvops.network.engines.self_check import (
     random_root,
     try_recording,
 )
+from curvops.network.engines.shared_rows import SharedRows, find_shared_rows
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import MAPPED_BYTES, Blocks
@@ -69,6 +70,7 @@ class Engines:
         self._choice, self.memory_budget = choice, memory_budget
         self._owned = owners_of(model)
         self.ragged: frozenset[str] = frozenset()  # parameters of layers whose rows belong to points unevenly
+        self._shared: SharedRows | None = None  # layers called once for all points; None if it was not asked
         self._run: Any = None
         self._probe(model, first, whole)
 
@@ -81,7 +83,7 @@ class Engines:
 
     def _probe(self, model: Model, first: Any, whole: bool) -> None:
         seen = first if whole else first_of(first)
-        recording = record(model, seen, self._owned, ragged=self.ragged)
+        recording = self._record(model, seen, self._owned)
         outputs, calls, misfits = recording
         self.model, self._first = model, (seen, recording) if whole else None
         path = path_of(model, recording) if whole else None
@@ -100,10 +102,18 @@ class Engines:
         self._routes = {names: find_routes(model, self._few, names)}
         # One point in addition to two: a dimension of length two is not mistaken for the points, nor one squeezed.
         of_one = first_of(self._few, 1)
-        _, of_alone, alone = record(model, of_one, self._owned, ragged=()) if self._owned else (outputs, [], set())
+        _, of_alone, alone = (
+            self._record(model, of_one, self._owned, ragged=()) if self._owned else (outputs, [], set())
+        )
         if ragged := {name for call in (*calls, *of_alone) if call.rows for name in call.layer.names.values()}:
             self.ragged |= ragged
-            _, calls, misfits = record(model, self._few, self._owned, ragged=self.ragged)
+            _, calls, misfits = self._record(model, self._few, self._owned)
+        if self._shared is None and (left := misfits | alone):
+            layers = [module for module, names in self._owned.items() if not left.isdisjoint(names.values())]
+            self._shared = find_shared_rows(model, self._few, layers)
+            if self._shared:
+                self.ragged, self._run = frozenset(), None
+                return self._probe(model, first, whole)
         self._rejected = dict.fromkeys(misfits | alone | never_ran(calls, self._owned), NO_LAYER)
         self._make_plan(calls)
 
@@ -129,6 +139,17 @@ class Engines:
             (outputs, calls, misfits), wrong = self._record_checked(inputs, partial(self._differing, inputs), graph)
             return outputs, calls, misfits | wrong
 
+    def _record(
+        self,
+        model: Model,
+        inputs: Any,
+        owners: Owners,
+        graph: bool = False,
+        ragged: Collection[str] | None = None,
+    ) -> Recording:
+        """Return a pass over these points, unchecked; by default with the ragged rows known so far."""
+        return record(model, inputs, owners, graph, self.ragged if ragged is None else ragged, self._shared or {})
+
     def _record_checked(
         self, inputs: Any, check: Callable[[Recording], Set[str]], graph: bool = False
     ) -> tuple[Recording, Set[str]]:
@@ -137,10 +158,10 @@ class Engines:
         The rows of a layer may be as many as the points by chance, with two of one point and none of another: a layer
         that is wrong with a row for each point in their order may be right with the point of each row.
         """
-        recording = record(self.model, inputs, self._served, graph, self.ragged)
+        recording = self._record(self.model, inputs, self._served, graph)
         wrong = check(recording)
         if not recording[2] and not wrong <= self.ragged:
-            again = record(self.model, inputs, self._served, graph, self.ragged | wrong)
+            again = self._record(self.model, inputs, self._served, graph, self.ragged | wrong)
             if not check(again):
                 recording, wrong = again, frozenset()
         self.ragged |= {name for call in recording[1] if call.rows for name in call.layer.names.values()}
@@ -352,7 +373,7 @@ class Engines:
         # Rows and factors come from the rules with every engine, so that no result depends on the engine.
         rejected, names = self._rejected, self.model.selection.names
         if calls is None:
-            calls = record(self.model, self._few, self._owners(rejected), ragged=self.ragged)[1]
+            calls = self._record(self.model, self._few, self._owners(rejected))[1]
         calls = [call for call in calls if not set(call.layer.names.values()) & rejected.keys()]
         served = {name for call in calls for name in call.layer.names.values()}
         others = {name: rejected.get(name, "no layer rule") for name in names if name not in served}

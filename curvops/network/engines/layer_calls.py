@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from curvops.network.engines.ragged_rows import (
 )
 from curvops.network.engines.rules import Rule, SingleRows, rule_for, rule_of
 from curvops.network.engines.rules.linear import LinearRule
+from curvops.network.engines.shared_rows import SharedRows, for_each_point
 from curvops.network.model.model import NOTHING, Model
 from curvops.network.model.parameters import Blocks
 
@@ -142,7 +144,12 @@ def owners_of(model: Model) -> Owners:
 
 
 def record(
-    model: Model, inputs: Any, owners: Owners, graph: bool = False, ragged: Collection[str] | None = None
+    model: Model,
+    inputs: Any,
+    owners: Owners,
+    graph: bool = False,
+    ragged: Collection[str] | None = None,
+    shared: SharedRows = MappingProxyType({}),
 ) -> Recording:
     """Return one forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
 
@@ -151,8 +158,8 @@ def record(
     A misfit is a layer that ran without gradients, on rows that belong to several points (a single query), in another
     dtype (autocast), with further arguments, or on a tensor that was written to later. Rows that belong to points
     unevenly, or in another order (positions first), are those of all calls with another number of rows than points, and
-    of the layers of the parameters in `ragged`; without such a collection, their layers are misfits, too. All hooks are
-    removed after the pass.
+    of the layers of the parameters in `ragged`; without such a collection, their layers are misfits, too. Rows of the
+    layers in `shared` are repeated for each point. All hooks are removed after the pass.
     """
     calls: list[Call] = []
     forms: dict[int, SingleRows] = {}  # of ragged calls, by their positions among the calls
@@ -195,11 +202,17 @@ def record(
         # Keep the edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
         calls.append(Call(owner, layer, a, a._version, layer_input, GradientEdge(node, output.output_nr)))
 
+    def repeat_and_note(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        *args, output = for_each_point(args, output, shared[module], n)
+        note(module, args, kwargs, output)
+        return output
+
     handles: list[Any] = []
     try:
         for module in owners:
             if rule_of(type(module)) is not None:
-                handles.append(module.register_forward_hook(note, with_kwargs=True))
+                hook = repeat_and_note if module in shared else note
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
         with model.differentiating(), Projections(attentions, note) if attentions else NOTHING:
             outputs = model(model.leaves(), inputs)
     finally:

@@ -1,0 +1,85 @@
+"""Layers that are called once for all points: the curvature of a dense Jacobian, and the factors of copies.
+
+Tests `shared_rows.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from tests.network.products import agree
+from tests.zoo import dense_jacobian
+
+N, TOKENS, WIDTH, CLASSES = 6, 7, 4, 3
+
+
+class Network(nn.Module):
+    """Embeddings of tokens plus those of their positions, which are looked up once for all points, in some form."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.tokens, self.positions = nn.Embedding(TOKENS, WIDTH), nn.Embedding(8, WIDTH)
+        self.map, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1], device=x.device)
+        if self.form == "copies":
+            place = place.expand(len(x), -1)
+        elif self.form in ("a row of their own", "squeezed", "the first row"):
+            place = place.unsqueeze(0)
+        positions = self.positions(place)
+        positions = positions.squeeze(0) if self.form == "squeezed" else positions
+        positions = positions[0] if self.form == "the first row" else positions
+        positions = self.map(positions.tanh()) if self.form == "two layers" else positions
+        tokens = self.tokens(x) if self.form == "two layers" else self.map(self.tokens(x))
+        return self.out((tokens + positions).tanh().mean(1))
+
+
+FORMS = ("no row of their own", "a row of their own", "two layers", "squeezed", "the first row")
+
+
+def linearized(form: str, length: int = 5, batch_size: int = N) -> co.Linearization:
+    torch.manual_seed(0)
+    x, y = torch.randint(TOKENS, (N, length)), torch.randint(CLASSES, (N,))
+    batches = list(zip(x.split(batch_size), y.split(batch_size)))
+    return co.linearize(Network(form).double(), batches, "classification")
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, N], ids="{} positions".format)
+@pytest.mark.parametrize("form", FORMS)
+def test_products_and_rows_are_those_of_the_dense_jacobian(form: str, length: int) -> None:
+    """As many positions as points, or as points that are probed, are no points."""
+    lin = linearized(form, length)
+    x = torch.randint(TOKENS, (N, length), generator=torch.Generator().manual_seed(1))
+    lin = co.linearize(lin.model.module, (x, torch.zeros(N, dtype=torch.long)), "classification")
+    J, p = dense_jacobian(lin.model.module, x), lin.predict(x).softmax(-1)
+    H = torch.block_diag(*(torch.diag(q) - q.outer(q) for q in p))
+    V = torch.randn(J.shape[1], 2, dtype=J.dtype)
+    assert agree(co.GGN(lin) @ V, J.mT @ (H @ (J @ V)))
+    assert agree(co.DiagonalGGN(lin).diagonal(), (J.mT @ H @ J).diagonal())
+    assert agree(lin.jacobian() @ V, J @ V)
+    assert agree(lin.jacobian().to_dense(), J)
+
+
+@pytest.mark.parametrize("curvature", [co.KFAC, co.EKFAC])
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_factors_are_those_of_positions_that_are_copied_for_each_point(form: str, curvature: type) -> None:
+    shared, copies = linearized(form), linearized("copies")
+    assert not shared.plan.others
+    assert agree(curvature(shared).to_dense(), curvature(copies).to_dense())
+
+
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_every_layer_has_factors_whatever_the_size_of_the_batches(form: str) -> None:
+    whole, batched = linearized(form), linearized(form, batch_size=1)
+    assert agree(co.KFAC(whole).to_dense(), co.KFAC(batched).to_dense())
+    assert not whole.plan.others and not batched.plan.others
+
+
+def test_a_layer_whose_copies_do_not_reach_their_points_is_left_to_autodiff() -> None:
+    """All points read the first copy: the outputs are the same, but not the rows of the Jacobian."""
+    assert linearized("the first row").plan.others == {"positions.weight": "its layer does not run as a layer"}
