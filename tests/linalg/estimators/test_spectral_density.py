@@ -16,9 +16,15 @@ def broadened(found, values):
     return bells.sum(1) / (len(values) * found.bandwidth * math.sqrt(2 * math.pi))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", ["linear", "log"])
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize(
+    ("name", "scale", "dtype"),
+    [
+        ("decaying", "linear", torch.float32),
+        ("step", "log", torch.float32),
+        ("kappa 1e8", "log", torch.float64),
+        ("flat", "linear", torch.float64),
+    ],
+)
 def test_integrates_to_one_within_its_band(name, scale, dtype):
     found = spectral_density(symmetric(SPECTRA[name]).to(dtype), scale=scale, generator=generator(), probes=4)
     assert abs(found.integral() + found.zero_mass - 1) < 1e-6
@@ -31,11 +37,11 @@ def test_integrates_to_one_within_its_band(name, scale, dtype):
 @pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_the_band_covers_the_broadened_density(scale):
-    # Points of one seed move together: over 4 seeds × 6 spectra the share has a standard error of about 1.6 %, so that
-    # 88 % for a band that covers 94 % fails in fewer than 1 of 1000 choices of seeds.
+    # Points of one seed move together: over 4 seeds × 3 spectra the share has a standard error of about 2.3 %, so that
+    # 88 % for a band that covers 94 % fails in fewer than 1 of 100 choices of seeds.
     shares = []
-    for values in SPECTRA.values():
-        A = symmetric(values)
+    for name in ("decaying", "clustered", "flat"):
+        values, A = SPECTRA[name], symmetric(SPECTRA[name])
         for seed in range(4):
             found = spectral_density(A, scale=scale, probes=6, grid_size=256, generator=generator(seed))
             exact = broadened(found, values)
@@ -55,17 +61,17 @@ def test_full_depth_and_many_probes_give_the_exact_density():
 
 def test_indefinite_matrices_keep_their_negative_part():
     values = torch.cat([torch.linspace(-3, -1, 40), torch.linspace(0, 4, 80)]).double()
-    found = spectral_density(symmetric(values), probes=60, generator=generator(), steps=120)
+    found = spectral_density(symmetric(values), probes=30, generator=generator(), steps=120)
     negative = float(torch.trapezoid(found.density[found.grid < -0.5], found.grid[found.grid < -0.5]))
     assert negative == pytest.approx(1 / 3, abs=0.04) and found.zero_mass == 0
 
 
 def test_zero_and_negative_eigenvalues_are_a_mass_of_their_own_on_the_log_scale():
     values = torch.cat([torch.zeros(60), torch.full((15,), -1.0), torch.logspace(-2, 1, 45)]).double()
-    found = spectral_density(symmetric(values), scale="log", probes=60, steps=120, generator=generator())
+    found = spectral_density(symmetric(values), scale="log", probes=30, steps=120, generator=generator())
     assert found.zero_mass == pytest.approx(75 / 120, abs=0.03)
     assert found.integral() == pytest.approx(1 - found.zero_mass, abs=1e-6) and found.grid.min() > 0
-    cut = spectral_density(symmetric(values), scale="log", threshold=1.0, probes=100, generator=generator())
+    cut = spectral_density(symmetric(values), scale="log", threshold=1.0, probes=30, generator=generator())
     assert cut.zero_mass == pytest.approx(105 / 120, abs=0.03)
     with pytest.raises(ValueError, match="threshold"):
         spectral_density(torch.zeros(5, 5), scale="log")
@@ -97,9 +103,9 @@ def test_budgets_cap_the_depth_and_say_so():
 
 def test_the_band_allows_for_what_depth_would_change():
     A, values = symmetric(SPECTRA["kappa 1e4"]), SPECTRA["kappa 1e4"]
-    shallow = spectral_density(A, scale="log", probes=40, steps=20, generator=generator())
+    shallow = spectral_density(A, scale="log", probes=15, steps=20, generator=generator())
     exact = broadened(shallow, values)
-    deep = spectral_density(A, scale="log", probes=40, steps=120, generator=generator())
+    deep = spectral_density(A, scale="log", probes=15, steps=120, generator=generator())
     assert (shallow.upper - shallow.lower).mean() > 2 * (deep.upper - deep.lower).mean()
     assert shallow.reason is Reason.ITERATION_LIMIT and exact.isfinite().all()
 
@@ -131,7 +137,7 @@ def test_a_wrong_tag_does_not_hide_negative_eigenvalues():
         psd = True
 
     values = torch.cat([torch.full((20,), -2.0), torch.linspace(0, 4, 80)]).double()
-    found = Tagged(symmetric(values)).spectral_density(probes=60, steps=120, generator=generator())
+    found = Tagged(symmetric(values)).spectral_density(probes=30, steps=120, generator=generator())
     negative = float(torch.trapezoid(found.density[found.grid < -1], found.grid[found.grid < -1]))
     assert negative == pytest.approx(0.2, abs=0.04)
 
@@ -139,7 +145,7 @@ def test_a_wrong_tag_does_not_hide_negative_eigenvalues():
 @pytest.mark.parametrize(("scale", "dtype"), [("linear", torch.float32), ("log", torch.float64)])
 def test_from_a_narrow_root(scale, dtype):
     """The smaller matrix has the same eigenvalues but for zeros, whose share is exact."""
-    values, n, probes = SPECTRA["kappa 1e4"], 300, 50
+    values, n, probes = SPECTRA["kappa 1e4"], 300, 30
     found = spectral_density(rooted(values, n, dtype), scale=scale, probes=probes, steps=120, generator=generator())
     assert (found.matvecs <= probes * len(values)) and found.nodes.shape[0] == probes
     torch.testing.assert_close(found.weights.sum(1), torch.ones(probes).double(), rtol=0, atol=1e-10)
@@ -153,4 +159,4 @@ def test_from_a_narrow_root(scale, dtype):
     else:
         assert found.integral() == pytest.approx(1, abs=1e-6)
     mean = float((found.weights * found.nodes).sum() / probes)
-    assert mean == pytest.approx(float(values.sum() / n), rel=0.06)  # tr A/n; signs have a spread of about 1.5 %
+    assert mean == pytest.approx(float(values.sum() / n), rel=0.06)  # tr A/n; signs have a spread of about 2 %

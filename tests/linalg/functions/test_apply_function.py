@@ -10,7 +10,6 @@ import torch
 
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Dense, Reason, apply_function
-from curvops.linalg.functions.ritz import Approximants
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 from tests.linalg.systems import function_of as dense
 from tests.linalg.systems import right_hand_sides as columns
@@ -109,14 +108,6 @@ def test_any_scale_of_the_right_hand_side(scale, dtype):
     torch.testing.assert_close(r.value / scale, dense(A, torch.sqrt, b[:, None])[:, 0].to(dtype), rtol=1e-4, atol=1e-4)
 
 
-def test_one_by_one_and_multiples_of_the_identity():
-    r = apply_function(torch.tensor([[4.0]]), torch.sqrt, torch.tensor([3.0]))
-    assert r.value.tolist() == [6.0] and r.matvecs == 1
-    r = apply_function(5 * torch.eye(30, dtype=torch.float64), torch.log, columns(30, 2))
-    torch.testing.assert_close(r.value, math.log(5) * columns(30, 2), rtol=1e-12, atol=0)
-    assert r.matvecs == 2 and r.accepted
-
-
 def test_exact_multiplicities():
     values = torch.tensor([1.0] * 20 + [2.0] * 30 + [7.0] * 10).double()
     A, B = torch.diag(values), columns(60, 3)
@@ -162,12 +153,6 @@ def test_budgets_end_the_depth_and_say_so():
         exact = dense(A, lambda x: x.clamp_min(0).sqrt(), B)
         error = (r.value - exact).norm(dim=0) / exact.norm(dim=0)
         assert (error <= r.error_estimates).all() and (r.error_estimates > 1e-6).all()
-
-
-def test_zero_tolerance_gives_what_the_dtype_has():
-    A, B = symmetric(SPECTRA["flat"]).float(), columns(120, 1, torch.float32)
-    r = apply_function(A, torch.log, B, rtol=0)
-    assert r.reasons == (Reason.PRECISION_LIMIT,) and r.error_estimates < 1e-5
 
 
 def test_nan_on_the_seventh_product_is_a_reason():
@@ -225,10 +210,9 @@ def test_no_certificate_for_what_lies_between_the_ritz_values(name):
             assert r.accepted, (which, rtol, r.reasons)
 
 
-@pytest.mark.parametrize("seed", [0, 9])
-def test_a_jump_at_an_eigenvalue_is_beyond_the_precision(seed):
+def test_a_jump_at_an_eigenvalue_is_beyond_the_precision():
     """⌊10x⌋ at an eigenvalue 1: rounding of A decides between 9 and 10."""
-    A, b = symmetric(torch.linspace(0, 1, 80).double(), seed), columns(80, 1)
+    A, b = symmetric(torch.linspace(0, 1, 80).double()), columns(80, 1)
     assert apply_function(A, lambda x: torch.floor(10 * x), b).reasons == (Reason.PRECISION_LIMIT,)
     assert apply_function(A, lambda x: torch.floor(10 * x + 1e-9), b).reasons == (Reason.CONVERGED,)
 
@@ -240,15 +224,6 @@ def test_too_few_steps_are_never_certified():
         assert r.reasons == (Reason.UNVERIFIED,) and not r.accepted and r.error_estimates < 0.9
     unseen = apply_function(A, lambda x: (x > 0.999).double(), b, maxiter=5)
     assert unseen.reasons == (Reason.ITERATION_LIMIT,) and unseen.error_estimates == math.inf
-
-
-def test_relative_errors_are_over_the_least_norm_that_rounding_allows():
-    """Of norms 5, 0, 0, 1 and 5: an error beside nothing is infinite, no error of nothing is 0."""
-    y = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 5.0]]).double()
-    truncation, rounding = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.5], [0.0, 0.0, 0.0, 2.0, 1.0]]).double()
-    yes = torch.ones(5, dtype=torch.bool)
-    found = Approximants(y, truncation, rounding, yes, yes, yes).relative()
-    torch.testing.assert_close(found, torch.tensor([0.2, 0.0, math.inf, math.inf, 1.5 / 4]).double())
 
 
 @pytest.mark.parametrize(("spectrum", "dtype"), [("uniform", torch.float64), ("spike", torch.float32)])

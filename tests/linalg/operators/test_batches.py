@@ -9,7 +9,7 @@ import torch
 from curvops.linalg import Dense, Diagonal, LowRank, solve
 from tests.linalg.known import Rooted
 
-N = 300
+N = 260
 
 
 def matrices():

@@ -20,7 +20,6 @@ from curvops.linalg import (
     draw,
 )
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.kronecker import KroneckerForm
 from curvops.linalg.operators.low_rank import LowRankForm
 from tests.linalg.known import Known
 from tests.linalg.operands import OPERANDS, SINGULAR, kron, positive, random, uniform
@@ -55,14 +54,11 @@ def test_products_entries_and_trace_equal_the_dense_matrix(name):
     close(operator @ random(2, n, 3), dense @ random(2, n, 3))
     assert (operator @ B).mT.is_contiguous() or not isinstance(operator, Kronecker | DirectSum)
     assert operator.symmetric
-    if isinstance(operator, Kronecker):
-        exact = operator.trace()
-        assert exact.samples == 0 and abs(exact.value - dense.trace()) < 1e-10
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("name", OPERANDS)
-def test_every_answer_of_a_closed_form_equals_the_dense_one(name, shift):
+def test_every_answer_of_a_closed_form_equals_the_dense_one_without_a_product(name, shift, no_foreign_solvers):
     P, dense = damped(name, shift)
     form, inverse, B = P._closed_form(), torch.linalg.inv(dense), random(len(dense), 4)
     assert form is not None and form is P._closed_form()
@@ -74,7 +70,14 @@ def test_every_answer_of_a_closed_form_equals_the_dense_one(name, shift):
     close(P.logdet(), dense.logdet())
     close(P.inverse().diagonal(), inverse.diagonal())
     close(P.inverse().logdet(), -dense.logdet())
-    close(P.inv_quad_logdet(B, logdet=True)[0], (B * (inverse @ B)).sum())
+    close(torch.stack(P.inv_quad_logdet(B, logdet=True)), torch.stack([(B * (inverse @ B)).sum(), dense.logdet()]))
+    products = []
+    count = {"progress": lambda what, done, total: products.append(done)}
+    close(linalg.solve(P, B, **count), inverse @ B)
+    close(linalg.logdet(P, **count).value, dense.logdet())
+    close(linalg.diagonal(P.inverse(), **count).value, inverse.diagonal())
+    assert P.zero_mean_mvn_samples(3).shape == (3, len(dense)) == P.inverse().zero_mean_mvn_samples(3).shape
+    assert not products
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
@@ -118,24 +121,6 @@ def test_linear_operators_samples_are_exact_too(name):
     assert_covariance(lambda k, _: P.inverse().zero_mean_mvn_samples(k).mT, torch.linalg.inv(dense), generator=own)
 
 
-@pytest.mark.parametrize("shift", SHIFTS)
-@pytest.mark.parametrize("name", OPERANDS)
-def test_nothing_reaches_an_iteration(name, shift, no_foreign_solvers):
-    P, dense = damped(name, shift)
-    b, products = random(len(dense), 2), []
-
-    def count(what, done, total):
-        products.append(done)
-
-    close(linalg.solve(P, b, progress=count), torch.linalg.solve(dense, b))
-    close(linalg.logdet(P, progress=count).value, dense.logdet())
-    close(linalg.diagonal(P.inverse(), progress=count).value, torch.linalg.inv(dense).diagonal())
-    close(P.inv_quad_logdet(b, logdet=True)[1], dense.logdet())
-    assert P.zero_mean_mvn_samples(3).shape == (3, len(dense)) == P.inverse().zero_mean_mvn_samples(3).shape
-    assert draw(P.inverse(), 2).shape == b.shape == draw(P, 2).shape
-    assert not products
-
-
 def test_a_large_low_rank_term_has_a_closed_form_where_there_are_digits_for_it():
     """Woodbury's differences cancel digits: float64 has them, and a step of refinement makes good; float32 has not."""
     K = Kronecker(positive(1, 16), positive(1, 20, seed=1))
@@ -144,14 +129,6 @@ def test_a_large_low_rank_term_has_a_closed_form_where_there_are_digits_for_it()
     assert P._closed_form() is not None and P.float()._closed_form() is None
     assert bool((P._matmul(P.solve(b)) - b).norm() < 1e-9 * b.norm())
     close(P.logdet(), P.to_dense().logdet())
-
-
-def test_a_subclass_has_its_parents_closed_form():
-    class Special(Kronecker):
-        pass
-
-    P = Special(positive(1, 3), positive(1, 4)).add_diagonal(0.5)
-    assert isinstance(P._closed_form(), KroneckerForm)
 
 
 def test_factorised_once_and_again_after_a_change_in_place():
@@ -295,10 +272,3 @@ def test_a_trace_is_exact_where_the_diagonal_is_known(name):
         estimate = A.trace()
         assert (float(estimate.stderr), estimate.matvecs) == (0.0, 0)
         torch.testing.assert_close(estimate.value, expected.trace(), rtol=1e-10, atol=0)
-
-
-def test_a_trace_by_a_named_method_multiplies():
-    operator = OPERANDS["kronecker large"]()[0]
-    assert operator.trace(method="hutchinson", max_matvecs=8).matvecs == 8
-    with pytest.raises(ValueError, match="square"):
-        Dense(torch.zeros(2, 3)).trace()

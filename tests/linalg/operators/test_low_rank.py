@@ -11,6 +11,7 @@ from curvops.linalg import Damped, Dense, LowRank, draw
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, generator, rotation, symmetric
 from tests.linalg.operands import positive, random, uniform
+from tests.linalg.samples import assert_covariance
 
 
 def close(actual, expected, tolerance=1e-10):
@@ -96,12 +97,6 @@ def test_a_small_matrix_has_its_error_measured_exactly():
     assert relative(A, co.low_rank(A, 9, generator=generator())) < 1e-12
 
 
-def test_an_indefinite_matrix_is_an_error():
-    A = symmetric(torch.linspace(-1, 1, 40, dtype=torch.float64))
-    with pytest.raises(NotPositiveSemidefiniteError):
-        co.low_rank(A, 20, generator=generator())
-
-
 def test_the_error_survives_products_scalings_and_conversions():
     found = co.low_rank(positive(1, 30)[0], 5, generator=generator())
     for kept in (found.double(), 2 * found, found.clone(), found.representation_tree()(*found.representation())):
@@ -120,9 +115,7 @@ def test_with_diagonal_has_the_exact_diagonal_and_stays_closed():
     P, shift = corrected.add_diagonal(uniform(120)), dense + uniform(120).diag()
     close(P.solve(random(120, 2)), torch.linalg.solve(shift, random(120, 2)))
     close(P.logdet(), shift.logdet())
-    draws = draw(corrected, 20_000, generator())
-    bound = ((dense.trace() ** 2 + dense.square().sum()) / 20_000).sqrt()  # exceeded 1.2-fold once in 1e6 seeds
-    assert (draws @ draws.mT / 20_000 - dense).norm() < 1.2 * bound
+    assert_covariance(lambda k, g: draw(corrected, k, g), dense)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -164,13 +157,3 @@ def test_a_negative_eigenvalue_that_is_rounding_of_a_promise_kept():
     for matrix, promised in ((A, False), (A - 1e-3 * torch.eye(40), True)):
         with pytest.raises(NotPositiveSemidefiniteError, match="-1.*e-"):
             co.low_rank(Known(matrix, is_psd=promised), 30, generator=generator())
-
-
-@pytest.mark.parametrize("bias", [5, 15, 25])
-def test_a_network_that_is_sure_of_its_classes_has_an_approximation(bias):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5)).double()
-    with torch.no_grad():
-        model[2].bias[0] += bias
-    data = 10 * torch.randn(20, 3).double(), torch.zeros(20).long()
-    G = co.GGN(co.linearize(model, data, "classification"))
-    assert relative(G.to_dense(), co.low_rank(G, 60, generator=generator())) < 1e-6

@@ -40,7 +40,6 @@ VECTORS = {
     ),
 }
 VALUES = {
-    "equal": torch.ones(R, dtype=torch.float64),
     "graded": torch.logspace(0, -8, R, dtype=torch.float64),
     "with a zero": torch.tensor([1.0, 1e-3, 0.0], dtype=torch.float64),
 }
@@ -75,7 +74,7 @@ def check(P, matrix):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e8, 1e14])
+@pytest.mark.parametrize("size", [1e-3, 1e8, 1e14])
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("vectors", VECTORS)

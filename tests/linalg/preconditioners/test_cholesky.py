@@ -31,9 +31,9 @@ def decaying():
     return symmetric(SPECTRA["decaying"])
 
 
-@pytest.mark.parametrize("wrap", [lambda A: A, DenseLinearOperator, Products, Dense])
+@pytest.mark.parametrize("wrap", [lambda A: A, Products, Dense])
 @pytest.mark.parametrize("pivoting", ["greedy", "random"])
-@pytest.mark.parametrize("name", ["decaying", "step", "kappa 1e4"])
+@pytest.mark.parametrize("name", ["decaying", "kappa 1e4"])
 def test_cholesky_is_below_the_matrix_and_exact_at_the_pivots(name, pivoting, wrap):
     A = symmetric(SPECTRA[name])
     found = cholesky(wrap(A), 30, pivoting=pivoting, generator=generator())
@@ -55,7 +55,7 @@ def test_cholesky_counts_its_columns():
 
 
 @pytest.mark.parametrize("pivoting", ["greedy", "random"])
-@pytest.mark.parametrize("rank", [0, 1, 7])
+@pytest.mark.parametrize("rank", [0, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_cholesky_of_low_rank_stops_there(rank, pivoting, dtype):
     W = random(60, rank).to(dtype)
@@ -83,9 +83,9 @@ def test_random_pivots_follow_the_diagonal():
     # Orthogonal columns: the first draw takes position i with probability a_i / Σ a. False alarms: below 1e-4.
     weights, hits = torch.tensor([1.0, 2.0, 7.0], dtype=torch.float64), torch.zeros(3)
     g = generator()
-    for _ in range(500):
+    for _ in range(200):
         hits[cholesky(weights.diag(), 1, pivoting="random", generator=g).pivots] += 1
-    assert (hits / 500 - weights / 10).abs().max() < 4 * 0.5 / math.sqrt(500)
+    assert (hits / 200 - weights / 10).abs().max() < 4 * 0.5 / math.sqrt(200)
 
 
 def test_rank_is_grown_until_the_condition_number_is_bounded():

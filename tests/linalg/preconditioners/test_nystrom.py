@@ -35,7 +35,7 @@ def test_orthonormal_descending_and_below_the_matrix(name, rank, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rank", [0, 1, 7])
+@pytest.mark.parametrize("rank", [0, 7])
 @pytest.mark.parametrize("asked", [None, 12])
 def test_exact_low_rank_and_zero(rank, asked, dtype):
     A = low_rank(rank, dtype)

@@ -17,14 +17,11 @@ from curvops.linalg.solvers.cg import cg
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 from tests.linalg.systems import Counted, right_hand_sides, true_residuals
 
-WELL = {name: values for name, values in SPECTRA.items() if name not in ("kappa 1e8",)}
-
-
 # Right answers.
 
 
 @pytest.mark.parametrize("block", [True, False])
-@pytest.mark.parametrize("name", ["decaying", "step", "clustered", "flat", "kappa 1e4"])
+@pytest.mark.parametrize("name", ["step", "kappa 1e4"])
 def test_matches_the_dense_solution(name, block):
     A, B = symmetric(SPECTRA[name]), right_hand_sides(120, 4)
     s = cg(A, B, rtol=1e-12, block=block)
@@ -34,7 +31,7 @@ def test_matches_the_dense_solution(name, block):
     assert error <= 1e-10 * (SPECTRA[name].max() / SPECTRA[name].min() / 100).clamp_min(1)
 
 
-@pytest.mark.parametrize("name", WELL)
+@pytest.mark.parametrize("name", ["clustered", "kappa 1e4"])
 def test_block_converges_with_true_residuals_and_counts_products(name):
     A, B = symmetric(SPECTRA[name]), right_hand_sides(120, 3)
     operator = Counted(A)
@@ -63,32 +60,11 @@ def test_refinement_keeps_zero_and_non_finite_columns_apart():
     assert s.converged.tolist() == [True, False, True] and s.x[:, 1].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_zero_tolerance_gives_all_that_the_dtype_has(dtype):
-    A, B = symmetric(SPECTRA["step"]).to(dtype), right_hand_sides(120, 2, dtype)
-    s = cg(A, B, rtol=0)
-    assert set(s.reasons) <= {Reason.PRECISION_LIMIT, Reason.CONVERGED}
-    assert (s.backward_errors < 10 * torch.finfo(dtype).eps).all()
-
-
 def test_exact_initial_guess_costs_two_products():
     A = torch.diag(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
     x = torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
     s = cg(A, A @ x, x0=x, rtol=0)
     assert s.reasons == (Reason.CONVERGED,) and torch.equal(s.x, x) and s.iterations == 0 and s.matvecs == 2
-
-
-def test_warm_start_saves_iterations():
-    A, B = symmetric(SPECTRA["kappa 1e4"]), right_hand_sides(120, 2)
-    near = torch.linalg.solve(A, B) * (1 + 1e-5)
-    warm, cold = cg(A, B, x0=near), cg(A, B)
-    assert warm.converged.all() and warm.iterations < cold.iterations
-
-
-def test_zero_right_hand_sides_need_no_product():
-    s = cg(torch.eye(4), torch.zeros(4, 2))
-    assert s.reasons == (Reason.ZERO_RIGHT_HAND_SIDE,) * 2 and s.converged.all() and s.matvecs == 0
-    assert torch.equal(s.x, torch.zeros(4, 2))
 
 
 def test_more_columns_than_rows_and_no_columns():
@@ -97,12 +73,6 @@ def test_more_columns_than_rows_and_no_columns():
     assert s.converged.all() and s.iterations <= 3
     empty = cg(A, B[:, :0])
     assert empty.x.shape == (5, 0) and empty.reasons == () and empty.accepted
-
-
-@pytest.mark.parametrize("block", [True, False])
-def test_one_by_one(block):
-    s = cg(torch.tensor([[4.0]]), torch.tensor([8.0]), block=block)
-    assert s.x.tolist() == [2.0] and s.converged.tolist() == [True]
 
 
 def test_converged_columns_are_dropped():
@@ -117,10 +87,9 @@ def test_preconditioners_of_every_kind_agree():
     A, B = symmetric(log_spaced(120, 1e6)), right_hand_sides(120, 2)
     M = torch.linalg.inv(A + 1e-4 * torch.eye(120, dtype=torch.float64))
     plain = cg(A, B)
-    for preconditioner in (M, DenseLinearOperator(M), lambda V: M @ V):
-        for block in (True, False):
-            s = cg(A, B, preconditioner=preconditioner, block=block)
-            assert s.converged.all() and s.iterations < plain.iterations / 3
+    for preconditioner, block in ((M, True), (DenseLinearOperator(M), True), (lambda V: M @ V, False)):
+        s = cg(A, B, preconditioner=preconditioner, block=block)
+        assert s.converged.all() and s.iterations < plain.iterations / 3
 
 
 def test_callback_and_vector_shape():
@@ -135,33 +104,17 @@ def test_callback_and_vector_shape():
 # Right reasons.
 
 
-@pytest.mark.parametrize("block", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("seed", range(2))
-def test_indefinite_with_one_negative_eigenvalue(seed, dtype, block):
-    values = torch.cat([torch.tensor([-0.243]), torch.linspace(0.1, 10, 49)]).double()
-    A, B = symmetric(values, seed).to(dtype), right_hand_sides(50, 2, dtype)
-    s = cg(A, B, block=block)
-    assert all(r in (Reason.NOT_POSITIVE_DEFINITE, Reason.CONVERGED) for r in s.reasons)
-    assert Reason.NOT_POSITIVE_DEFINITE in s.reasons
-    with pytest.raises(NotPositiveDefiniteError, match=f"iteration {s.iterations}"):
-        s.raise_if_failed(1e-6)
-
-
 def test_negative_definite_is_seen_at_once():
     s = cg(-torch.eye(4), torch.ones(4))
     assert s.reasons == (Reason.NOT_POSITIVE_DEFINITE,) and s.iterations == 1
-
-
-def test_small_scale_is_not_mistaken_for_indefinite():
-    A, B = 1e-14 * symmetric(SPECTRA["flat"]), right_hand_sides(120, 2)
-    assert cg(A, B).converged.all()
+    with pytest.raises(NotPositiveDefiniteError, match="iteration 1"):
+        s.raise_if_failed(1e-6)
 
 
 def test_rounding_alone_makes_no_consistent_system_singular():
     """A direction of nearly no curvature makes residuals larger, of which the next directions hold rounding alone."""
     values = torch.cat([torch.zeros(40), torch.linspace(1, 3, 20)]).double()
-    for seed in range(40):
+    for seed in range(12):
         drawn = torch.Generator().manual_seed(seed)
         Q, _ = torch.linalg.qr(torch.randn(60, 60, generator=drawn, dtype=torch.float64))
         A = (Q * values) @ Q.mT
@@ -171,56 +124,13 @@ def test_rounding_alone_makes_no_consistent_system_singular():
         assert s.matvecs <= 300
 
 
-@pytest.mark.parametrize("block", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_singular_inconsistent(dtype, block):
+def test_singular_inconsistent_columns_end_when_the_range_is_exhausted(dtype):
     values = torch.cat([torch.zeros(40), torch.linspace(1, 3, 20)]).double()
-    s = cg(symmetric(values).to(dtype), right_hand_sides(60, 3, dtype), block=block)
-    assert not s.converged.any() and not any(r is Reason.PRECISION_LIMIT for r in s.reasons)
-    assert (s.relative_residuals > 0.5).all()
-    assert block or s.matvecs <= 60  # seen when the range is exhausted, not at the last iteration
+    s = cg(symmetric(values).to(dtype), right_hand_sides(60, 3, dtype), block=False)
+    assert (s.relative_residuals > 0.5).all() and s.matvecs <= 60
     with pytest.raises(ConvergenceError):
         s.raise_if_failed(1e-6)
-
-
-def test_non_symmetric_is_never_a_silent_answer():
-    g = torch.Generator().manual_seed(0)
-    for scale in (0.1, 1.0, 10.0):
-        A = torch.eye(50, dtype=torch.float64) + scale * torch.randn(50, 50, generator=g, dtype=torch.float64) / 7
-        B = right_hand_sides(50, 2)
-        s = cg(A, B)
-        assert ((true_residuals(A, s.x, B) <= 1.01e-6) == s.converged).all()
-
-
-def test_noisy_operator_stagnates():
-    A, B = symmetric(SPECTRA["flat"]), right_hand_sides(120, 2)
-    g = torch.Generator().manual_seed(0)
-
-    class Noisy(Counted):
-        def _matmul(self, rhs):
-            out = self.matrix @ rhs
-            return out + 1e-3 * torch.randn(out.shape, generator=g, dtype=out.dtype) * out.norm() / 10
-
-    s = cg(Noisy(A), B)
-    assert not s.accepted and set(s.reasons) <= {Reason.STAGNATION, Reason.ITERATION_LIMIT}
-
-
-def test_nan_and_inf_in_some_right_hand_sides_touch_only_their_columns():
-    A, B = symmetric(SPECTRA["flat"]), right_hand_sides(120, 4)
-    B[5, 1], B[7, 2] = math.nan, math.inf
-    s = cg(A, B)
-    bad, good = Reason.NON_FINITE, Reason.CONVERGED
-    assert s.reasons == (good, bad, bad, good) and s.x[:, 1:3].isnan().all() and s.x[:, [0, 3]].isfinite().all()
-    assert s.relative_residuals[1:3].tolist() == [math.inf] * 2
-
-
-@pytest.mark.parametrize("block", [True, False])
-def test_nan_on_the_seventh_product(block):
-    A, B = symmetric(log_spaced(120, 1e6)), right_hand_sides(120, 2)
-    s = cg(Counted(A, spoil=7), B, block=block)
-    assert s.reasons == (Reason.NON_FINITE,) * 2 and not s.converged.any()
-    torch.testing.assert_close(s.relative_residuals, true_residuals(A, s.x, B), rtol=1e-6, atol=0)
-    assert s.iterations == 7
 
 
 def test_non_finite_preconditioner():
@@ -233,11 +143,6 @@ def test_iteration_limit_says_so():
     s = cg(A, B, maxiter=5)
     assert s.reasons == (Reason.ITERATION_LIMIT,) * 2 and s.iterations == 5
     assert cg(A, B, maxiter=0).iterations == 0
-
-
-def test_overflowing_solution_is_not_an_answer():
-    s = cg(1e-20 * torch.eye(3), 1e30 * torch.ones(3))
-    assert s.reasons == (Reason.NON_FINITE,) and not s.converged.any()
 
 
 def test_no_graph_is_recorded():
@@ -275,7 +180,7 @@ class Precise(Counted):
         return super()._matmul(rhs)
 
 
-@pytest.mark.parametrize("name", ["decaying", "clustered", "flat", "kappa 1e4"])
+@pytest.mark.parametrize("name", ["clustered", "kappa 1e4"])
 def test_refinement_in_float32_takes_a_float64_product_for_four_digits_of_a_column(name):
     A, B = symmetric(SPECTRA[name]), right_hand_sides(120, 4)
     operator = Precise(A)
@@ -307,7 +212,7 @@ def test_non_symmetric_is_named():
 
 @pytest.mark.parametrize("low", [True, torch.float32])
 def test_refinement_that_ends_at_rounding_names_the_precision_not_the_operator(low):
-    A, B = symmetric(log_spaced(60, 1e5)), right_hand_sides(60, 2)
+    A, B = symmetric(log_spaced(60, 1e4)), right_hand_sides(60, 2)
     solution = cg(A, B, rtol=0, refine=low, maxiter=10_000)
     assert solution.reasons == (Reason.PRECISION_LIMIT,) * 2
     norms = torch.linalg.vector_norm(A @ solution.x - B, dim=0) / (
@@ -330,9 +235,10 @@ def test_conjugation_to_all_directions_ends_with_the_krylov_space_and_to_some_on
     assert every.iterations < some.iterations < last.iterations / 2
 
 
-@pytest.mark.parametrize("sketched", [False, True])
-@pytest.mark.parametrize("most", [16, 1024])
-@pytest.mark.parametrize("kind", ["one", "eight", "dependent", "zero"])
+@pytest.mark.parametrize(
+    ("kind", "most", "sketched"),
+    [("one", 16, False), ("eight", 1024, True), ("dependent", 16, True), ("zero", 1024, False)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_kept_directions_leave_the_solution(dtype, kind, most, sketched):
     A = symmetric(SPECTRA["kappa 1e4" if dtype == torch.float64 else "decaying"])
@@ -350,8 +256,7 @@ def test_kept_directions_leave_the_solution(dtype, kind, most, sketched):
     assert (s.x[:, B.norm(dim=0) == 0] == 0).all()
 
 
-@pytest.mark.parametrize(("columns", "most"), [(1, 0), (3, 400)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("columns", "most", "dtype"), [(1, 0, torch.float64), (3, 400, torch.float32)])
 def test_an_inconsistent_system_ends_long_before_the_limit(dtype, columns, most):
     values = torch.cat([torch.zeros(200), torch.logspace(-3, 0, 100)]).double()
     A, B = symmetric(values), right_hand_sides(300, columns)

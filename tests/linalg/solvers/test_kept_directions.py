@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.errors import NotPositiveDefiniteError
-from curvops.linalg.core.results import Reason
 from tests.linalg.systems import right_hand_sides
 
 DOUBLE = torch.float64
@@ -27,7 +25,7 @@ def precision(shift=1e-4, **options):
     return P
 
 
-@pytest.mark.parametrize("columns", [1, 4, 130])
+@pytest.mark.parametrize("columns", [4, 130])
 def test_a_solve_does_not_depend_on_what_was_solved_before(columns):
     P, parts = precision(1e-2), right_hand_sides(482, 3 * columns).split(columns, 1)
     first = co.linalg.solve(precision(1e-2), parts[2], rtol=1e-10)
@@ -38,12 +36,6 @@ def test_a_solve_does_not_depend_on_what_was_solved_before(columns):
     torch.testing.assert_close(x, first, rtol=1e-7, atol=1e-8 * float(x.abs().max()))
 
 
-def test_kept_directions_save_products():
-    P, B = precision(), right_hand_sides(482, 4)
-    few, many = (co.linalg.cg(P, B, rtol=1e-10, keep_directions=k) for k in (0, None))
-    assert few.accepted and many.accepted and many.matvecs < few.matvecs
-
-
 def test_bytes_are_counted_while_a_solve_runs():
     P = precision(1e-2)
     (memory,) = P.memories
@@ -52,13 +44,6 @@ def test_bytes_are_counted_while_a_solve_runs():
     before = memory.room()
     _ = co.linalg.cg(P, right_hand_sides(482, 5), callback=lambda *_: seen.append(memory.room()))
     assert min(seen) < before and memory.room() >= before
-
-
-def test_an_indefinite_operator_is_refused_each_time():
-    P = (-1.0 * co.GGN(linearized())).add_diagonal(1e-3)
-    for _ in range(2):
-        with pytest.raises(NotPositiveDefiniteError):
-            P.solve(right_hand_sides(482, 2))
 
 
 def test_two_threads_share_an_operator():
@@ -81,12 +66,3 @@ def test_no_right_hand_sides_have_no_solutions():
     P = precision()
     for B in (right_hand_sides(482, 2)[:, :0], right_hand_sides(482, 2), right_hand_sides(482, 2)[:, :0]):
         assert P.solve(B).shape == B.shape
-
-
-@pytest.mark.parametrize("kind", ["zero", "dependent", "not finite"])
-def test_special_columns(kind):
-    P, B = precision(), right_hand_sides(482, 4)
-    B[:, 2] = {"zero": 0 * B[:, 0], "dependent": B[:, 0] - B[:, 1], "not finite": B[:, 0] / 0}[kind]
-    s = co.linalg.cg(P, B)
-    reason = {"zero": Reason.ZERO_RIGHT_HAND_SIDE, "dependent": Reason.CONVERGED, "not finite": Reason.NON_FINITE}
-    assert s.reasons == (*2 * (Reason.CONVERGED,), reason[kind], Reason.CONVERGED)

@@ -91,13 +91,6 @@ def test_of_a_flat_system_the_solution_nearest_to_the_guess():
     torch.testing.assert_close(s.x, x0 + torch.linalg.pinv(A) @ (B - A @ x0), rtol=1e-8, atol=1e-8)
 
 
-def test_non_symmetric_square_systems():
-    A = rectangular(50, 50) / 10 + 2 * torch.eye(50, dtype=torch.float64)
-    B = right_hand_sides(50, 2)
-    s = lsmr(A, B, consistent=True, rtol=1e-10)
-    assert s.converged.all() and (measured(A, s.x, B)[0] <= 1.01e-10).all()
-
-
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_scales_of_operators_and_right_hand_sides(scale):
     A, B = rectangular(80, 30), right_hand_sides(80, 2)
@@ -123,13 +116,6 @@ def test_zero_tolerance_zero_matrices_and_bad_columns():
     assert s.reasons[2:] == (Reason.ZERO_RIGHT_HAND_SIDE, Reason.NON_FINITE) and s.converged[:3].all()
 
 
-def test_memory_budget_solves_in_groups():
-    A, B = rectangular(80, 30), right_hand_sides(80, 5)
-    s = lsmr(A, B, memory_budget=2 * 14 * 80 * 8, rtol=1e-9)
-    torch.testing.assert_close(s.x, torch.linalg.pinv(A) @ B, rtol=1e-7, atol=1e-7)
-    assert s.normal_residuals.shape == (5,)
-
-
 def test_the_iteration_limit_at_rounding_level_is_a_precision_limit():
     A, b = symmetric(log_spaced(60, 1e3)), right_hand_sides(60, 2)
     solution = lsmr(A, b, rtol=0)
@@ -148,8 +134,7 @@ def with_singular_values(m, s):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # in SciPy's condition number
-@pytest.mark.parametrize("scale", [1.0, 2.0**40])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "scale"), [("k^-2", 1.0), ("k^-3", 2.0**40), ("five small", 1.0)])
 def test_consistent_float32_systems_come_as_far_as_scipy(name, scale):
     s = SMALL[name]
     A = with_singular_values(60, s).float()

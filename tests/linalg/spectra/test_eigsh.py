@@ -11,7 +11,6 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 from scipy.sparse.linalg import eigsh as scipy_eigsh
 
-import curvops as co
 from curvops.linalg import Dense, eigsh
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.solvers.cg import cg
@@ -75,8 +74,9 @@ def test_the_history_falls_to_the_tolerance():
     assert float(pairs.history[0].amax()) > 100 * float(pairs.history[-1].amax())
 
 
-@pytest.mark.parametrize("which", ["LA", "SA", "BE", "LM"])
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize(
+    ("name", "which"), [*((name, "BE") for name in SPECTRA), *(("kappa 1e4", which) for which in ("LA", "SA", "LM"))]
+)
 def test_against_eigh(name, which):
     A = symmetric(SPECTRA[name])
     pairs = eigsh(A, 7, which, rtol=1e-10, generator=generator())
@@ -86,7 +86,7 @@ def test_against_eigh(name, which):
     assert_honest(A, pairs, 1e-10)
 
 
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("name", ["clustered", "kappa 1e8"])
 def test_restarts_reach_the_same_with_a_small_basis(name):
     A = symmetric(SPECTRA[name])
     pairs = eigsh(A, 5, rtol=1e-10, memory_budget=budget(24, 120), generator=generator())
@@ -95,20 +95,7 @@ def test_restarts_reach_the_same_with_a_small_basis(name):
     assert_honest(A, pairs, 1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kappa", [1e4, 1e6, 1e8, 1e12])
-def test_condition_numbers(kappa, dtype):
-    A = symmetric(torch.logspace(0, -math.log10(kappa), 90, dtype=torch.float64)).to(dtype)
-    pairs = eigsh(A, 6, "BE", generator=generator())
-    size = 50 * torch.finfo(dtype).eps
-    expected = ends(torch.linalg.eigvalsh(A.double()).flip(0), "BE", 6)
-    torch.testing.assert_close(pairs.values, expected, rtol=1e-10, atol=size)
-    assert set(pairs.reasons) <= EXACT
-    assert_honest(A, pairs, None)
-
-
-@pytest.mark.parametrize("columns", [None, 24])
-@pytest.mark.parametrize("block_size", [1, 2, 4])
+@pytest.mark.parametrize(("block_size", "columns"), [(1, None), (1, 24), (2, None), (4, 24)])
 def test_every_member_of_a_tight_cluster_is_found(block_size, columns):
     """scipy#26112: a single vector sees one member of 1, 1 + 1e-9 (five times); seven pairs reach all of them."""
     A = symmetric(torch.cat([CLUSTER, BULK]))
@@ -117,12 +104,6 @@ def test_every_member_of_a_tight_cluster_is_found(block_size, columns):
     torch.testing.assert_close(pairs.values, CLUSTER, rtol=0, atol=1e-11 + 1e-9 * (columns is not None))
     assert set(pairs.reasons) == FLAWLESS
     assert_honest(A, pairs, 1e-6)
-
-
-def test_a_cluster_that_is_all_of_the_matrix():
-    pairs = eigsh(symmetric(CLUSTER), 7, rtol=1e-12, generator=generator())
-    torch.testing.assert_close(pairs.values, CLUSTER, rtol=0, atol=1e-14)
-    assert set(pairs.reasons) == FLAWLESS
 
 
 @pytest.mark.parametrize(("block_size", "which", "seed"), [(1, "LA", 0), (2, "SA", 1), (4, "BE", 0)])
@@ -146,22 +127,15 @@ def test_a_start_without_the_best_vector_is_found_out():
     torch.testing.assert_close(pairs.values, EXPONENTIAL[:3], rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
-def test_tiny_and_huge_operators(size, dtype):
-    values = torch.linspace(-1, 2, 60, dtype=torch.float64)
-    A = (symmetric(values) * size).to(dtype)
-    pairs = eigsh(A, 4, "LM", generator=generator())
-    eps = torch.finfo(dtype).eps
-    expected = values.flip(0)[:4] * size
-    torch.testing.assert_close(pairs.values, expected, rtol=1e-10 + 20 * eps, atol=0)
-    assert set(pairs.reasons) <= EXACT
-    assert (pairs.residuals <= 20 * eps * 2 * size + 1e-6 * expected).all()
-
-
-@pytest.mark.parametrize("columns", [50, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("ring", "scale"), [(False, 1e-15), (True, 1.0), (True, 1e15)])
+@pytest.mark.parametrize(
+    ("ring", "scale", "dtype", "columns"),
+    [
+        (False, 1e-15, torch.float64, 50),
+        (False, 1e-15, torch.float32, 100),
+        (True, 1.0, torch.float32, 50),
+        (True, 1e15, torch.float64, 100),
+    ],
+)
 def test_the_smallest_of_a_singular_laplacian_at_any_scale(ring, scale, dtype, columns):
     """Zero and its neighbours, of a path and of a cycle, against cosines; with restarts and without."""
     n, k, eps = 100, 3, torch.finfo(dtype).eps
@@ -196,13 +170,6 @@ def test_all_pairs_of_a_small_matrix(k):
     torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(A).flip(0)[:k], rtol=0, atol=1e-13)
 
 
-def test_a_small_negative_eigenvalue_is_found():
-    values = torch.cat([torch.tensor([-0.243]).double(), torch.linspace(0.1, 5, 49, dtype=torch.float64)])
-    pairs = eigsh(symmetric(values), 1, "SA", rtol=1e-8, generator=generator())
-    torch.testing.assert_close(pairs.values, values[:1], rtol=1e-10, atol=0)
-    assert pairs.reasons == (Reason.CONVERGED,)
-
-
 def test_pairs_unpack_as_values_and_vectors_and_the_largest_are_those_of_scipy():
     """Without `which`, the largest in size, of both signs."""
     A = symmetric(torch.cat([torch.tensor([-5.0, 4.0]), torch.linspace(-1, 1, 30)]).double())
@@ -213,11 +180,6 @@ def test_pairs_unpack_as_values_and_vectors_and_the_largest_are_those_of_scipy()
     torch.testing.assert_close(values.sort().values, torch.as_tensor(expected).sort().values, rtol=1e-12, atol=0)
 
 
-def test_nilpotent_matrix_is_no_success():
-    pairs = eigsh(torch.tensor([[0.0, 1.0], [0.0, 0.0]]).double(), 2, generator=generator())
-    assert set(pairs.reasons) == {Reason.NOT_SYMMETRIC} and pairs.residuals.min() > 0.1
-
-
 def test_slightly_non_symmetric_products():
     N = torch.randn(120, 120, dtype=torch.float64, generator=generator())
     A = symmetric(SPECTRA["flat"]) + 1e-6 * N / torch.linalg.matrix_norm(N, 2)
@@ -226,7 +188,7 @@ def test_slightly_non_symmetric_products():
     assert set(eigsh(A, 4, rtol=1e-5, generator=generator()).reasons) == FLAWLESS
 
 
-@pytest.mark.parametrize("spoil", [1, 2, 7, 30])
+@pytest.mark.parametrize("spoil", [1, 7])
 def test_nan_in_a_product(spoil):
     log = []
     pairs = eigsh(Counted(symmetric(SPECTRA["flat"]), log=log, spoil=spoil), 4, generator=generator())
@@ -290,8 +252,7 @@ def direct(A, B, *, rtol, maxiter):
     return Solution(x, reasons, nothing, nothing, 1, B.shape[1], nothing[None])
 
 
-@pytest.mark.parametrize("sigma", [1.5, 0.031, -0.7])
-@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(("sigma", "lazy"), [(1.5, False), (0.031, True), (-0.7, False)])
 def test_interior_pairs_by_shift_and_invert(sigma, lazy):
     values = torch.cat([-torch.linspace(0.1, 1, 40).double(), torch.logspace(-3, 1, 60, dtype=torch.float64)])
     A = symmetric(values)
@@ -323,8 +284,7 @@ def test_interior_by_minres_inside_the_spectrum_and_by_cg_below_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("which", ["LA", "LM", "SA"])
-@pytest.mark.parametrize("name", ["clustered", "kappa 1e8"])
+@pytest.mark.parametrize(("name", "which"), [("clustered", "LA"), ("kappa 1e8", "LM"), ("kappa 1e8", "SA")])
 def test_from_a_narrow_root(name, which, dtype):
     """The pairs are those of the whole matrix, although the largest eigenvalues are found on the smaller one."""
     values, k, rtol = SPECTRA[name], 7, 1e-10 if dtype == torch.float64 else 1e-5
@@ -371,13 +331,6 @@ def test_by_default_float32_pairs_converge_where_they_have_what_float32_gives():
     assert set(usual.reasons) == FLAWLESS and Reason.PRECISION_LIMIT in strict.reasons
     assert bool((usual.residuals > 1e-6 * usual.values).any())
     assert_honest(A, usual, None)
-
-
-@pytest.mark.parametrize("C", [co.GGN, co.KFAC])
-def test_by_default_float32_pairs_of_a_network_converge(C):
-    model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
-    lin = co.linearize(model, (torch.randn(100, 10), torch.randint(5, (100,))), "classification")
-    assert set(eigsh(C(lin), 20, generator=generator()).reasons) == FLAWLESS
 
 
 def test_by_default_values_that_rounding_hides_do_not_converge_in_float32():

@@ -44,12 +44,6 @@ def test_start_vector_is_the_first_column_at_any_scale():
     assert r.Q[3, 0] == 1 and r.reason is Reason.CONVERGED
 
 
-def test_zero_operator_and_one_by_one():
-    assert lanczos(torch.zeros(5, 5), 3).T.tolist() == [[0.0]]
-    r = lanczos(torch.tensor([[3.0]]), 3)
-    assert r.T.tolist() == [[3.0]] and r.reason is Reason.BREAKDOWN
-
-
 def test_memory_budget_caps_the_depth_and_says_so():
     r = lanczos(symmetric(SPECTRA["flat"]), 50, memory_budget=120 * 8 * 12)
     assert r.reason is Reason.RANK_CAPPED and len(r.alphas) == 10

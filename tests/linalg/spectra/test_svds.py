@@ -35,7 +35,8 @@ def assert_honest(A, triplets, rtol):
 
 @pytest.mark.parametrize("which", ["LM", "SM"])
 @pytest.mark.parametrize(
-    ("name", "shape"), [*((name, SHAPES[0]) for name in SPECTRA), *(("kappa 1e4", shape) for shape in SHAPES[1:])]
+    ("name", "shape"),
+    [("step", SHAPES[0]), ("kappa 1e8", SHAPES[0]), ("kappa 1e4", SHAPES[1]), ("decaying", SHAPES[2])],
 )
 def test_against_svd(name, shape, which):
     A = rectangular(SPECTRA[name], *shape)
@@ -53,7 +54,7 @@ def test_triplets_unpack_as_a_decomposition():
     torch.testing.assert_close(U.mT @ A @ V, values.diag(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("name", ["clustered", "kappa 1e8"])
 def test_restarts_reach_the_same_with_a_small_basis(name):
     A = rectangular(SPECTRA[name], 130, 120)
     triplets = svds(A, 5, rtol=1e-10, memory_budget=(24 + 8) * 250 * 8, generator=generator())
@@ -74,8 +75,7 @@ def test_rank_deficient_and_all_triplets(shape):
     torch.testing.assert_close(triplets.U * triplets.values @ triplets.V.mT, A, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4])
-@pytest.mark.parametrize("which", ["LM", "SM"])
+@pytest.mark.parametrize(("which", "block_size"), [("LM", 1), ("SM", 2), ("LM", 4)])
 def test_multiplicities_larger_than_the_block(which, block_size):
     many = torch.full((9,), 3.0 if which == "LM" else 0.5, dtype=torch.float64)
     values = torch.cat([many, torch.linspace(1, 2, 71, dtype=torch.float64)])
@@ -85,17 +85,6 @@ def test_multiplicities_larger_than_the_block(which, block_size):
     expected = values.sort(descending=which == "LM").values[:11]
     torch.testing.assert_close(triplets.values, expected, rtol=1e-10, atol=0)
     assert set(triplets.reasons) == {Reason.CONVERGED}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_tiny_and_huge_operators(size, dtype):
-    values = torch.linspace(1, 2, 40, dtype=torch.float64)
-    A = (rectangular(values, 40, 60) * size).to(dtype)
-    triplets = svds(A, 3, generator=generator())
-    tolerance = 1e-10 + 20 * torch.finfo(dtype).eps
-    torch.testing.assert_close(triplets.values, values.flip(0)[:3] * size, rtol=tolerance, atol=0)
-    assert set(triplets.reasons) <= EXACT
 
 
 def test_zero_one_by_one_and_a_column():

@@ -1,0 +1,115 @@
+"""What estimates of traces, diagonals and norms share, for each of their methods."""
+
+import math
+
+import pytest
+import torch
+from linear_operator.operators import DenseLinearOperator
+
+from curvops.linalg import Dense, diagonal, frobenius_norm, trace
+from curvops.linalg.core.results import Reason
+from curvops.linalg.estimators import diagonal as diagonals
+from curvops.linalg.estimators import frobenius as norms
+from curvops.linalg.estimators import trace as traces
+from tests.linalg.faulty import nan_from_the_seventh_product
+from tests.linalg.matrices import SPECTRA, generator, symmetric
+
+EXACT = {trace: torch.trace, diagonal: torch.diagonal, frobenius_norm: torch.linalg.norm}
+METHODS = [
+    (estimate, method)
+    for estimate, names in ((trace, traces.METHODS), (diagonal, diagonals.METHODS), (frobenius_norm, norms.METHODS))
+    for method in names
+]
+STOCHASTIC = [(estimate, method) for estimate, method in METHODS if method != "exact"]
+SYMMETRIC = ("xnystrace", "xnysdiag")
+of_all = pytest.mark.parametrize(("estimate", "method"), METHODS)
+of_stochastic = pytest.mark.parametrize(("estimate", "method"), STOCHASTIC)
+
+
+@pytest.mark.parametrize("estimate", EXACT)
+@pytest.mark.parametrize("options", [{"method": "exact"}, {"max_matvecs": 120}, {"max_matvecs": 5000}])
+def test_exact_with_n_products(estimate, options):
+    A = symmetric(SPECTRA["decaying"])
+    A = A if estimate is trace else A @ torch.randn(120, 120, dtype=torch.float64, generator=generator())
+    e, exact = estimate(DenseLinearOperator(A), **options), EXACT[estimate](A)
+    torch.testing.assert_close(e.value, exact, rtol=1e-12, atol=1e-12)
+    low, high = e.interval()
+    assert e.samples == 0 and e.matvecs == 120 and not e.stderr.any() and e.reason is Reason.CONVERGED
+    assert ((low <= exact) & (exact <= high)).all() and (high - low).norm() < 1e-12 * exact.norm()
+
+
+@of_stochastic
+def test_as_many_products_as_columns_are_exact_whatever_the_method(estimate, method):
+    A = symmetric(SPECTRA["decaying"])
+    e = estimate(A, method=method, max_matvecs=120)
+    torch.testing.assert_close(e.value, EXACT[estimate](A), rtol=1e-12, atol=1e-12)
+    assert e.samples == 0
+
+
+@of_all
+def test_zero_and_one_by_one(estimate, method):
+    zero = torch.zeros(200, 200)
+    for options in ({"max_matvecs": 40}, {"rtol": 0.1}):
+        e = estimate(zero, method=method, generator=generator(), **options)
+        assert not e.value.any() and not e.stderr.any()
+    assert e.reason is Reason.CONVERGED
+    assert float(estimate(torch.tensor([[3.0]]), method=method).value) == 3.0
+    if estimate is diagonal:
+        assert diagonal(torch.eye(6), method=method, max_matvecs=5, generator=generator()).value.isfinite().all()
+
+
+@of_stochastic
+@pytest.mark.parametrize(("size", "dtype"), [(1e-30, torch.float32), (1e30, torch.float64)])
+def test_tiny_and_huge_operators(estimate, method, size, dtype):
+    A = symmetric(SPECTRA["kappa 1e4"])
+    plain = estimate(A.to(dtype), method=method, max_matvecs=30, generator=generator())
+    scaled = estimate((A * size).to(dtype), method=method, max_matvecs=30, generator=generator())
+    tolerance = 1e-4 if dtype is torch.float32 else 1e-9
+    assert (scaled.value / size - plain.value).norm() <= tolerance * plain.value.norm()
+    assert (scaled.stderr / size - plain.stderr).norm() <= 100 * tolerance * plain.stderr.norm()
+
+
+@of_all
+def test_nan_on_the_seventh_product(estimate, method):
+    A = nan_from_the_seventh_product(symmetric(torch.linspace(1, 3, 500).double()))
+    with pytest.raises(ValueError, match="NaN"):
+        estimate(A, method=method, rtol=1e-9, generator=generator())
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+@of_stochastic
+def test_intervals_cover(estimate, method):
+    """At 95 %, fewer than 87 of 100 runs have a false-alarm rate of 0.05 %; entries of a diagonal move together."""
+    A, g = symmetric(SPECTRA["kappa 1e4"]), generator()
+    if estimate is frobenius_norm:
+        A = A @ torch.randn(120, 120, dtype=torch.float64, generator=generator(7))
+    exact, runs = EXACT[estimate](A), 30 if estimate is diagonal else 100
+    hits = 0.0
+    for _ in range(runs):
+        low, high = estimate(A, method=method, max_matvecs=24 if estimate is trace else 30, generator=g).interval()
+        hits += float(((low <= exact) & (exact <= high)).double().mean())
+    assert hits >= (0.9 if estimate is diagonal else 0.87) * runs
+
+
+@pytest.mark.parametrize(("estimate", "method"), [row for row in STOCHASTIC if row[1] not in SYMMETRIC])
+def test_matrices_that_are_not_symmetric(estimate, method):
+    """At 99.9 %: a false alarm in 1,000 seeds."""
+    A = torch.randn(60, 60, dtype=torch.float64, generator=generator())
+    low, high = estimate(A, method=method, max_matvecs=40, generator=generator(1)).interval(0.999)
+    exact = EXACT[estimate](A)
+    assert ((low <= exact) & (exact <= high)).double().mean() > 0.98 and math.isfinite(float(high.sum()))
+
+
+N = 301
+"""Too large for dense routes, and no multiple of 16, the numbers that torch makes normal together."""
+
+
+@pytest.mark.parametrize(("estimate", "method"), [(f, m) for f, m in STOCHASTIC if m in ("hutchinson", "bekas")])
+def test_a_seed_gives_the_same_probes_under_every_budget(estimate, method):
+    """Probes are streamed: the memory changes how many run at once, and nothing else."""
+    A, values = Dense(symmetric(torch.logspace(1, -4, N, dtype=torch.float64)), psd=True), []
+    for vectors in (None, 400, 60, 30):
+        options = {"generator": generator(), "memory_budget": None if vectors is None else vectors * 8 * N}
+        values.append(estimate(A, method=method, max_matvecs=40, **options).value)
+    for value in values[1:]:
+        torch.testing.assert_close(value, values[0], rtol=1e-12, atol=0)
