@@ -85,3 +85,11 @@ def test_damped_takes_a_number():
     expected = G.add_diagonal(2.0).to_dense()
     for shift in (2.0, torch.tensor(2.0)):
         torch.testing.assert_close(co.linalg.Damped(G, shift).to_dense(), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_scipys_eigensolver_takes_an_operator():
+    from scipy.sparse.linalg import eigsh
+
+    G = co.GGN(linearized())
+    top = eigsh(G.to_scipy(), k=2, return_eigenvectors=False)
+    torch.testing.assert_close(torch.tensor(top), torch.linalg.eigvalsh(G.to_dense())[-2:], rtol=1e-8, atol=1e-10)

@@ -34,13 +34,15 @@ ANSWERS = {
 }
 
 
+def network(outputs=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, outputs)).double()
+
+
 @pytest.fixture(scope="module")
 def lin():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, 1)).double()
-    return co.linearize(
-        model, (torch.randn(12, 3, dtype=DOUBLE), torch.randn(12, 1, dtype=DOUBLE)), co.likelihoods.Gaussian(noise=1.0)
-    )
+    data = torch.randn(12, 3, dtype=DOUBLE), torch.randn(12, 1, dtype=DOUBLE)
+    return co.linearize(network(), data, co.likelihoods.Gaussian(noise=1.0))
 
 
 @pytest.mark.parametrize("name", CURVATURES)
@@ -90,11 +92,6 @@ GIVEN = {
     "copies": {"noise": torch.tensor(0.3), "prior": torch.tensor(50.0)},  # of another dtype
     "layers": {"layer": ONE, "mean": FULL.float() / 500},
 }
-
-
-def network(outputs=1):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, outputs)).double()
 
 
 def posterior(curvature, noise=0.3, prior=50.0, mean=0.0, layer=None):

@@ -2,7 +2,7 @@
 
 Every pair but network × likelihood stands in the table: J knows no likelihood, and H no network.
 
-Tests `hessian.py`, `subnetwork.py`, `output_fisher.py`, `row_squares.py`, `second_derivatives.py`.
+Tests `ggn.py`, `hessian.py`, `subnetwork.py`, `output_fisher.py`, `row_squares.py`, `second_derivatives.py`.
 """
 
 from __future__ import annotations
@@ -130,6 +130,9 @@ def test_equals_its_dense_definition(
     D = len(kept)
     unit = torch.eye(D, dtype=torch.float64)
 
+    r = expected.r if w is None else expected.r * w.sqrt().unsqueeze(1)
+    torch.testing.assert_close(lin.gradient(), torch.einsum("ncd,nc->d", expected.J, r), **TIGHT)
+    torch.testing.assert_close(lin.outputs(), call(model, inputs).detach(), **TIGHT)
     torch.testing.assert_close(co.GGN(lin) @ unit, G, **TIGHT)
     torch.testing.assert_close(co.EmpiricalFisher(lin) @ unit, F, **TIGHT)
     if name not in UNDIFFERENTIABLE:

@@ -1,4 +1,7 @@
-"""Per-example gradients, against a backward pass for each point; and the recipe for influence."""
+"""Per-example gradients, against a backward pass for each point; gradients of products and solves.
+
+Tests `jacobian.py`.
+"""
 
 from __future__ import annotations
 
@@ -84,68 +87,27 @@ def test_gradients_in_the_noise_and_in_the_vectors() -> None:
             torch.testing.assert_close(a, b, **TIGHT)
 
 
-def test_influence_is_the_first_order_change_of_a_test_loss() -> None:
-    """Of a linear model with normal noise: the derivative of the test loss in each training point's weight."""
-    model = nn.Linear(3, 1).double()
-    x, y, x_test, y_test = normal(N, 3), normal(N, 1, seed=2), normal(1, 3, seed=3), normal(1, 1, seed=4)
-    likelihood, prior = co.likelihoods.Gaussian(0.5), 0.3
-    inputs = torch.cat([x, torch.ones(N, 1, dtype=torch.float64)], 1)
-
-    def fitted(weights: Tensor) -> Tensor:
-        A = inputs.mT @ (weights[:, None] * inputs) / 0.5 + prior * torch.eye(4, dtype=torch.float64)
-        return torch.linalg.solve(A, inputs.mT @ (weights[:, None] * y) / 0.5)
-
-    def test_loss(weights: Tensor) -> Tensor:
-        beta = fitted(weights)
-        return (x_test @ beta[:3] + beta[3] - y_test).square().sum() / (2 * 0.5)
-
-    ones = torch.ones(N, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(test_loss(ones), ones)
-    with torch.no_grad():
-        beta = fitted(ones)
-        model.weight.copy_(beta[:3].mT)
-        model.bias.copy_(beta[3])
-    lin = co.linearize(model, (x, y), likelihood)
-    P, g = co.GGN(lin).add_diagonal(prior), co.linearize(model, (x_test, y_test), likelihood).gradient()
-    torch.testing.assert_close(lin.gradients() @ P.solve(g), -slope, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("outputs", [1, 2])
-def test_with_its_leverage_influence_on_a_linear_model_is_leaving_a_point_out(outputs: int) -> None:
-    """P₋ₙ⁻¹ gₙ = P⁻¹ Jₙᵀ (I − Hₙ Sₙ)⁻¹ rₙ by Woodbury: the outputs share weights, so that Sₙ is no multiple of I."""
-    mixing = normal(3, outputs, seed=5)
-
-    def function(values: Any, x: Tensor) -> Tensor:
-        return (x * values["w"]) @ mixing + values["b"]
-
-    x, y, noise, prior = normal(9, 3), normal(9, outputs, seed=2), torch.tensor([0.5, 0.8]).double()[:outputs], 0.3
-    rows = torch.stack([torch.cat([point[:, None] * mixing, torch.eye(outputs)]) for point in x]).mT  # (N, C, D)
-
-    def fitted(kept: Tensor) -> Tensor:
-        J, t = rows[kept].flatten(0, 1), (y[kept] / noise).flatten()
-        H = (1 / noise).repeat(len(kept))
-        return torch.linalg.solve(
-            J.mT @ (H[:, None] * J) + prior * torch.eye(J.shape[1], dtype=torch.float64), J.mT @ t
-        )
-
-    theta = fitted(torch.arange(9))
-    model = function, {"w": theta[:3], "b": theta[3:]}
-    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
-    x_new = normal(4, 3, seed=3)
-    J_new, post = lin.jacobian(x_new), co.laplace(lin, co.GGN, prior_precision=prior)
-    S, H, r = post.predict(x).covariance_matrix, torch.diag(1 / noise), (lin.outputs() - y) / noise
-    r = torch.linalg.solve(torch.eye(outputs) - H @ S, r.unsqueeze(-1))
-    moves = (J_new @ post.precision.inverse() @ lin.jacobian().mT).to_dense().unflatten(1, (9, outputs))
-    for n in range(9):
-        without = fitted(torch.tensor([k for k in range(9) if k != n]))
-        torch.testing.assert_close(moves[:, n] @ r[n, :, 0], J_new @ (without - theta), rtol=1e-10, atol=1e-12)
-    if outputs == 1:  # the influence over one minus the leverage
-        influence = (lin.gradients() @ post.precision.inverse() @ J_new.mT).to_dense()
-        leverage = post.predict(x).variance / noise
-        expected = torch.stack([moves[:, n] @ r[n, :, 0] for n in range(9)])
-        torch.testing.assert_close(influence / (1 - leverage), expected, rtol=1e-10, atol=1e-12)
-
-
 def test_conversion_keeps_the_rows() -> None:
     lin, expected = weighted()
     torch.testing.assert_close(lin.gradients().to(torch.float32).to_dense(), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+QUANTITIES: dict[str, Any] = {
+    "product": lambda P, b: (P @ b).sin().sum(),
+    "solution": lambda P, b: P.solve(b).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_a_precision_has_gradients_in_noise_prior_and_vector(name: str) -> None:
+    quantity, model, x, y = QUANTITIES[name], network(), normal(N, 3), normal(N, C, seed=2)
+    D = sum(p.numel() for p in model.parameters())
+    args = [torch.tensor(0.7).double(), torch.tensor(1.3).double(), normal(D, seed=3)]
+    noise, prior, b = (a.requires_grad_() for a in args)
+
+    def precision(noise: Tensor, prior: Tensor) -> Any:
+        return co.GGN(co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))).add_diagonal(prior)
+
+    assert torch.autograd.gradcheck(lambda noise, prior: quantity(precision(noise, prior), b), (noise, prior))
+    P = precision(noise, prior)  # once for the entries of b
+    assert torch.autograd.gradcheck(lambda b: quantity(P, b), b)

@@ -3,8 +3,6 @@
 Tests `gram_matrix.py`.
 """
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,6 @@ from torch import nn
 import curvops as co
 import curvops.operators.function_space.gram_matrix as gram_matrix
 from curvops.network import read_precision
-from curvops.operators.function_space.gram_matrix import gram_cost
 
 DOUBLE = torch.float64
 
@@ -112,34 +109,6 @@ def test_tied_layers_are_held_together():
     J = lin.jacobian().to_dense()
     with lin.memory.holding(lin.memory.room() - 9_500):
         torch.testing.assert_close(co.TangentKernel(lin).to_dense(), J @ J.mT, rtol=1e-10, atol=1e-10)
-
-
-def test_the_cost_is_unknown_without_a_rule():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            return x * self.scale
-
-    lin = co.linearize(Scaled(), (torch.randn(4, 3), torch.arange(4) % 3), "classification")
-    assert gram_cost(lin.plan, 4) == math.inf
-
-
-def test_a_prior_by_layers_is_that_vector():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1)).double()
-    lin = co.linearize(
-        model, (torch.randn(4, 3).double(), torch.randn(4, 1).double()), co.likelihoods.Gaussian(noise=1.0)
-    )
-    vector = torch.cat([torch.full((8,), 2.0), torch.tensor([3.0, 4.0]), torch.full((1,), 5.0)]).double()
-    given = {"0.*": 2.0, "2.weight": torch.tensor([[3.0, 4.0]]), "2.bias": 5}
-    torch.testing.assert_close(
-        co.TangentKernel(lin, given).to_dense(), co.TangentKernel(lin, vector).to_dense(), rtol=1e-12, atol=0
-    )
-    with pytest.raises(ValueError, match="no glob matches"):
-        co.TangentKernel(lin, {"0.*": 2.0})
 
 
 def test_a_kernel_in_another_dtype_stays_symmetric():

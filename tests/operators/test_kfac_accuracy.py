@@ -204,11 +204,11 @@ def test_sampled_targets_do_not_depend_on_the_batches() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     x, y = torch.randn(7, 4).double(), torch.arange(7) % 3
-    for kind in (co.KFAC, co.EKFAC, co.DiagonalGGN):
-        found = []
+    for kind in (co.KFAC, co.EKFAC, co.DiagonalGGN, co.GGN):
+        found, options = [], {} if kind is co.GGN else {"fisher": "mc"}
         for data in ((x, y), [(x[:3], y[:3]), (x[3:], y[3:])]):
             lin, generator = co.linearize(model, data, "classification"), torch.Generator().manual_seed(4)
-            found.append(kind(lin, fisher="mc", mc_samples=2, generator=generator).to_dense())
+            found.append(kind(lin, mc_samples=2, generator=generator, **options).to_dense())
         torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
@@ -263,16 +263,19 @@ def test_a_sample_of_weight_two_counts_as_two(kind: Any, options: dict[str, str]
         torch.testing.assert_close(weighted.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(("kind", "sharing"), [(co.KFAC, "expand"), (co.KFAC, "reduce"), (co.EKFAC, "expand")])
 @pytest.mark.parametrize("left_out", ["target", "weight"])
-def test_positions_that_do_not_count_are_as_if_they_were_not_there(sharing: str, left_out: str) -> None:
-    """sharing="reduce" averaged inputs over all positions."""
+def test_positions_that_do_not_count_are_as_if_they_were_not_there(kind: Any, sharing: str, left_out: str) -> None:
+    """sharing="reduce" averaged inputs over all positions. Under "expand", positions count as points do."""
     net, x, y = sequences()
     masked, weights = y.clone(), torch.ones(6, 5)
     if left_out == "target":
         masked[:, 3:] = -100
     else:
         weights[:, 3:] = 0
-    found = co.KFAC(co.linearize(net, (x, masked, weights), "classification", weights=True), sharing=sharing)
-    expected = co.KFAC(co.linearize(net, (x[:, :3], y[:, :3]), "classification"), sharing=sharing)
+    found = kind(co.linearize(net, (x, masked, weights), "classification", weights=True), sharing=sharing)
+    x, y = x[:, :3], y[:, :3]
+    if kind is co.KFAC and sharing == "expand":
+        x, y = x.reshape(-1, 1), y.reshape(-1, 1)
+    expected = kind(co.linearize(net, (x, y), "classification"), sharing=sharing)
     torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)

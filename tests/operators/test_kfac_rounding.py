@@ -1,5 +1,7 @@
 """What the closed forms of KFAC and EKFAC say of their rounding, against 80 digits, and single against double."""
 
+from functools import cache
+
 import pytest
 import torch
 from mpmath import mp, mpf
@@ -27,10 +29,16 @@ def inputs(kind):
     return made[kind]().float().double()
 
 
-def exact(x, prior):
+def linearized(x, dtype):
+    data = x.to(dtype), torch.zeros(40, 1, dtype=dtype)
+    return co.linearize(nn.Linear(WIDTH, 1).to(dtype), data, co.likelihoods.Gaussian(noise=1.0))
+
+
+@cache
+def exact(kind, scale, prior):
     """γ, log det P and tr P⁻¹ of a linear layer with one output: its GGN is XᵀX, with ones for the bias."""
     with mp.workdps(DIGITS):
-        X = mp.matrix([[*map(mpf, row), mpf(1)] for row in x.tolist()])
+        X = mp.matrix([[*map(mpf, row), mpf(1)] for row in (inputs(kind) * scale).tolist()])
         values, prior = mp.eigsy(X.T * X, eigvals_only=True), mpf(prior)
         sums = [
             sum(f(v) for v in values)
@@ -44,15 +52,9 @@ def exact(x, prior):
 @pytest.mark.parametrize("curvature", [co.KFAC, co.EKFAC])
 @pytest.mark.parametrize(("scale", "prior"), [(1.0, 1.0), (1.0, 1e-8), (2.0**13, 1.0), (2.0**13, 1e-8)])
 def test_closed_forms_are_within_their_intervals(scale, prior, curvature, kind, dtype):
-    x = inputs(kind) * scale
-    lin = co.linearize(
-        nn.Linear(WIDTH, 1).to(dtype),
-        (x.to(dtype), torch.zeros(40, 1, dtype=dtype)),
-        co.likelihoods.Gaussian(noise=1.0),
-    )
-    post = co.laplace(lin, curvature, prior, check_mode=False)
+    post = co.laplace(linearized(inputs(kind) * scale, dtype), curvature, prior, check_mode=False)
     found = post.effective_parameters(), co.linalg.logdet(post.precision), post.precision.inverse().trace()
-    for estimate, expected in zip(found, exact(x, prior)):
+    for estimate, expected in zip(found, exact(kind, scale, prior)):
         low, high = estimate.interval()
         # The prior precision itself is rounded to the dtype, and so are its reciprocal and the sums of them.
         assert low <= expected <= high, (estimate, expected)
@@ -64,13 +66,8 @@ def test_closed_forms_are_within_their_intervals(scale, prior, curvature, kind, 
 @pytest.mark.parametrize("curvature", [co.KFAC, co.EKFAC])
 def test_a_third_of_the_effective_parameters_cannot_be_certain(curvature):
     """The decomposition in float64 takes directions of the data for none: 6 where 11 are determined."""
-    x = inputs("rank 5") * 1e4
     for dtype in (torch.float32, torch.float64):
-        lin = co.linearize(
-            nn.Linear(WIDTH, 1).to(dtype),
-            (x.to(dtype), torch.zeros(40, 1, dtype=dtype)),
-            co.likelihoods.Gaussian(noise=1.0),
-        )
+        lin = linearized(inputs("rank 5") * 1e4, dtype)
         found = co.laplace(lin, curvature, 1e-8, check_mode=False).effective_parameters()
         assert found.reason is Reason.PRECISION_LIMIT and found.stderr == found.bias_bound > 1
 

@@ -44,13 +44,19 @@ def network(likelihood: Any, y: Tensor, width: int = WIDTH, outputs: int = C) ->
     return model, normal(len(y), T, 2) if y.shape[1:] == (T,) else normal(len(y), 2)
 
 
-@pytest.mark.parametrize("parameters", ["last_layer", "2.weight", "2.bias", None])
-@pytest.mark.parametrize("name", LIKELIHOODS)
-def test_the_diagonal_is_that_of_the_products(name: str, parameters: str | None) -> None:
+def linearized(name: str, parameters: str | None) -> tuple[co.operators.Linearization, Tensor]:
+    """A row of the table, and the outputs."""
     likelihood, y, w = LIKELIHOODS[name]
     model, x = network(likelihood, y)
     data = (x, y) if w is None else (x, y, w)
     lin = co.linearize(model, data, likelihood, parameters=parameters, weights=w is not None)
+    return lin, model(x).detach()
+
+
+@pytest.mark.parametrize("parameters", ["last_layer", "2.weight", "2.bias", None])
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_the_diagonal_is_that_of_the_products(name: str, parameters: str | None) -> None:
+    lin, _ = linearized(name, parameters)
     expected = co.GGN(lin).to_dense().diagonal()
     torch.testing.assert_close(co.DiagonalGGN(lin).diagonal(), expected, **TIGHT)
     torch.testing.assert_close(co.GGN(lin).diagonal(), expected, **TIGHT)
@@ -79,18 +85,17 @@ def test_a_subclass_with_another_h_keeps_it(make: Any) -> None:
     torch.testing.assert_close(found, 2.0 * expected, **TIGHT)
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+BY_POINT = [(name, "expand") for name in LIKELIHOODS]
+"""Without positions, both kinds of sharing are the same."""
+
+
 @pytest.mark.parametrize("parameters", ["last_layer", "2.weight", None])
-@pytest.mark.parametrize("name", LIKELIHOODS)
-def test_the_kronecker_factor_of_the_outputs_is_the_sum_of_h(name: str, parameters: str | None, sharing: str) -> None:
-    likelihood, y, w = LIKELIHOODS[name]
-    model, x = network(likelihood, y)
-    data = (x, y) if w is None else (x, y, w)
-    lin = co.linearize(model, data, likelihood, parameters=parameters, weights=w is not None)
+@pytest.mark.parametrize(("name", "sharing"), [*BY_POINT, ("tokens", "reduce"), ("weighted tokens", "reduce")])
+def test_the_kronecker_factor_of_the_outputs_is_the_sum_of_h(name: str, sharing: str, parameters: str | None) -> None:
+    (lin, f), (_, y, w) = linearized(name, parameters), LIKELIHOODS[name]
     K = co.KFAC(lin, sharing=sharing)
     last = K.blocks[-1].to_dense()
     size = C * (WIDTH + (parameters != "2.weight"))
-    f = model(x).detach()
     H = autograd_hessians(lin.likelihood, f.flatten(1), y, w) if name != "means and variances" else None
     if H is None:
         s = f[:, C // 2 :]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import curvops as co
 from tests.network.products import agree
-from tests.zoo import ZOO, batches, call, parameters_of, points, reference
+from tests.zoo import ZOO, call, parameters_of, reference
 from tests.zoo_modules import Wired
 
 X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0, 1, 2, 0])
@@ -26,56 +26,12 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
 
 
-def zoo(name: str, data: str = "pair", **options: Any) -> co.operators.Linearization:
-    """A network of the zoo with targets, linearised."""
-    model, inputs = ZOO[name].build()
-    targets = call(model, inputs).detach() + 0.1
-    source: Any = (inputs, targets)
-    if data == "batches":
-        source = [(points(inputs, slice(a, b)), targets[a:b]) for a, b in [(0, 3), (3, 5)]]
-    return co.linearize(model, source, co.likelihoods.Gaussian(noise=1.0), **options)
-
-
-@pytest.mark.parametrize("data", ["pair", "batches"])
-@pytest.mark.parametrize("name", ["mlp", "lstm", "tied_embedding", "mapping_inputs", "tuple_inputs", "function_pair"])
-def test_the_jacobian_and_the_ggn_of_a_network(name: str, data: str) -> None:
-    lin, J = zoo(name, data), reference(name)
-    v, u = torch.randn(J.shape[1]).double(), torch.randn(len(J), 2).double()
-    model, inputs = ZOO[name].build()
-    for _ in range(3):
-        assert agree(lin.jacobian() @ v, J @ v)
-        assert agree(lin.jacobian(inputs).mT @ u, J.mT @ u)
-        assert agree(co.GGN(lin) @ v, J.mT @ (J @ v))
-    assert (lin.num_data, lin.num_outputs, lin.num_parameters) == (5, len(J) // 5, J.shape[1])
-    assert agree(lin.outputs(), call(model, inputs).detach())
-    assert agree(lin.predict(inputs), call(model, inputs).detach())
-    assert agree(lin.gradient(), J.mT @ torch.full((len(J),), -0.1, dtype=torch.float64))
-
-
 class Points(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(X)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return X[index], Y[index]
-
-
-FORMS: dict[str, Any] = {
-    "tensors": (X, Y),
-    "named": {"inputs": X, "targets": Y, "weights": torch.ones(7)},
-    "dataset": Points(),
-    "loader": DataLoader(TensorDataset(X, Y), batch_size=3),
-    "batches": [(X[:4], Y[:4]), (X[4:], Y[4:])],
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_data_gives_the_same(form: str) -> None:
-    model = net()
-    v = torch.randn(51)
-    expected = co.GGN(co.linearize(model, (X, Y), "classification")) @ v
-    product = co.GGN(co.linearize(model, FORMS[form], nn.CrossEntropyLoss())) @ v
-    torch.testing.assert_close(product, expected)
 
 
 class Noisy(Points):
@@ -192,6 +148,13 @@ def test_a_subnetworks_weights_load_into_the_model_and_leave_the_others_alone() 
     assert int((step != 0).sum()) == len(index)
 
 
+def test_a_mask_selects_what_its_positions_do() -> None:
+    model, index = net().double(), torch.tensor([3, 20, 50])
+    mask = torch.zeros(51, dtype=torch.bool).index_fill(0, index, True)
+    found, expected = (co.GGN(co.linearize(model, (X, Y), "classification", chosen)) for chosen in (mask, index))
+    torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-12, atol=0)
+
+
 def test_theta_is_the_parameters_in_order() -> None:
     model = net()
     lin = co.linearize(model, (X, Y), "classification")
@@ -201,7 +164,9 @@ def test_theta_is_the_parameters_in_order() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda lin: pickle.loads(pickle.dumps(lin))], ids=["copy", "pickle"])
 def test_copies_drop_caches_and_still_work(copied: Any) -> None:
-    lin, J = zoo("gru", engine="layerwise"), reference("gru")
+    model, inputs = ZOO["gru"].build()
+    targets, J = torch.zeros_like(call(model, inputs)), reference("gru")
+    lin = co.linearize(model, (inputs, targets), co.likelihoods.Gaussian(noise=1.0), engine="layerwise")
     v = torch.randn(J.shape[1]).double()
     _ = co.GGN(lin) @ v
     other = copied(lin)
@@ -216,12 +181,6 @@ def test_inputs_of_a_jacobian_are_checked_too() -> None:
         for given in (x, x[:0]) if x.shape != X.shape else (x,):
             with pytest.raises(ValueError, match=message):
                 lin.jacobian(given)
-
-
-def test_batches_of_the_zoo_are_the_whole() -> None:
-    _, inputs = ZOO["mapping_inputs"].build()
-    parts = [part for part, _ in batches(inputs)]
-    assert torch.equal(torch.cat([part["x"] for part in parts]), inputs["x"])
 
 
 @pytest.mark.parametrize(("ours", "given"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])

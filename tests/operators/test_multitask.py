@@ -227,13 +227,6 @@ def test_curvatures_are_those_of_one_row_of_outputs(name: str, kind: Any) -> Non
     torch.testing.assert_close(found, expected, **TIGHT)
 
 
-@pytest.mark.parametrize("engine", ["autodiff", "layerwise", "streamed"])
-def test_every_engine_multiplies_by_the_same_curvature(engine: str) -> None:
-    V = normal(co.GGN(built("a class and values")[3]).shape[0], 3, seed=7)
-    expected = co.GGN(built("a class and values")[3]) @ V
-    torch.testing.assert_close(co.GGN(FIRST.build(engine=engine)[3]) @ V, expected, **TIGHT)
-
-
 @EVERY
 def test_the_output_fisher_is_block_diagonal(name: str) -> None:
     *_, y, lin = built(name)
@@ -259,20 +252,19 @@ def test_drawn_residuals_have_the_fisher_as_second_moment() -> None:
     lin.likelihood.check_targets(drawn, 5)
 
 
-@pytest.mark.parametrize("kind", [co.GGN, co.KFAC, co.EKFAC])
-def test_drawn_fishers_are_the_same_in_any_batches(kind: Any) -> None:
+def test_drawn_fishers_are_the_same_in_any_batches() -> None:
     joined, x, y, whole = built("a class and values")
     parts = [(x[i : i + 3], {name: part[i : i + 3] for name, part in y.items()}) for i in (0, 3, 6)]
     split = co.linearize(joined.net, parts, FIRST.likelihoods)
-    options = {"mc_samples": 2} if kind is co.GGN else {"fisher": "mc", "mc_samples": 2}
     found, expected = (
-        kind(lin, generator=torch.Generator().manual_seed(1), **options).to_dense() for lin in (split, whole)
+        co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(1)).to_dense() for lin in (split, whole)
     )
     torch.testing.assert_close(found, expected, **TIGHT)
 
 
-@EVERY
-@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC], ids=["GGN", "KFAC"])
+@pytest.mark.parametrize(
+    ("name", "curvature"), [*((name, co.KFAC) for name in CASES), ("a tuple", co.GGN), ("sequences and a loss", co.GGN)]
+)
 def test_predictions_come_by_name(name: str, curvature: Any) -> None:
     case = CASES[name]
     joined, x, _, lin = built(name)
@@ -322,15 +314,6 @@ def test_answers_are_of_the_outputs_that_have_them() -> None:
     torch.testing.assert_close(found.value, log_p.logsumexp(0) - math.log(50), **TIGHT)
 
 
-@EVERY
-def test_the_evidence_is_that_of_the_loss(name: str) -> None:
-    found, expected = (
-        co.laplace(lin, co.GGN, 0.7, check_mode=False).log_evidence().value
-        for lin in (built(name)[3], as_one_row(name))
-    )
-    torch.testing.assert_close(found, expected, **TIGHT)
-
-
 def test_the_noise_of_each_output_is_estimated_and_learned() -> None:
     likelihoods = {"class": "classification", "value": LIKELIHOODS.Gaussian("per_output")}
     joined, x, y, _ = built("a class and values")
@@ -340,7 +323,6 @@ def test_the_noise_of_each_output_is_estimated_and_learned() -> None:
     post = co.laplace(lin, co.GGN, 0.7, check_mode=False)
     other = post.with_noise({"value": NOISE})
     expected = co.linearize(joined.net, (x, y), likelihoods | {"value": LIKELIHOODS.Gaussian(NOISE)})
-    torch.testing.assert_close(other.precision.to_dense(), post.with_noise({"value": NOISE}).precision.to_dense())
     torch.testing.assert_close(other.curvature.to_dense(), co.GGN(expected).to_dense(), **TIGHT)
 
     def evidence(noise: Tensor) -> Tensor:
@@ -449,10 +431,6 @@ def test_a_posterior_with_functions_is_loaded_with_its_likelihoods(tmp_path: Any
     ):
         with pytest.raises(ValueError, match=message):
             co.load(tmp_path / "p", joined.net, likelihood=wrong)
-    joined, _, _, lin = built("a tuple")  # whose likelihoods are saved
-    co.laplace(lin, co.KFAC, 1.0, check_mode=False).save(tmp_path / "tuple")
-    again = co.load(tmp_path / "tuple", joined.net, likelihood=CASES["a tuple"].likelihoods)
-    assert repr(again.lin.likelihood) == repr(lin.likelihood)
 
 
 @pytest.mark.filterwarnings("ignore::curvops.errors.UndeterminedWarning")
@@ -467,12 +445,6 @@ def test_the_prior_is_chosen_by_one_rule_for_each_kind() -> None:
     for chosen_by, likelihoods in kinds.items():
         post = co.laplace(co.linearize(joined.net, (x, y), likelihoods))
         assert post.prior.chosen_by == chosen_by
-    lin = co.linearize(joined.net, (x, y), FIRST.likelihoods)
-    held_out = x + 0.1, y
-    post = co.laplace(lin, validation=held_out)
-    assert post.prior.chosen_by == "held-out data"
-    with pytest.raises(ValueError, match="these are the training data"):
-        co.laplace(lin, validation=(x, y))
 
 
 def test_one_name_alone_is_the_likelihood_itself() -> None:
@@ -483,15 +455,6 @@ def test_one_name_alone_is_the_likelihood_itself() -> None:
     torch.testing.assert_close(co.GGN(several).to_dense(), co.GGN(one).to_dense(), **TIGHT)
     posts = [co.laplace(lin, co.KFAC, 1.0, check_mode=False) for lin in (several, one)]
     torch.testing.assert_close(posts[0].predict(x)["value"].variance, posts[1].predict(x).variance, **TIGHT)
-
-
-def test_curvatures_need_no_targets() -> None:
-    joined, x, _, lin = built("a class and values")
-    bare = co.linearize(joined.net, (x, None), FIRST.likelihoods)
-    for kind in (co.GGN, co.KFAC, co.EKFAC, co.DiagonalGGN):
-        torch.testing.assert_close(kind(bare).to_dense(), kind(lin).to_dense(), **TIGHT)
-    with pytest.raises(ValueError, match="labels"):
-        bare.log_likelihood()
 
 
 @pytest.mark.filterwarnings("ignore::curvops.errors.ModeWarning")
@@ -531,37 +494,31 @@ def test_what_does_not_fit_is_refused_by_name(likelihoods: Any, targets: Any, me
         co.linearize(joined.net, (x, targets), likelihoods)
 
 
-def test_targets_of_several_outputs_are_nested() -> None:
-    joined, x, y, _ = built("a tuple")
-    with pytest.raises(TypeError, match=r"third item .* Nest the targets of several outputs: \(x, \(y1, y2\)\)"):
-        co.linearize(joined.net, (x, *y), CASES["a tuple"].likelihoods)
-    with pytest.raises(TypeError, match="targets are a tuple in this order; given one tensor"):
-        co.linearize(joined.net, (x, y[0]), CASES["a tuple"].likelihoods)
-
-
-def test_later_targets_have_the_form_of_the_first() -> None:
-    joined, x, *_ = built("a class and values")
-    forms = [{"class": CLASSES[:4]}, {"class": torch.rand(4, 3).softmax(1)}]
-    with pytest.raises(ValueError, match=r"the first targets\['class'\] were whole numbers of shape \(n,\)"):
-        co.linearize(joined.net, list(zip((x[:4], x[4:]), forms, strict=True)), {"class": "classification"})
-
-
-def test_one_output_takes_one_likelihood() -> None:
-    with pytest.raises(ValueError, match="the model returns one tensor: pass one likelihood"):
-        co.linearize(nn.Linear(4, 2).double(), (normal(N, 4), FIRST.targets), FIRST.likelihoods)
-    with pytest.raises(TypeError, match="pass a mapping of likelihoods"):
-        co.linearize(nn.Linear(4, 2).double(), (normal(N, 4), FIRST.targets), "regression")
+def test_other_forms_of_outputs_and_targets_are_refused() -> None:
+    (several, x, *_), (pair, _, y, _), one = built("a class and values"), built("a tuple"), nn.Linear(4, 2).double()
+    both, forms = CASES["a tuple"].likelihoods, [{"class": CLASSES[:4]}, {"class": torch.rand(4, 3).softmax(1)}]
+    later = list(zip((x[:4], x[4:]), forms, strict=True))
+    for model, data, likelihood, message in (
+        (pair.net, (x, *y), both, r"third item .* Nest the targets of several outputs: \(x, \(y1, y2\)\)"),
+        (pair.net, (x, y[0]), both, "targets are a tuple in this order; given one tensor"),
+        (several.net, later, {"class": "classification"}, r"the first targets\['class'\] were whole numbers"),
+        (one, (x, FIRST.targets), FIRST.likelihoods, "the model returns one tensor: pass one likelihood"),
+        (one, (x, FIRST.targets), "regression", "pass a mapping of likelihoods"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            co.linearize(model, data, likelihood)
 
 
 def test_hyperparameters_of_one_output_need_its_name() -> None:
     *_, lin = built("a class and values")
     post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
-    with pytest.raises(ValueError, match=r"post.with_noise\({'value': variance}\)"):
-        post.with_noise(0.1)
-    with pytest.raises(ValueError, match=r"noise names \['val'\], but the outputs are \['class', 'value'\]"):
-        post.with_noise({"val": 0.1})
-    with pytest.raises(ValueError, match="has no noise"):
-        post.with_noise({"class": 0.1})
+    for noise, message in (
+        (0.1, r"post.with_noise\({'value': variance}\)"),
+        ({"val": 0.1}, r"noise names \['val'\], but the outputs are \['class', 'value'\]"),
+        ({"class": 0.1}, "has no noise"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            post.with_noise(noise)
     with pytest.raises(KeyError, match="is not one of the outputs"):
         post.at(normal(N, 4))["val"]
 

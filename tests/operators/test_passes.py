@@ -138,15 +138,15 @@ def test_a_prediction_takes_outputs_and_rows_from_one_pass(joint: bool) -> None:
 
 @pytest.mark.parametrize("link", ["probit", "bridge", "mc"])
 def test_probabilities_take_outputs_from_the_walk_over_rows(link: str) -> None:
-    """At points too many for one recorded pass: each goes forward once, and later questions are answered as before."""
+    """At points too many for one piece: each goes forward once, and later questions are answered as before."""
     model, x, _ = problem()
     lin = co.linearize(model, (x, torch.arange(30) % 3), "classification")
-    post, many = co.laplace(lin, co.KFAC, 1.0, check_mode=False), torch.randn(5000, 4).double()
+    post, many = co.laplace(lin, co.KFAC, 1.0, check_mode=False), torch.randn(100, 4).double()
     _ = post.probabilities(many[:1])  # decompositions and proofs
     seed = {} if link != "mc" else {"generator": torch.Generator().manual_seed(0)}
     with passes() as counted:
         found = post.probabilities(many, link=link, **seed)
-    assert sum(counted) == len(many)
+    assert sum(counted) == len(many) and len(counted) > 1
     torch.testing.assert_close(post.predict(many).mean, lin.predict(many), **TIGHT)
     seed = {} if link != "mc" else {"generator": torch.Generator().manual_seed(0)}
     predictive = post.at(many)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from gpytorch.distributions import MultivariateNormal
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -21,20 +20,6 @@ def test_factors_of_a_confident_network_in_single_precision():
     lin = co.linearize(model, (x, y), "classification")
     assert co.laplace(lin, co.KFAC, 1.0, check_mode=False).sample(1).isfinite().all()
     assert co.EKFAC(lin).diagonal().isfinite().all()
-
-
-@pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])
-def test_masked_positions_count_for_nothing(kind):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
-    x, y = torch.randn(6, 7, 3).double(), torch.randint(0, 4, (6, 7))
-    padded = torch.cat([x, 100 * torch.ones(6, 20, 3).double()], 1), torch.cat([y, torch.full((6, 20), -100)], 1)
-    flat = x.flatten(0, 1), y.flatten()
-    expected, *others = (kind(co.linearize(model, d, "classification")).to_dense() for d in (flat, (x, y), padded))
-    if kind is co.KFAC:  # the eigenbasis' moments of a sequence include products between its positions
-        for other in others:
-            torch.testing.assert_close(other, expected, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(others[0], others[1], rtol=1e-10, atol=1e-12)
 
 
 class Summed(nn.Module):
@@ -94,21 +79,6 @@ def large(dtype=torch.float64):
     return co.linearize(model, (torch.randn(100, 8, dtype=dtype), torch.arange(100) % 3), "classification")
 
 
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_gpytorch_draws_keep_all_the_variance():
-    lin = large()
-    P = co.GGN(lin).add_diagonal(1.0)
-    zero = torch.zeros(lin.num_parameters, dtype=torch.float64)
-    for operator in (P, P.inverse()):
-        samples = MultivariateNormal(zero, operator).sample(torch.Size([2000]))
-        share = samples.var(0).sum() / operator.to_dense().trace()
-        assert 0.97 < share < 1.03
-    kernel = co.TangentKernel(lin, 1.0).add_diagonal(5.0)
-    torch.manual_seed(1)
-    samples = kernel.zero_mean_mvn_samples(2000)
-    assert 0.97 < samples.square().sum(1).mean() / kernel.to_dense().trace() < 1.03
-
-
 def test_joint_predictives_in_single_precision_can_be_sampled():
     lin = large(torch.float32)
     post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
@@ -116,23 +86,6 @@ def test_joint_predictives_in_single_precision_can_be_sampled():
     predicted = post.predict(x, joint=True)
     samples = predicted.sample(torch.Size([500]))
     assert 0.8 < samples.var(0).sum() / post.predict(x).variance.sum() < 1.2
-
-
-def test_the_evidence_is_differentiable_in_the_prior():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    lin = co.linearize(
-        model, (torch.randn(20, 3).double(), torch.randn(20, 2).double()), co.likelihoods.Gaussian(noise=1.0)
-    )
-    prior = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    for curvature in (co.GGN, co.KFAC):
-        post = co.laplace(lin, curvature, prior, check_mode=False)
-        for _ in range(2):  # nothing that is kept holds a graph
-            (found,) = torch.autograd.grad(post.log_evidence(1e-4).value, prior)
-        G, A = curvature(lin).to_dense(), prior.detach() * torch.eye(lin.num_parameters, dtype=torch.float64)
-        gamma = torch.trace(torch.linalg.solve(G + A, G))
-        expected = -0.5 * (lin.theta.square().sum() - gamma / prior.detach())
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(("s", "shift"), [(1e4, 1.0), (1e4, 1e-2), (1e5, 1e-2), (1e4, 1e-4)])
@@ -158,18 +111,6 @@ def test_low_rank_solves_within_its_span_in_single_precision(s, shift):
 def test_nothing_is_drawn_for_an_indefinite_matrix(make):
     with pytest.raises(ValueError, match="negative"):
         draw(make(), 2)
-
-
-def test_equal_seeds_draw_the_same_targets_however_the_data_are_batched():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
-    x, y = torch.randn(16, 6).double(), torch.arange(16) % 3
-
-    def found(sizes):
-        lin = co.linearize(model, list(zip(x.split(sizes), y.split(sizes))), "classification")
-        return co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(0)).to_dense()
-
-    torch.testing.assert_close(found([16]), found([5, 5, 6]), rtol=1e-10, atol=1e-12)
 
 
 def test_wide_norm_layers_have_blocks_that_are_drawn_from():

@@ -65,8 +65,13 @@ def test_gpytorch_samples_are_ours(name, no_foreign_solvers):
     P = OPERATORS[name]().add_diagonal(1.0)
     dense = P.to_dense()
     mean = torch.zeros(P.shape[0], dtype=torch.float64)
-    distribution = MultivariateNormal(mean, P)
-    assert_covariance(lambda k, _: distribution.rsample(torch.Size((k,))).mT, dense, generator=torch.default_generator)
+    for A, covariance in ((P.inverse(), torch.linalg.inv(dense)), (P, dense)):
+        distribution = MultivariateNormal(mean, A)
+
+        def drawn(k, _, distribution=distribution):
+            return distribution.rsample(torch.Size((k,))).mT
+
+        assert_covariance(drawn, covariance, generator=torch.default_generator)
     value = torch.linspace(-1, 1, P.shape[0], dtype=torch.float64)
     expected = torch.distributions.MultivariateNormal(mean, dense).log_prob(value)
     torch.testing.assert_close(distribution.log_prob(value), expected, rtol=1e-8, atol=1e-8)

@@ -173,19 +173,6 @@ def test_a_copy_detached_from_its_weights_is_a_constant(name):
         here + there
 
 
-def test_yesterdays_curvature_is_a_prior_and_fishers_are_merged():
-    old, new = linearized(), linearized(seed=1, data=1)
-    prior = co.low_rank(co.GGN(old), rank=20, generator=torch.Generator().manual_seed(0)).detached_from_weights()
-    P = (co.GGN(new) + prior).add_diagonal(0.5)
-    expected = co.GGN(new).to_dense() + prior.to_dense() + 0.5 * torch.eye(26)
-    torch.testing.assert_close(P.to_dense(), expected, rtol=1e-10, atol=1e-10)
-    b = torch.ones(26).double()
-    torch.testing.assert_close(P.solve(b), torch.linalg.solve(expected, b), rtol=1e-6, atol=1e-6)
-    free = co.GGN(old).detached_from_weights()
-    assert free.to(torch.float32) + co.GGN(new).to(torch.float32) is not None
-    torch.testing.assert_close(free.mT.to_dense(), co.GGN(old).to_dense(), rtol=1e-12, atol=1e-12)
-
-
 def with_statistics(change=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
@@ -232,17 +219,3 @@ def test_what_carries_no_mark_combines_with_anything():
     for other in (torch.eye(D).double(), co.linalg.Diagonal(torch.ones(D).double())):
         expected = G.to_dense() + torch.eye(D)
         torch.testing.assert_close((G + other).to_dense(), expected, rtol=1e-10, atol=1e-10)
-
-
-def test_sums_over_different_data_need_the_same_weights():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    first, second = ((torch.randn(6, 3).double(), torch.arange(6) % 2) for _ in range(2))
-    a, b = (co.linearize(model, data, "classification") for data in (first, second))
-    both = tuple(torch.cat(pair) for pair in zip(first, second))
-    whole = co.GGN(co.linearize(model, both, "classification"))
-    torch.testing.assert_close((co.GGN(a) + co.GGN(b)).to_dense(), whole.to_dense(), rtol=1e-12, atol=1e-12)
-    with pytest.raises(ValueError, match="different weights"):
-        co.GGN(a) + co.GGN(linearized(seed=1))
-    with pytest.raises(ValueError, match="different parameters"):
-        co.GGN(a) + co.GGN(linearize(network(), "last_layer"))
