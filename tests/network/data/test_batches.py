@@ -99,6 +99,11 @@ def test_named_weights_need_no_other_word(data: object, declared: bool) -> None:
     assert torch.equal(torch.cat([batch.inputs for batch in batches]), X)
 
 
+def test_named_inputs_and_targets_alone() -> None:
+    (batch,) = as_batches({"inputs": {"ids": Y, "mask": X}, "targets": Y}, N)
+    assert batch.weights is None and set(batch.inputs) == {"ids", "mask"}
+
+
 def test_structured_inputs() -> None:
     (first, _, _) = as_batches(((X, Y), Y), 4)
     assert isinstance(first.inputs, tuple) and len(first.inputs[1]) == 4

@@ -19,6 +19,7 @@ from tests.network.data.test_objects import (
     N,
     Pairs,
     Pooled,
+    as_dict,
     close,
     data,
     joined,
@@ -83,6 +84,18 @@ def test_items_of_any_form(item):
     elif item != "a mapping":
         with pytest.raises(TypeError, match="with their labels"):
             lin.predict(bare[2:5])
+
+
+def test_items_that_are_the_points():
+    rows, y = data()
+    model = Pooled().double()
+    items = [{"rows": part, "label": target} for part, target in zip(rows, y)]
+
+    def collate(some):
+        return {**as_dict(some), "labels": torch.stack([item["label"] for item in some])}
+
+    lin = co.linearize(model, DataLoader(items, batch_size=3, collate_fn=collate), noise())
+    close(lin.predict(items[:2]), model(*parts_of_points(rows[:2])).detach())
 
 
 def test_inputs_that_hold_the_label():

@@ -204,6 +204,7 @@ def test_a_normalised_weight_is_selected_with_its_layer() -> None:
     assert last_layer(Model(model), torch.randn(2, 4)) == ("head.bias", *weights)
 
 
+ROWS = torch.arange(6)[:, None]
 NONE = {
     "softmax": (lambda m, h: m.head(h).softmax(-1), "they come from Softmax"),
     "in place": (lambda m, h: m.head(h).relu_(), "they come from Relu"),
@@ -215,6 +216,10 @@ NONE = {
     "a median": (lambda m, h: m.head(h).median(1, keepdim=True).values, "they come from Median"),
     "squared": (lambda m, h: m.head(h) * m.head(h), "they come from a product of parts that both depend on"),
     "reciprocal": (lambda m, h: 1 / m.head(h), "they come from"),
+    "the largest": (
+        lambda m, h: torch.zeros(len(h), 3).scatter_reduce(0, ROWS[: len(h)].expand(-1, 3), m.head(h), "amax"),
+        "they come from ScatterReduce",
+    ),
     "normalised": (lambda m, h: m.head(h) / m.head(h).norm(dim=-1, keepdim=True), "they come from a product"),
 }
 
