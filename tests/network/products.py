@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+import curvops as co
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
 from tests.zoo import ZOO, Network, batches
@@ -51,15 +52,36 @@ def pull(passes: Passes, U: Tensor) -> Tensor:
     return total
 
 
-def dense(passes: Passes, rows: int) -> tuple[Tensor, Tensor]:
-    """The Jacobian by pushes, and by pulls."""
-    eye = torch.eye(passes.model.theta.numel(), dtype=passes.model.theta.dtype)
-    return push(passes, eye), pull(passes, torch.eye(rows, dtype=eye.dtype)).mT
-
-
 def agree(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> bool:
     """Whether two products agree, relative to the larger of 1 and the expected product's largest entry."""
     return bool((actual - expected).abs().max() <= tolerance * expected.abs().max().clamp_min(1))
+
+
+def require_products(passes: Passes, J: Tensor, *vectors: Tensor, tolerance: float = 1e-10) -> None:
+    """Require J V and Jᵀ U, of random vectors or those given, of the first products and of those that follow."""
+    dtype = passes.model.theta.dtype
+    V, U = vectors or (columns(J.shape[1], 3), columns(J.shape[0], 3))
+    for _ in range(2):
+        assert agree(push(passes, V.to(dtype)).to(J.dtype), J @ V, tolerance)
+        assert agree(pull(passes, U.to(dtype)).to(J.dtype), J.mT @ U, tolerance)
+
+
+def softmax_hessian(f: Tensor) -> Tensor:
+    """diag(p) − ppᵀ of all points as one matrix (N·C, N·C), where p is the softmax of f (N, C)."""
+    p = f.detach().softmax(1)
+    return torch.block_diag(*(torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)))
+
+
+def require_curvature(
+    lin: co.operators.Linearization, J: Tensor, H: Tensor | None = None, tolerance: float = 1e-10, times: int = 2
+) -> None:
+    """Require products with J, Jᵀ and Jᵀ H J, several times, and the diagonal; without H, that is the identity."""
+    V, U, HJ = columns(J.shape[1], 3), columns(len(J), 2), J if H is None else H @ J
+    for _ in range(times):
+        assert agree((co.GGN(lin) @ V.to(lin.theta)).to(J), J.mT @ (HJ @ V), tolerance)
+    assert agree((lin.jacobian() @ V.to(lin.theta)).to(J), J @ V, tolerance)
+    assert agree((lin.jacobian().mT @ U.to(lin.theta)).to(J), J.mT @ U, tolerance)
+    assert agree(co.DiagonalGGN(lin).diagonal().to(J), (J * HJ).sum(0), tolerance)
 
 
 def columns(rows: int, k: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -22,6 +22,7 @@ from tests.network.data.test_objects import (
     as_dict,
     close,
     data,
+    joined,
     noise,
     of_clouds,
     of_points,
@@ -147,39 +148,30 @@ class OneBatch:
 
 def of_equal_points(model, points, y):
     equal = [points[0]] * 4 + [*points[1:3], points[0]]
-    return of_points(model, equal, y, noise(), lambda some: sorted(some, key=len))
+    return of_points(model, equal, y, lambda some: sorted(some, key=len))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     {
         "random crops of long points only": (
-            lambda m, p, y: of_points(m, p, y, noise(), lambda some: parts_of_points([*map(cropped, some)])),
+            lambda m, p, y: of_points(m, p, y, lambda some: parts_of_points([*map(cropped, some)])),
             "random",
         ),
         "sorted, where the first are equal": (of_equal_points, "keep their order"),
         "NaN in an attribute": (
-            lambda m, p, y: of_points(m, [Cloud(r * math.nan if len(r) == 5 else r) for r in p], y, noise(), list),
+            lambda m, p, y: of_points(m, [Cloud(r * math.nan if len(r) == 5 else r) for r in p], y),
             "at point 5 hold NaN",
         ),
         "NaN in an attribute of a test point": (
-            lambda m, p, y: of_points(m, p, y, noise(), list).predict([Cloud(p[0]), Cloud(p[1] * math.nan)]),
+            lambda m, p, y: of_points(m, p, y).predict([Cloud(p[0]), Cloud(p[1] * math.nan)]),
             "at point 1 hold NaN",
         ),
         "one batch": (lambda m, p, y: co.linearize(m, OneBatch(parts_of_points(p), y), noise()), r"\[batch\]"),
-        "a tuple of pairs": (lambda m, p, y: co.linearize(m, tuple(zip(p, y)), noise(), collate=list), "list of pairs"),
-        "a tuple of two pairs": (
-            lambda m, p, y: co.linearize(m, tuple(zip(p[:2], y)), noise(), collate=list),
-            "2 inputs",
-        ),
-        "rows of numbers": (
-            lambda m, p, y: co.gp.LinearizedGP(of_points(m, p, y, noise(), list)),
-            "rows of numbers",
-        ),
-        "joined points in memory": (
-            lambda m, p, y: co.linearize(m, (parts_of_points(p)[:2], y), noise()),
-            "collate=",
-        ),
+        "a tuple of pairs": (lambda m, p, y: joined(m, tuple(zip(p, y))), "list of pairs"),
+        "a tuple of two pairs": (lambda m, p, y: joined(m, tuple(zip(p[:2], y))), "2 inputs"),
+        "rows of numbers": (lambda m, p, y: co.gp.LinearizedGP(of_points(m, p, y)), "rows of numbers"),
+        "joined points in memory": (lambda m, p, y: co.linearize(m, (parts_of_points(p)[:2], y), noise()), "collate="),
     }.values(),
 )
 def test_what_the_first_points_do_not_show(call, message):
@@ -191,10 +183,7 @@ def test_what_the_first_points_do_not_show(call, message):
 def test_held_out_data_without_labels():
     points, y, sums = of_clouds()
     model = Pooled().double()
-    for post in (
-        post_of(of_points(model, points, y, noise(), list)),
-        post_of(co.linearize(model.net, (sums, y), noise())),
-    ):
+    for post in (post_of(of_points(model, points, y)), post_of(co.linearize(model.net, (sums, y), noise()))):
         x = sums if post.lin.model.calls.example is None else points
         with pytest.raises(MissingLabelsError):
             co.evidence.validate(post, (x[:3], None))

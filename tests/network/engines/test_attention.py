@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from curvops.network.engines.attention import Projections
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
-from tests.network.products import PLENTY, agree, columns, pull, push
+from tests.network.products import PLENTY, agree, columns, push, require_products
 from tests.zoo import batches, dense_jacobian
 
 MASK = torch.tensor([[0.0, -1.0, 0.5]] * 3, dtype=torch.float64)
@@ -46,28 +46,19 @@ class Attending(nn.Module):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_products_are_those_of_the_dense_jacobian(name: str) -> None:
+def test_values_and_products_are_those_of_the_module(name: str) -> None:
     options, call, others = CALLS[name]
     model, x = Attending(options, call).double().eval(), torch.randn(5, 3, 4, dtype=torch.float64)
     nn.init.normal_(model.attention.out_proj.weight)
-    J, passes = dense_jacobian(model, x), Passes(Model(model), batches(x), "layerwise", PLENTY)
-    V, U = columns(J.shape[1], 3), columns(J.shape[0], 3)
-    for _ in range(2):
-        assert agree(push(passes, V), J @ V)
-        assert agree(pull(passes, U), J.mT @ U)
-    assert set(passes.plan.others) == {f"attention.{local}" for local in others}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_values_are_those_of_the_module(name: str) -> None:
-    options, call, _ = CALLS[name]
-    model, x = Attending(options, call).double().eval(), torch.randn(5, 3, 4, dtype=torch.float64)
     noted: list[torch.Size] = []
     expected = model(x)
     with Projections([model.attention], lambda layer, args, kwargs, output, owner: noted.append(output.shape)):
         torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
     assert noted[-1] == (5, 3, 4)
     assert all(len(shape) == 3 and shape[0] == 5 for shape in noted)
+    passes = Passes(Model(model), batches(x), "layerwise", PLENTY)
+    require_products(passes, dense_jacobian(model, x))
+    assert set(passes.plan.others) == {f"attention.{local}" for local in others}
 
 
 def test_a_single_query_shared_by_all_points_is_no_layer() -> None:

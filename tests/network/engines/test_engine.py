@@ -13,35 +13,39 @@ from torch import Tensor, nn
 
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
-from tests.network.products import PLENTY, WAYS, agree, columns, pull, push, walk
+from tests.network.products import PLENTY, WAYS, agree, columns, pull, push, require_products, walk
 from tests.zoo import ZOO, N, Network, batches, parameters_of, reference
 
 # Two routes to a product in float32 differ by rounding in sums of some hundred terms.
 SINGLE = 1e-4
 
 
-@pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ZOO)
 def test_products_are_those_of_the_dense_jacobian(name: str, way: str) -> None:
-    """At K = 1 and 3; the first products stream, later ones come from what was kept.
+    """At K = 1 and 3; the first products stream, later ones come from what was kept, of which "auto" has the choice.
 
-    The layerwise engine serves what has a rule, and nothing else; `test_formed.py` has them of the engine "auto".
+    The layerwise engine serves what has a rule, and nothing else.
     """
-    J, passes = reference(name), walk(name, way, sizes=(N,))
-    for k in (1, 3, 1, 3):
+    J, passes = reference(name), walk(name, way, sizes=(3, 2) if way == "auto" else (N,))
+    if way == "auto":
+        passes.expect_many()
+    for k in (1, 3) if way in ("streamed", "auto") else (1, 3, 1, 3):
         V, U = columns(J.shape[1], k), columns(J.shape[0], k)
         assert agree(push(passes, V), J @ V)
         assert agree(pull(passes, U), J.mT @ U)
-    kinds = passes.plan.in_use
+    kinds, plan = passes.plan.in_use, passes.plan
     if way == "streamed":
         assert kinds == {}
-    elif way == "layerwise" and passes.plan.layers:
+    elif way == "layerwise" and plan.layers:
         assert kinds == {"layerwise": 1}
-    else:
+    elif way != "auto":
         assert kinds == ({} if ZOO[name].pushes == "rows" else {"recorded": 1})
     if way == "layerwise":
         names = list(parameters_of(ZOO[name].build()[0]))
-        assert set(passes.plan.others) == ZOO[name].served_by_autodiff(names)
+        served = {key for layer in plan.layers for key in layer.names.values()}
+        assert set(plan.others) == ZOO[name].served_by_autodiff(names)
+        assert served == set(names) - set(plan.others)
 
 
 FLOAT32 = ["lstm", "gru", "transformer_encoder", "fused_attention", "attention", "cnn", "bfloat16_base",
@@ -84,22 +88,14 @@ def test_float32_takes_no_kernel_without_derivatives(name: str, way: str) -> Non
     """Fused kernels are chosen by dtype: float64 alone would never meet oneDNN's recurrent layers."""
     # A base in 16 bits rounds its inputs: those of float32 are not those of float64.
     J = reference(name, torch.float32).double() if "base" in name else reference(name)
-    passes = walk(name, way, torch.float32, sizes=(N,))
-    V, U = columns(J.shape[1], 3), columns(J.shape[0], 3)
-    for _ in range(2):
-        assert agree(push(passes, V.float()).double(), J @ V, SINGLE)
-        assert agree(pull(passes, U.float()).double(), J.mT @ U, SINGLE)
+    require_products(walk(name, way, torch.float32, sizes=(N,)), J, tolerance=SINGLE)
 
 
-@pytest.mark.parametrize("sizes", [(3, 2), (1, 4), (2, 2, 1)])
 @pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
 @pytest.mark.parametrize("name", ["resnet_groupnorm", "prelu", "lstm"])
-def test_batches_may_be_of_any_size(name: str, way: str, sizes: tuple[int, ...]) -> None:
-    J, passes = reference(name), walk(name, way, sizes=sizes)
-    V, U = columns(J.shape[1], 3), columns(J.shape[0], 3)
-    for _ in range(2):
-        assert agree(push(passes, V), J @ V)
-        assert agree(pull(passes, U), J.mT @ U)
+def test_batches_may_be_of_any_size(name: str, way: str) -> None:
+    """Also of a single point, first and last."""
+    require_products(walk(name, way, sizes=(1, 3, 1)), reference(name))
 
 
 SELECTIONS = {"weights": "*.weight", "biases": ["*.bias"], "last": "head*", "large": lambda _, p: p.numel() > 9}
@@ -116,10 +112,7 @@ def test_partial_selections(name: str, parameters: Any, way: str) -> None:
         chosen += range(start, start + tensor.numel()) if key in passes.model.selection.names else []
         start += tensor.numel()
     assert 0 < len(chosen) < start
-    V, U = columns(len(chosen), 3), columns(len(J), 3)
-    for _ in range(2):
-        assert agree(push(passes, V), J[:, chosen] @ V)
-        assert agree(pull(passes, U), J[:, chosen].mT @ U)
+    require_products(passes, J[:, chosen])
 
 
 @pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
@@ -127,45 +120,14 @@ def test_partial_selections(name: str, parameters: Any, way: str) -> None:
 def test_a_subnetwork_is_some_columns_in_the_given_order(name: str, way: str) -> None:
     J = reference(name)
     index = torch.randperm(J.shape[1])[: J.shape[1] // 3]
-    passes = walk(name, way, parameters=index)
-    V, U = columns(len(index), 3), columns(len(J), 3)
-    for _ in range(2):
-        assert agree(push(passes, V), J[:, index] @ V)
-        assert agree(pull(passes, U), J[:, index].mT @ U)
-
-
-def test_engines_agree_with_each_other() -> None:
-    walks = [walk("resnet_batchnorm", way) for way in WAYS]
-    V = columns(reference("resnet_batchnorm").shape[1], 2)
-    results = [push(passes, V) for _ in range(3) for passes in walks]
-    assert all(agree(result, results[0], 1e-13) for result in results)
+    require_products(walk(name, way, parameters=index), J[:, index])
 
 
 def test_a_budget_that_holds_one_batch_of_two() -> None:
     model, inputs = ZOO["mlp"].build()
-    plenty = Passes(Model(model), batches(inputs), "autodiff", PLENTY)
-    push(plenty, columns(reference("mlp").shape[1], 9))
+    plenty, J = Passes(Model(model), batches(inputs), "autodiff", PLENTY), reference("mlp")
+    push(plenty, columns(J.shape[1], 9))
     assert plenty.plan.in_use == {"recorded": 2}  # only now is it known what a replay keeps
-    needed = plenty.plan.routes.recorded_bytes
-    passes = Passes(Model(model), batches(inputs), "autodiff", int(3.5 * needed))
-    J = reference("mlp")
-    V = columns(J.shape[1], 3)
-    for _ in range(3):
-        assert agree(push(passes, V), J @ V)
+    passes = Passes(Model(model), batches(inputs), "autodiff", int(3.5 * plenty.plan.routes.recorded_bytes))
+    require_products(passes, J)
     assert passes.plan.in_use == {"recorded": 1}
-
-
-def test_the_table_is_in_eval_mode_and_seeded() -> None:
-    for name, network in ZOO.items():
-        (first, x), (second, z) = network.build(), network.build()
-        for key, tensor in parameters_of(first).items():
-            assert torch.equal(tensor, parameters_of(second)[key]), name
-        assert all(torch.equal(a[0], b[0]) for a, b in zip(_flat(x), _flat(z)))
-        assert all(len(tensor) == N for tensor in _flat(x))
-        assert isinstance(first, tuple) or not first.training
-
-
-def _flat(inputs: object) -> list[torch.Tensor]:
-    if isinstance(inputs, dict):
-        return list(inputs.values())
-    return list(inputs) if isinstance(inputs, tuple) else [inputs]  # type: ignore[list-item]

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-import curvops as co
 from curvops.network.engines.rules import Rule, rule_for, rule_of
 
-K, SIX = 3, (6, 6)
+K, SIX = 2, (5, 5)
 Inputs = tuple[Tensor, ...]
 
 
@@ -39,15 +38,11 @@ def changed(layer: nn.Module, **settings: Any) -> nn.Module:
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "linear": (lambda: nn.Linear(3, 4), randn(2, 3)),
     "linear_positions": (lambda: nn.Linear(3, 4), randn(2, 5, 3)),
-    "linear_grid": (lambda: nn.Linear(3, 4), randn(2, 5, 2, 3)),
     "transposed_linear": (lambda: Conv1D(4, 3), randn(2, 3)),
-    "transposed_linear_square": (lambda: Conv1D(3, 3), randn(2, 5, 3)),
     "transposed_linear_grid": (lambda: Conv1D(4, 3), randn(2, 5, 2, 3)),
-    "linear_no_bias": (lambda: nn.Linear(3, 4, bias=False), randn(2, 3)),
     "conv": (lambda: nn.Conv2d(2, 4, 3), randn(2, 2, *SIX)),
     "conv_stride": (lambda: nn.Conv2d(2, 4, 3, stride=2, padding=1), randn(2, 2, *SIX)),
     "conv_stride_leaves_rows": (lambda: nn.Conv2d(2, 4, 3, stride=(2, 3)), randn(2, 2, 6, 7)),
-    "conv_dilation": (lambda: nn.Conv2d(2, 4, (3, 2), padding=(2, 1), dilation=(2, 1)), randn(2, 2, *SIX)),
     "conv_groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), randn(2, 4, *SIX)),
     "conv_depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, bias=False), randn(2, 4, *SIX)),
     "conv_same": (lambda: nn.Conv2d(2, 4, 3, padding="same", dilation=2), randn(2, 2, *SIX)),
@@ -56,7 +51,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "conv_reflect": (lambda: nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect", stride=2), randn(2, 2, *SIX)),
     "conv_replicate_one_side": (lambda: nn.Conv1d(2, 4, 4, padding="same", padding_mode="replicate"), randn(2, 2, 7)),
     "conv_1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=2, dilation=2, groups=2), randn(2, 4, 9)),
-    "conv_1d_no_bias": (lambda: nn.Conv1d(3, 2, 1, bias=False), randn(2, 3, 5)),
     "conv_3d": (
         lambda: nn.Conv3d(2, 4, (1, 2, 3), padding=(0, 1, 2), stride=(1, 2, 1), groups=2),
         randn(2, 2, 2, 3, 4),
@@ -66,19 +60,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         lambda: changed(nn.Conv2d(2, 4, 3, padding=1, stride=2), dilation=(2, 1), padding=(2, 1), stride=(1, 2)),
         randn(2, 2, *SIX),
     ),
-    "conv_set_to_numbers": (
-        lambda: changed(nn.Conv2d(4, 4, 3, groups=2), dilation=2, padding=3, stride=2),
-        randn(2, 4, *SIX),
-    ),
     "conv_same_dilated_later": (lambda: changed(nn.Conv1d(2, 4, 4, padding="same"), dilation=3), randn(2, 2, 9)),
-    "conv_same_later": (lambda: changed(nn.Conv2d(2, 4, (2, 3)), padding="same"), randn(2, 2, *SIX)),
     "conv_valid_later": (lambda: changed(nn.Conv2d(2, 4, 3, padding=1), padding="valid"), randn(2, 2, *SIX)),
     "conv_circular_changed_in_vain": (
         lambda: changed(nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), padding=(2, 2), dilation=(1, 2)),
-        randn(2, 2, *SIX),
-    ),
-    "conv_circular_later": (
-        lambda: changed(nn.Conv2d(2, 4, 3, padding=1), padding_mode="circular", padding=0),
         randn(2, 2, *SIX),
     ),
     "conv_with_another_kernel": (
@@ -87,25 +72,19 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     ),
     "transposed_2d_changed": (
         lambda: changed(nn.ConvTranspose2d(2, 3, 3), stride=2, padding=(1, 2), output_padding=1, dilation=(2, 1)),
-        randn(2, 2, 4, 5),
+        randn(2, 2, 3, 4),
     ),
     "transposed_1d": (lambda: nn.ConvTranspose1d(2, 3, 4, stride=2, padding=1), randn(2, 2, 5)),
     "transposed_2d": (lambda: nn.ConvTranspose2d(3, 4, (3, 2), bias=False), randn(2, 3, 3, 4)),
     "transposed_2d_groups": (
         lambda: nn.ConvTranspose2d(4, 6, 3, stride=(2, 3), padding=(1, 0), output_padding=(1, 2), groups=2),
-        randn(2, 4, 2, 3),
+        randn(2, 4, 2, 2),
     ),
-    "transposed_2d_dilation": (
-        lambda: nn.ConvTranspose2d(2, 3, 3, stride=1, padding=2, output_padding=1, dilation=2),
-        randn(2, 2, 4, 5),
-    ),
-    "transposed_3d": (lambda: nn.ConvTranspose3d(2, 4, 2, stride=(1, 2, 1), groups=2), randn(2, 2, 2, 2, 3)),
+    "transposed_3d": (lambda: nn.ConvTranspose3d(2, 4, 2, stride=(1, 2, 1), groups=2), randn(2, 2, 2, 2, 2)),
     "layer_norm": (lambda: nn.LayerNorm(4), randn(2, 4)),
-    "layer_norm_positions": (lambda: nn.LayerNorm(4), randn(2, 3, 4)),
     "layer_norm_two": (lambda: nn.LayerNorm((3, 4)), randn(2, 5, 3, 4)),
     "group_norm": (lambda: nn.GroupNorm(2, 4), randn(2, 4, *SIX)),
     "group_norm_flat": (lambda: nn.GroupNorm(2, 4), randn(2, 4)),
-    "rms_norm": (lambda: nn.RMSNorm(4), randn(2, 4)),
     "rms_norm_two": (lambda: nn.RMSNorm((3, 4), eps=0.1), randn(2, 5, 3, 4)),
     "instance_norm_1d": (lambda: nn.InstanceNorm1d(4, affine=True), randn(2, 4, 5)),
     "instance_norm_2d_tracked": (
@@ -116,11 +95,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         lambda: changed(nn.InstanceNorm2d(4, affine=True, track_running_stats=True), track_running_stats=False),
         randn(2, 4, *SIX),
     ),
-    "instance_norm_3d": (lambda: nn.InstanceNorm3d(4, affine=True), randn(2, 4, 2, 3, 2)),
     "batch_norm_1d": (lambda: nn.BatchNorm1d(4), randn(2, 4)),
     "batch_norm_1d_positions": (lambda: nn.BatchNorm1d(4), randn(2, 4, 5)),
     "batch_norm_2d": (lambda: nn.BatchNorm2d(4), randn(2, 4, *SIX)),
-    "batch_norm_3d": (lambda: nn.BatchNorm3d(4), randn(2, 4, 2, 3, 2)),
     "embedding": (lambda: nn.Embedding(5, 3), tokens(2, 4)),
     "embedding_vector": (lambda: nn.Embedding(5, 3), tokens(2)),
     "embedding_padding": (lambda: nn.Embedding(5, 3, padding_idx=1), tokens(2, 2, 2)),
@@ -174,10 +151,14 @@ def subsets(layer: nn.Module) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_push_pull_and_rows_are_those_of_autograd(name: str) -> None:
-    """Row by row: forward mode does not exist for every layer, and is wrong for padding."""
+def test_products_rows_and_sides_are_those_of_autograd(name: str) -> None:
+    """Row by row: forward mode does not exist for every layer, and is wrong for padding.
+
+    Rows are sums of outer products of two sides over the positions, where the layer multiplies by a matrix.
+    """
     layer, inputs, output = build(name)
     rule = the_rule(layer)
+    assert rule_for(layer) is rule
     kept = rule.keep(layer, *inputs)
     J = jacobians(layer, output)
     s = torch.randn(len(output), K, *output.shape[1:], dtype=output.dtype)
@@ -187,44 +168,13 @@ def test_push_pull_and_rows_are_those_of_autograd(name: str) -> None:
         close(rule.push(layer, kept, tangents), expected.view_as(s))
         rows, pulled = rule.rows(layer, kept, s, names), rule.pull(layer, kept, s, names)
         assert set(rows) == set(pulled) == set(names)
+        left = rule.left(layer, kept, s, names)
+        assert (left is None) is (without_matrices(name) or "weight" not in names)
+        sides = {} if left is None else outer(layer, left, rule.right(layer, kept, names), names)
         for local in names:
             close(rows[local], torch.einsum("nko,no...->nk...", s.flatten(2), J[local]))
             close(pulled[local], rows[local].sum(0))
-
-
-@pytest.mark.parametrize("name", [name for name in LAYERS if not without_matrices(name)])
-def test_rows_are_sums_of_outer_products_over_the_positions(name: str) -> None:
-    layer, inputs, output = build(name)
-    rule = the_rule(layer)
-    kept = rule.keep(layer, *inputs)
-    s = torch.randn(len(output), K, *output.shape[1:], dtype=output.dtype)
-    for names in subsets(layer):
-        left = rule.left(layer, kept, s, names)
-        assert (left is None) is ("weight" not in names)
-        if left is not None:
-            right = rule.right(layer, kept, names)
-            rows, expected = outer(layer, left, right, names), rule.rows(layer, kept, s, names)
-            for local in names:
-                close(rows[local], expected[local])
-
-
-def test_curvature_of_a_convolution_that_was_changed_is_that_of_one_made_so() -> None:
-    """Products, diagonal and KFAC ended in errors of shapes: they read the padding of the constructor."""
-    found = []
-    data = torch.randn(6, 2, 7, 7, generator=torch.Generator().manual_seed(0)).double(), torch.arange(6) % 3
-    layers = [
-        nn.Conv2d(2, 3, 3, dilation=2, padding=2, stride=2),
-        changed(nn.Conv2d(2, 3, 3), dilation=(2, 2), padding=(2, 2), stride=2),
-    ]
-    for layer in layers:
-        torch.manual_seed(0)
-        layer.reset_parameters()
-        model = nn.Sequential(layer, nn.Tanh(), nn.Flatten()).double()
-        lin = co.linearize(model.append(nn.Linear(48, 3).double()), data, "classification")
-        v = torch.linspace(-1, 1, lin.num_parameters).double()
-        found.append((co.GGN(lin) @ v, co.DiagonalGGN(lin).entries, co.KFAC(lin) @ v))
-    for actual, expected in zip(*found):
-        close(actual, expected)
+            close(sides.get(local, rows[local]), rows[local])
 
 
 def outer(layer: nn.Module, left: Tensor, right: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -238,22 +188,14 @@ def outer(layer: nn.Module, left: Tensor, right: Tensor, names: tuple[str, ...])
     return rows | ({"bias": products[..., -1].flatten(2)} if "bias" in names else {})
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if without_matrices(name)])
-def test_other_layers_have_no_matrices(name: str) -> None:
-    layer, inputs, output = build(name)
-    rule = the_rule(layer)
-    assert rule.left(layer, rule.keep(layer, *inputs), output.unsqueeze(1), ("weight", "bias")) is None
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("linear", 3 * 4),
         ("linear_positions", 5 * 3 * 4),
         ("transposed_linear_grid", 5 * 2 * 3 * 4),
-        ("conv_groups", 36 * 6 * 2 * 9),
+        ("conv_groups", 25 * 6 * 2 * 9),
         ("transposed_1d", 5 * 2 * 3 * 4),
-        ("transposed_2d_groups", 6 * 4 * 3 * 9),
+        ("transposed_2d_groups", 4 * 4 * 3 * 9),
         ("conv_3d", 2 * 2 * 6 * 4 * 6),
         ("layer_norm", 4),
         ("embedding", 4 * 3),
@@ -298,9 +240,3 @@ def _with_scale(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("what", NOT_SERVED)
 def test_no_rule_for(what: str) -> None:
     assert rule_for(NOT_SERVED[what]()) is None
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_rule_for_every_layer_of_the_table(name: str) -> None:
-    layer, _, _ = build(name)
-    assert rule_for(layer) is the_rule(layer)

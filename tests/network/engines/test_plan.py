@@ -14,7 +14,7 @@ from curvops.network.engines.plan import CPU, GPU, Plan, Rates
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
 from tests.network.products import PLENTY, columns, push, walk
-from tests.zoo import ZOO, reference
+from tests.zoo import reference
 from tests.zoo_modules import Wired
 
 
@@ -69,22 +69,24 @@ def test_the_bytes_announced_are_those_kept(name: str, kind: str) -> None:
 
 
 def test_a_single_product_streams_and_many_do_not() -> None:
-    plan = wide(10)
+    """The second product builds what eight more pay for; outputs alone are no product."""
+    plan, many_outputs = wide(10), wide(1000)
     assert plan.choose("streamed", {}, 1, 100, PLENTY) == "streamed"
     assert plan.choose("streamed", {1: 1000}, 1, 100, PLENTY) == "layerwise"
     assert plan.choose("streamed", {}, 1000, 100, PLENTY) == "layerwise"
-
-
-def test_who_asks_twice_is_taken_for_a_solver() -> None:
-    """The second product builds what eight more pay for; outputs alone are no product."""
-    plan = wide(10)
     assert plan.choose("streamed", {1: 1}, 1, 10**6, 10**12) == "layerwise"
     assert plan.choose("streamed", {1: 0}, 1, 10**6, 10**12) == "streamed"
-    assert wide(1000).choose("streamed", {1: 1}, 1, 10**6, 10**12) == "recorded"
+    # δ costs C backward passes and C numbers per unit
+    assert many_outputs.per_vector("layerwise") > many_outputs.per_vector("recorded")
+    for asked, points in ((1, 10**6), (20, 100)):
+        assert many_outputs.choose("streamed", {1: asked}, 1, points, 10**12) == "recorded"
+    # a block shares the reading
+    assert plan.per_vector("layerwise", 16) < plan.per_vector("layerwise", 1)
+    assert plan.per_vector("streamed", 16) == plan.per_vector("streamed", 1)
 
 
-@pytest.mark.parametrize("products", [1, 8, 24])
-@pytest.mark.parametrize("num_outputs", [2, 10, 100, 1000])
+@pytest.mark.parametrize("products", [1, 24])
+@pytest.mark.parametrize("num_outputs", [2, 100, 1000])
 def test_the_choice_costs_little_more_than_the_best_engine_from_the_start(num_outputs: int, products: int) -> None:
     """By the plan's own count, on a batch so large that overheads do not count."""
     plan, points, plenty = wide(num_outputs), 10**6, 10**15
@@ -151,32 +153,23 @@ def test_on_a_half_precision_base_the_engine_that_rounds_once_serves_where_it_fi
     assert mixed.choose("streamed", {}, 1, 100, PLENTY) == "streamed"
 
 
-def test_many_outputs_are_left_to_autodiff() -> None:
-    """δ costs C backward passes and C numbers per unit."""
-    plan = wide(1000)
-    assert plan.per_vector("layerwise") > plan.per_vector("recorded")
-    assert plan.choose("streamed", {1: 20}, 1, 100, PLENTY) == "recorded"
-
-
 @pytest.fixture
 def undecided() -> Passes:
     """A network for which `recorded` is the cheaper with single vectors, and `layerwise` with blocks, were it large."""
-    outputs = next(c for c in range(10, 1000, 10) if wide(c).per_vector("layerwise") > wide(c).per_vector("recorded"))
     hidden = nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU()
-    model = nn.Sequential(*hidden, nn.Linear(300, outputs)).double()
+    model = nn.Sequential(*hidden, nn.Linear(300, 40)).double()
     passes = Passes(Model(model.eval()), [(torch.randn(2, 200).double(), None)], memory_budget=PLENTY)
     passes.engines.plan = dataclasses.replace(passes.engines.plan, rates=Rates(CPU.read, visit=0.0))
+    assert passes.plan.per_vector("layerwise") > passes.plan.per_vector("recorded")
     assert passes.plan.per_vector("layerwise", 16) < passes.plan.per_vector("recorded", 16)
     return passes
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
-def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(
-    undecided: Passes,
-) -> None:
+def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(undecided: Passes) -> None:
     """A solver's block narrows as columns converge: each width has its best engine, and none is built again for it."""
     passes, kinds = undecided, []
-    for step in range(60):
+    for step in range(20):
         push(passes, columns(passes.model.theta.numel(), (16, 1)[step // 2 % 2]))
         kinds += passes.plan.in_use
     first = kinds.index("layerwise")
@@ -208,18 +201,7 @@ def test_an_engine_can_be_forced() -> None:
     assert autodiff.candidates() == ("streamed", "recorded")
     assert layerwise.choose("streamed", {}, 1, 100, PLENTY) == "layerwise"
     assert layerwise.choose("streamed", {}, 1, 100, 0) == "streamed"
-
-
-def test_without_layers_there_is_nothing_to_force() -> None:
-    passes = walk("function_pair", "layerwise")
-    assert passes.plan.candidates() == ("streamed", "recorded")
-    assert set(passes.plan.others) == {"a", "b", "c"}
-
-
-def test_a_block_shares_the_reading() -> None:
-    plan = wide(10)
-    assert plan.per_vector("layerwise", 16) < plan.per_vector("layerwise", 1)
-    assert plan.per_vector("streamed", 16) == plan.per_vector("streamed", 1)
+    assert walk("function_pair", "layerwise").plan.candidates() == ("streamed", "recorded")
 
 
 def test_the_table_names_layers_parameters_and_engines() -> None:
@@ -234,14 +216,3 @@ def test_the_table_names_layers_parameters_and_engines() -> None:
     assert "2 batches layerwise" in text
     assert "engine='layerwise'" in text
     assert str(walk("mlp", "auto").plan).endswith("now: nothing")
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_every_parameter_is_accounted_for_once() -> None:
-    for name, network in ZOO.items():
-        if not isinstance(network.build()[0], nn.Module):
-            continue
-        passes = walk(name, "layerwise")
-        served = {key for layer in passes.plan.layers for key in layer.names.values()}
-        assert served | set(passes.plan.others) == set(passes.model.selection.names), name
-        assert not served & set(passes.plan.others), name

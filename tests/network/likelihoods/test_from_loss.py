@@ -80,11 +80,9 @@ CASES: dict[str, Case] = {
         lambda f, y: F.gaussian_nll_loss(f[:, :C], y, f[:, C:], full=True, reduction="sum"),
     ),
     "function": (quartic, (C,), False, reals(C), lambda f, y: quartic(f, y).sum()),
-    "function with an option": (coupled, (C,), False, reals(C), lambda f, y: coupled(f, y).sum()),
     "partial": (partial(coupled, scale=0.5), (C,), False, reals(C), lambda f, y: coupled(f, y, 0.5).sum()),
     "labels": (hinge, (C,), False, LABELS, lambda f, y: hinge(f, y).sum()),
     "a column": (lambda f, y: (f - y).square(), (1,), False, reals(1), lambda f, y: (f - y).square().sum()),
-    "margins": (nn.SoftMarginLoss(), (C,), False, reals(C).sign(), partial(F.soft_margin_loss, reduction="sum")),
 }
 CONVEX = sorted(CASES.keys() - {"means and variances"})
 
@@ -206,16 +204,6 @@ def test_an_option_changed_afterwards_changes_nothing() -> None:
 def divided(f: Tensor, y: Tensor) -> Tensor:
     z = (f - y).square()
     return (z / (1 + z)).sum(-1)
-
-
-def test_a_column_of_losses_is_a_loss_a_point() -> None:
-    model, data = Net(C), (normal(N, 2), reals(C))
-    column, flat = (
-        co.linearize(model, data, lambda f, y, keep=keep: (f - y).square().sum(-1, keepdim=keep))
-        for keep in (True, False)
-    )
-    assert torch.equal(column.log_likelihood(), flat.log_likelihood())
-    assert torch.equal(column.gradient(), flat.gradient())
 
 
 def test_a_loss_that_is_not_convex_or_does_not_curve_says_so() -> None:

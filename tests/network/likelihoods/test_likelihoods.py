@@ -5,7 +5,6 @@ Tests `categorical.py`, `gaussian.py`, `independent.py`, `likelihood.py`.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 
@@ -30,7 +29,6 @@ from tests.network.definitions import (
     autograd_hessians,
     binary_outcomes,
     class_outcomes,
-    dense_fisher,
     enumerated_moment,
     normal,
     require_consistent_products,
@@ -125,14 +123,11 @@ def test_monte_carlo_residuals_average_to_the_fisher(name: str, w: Tensor | None
     torch.testing.assert_close(moment, fisher(likelihood, f, y, w), **TIGHT)
 
 
-@WEIGHTS
-@pytest.mark.parametrize(
-    "name", ["categorical, both, soft", "gaussian per output", "bernoulli, both", "poisson", "heteroscedastic"]
-)
-def test_monte_carlo_residuals_have_the_fisher_as_second_moment(name: str, w: Tensor | None) -> None:
-    """4 standard errors, some 100 different entries a case: a false alarm below 6 % in all at a random seed."""
+@pytest.mark.parametrize("name", ["gaussian per output", "poisson", "heteroscedastic"])
+def test_monte_carlo_residuals_have_the_fisher_as_second_moment(name: str) -> None:
+    """4 standard errors, some 100 different entries a case: a false alarm below 2 % in all at a random seed."""
     likelihood, f, y = case(name)
-    require_sampled_moment(likelihood, f, y, w, fisher(likelihood, f, y, w))
+    require_sampled_moment(likelihood, f, y, W, fisher(likelihood, f, y, W))
 
 
 @pytest.mark.parametrize("name", ["categorical, plain", "gaussian", "bernoulli, plain", "poisson", "heteroscedastic"])
@@ -246,38 +241,12 @@ def test_the_narrow_root_keeps_its_digits_at_extreme_logits(scale: float) -> Non
     torch.testing.assert_close(torch.einsum("mnc,mnd->ncd", double, double), H, **TIGHT)
 
 
-LOSSES: dict[str, tuple[Likelihood, Callable[..., Tensor], dict, Tensor]] = {
-    **{
-        f"cross-entropy, {name}, {kind}": (Categorical(**options), F.cross_entropy, options, y)
-        for (name, options), (kind, y) in itertools.product(
-            CATEGORICALS.items(), {"labels": SOME_IGNORED, "soft": SHARES, "one-hot": ONE_HOT}.items()
-        )
-    },
-    "cross-entropy, ignoring class 2": (Categorical(ignore_index=2), F.cross_entropy, {"ignore_index": 2}, LABELS),
-    **{
-        f"events, {name}, {kind}": (Bernoulli(**options), F.binary_cross_entropy_with_logits, options, y)
-        for (name, options), (kind, y) in itertools.product(BERNOULLIS.items(), {"hard": HARD, "soft": SOFT}.items())
-    },
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_values_and_gradients_are_those_of_torchs_loss(name: str) -> None:
-    likelihood, function, options, y = LOSSES[name]
-    f = normal(N, C, scale=2.0)
-
-    def loss(g: Tensor) -> Tensor:
-        return function(g, y, reduction="sum", **options)
-
-    torch.testing.assert_close(-likelihood.log_prob(f, y).sum(), loss(f), **TIGHT)
-    torch.testing.assert_close(likelihood.residual(f, y), torch.autograd.functional.jacobian(loss, f), **TIGHT)
-    each = function(f, y, reduction="none", **options)
-    each = each.sum(-1) if each.ndim == 2 else each
-    torch.testing.assert_close(-likelihood.log_prob(f, y, W), W * each, **TIGHT)
-
-
-def test_gaussian_poisson_and_heteroscedastic_are_torchs() -> None:
+def test_values_are_those_of_torch() -> None:
     f = normal(N, C)
+    each = F.cross_entropy(f, SOME_IGNORED, WEIGHT, reduction="none")
+    torch.testing.assert_close(-Categorical(WEIGHT).log_prob(f, SOME_IGNORED, W), W * each, **TIGHT)
+    each = F.binary_cross_entropy_with_logits(f, SOFT, WEIGHT, reduction="none").sum(-1)
+    torch.testing.assert_close(-Bernoulli(WEIGHT).log_prob(f, SOFT, W), W * each, **TIGHT)
     expected = torch.distributions.Normal(f, NOISE.sqrt()).log_prob(REALS).sum(-1)
     torch.testing.assert_close(Gaussian(NOISE).log_prob(f, REALS), expected, **TIGHT)
     torch.testing.assert_close(as_likelihood(nn.MSELoss()).residual(f, REALS), 2 * (f - REALS), **TIGHT)
@@ -293,22 +262,6 @@ def test_gaussian_poisson_and_heteroscedastic_are_torchs() -> None:
     torch.testing.assert_close(-HeteroscedasticGaussian().log_prob(f, REALS[:, :2]), each.sum(-1), **TIGHT)
 
 
-def test_the_heteroscedastic_fisher_is_positive_where_the_hessian_is_not() -> None:
-    f, y = torch.zeros(1, 2).double(), torch.tensor([[2.0]]).double()
-    (hessian,) = autograd_hessians(HeteroscedasticGaussian(), f, y, None)
-    assert abs(torch.linalg.eigvalsh(hessian)[0] + 0.5616) < 1e-4
-    expected = torch.diag(torch.tensor([1.0, 0.5])).double()
-    torch.testing.assert_close(dense_fisher(HeteroscedasticGaussian(), f, y, None)[0], expected, **TIGHT)
-
-
-@WEIGHTS
-@pytest.mark.parametrize("options", CATEGORICALS.values(), ids=CATEGORICALS)
-def test_one_hot_rows_are_their_labels(options: dict, w: Tensor | None) -> None:
-    f, u, likelihood = normal(N, C), normal(N, C, seed=2), Categorical(**options)
-    for soft, hard in zip(products(likelihood, f, u, ONE_HOT, w), products(likelihood, f, u, LABELS, w)):
-        torch.testing.assert_close(soft, hard, **TIGHT)
-
-
 @pytest.mark.parametrize("options", CATEGORICALS.values(), ids=CATEGORICALS)
 def test_points_count_where_their_curvature_is_not_zero(options: dict) -> None:
     expected = torch.ones(N, dtype=torch.bool)
@@ -317,17 +270,6 @@ def test_points_count_where_their_curvature_is_not_zero(options: dict) -> None:
     for y in (ONE_HOT, LABELS):
         assert torch.equal(Categorical(**options).counted(y), expected)
         assert torch.equal(Categorical(**options).counted(y, W), expected & (W != 0))
-
-
-def test_cross_entropy_of_log_probabilities_is_that_of_logits() -> None:
-    """What the remedy for NLLLoss says, of value, gradient and curvature pulled back to the logits."""
-    f, likelihood = normal(N, C), as_likelihood(nn.CrossEntropyLoss())
-    log_p, J = f.log_softmax(-1), torch.func.vmap(torch.func.jacrev(lambda g: g.log_softmax(-1)))(f)
-    torch.testing.assert_close(likelihood.log_prob(log_p, LABELS), likelihood.log_prob(f, LABELS), **TIGHT)
-    pulled = (J.mT @ likelihood.residual(log_p, LABELS).unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(pulled, likelihood.residual(f, LABELS), **TIGHT)
-    pulled = J.mT @ dense_fisher(likelihood, log_p, LABELS, None) @ J
-    torch.testing.assert_close(pulled, dense_fisher(likelihood, f, LABELS, None), **TIGHT)
 
 
 def test_products_work_under_functional_transforms() -> None:
@@ -342,14 +284,11 @@ def test_products_work_under_functional_transforms() -> None:
         ("classification", Categorical()),
         ("regression", Gaussian()),
         (Gaussian(3.0), Gaussian(3.0)),
-        (nn.MSELoss(), Gaussian(0.5)),
         (nn.MSELoss(reduction="sum"), Gaussian(0.5)),
-        (nn.CrossEntropyLoss(), Categorical()),
         (
             nn.CrossEntropyLoss(WEIGHT, ignore_index=1, label_smoothing=0.1, reduction="none"),
             Categorical(WEIGHT, ignore_index=1, label_smoothing=0.1),
         ),
-        (nn.BCEWithLogitsLoss(), Bernoulli()),
         (nn.BCEWithLogitsLoss(weight=WEIGHT, pos_weight=POSITIVE, reduction="mean"), Bernoulli(WEIGHT, POSITIVE)),
         (nn.PoissonNLLLoss(), Poisson()),
     ],
@@ -391,6 +330,8 @@ def test_what_does_not_fit_is_refused(message: str) -> None:
 
 
 def test_to_moves_tensors_and_keeps_gradients() -> None:
+    given = np.array([0.5, 2.0], dtype=np.float32)
+    assert np.array_equal(Gaussian(given).noise.numpy(), given)
     noise = torch.tensor(2.0, requires_grad=True)
     moved = Gaussian(noise).to("cpu", torch.float64)
     assert moved.hyperparameters[0].dtype == torch.float64
@@ -400,9 +341,3 @@ def test_to_moves_tensors_and_keeps_gradients() -> None:
     narrow = likelihood.to("cpu", torch.float32)
     assert narrow.weight.dtype == narrow.pos_weight.dtype == torch.float32 and likelihood.weight is WEIGHT
     assert narrow.hessian_product(torch.zeros(N, C), torch.ones(N, C), HARD).dtype == torch.float32
-
-
-def test_a_noise_may_be_an_array() -> None:
-    for given in (np.array(0.5), np.array([0.5, 2.0], dtype=np.float32)):
-        noise = Gaussian(given).noise
-        assert np.array_equal(noise.numpy(), given) and noise.numpy().dtype == given.dtype

@@ -58,11 +58,9 @@ CE, BCE = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss
 # name: (loss, shape of a point's outputs, targets)
 CASES: dict[str, tuple[nn.Module, tuple[int, ...], Tensor]] = {
     "classes": (CE(), (C,), labels()),
-    "as many positions as classes": (CE(), (C, T), labels(T)),
     "more positions": (CE(), (C, 4), labels(4)),
     "one position": (CE(), (C, 1), labels(1)),
     "images": (CE(), (C, 3, 2), labels(3, 2)),
-    "volumes": (CE(), (C, 2, 1, 2), labels(2, 1, 2)),
     "ignored": (CE(), (C, T), labels(T, ignored=True)),
     "an ignored class": (CE(ignore_index=1), (C, 2, 2), labels(2, 2)),
     "int32": (CE(), (C, T), labels(T).int()),
@@ -70,24 +68,18 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...], Tensor]] = {
     "smoothing": (CE(label_smoothing=0.2), (C, 2, 2), labels(2, 2)),
     "all options": (CE(W, ignore_index=-100, label_smoothing=0.3), (C, T), labels(T, ignored=True)),
     "probabilities": (CE(), (C,), soft(C)),
-    "probabilities of positions": (CE(), (C, T), soft(C, T)),
     "probabilities of pixels": (CE(W, label_smoothing=0.3), (C, 2, 2), soft(C, 2, 2)),
     "events": (BCE(), (C,), events(C)),
-    "one event": (BCE(), (1,), events(1)),
     "numbers": (BCE(), (), events()),
     "boolean": (BCE(), (C,), events(C).bool()),
-    "events of positions": (BCE(), (T, C), events(T, C)),
     "soft events": (BCE(), (2, 2, C), events(2, 2, C) * 0.9),
     "pos_weight": (BCE(pos_weight=W), (T, C), events(T, C)),
     "a scalar weight": (BCE(weight=torch.tensor(0.3)), (C,), events(C)),
     "one weight": (BCE(weight=torch.tensor([0.3]), pos_weight=torch.tensor([2.0])), (), events()),
     "weights of channels": (BCE(W[:, None, None], pos_weight=W.flip(0)[:, None, None]), (C, 2, 2), events(C, 2, 2)),
     "weights with a batch dimension": (BCE(W[None, :, None]), (C, 2), events(C, 2)),
-    "weights of all": (BCE(pos_weight=W * torch.tensor([[1.0], [3.0]])), (2, C), events(2, C)),
     "both": (BCE(W, pos_weight=W[:, None] * torch.ones(C)), (C, C), events(C, C)),
     "squares": (nn.MSELoss(), (C,), reals(C)),
-    "squares of numbers": (nn.MSELoss(), (), reals()),
-    "squares of positions": (nn.MSELoss(), (T, C), reals(T, C)),
     "squares of images": (nn.MSELoss(), (C, 2, 2), reals(C, 2, 2)),
     "counts": (nn.PoissonNLLLoss(), (C,), counts(C)),
     "counts of numbers": (nn.PoissonNLLLoss(full=True), (), counts().long()),
@@ -134,7 +126,7 @@ def test_value_gradient_and_curvature_are_torchs(case: str) -> None:
     torch.testing.assert_close(co.DiagonalGGN(lin).diagonal(), hessian.diagonal(), **TIGHT)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("kind", [CE, BCE, nn.MSELoss, nn.PoissonNLLLoss])
 def test_the_reduction_is_not_used(kind: Any, reduction: str) -> None:
     """Likelihoods are sums: the same for all three."""
@@ -142,18 +134,6 @@ def test_the_reduction_is_not_used(kind: Any, reduction: str) -> None:
     model = Shaped(C).double()
     expected = co.linearize(model, (x, y), kind()).gradient()
     torch.testing.assert_close(co.linearize(model, (x, y), kind(reduction=reduction)).gradient(), expected, **TIGHT)
-
-
-def test_a_mean_loss_is_the_likelihood_over_what_it_averages() -> None:
-    """As the documentation says: entries for elementwise losses, and the targets' weights for classes."""
-    x, model = normal(N, 2), Shaped(C, T).double()
-    with torch.no_grad():
-        f = model(x)
-    y = labels(T, ignored=True)
-    lin = co.linearize(model, (x, y), CE(W))
-    torch.testing.assert_close(-lin.log_likelihood() / W[y[y >= 0]].sum(), CE(W)(f, y), **TIGHT)
-    lin = co.linearize(model, (x, events(C, T)), BCE())
-    torch.testing.assert_close(-lin.log_likelihood() / f.numel(), BCE()(f, events(C, T)), **TIGHT)
 
 
 def test_classes_are_where_the_likelihood_says() -> None:
@@ -188,21 +168,15 @@ def test_pixels_are_positions() -> None:
 # (shape of a point's outputs, shape of the noise, what it multiplies: the noise reshaped to broadcast over the outputs)
 PLACES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = [
     ((3,), (3,), (3,)),
-    ((3,), (1, 3), (3,)),
     ((3,), (3, 1), None),
-    ((5, 3), (3,), (3,)),
     ((3, 5), (3,), (3, 1)),
     ((3, 3), (3,), None),
     ((3, 3), (3, 1), (3, 1)),
-    ((3, 3), (1, 3), (1, 3)),
     ((3, 4, 5), (3,), (3, 1, 1)),
     ((3, 4, 5), (5,), (5,)),
     ((3, 4, 5), (4,), None),
-    ((3, 4, 5), (7,), None),
-    ((3, 4, 5), (3, 1), None),
     ((3, 4, 5), (3, 1, 1), (3, 1, 1)),
     ((3, 4, 3), (3,), None),
-    ((3, 4, 3), (3, 1, 1), (3, 1, 1)),
     ((3, 4, 3), (1, 1, 3), (3,)),
     ((3, 1, 1), (3,), (3, 1, 1)),
     ((1, 4, 5), (1,), (1,)),
@@ -237,21 +211,13 @@ def test_a_noise_for_each_output_goes_with_the_models_outputs(
     torch.testing.assert_close(co.GGN(lin).to_dense().detach(), -hessian, **TIGHT)
 
 
-class Focal(nn.CrossEntropyLoss):
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        p = input.softmax(1).gather(1, target.unsqueeze(1))
-        return -((1 - p) ** 2 * p.log()).sum()
-
-
 class Renamed(nn.MSELoss):
     pass
 
 
 def test_a_subclass_is_taken_for_what_it_computes() -> None:
-    x, model = normal(N, 2), Shaped(C).double()
-    with pytest.raises(ValueError, match=r"Focal\(\) is not that of .* not a plain torch.nn.CrossEntropyLoss. Pass"):
-        co.linearize(model, (x, labels()), Focal())
-    assert isinstance(co.linearize(model, (x, reals(C)), Renamed()).likelihood, co.likelihoods.Gaussian)
+    lin = co.linearize(Shaped(C).double(), (normal(N, 2), reals(C)), Renamed())
+    assert isinstance(lin.likelihood, co.likelihoods.Gaussian)
 
 
 class Doubled(nn.CrossEntropyLoss):
@@ -272,7 +238,7 @@ class Halved(nn.MSELoss):
 CLASSES = torch.arange(6) % C
 HIT = F.one_hot(CLASSES, C).double()
 # name: outputs of six points, from zero to far beyond where a softmax rounds to a unit vector
-OUTPUTS = {f"{gap} ahead": gap * HIT + normal(6, C, scale=0.1) for gap in (6, 12, 14, 17, 25, 40, 88, 200, 1000)}
+OUTPUTS = {f"{gap} ahead": gap * HIT + normal(6, C, scale=0.1) for gap in (6, 14, 17, 40, 88, 1000)}
 OUTPUTS |= {"zero": 0 * HIT, "tiny": normal(6, C, scale=1e-8), "ordinary": normal(6, C), "wrong": -300 * HIT}
 OUTPUTS |= {"huge": normal(6, C, scale=1e6)}
 SOFTMAX = co.likelihoods.Categorical()
@@ -315,17 +281,16 @@ def test_rounding_refuses_no_loss(loss: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("loss", WRONG)
-def test_a_wrong_loss_is_refused_at_any_outputs(loss: str, outputs: str, dtype: torch.dtype) -> None:
+def test_a_wrong_loss_is_refused_at_any_outputs(loss: str, dtype: torch.dtype) -> None:
     given, targets = WRONG[loss]
-    with pytest.raises(ValueError, match="is not that of"):
-        with_outputs(OUTPUTS[outputs], targets, given, dtype)
+    for outputs in OUTPUTS.values():
+        with pytest.raises(ValueError, match=r"is not that of .* not a plain torch.nn..*Loss. Pass"):
+            with_outputs(outputs, targets, given, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
-@pytest.mark.parametrize("gap", [1, 6, 17, 30, 60, 200])
+@pytest.mark.parametrize(("gap", "activation"), [(6, nn.Tanh), (17, nn.Tanh), (30, nn.ReLU), (200, nn.Tanh)])
 def test_rounding_refuses_no_hessian(gap: int, activation: type[nn.Module], dtype: torch.dtype) -> None:
     """Of a network so confident that its gradient, and so its second derivatives, are rounding errors."""
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +74,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "keywords of a UserDict": (Keywords, mapping(UserDict)),
     "keywords of an encoding": (Optional, mapping(BatchEncoding)),
     "whole": (Whole, mapping(dict)),
-    "whole OrderedDict": (Whole, mapping(OrderedDict)),
     "whole UserDict": (WholeOfItsType, mapping(UserDict)),
     "whole encoding": (WholeOfItsType, mapping(BatchEncoding)),
     "sequential": (lambda: nn.Sequential(Whole()), mapping(dict)),

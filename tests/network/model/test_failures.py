@@ -83,8 +83,11 @@ class Packed(nn.Module):
         return self.head(self.rnn(packed)[1][-1])
 
 
-@pytest.mark.parametrize("call", ["gradient", "product", "predict"])
-@pytest.mark.parametrize("what", ["lengths out of order", "a token beyond the table"])
+LATER = [("lengths out of order", "gradient"), ("a token beyond the table", "product")]
+LATER += [("lengths out of order", "predict")]
+
+
+@pytest.mark.parametrize(("what", "call"), LATER)
 def test_values_of_later_points_say_what_to_do(what: str, call: str) -> None:
     """The first two points show nothing, and no shape is new."""
     if what == "lengths out of order":
@@ -108,11 +111,6 @@ def test_values_of_later_points_say_what_to_do(what: str, call: str) -> None:
 
 DISTRIBUTIONS: dict[str, tuple[Any, Tensor, str]] = {
     "labels": (lambda f: distributions.Categorical(logits=f), Y + 5, "cannot score targets of torch.int64"),
-    "scale": (
-        lambda f: distributions.Normal(f, f),
-        Y,
-        "could not make a distribution",
-    ),
     "bug": (lambda f: distributions.Normal(f[:, 7], 1), Y, "could not make a distribution.*out of bounds"),
 }
 
@@ -156,31 +154,12 @@ def test_a_likelihood_without_curvature_warns() -> None:
     assert (co.GGN(lin, mc_samples=1) @ torch.ones(lin.num_parameters) == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "likelihood"),
-    [
-        (X, Y, "classification"),
-        (1e6 * X, Y, "classification"),
-        (1e6 * X, (torch.ones(7, 3) > 0), co.likelihoods.Bernoulli()),
-        (X, torch.zeros(7, 3), "regression"),
-        (X, torch.full((7,), -100).index_fill(0, torch.tensor([6]), 1), "classification"),
-        (X, torch.zeros(7, 3), lambda f: distributions.Laplace(f, 1.0)),
-        (X, torch.ones(7, 3), lambda f: distributions.Poisson(f.exp())),
-    ],
-    ids=["classes", "saturated", "saturated events", "squares", "ignored at first", "kink", "counts"],
-)
-def test_likelihoods_with_curvature_do_not_warn(x: Tensor, y: Tensor, likelihood: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", co.errors.NoCurvatureWarning)
-        co.linearize(nn.Linear(4, 3), (x, y), likelihood)
-
-
 def ended_by(last: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(net(), last)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("last", "words"),
     [(nn.Softmax(-1), "probabilities: each row is at least 0.*softmax"), (nn.LogSoftmax(-1), "log-probabilities")],
@@ -200,24 +179,35 @@ nn.init.zeros_(HEAD.weight)
 HEAD.bias.data = torch.tensor([0.2, 0.3, 0.5]).log()
 
 
-@pytest.mark.parametrize(
-    ("model", "y", "likelihood"),
-    [
-        (net(), Y, "classification"),
-        (HEAD, Y, "classification"),
-        (ended_by(nn.Sigmoid()), Y, "classification"),
-        (ended_by(nn.Softmax(-1)), X[:, :3], "regression"),
-        (ended_by(nn.Softmax(-1)), Y, lambda p: distributions.Categorical(probs=p)),
-        (nn.Sequential(net(), nn.Softmax(-1), nn.Linear(3, 3)), Y, "classification"),
-    ],
-    ids=["logits", "class frequencies", "sigmoid", "regression", "their own distribution", "inside"],
-)
-def test_logits_and_other_likelihoods_do_not_warn_of_probabilities(
-    model: nn.Module, y: Tensor, likelihood: Any
-) -> None:
+QUIET: dict[str, tuple[nn.Module, Tensor, Tensor, Any]] = {
+    "saturated": (nn.Linear(4, 3), 1e6 * X, Y, "classification"),
+    "saturated events": (nn.Linear(4, 3), 1e6 * X, torch.ones(7, 3) > 0, co.likelihoods.Bernoulli()),
+    "squares": (nn.Linear(4, 3), X, torch.zeros(7, 3), "regression"),
+    "ignored at first": (nn.Linear(4, 3), X, torch.tensor([-100] * 6 + [1]), "classification"),
+    "kink": (nn.Linear(4, 3), X, torch.zeros(7, 3), lambda f: distributions.Laplace(f, 1.0)),
+    "counts": (nn.Linear(4, 3), X, torch.ones(7, 3), lambda f: distributions.Poisson(f.exp())),
+    "logits": (net(), X, Y, "classification"),
+    "class frequencies": (HEAD, X, Y, "classification"),
+    "sigmoid": (ended_by(nn.Sigmoid()), X, Y, "classification"),
+    "regression": (ended_by(nn.Softmax(-1)), X, X[:, :3], "regression"),
+    "their own": (ended_by(nn.Softmax(-1)), X, Y, lambda p: distributions.Categorical(probs=p)),
+    "inside": (nn.Sequential(net(), nn.Softmax(-1), nn.Linear(3, 3)), X, Y, "classification"),
+    "sigmoid inside": (
+        nn.Sequential(net(), nn.Sigmoid(), nn.Linear(3, 3)),
+        X,
+        (X[:, :3] > 0).float(),
+        co.likelihoods.Bernoulli(),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", QUIET)
+def test_curvature_and_logits_do_not_warn(what: str) -> None:
+    model, x, y, likelihood = QUIET[what]
     with warnings.catch_warnings():
+        warnings.simplefilter("error", co.errors.NoCurvatureWarning)
         warnings.simplefilter("error", co.errors.NotLogitsWarning)
-        co.linearize(model, (X, y), likelihood)
+        co.linearize(model, (x, y), likelihood)
 
 
 def test_a_sigmoid_at_the_end_warns_where_one_more_is_taken() -> None:
@@ -225,9 +215,6 @@ def test_a_sigmoid_at_the_end_warns_where_one_more_is_taken() -> None:
     for likelihood in (co.likelihoods.Bernoulli(), nn.BCEWithLogitsLoss()):
         with pytest.warns(co.errors.NotLogitsWarning, match="ends with a sigmoid.*last sigmoid"):
             co.linearize(nn.Sequential(net(), nn.Sequential(nn.Sigmoid())), (X, events), likelihood)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", co.errors.NotLogitsWarning)
-        co.linearize(nn.Sequential(net(), nn.Sigmoid(), nn.Linear(3, 3)), (X, events), co.likelihoods.Bernoulli())
 
 
 def test_a_sampler_warns_of_probabilities_too() -> None:

@@ -43,37 +43,6 @@ def test_a_model_trained_further_changes_nothing(name: str) -> None:
     assert torch.equal(network.theta, theta)
 
 
-def test_a_model_put_into_train_mode_changes_nothing_and_stays_in_it() -> None:
-    model, inputs = ZOO["resnet_batchnorm"].build()
-    model.head = nn.Sequential(model.head, nn.Dropout(0.5)).eval()
-    network = Model(model)
-    before = outputs(network, inputs)
-    model.train()
-    statistics = model.norm1.running_mean.clone()
-    assert torch.equal(outputs(network, inputs), before)
-    assert all(part.training for part in model.modules())
-    assert torch.equal(model.norm1.running_mean, statistics)
-
-
-def test_modes_are_restored_after_an_exception() -> None:
-    class Failing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.drop = nn.Linear(2, 2), nn.Dropout()
-
-        def forward(self, x: Tensor) -> Tensor:
-            raise RuntimeError("no more")
-
-    model = Failing().eval()
-    network, weight = Model(model), model.fc.weight
-    model.train()
-    with pytest.raises(RuntimeError, match="no more"):
-        outputs(network, torch.zeros(1, 2))
-    assert model.training
-    assert model.drop.training
-    assert model.fc.weight is weight
-
-
 def test_frozen_parameters_are_left_out_unless_named() -> None:
     model, _ = ZOO["bfloat16_base"].build()
     assert "base.weight" not in Model(model).selection.names
@@ -105,13 +74,6 @@ def test_outputs_of_a_frozen_half_precision_head_have_the_dtype_of_the_parameter
             return self.head(self.fc(x).bfloat16())
 
     assert outputs(Model(Head().eval()), torch.zeros(2, 4)).dtype == torch.float32
-
-
-def test_buffers_that_a_forward_pass_writes_are_the_snapshots() -> None:
-    model, inputs = ZOO["counting_calls"].build()
-    network = Model(model)
-    outputs(network, inputs)
-    assert model.calls == 0
 
 
 def test_a_cast_model_leaves_the_first_as_it_is() -> None:

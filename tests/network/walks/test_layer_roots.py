@@ -10,11 +10,9 @@ from tests.zoo import reference
 NETWORKS = [
     "mlp",
     "cnn",
-    "linear_twice",
     "shared_parameter",
     "dead_branch",
     "own_parameters",
-    "weight_norm",
     "function_pair",
     "flattened_positions",
     "embedding_padding",
