@@ -125,7 +125,7 @@ def laplace(
     if prior_precision is None:
         post = choose_prior(post, validation)
     if check_mode:
-        warn_of_noise(post.lin)
+        warn_of_noise(lin)
     return checked_posterior(post, check_mode)
 
 

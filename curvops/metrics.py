@@ -366,14 +366,18 @@ def _check(probabilities: Tensor, labels: Tensor, some: bool = True) -> None:
 def _check_shapes(values: Tensor, labels: Tensor, some: bool = True) -> None:
     check_tensor("values", values)
     check_tensor("labels", labels)
+    binary = "; for the probabilities q (N, 1) of label 1, pass torch.cat([1 - q, q], 1) and whole labels (N,)"
+    remedy = binary if values.ndim == 2 and values.shape[1] == 1 else ""
     if values.ndim != 2 or labels.shape != values.shape[:1]:
-        raise ValueError(f"expected (N, C) values and (N,) labels, not {tuple(values.shape)} and {tuple(labels.shape)}")
+        given = f"{tuple(values.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"expected (N, C) values and (N,) labels, not {given}{remedy}")
     if some and labels.numel() == 0:
         raise ValueError("no data: a score of zero points is undefined")
     if labels.is_floating_point():
-        raise ValueError(f"labels must be integers, not {labels.dtype}")
+        raise ValueError(f"labels must be integers, not {labels.dtype}{remedy}")
     if labels.numel() and (labels.min() < 0 or labels.max() >= values.shape[1]):
-        raise ValueError(f"labels must lie in 0..{values.shape[1] - 1}, not {int(labels.min())}..{int(labels.max())}")
+        span = f"{int(labels.min())}..{int(labels.max())}"
+        raise ValueError(f"labels must lie in 0..{values.shape[1] - 1}, not {span}{remedy}")
 
 
 def _check_probabilities(p: Tensor) -> None:

@@ -220,7 +220,7 @@ def check_noise_scales(post: Laplace) -> None:
     if post.cache.power != 1:
         raise ValueError("the noise of a tempered likelihood cannot be tuned: pass the curvature itself.")
     curvature = post.curvature
-    if not isinstance(curvature, UserOperator) or curvature.asked is None:
+    if not isinstance(curvature, UserOperator) or curvature.arguments is None:
         raise ValueError(f"this {type(curvature).__name__} cannot be built at another noise: use co.GGN, co.KFAC, …")
-    if isinstance(curvature, EmpiricalFisher) or curvature.asked.get("fisher") == "empirical":
+    if isinstance(curvature, EmpiricalFisher) or curvature.arguments.get("fisher") == "empirical":
         raise ValueError("an empirical Fisher is not proportional to 1 / noise: use co.GGN, or fisher='exact'.")

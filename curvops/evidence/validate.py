@@ -105,8 +105,8 @@ def validate(
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
     if y is None:
         x, y = _held_out_data(x, post)
-    data, inputs, given = post.lin.data, post.lin.model.calls.read(x), targets_of(y)
-    if post.lin.ranks is None and given is not None and not max(sizes_of(given)):
+    data, inputs, labels = post.lin.data, post.lin.model.calls.read(x), targets_of(y)
+    if post.lin.ranks is None and labels is not None and not max(sizes_of(labels)):
         raise ValueError("the held-out data hold no points.")
     if isinstance(data, Batches) and post.lin.ranks is None and data.are(inputs, y):
         raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")

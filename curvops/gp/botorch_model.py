@@ -133,14 +133,14 @@ class LaplaceModel(Model, FantasizeMixin):
     ) -> MultivariateNormal:
         mean, covariance = self._condition(self._transformed(X))
         q, C = mean.shape[-2:]
-        asked = range(self.num_outputs) if output_indices is None else output_indices
-        chosen = [self._outputs[i] for i in asked]
+        positions = range(self.num_outputs) if output_indices is None else output_indices
+        chosen = [self._outputs[i] for i in positions]
         if chosen != list(range(C)):
             by_output = covariance.unflatten(-1, (q, C)).unflatten(-3, (q, C))
             covariance = by_output[..., chosen, :, :][..., chosen].flatten(-2).flatten(-3, -2)
             mean = mean[..., chosen]
         if observation_noise is not False:
-            noise = self._noise("observation_noise", observation_noise, mean, q)[..., list(asked)]
+            noise = self._noise("observation_noise", observation_noise, mean, q)[..., list(positions)]
             covariance = covariance + noise.expand(mean.shape).flatten(-2).diag_embed()
         if mean.shape[-1] == 1:
             return Normal(mean.squeeze(-1).to(X), Dense(covariance.to(X), psd=True))

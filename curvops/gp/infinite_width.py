@@ -155,15 +155,15 @@ class InfiniteWidthKernel(OperatorKernel):
             variance.expand(layers)[..., None, None].unbind(-3)
             for variance in (self.weight_variance, self.bias_variance)
         )
-        of = _first_layer(x1, x2, weights[0], biases[0], diag, self.activation == "relu")
-        expectations, tangent = ACTIVATIONS[self.activation], of.c
+        cov = _first_layer(x1, x2, weights[0], biases[0], diag, self.activation == "relu")
+        expectations, tangent = ACTIVATIONS[self.activation], cov.c
         for weight, bias in zip(weights[1:], biases[1:]):
-            expected = expectations(of)
-            a, b = (weight * expectations(_with_itself(variance)).product for variance in (of.a, of.b))
+            expected = expectations(cov)
+            a, b = (weight * expectations(_with_itself(variance)).product for variance in (cov.a, cov.b))
             c = weight * expected.product + bias
-            r = of.r if expected.gap is None else _next_distance(a, b, bias, expected.gap)
-            of, tangent = Covariance(a + bias, b + bias, c, r), c + weight * expected.slope * tangent
-        entries = tangent if self.kind == "ntk" else of.c
+            r = cov.r if expected.gap is None else _next_distance(a, b, bias, expected.gap)
+            cov, tangent = Covariance(a + bias, b + bias, c, r), c + weight * expected.slope * tangent
+        entries = tangent if self.kind == "ntk" else cov.c
         return entries.squeeze(-1) if diag else Dense(entries, psd=x1.shape == x2.shape and torch.equal(x1, x2))
 
 
@@ -230,12 +230,12 @@ class Expectations(NamedTuple):
     gap: Tensor | None = None
 
 
-def identity(of: Covariance) -> Expectations:
+def identity(cov: Covariance) -> Expectations:
     """Return the expectations for φ(u) = u, the products of a linear network."""
-    return Expectations(of.c, torch.ones_like(of.c))
+    return Expectations(cov.c, torch.ones_like(cov.c))
 
 
-def relu(of: Covariance) -> Expectations:
+def relu(cov: Covariance) -> Expectations:
     """Return the expectations for φ(u) = max(u, 0): √(ab)(sin θ + (π − θ) cos θ)/2π and (π − θ)/2π, cos θ = c/√(ab).
 
     The angle θ = 2 arcsin(r/2) keeps all its digits when points nearly coincide. There E[φ'φ'] has a kink, like
@@ -243,27 +243,27 @@ def relu(of: Covariance) -> Expectations:
 
     Source: Cho and Saul 2009, the arc-cosine kernels of order 1 and 0; Kahan 2006 for the angle.
     """
-    same = 64 * torch.finfo(of.r.dtype).eps  # closer directions count as equal: their difference has no direction
-    r = of.r.masked_fill(of.r <= same, 0)
+    same = 64 * torch.finfo(cov.r.dtype).eps  # closer directions count as equal: their difference has no direction
+    r = cov.r.masked_fill(cov.r <= same, 0)
     half = root((1 - r * r / 4).masked_fill(r * r >= 4 * (1 - same), 0))  # cos(θ/2)
     theta, sine, cosine = 2 * torch.atan2(r / 2, half), r * half, 1 - r * r / 2
-    product = root(of.a) * root(of.b) * (sine + (math.pi - theta) * cosine) / (2 * math.pi)
+    product = root(cov.a) * root(cov.b) * (sine + (math.pi - theta) * cosine) / (2 * math.pi)
     gap = r * r / 2 - (sine - theta * cosine) / math.pi
     return Expectations(product, (math.pi - theta) / (2 * math.pi), gap)
 
 
-def erf(of: Covariance) -> Expectations:
+def erf(cov: Covariance) -> Expectations:
     """Return the expectations for φ(u) = erf(u).
 
     They are (2/π) arcsin(2c/√((1+2a)(1+2b))) and (4/π)/√((1+2a)(1+2b) − 4c²).
 
     Source: Williams 1998, equation 11; the second is its derivative in c.
     """
-    width = (1 + 2 * (of.a + of.b) + 4 * _determinant(of)).sqrt()
-    return Expectations(2 / math.pi * torch.atan2(2 * of.c, width), 4 / math.pi / width)
+    width = (1 + 2 * (cov.a + cov.b) + 4 * _determinant(cov)).sqrt()
+    return Expectations(2 / math.pi * torch.atan2(2 * cov.c, width), 4 / math.pi / width)
 
 
-def gelu(of: Covariance) -> Expectations:
+def gelu(cov: Covariance) -> Expectations:
     """Return the expectations for φ(u) = u Φ(u), Φ the normal distribution function.
 
     With Δ = (1+a)(1+b) − c² and the density D = 1/(2π√Δ), E[φφ] = c P + D (ab − c² + c²/(1+a) + c²/(1+b)) and
@@ -272,8 +272,8 @@ def gelu(of: Covariance) -> Expectations:
 
     Source: Tsuchida, Pearce, van der Heide, Roosta and Gallagher 2021; here by integration by parts.
     """
-    a, b, c, _ = of
-    determinant = _determinant(of)
+    a, b, c, _ = cov
+    determinant = _determinant(cov)
     delta = 1 + (a + b) + determinant
     density, shares = 1 / (2 * math.pi * delta.sqrt()), 1 / (1 + a) + 1 / (1 + b)
     below = 0.25 + torch.atan2(c, delta.sqrt()) / (2 * math.pi)
@@ -295,6 +295,6 @@ def root(x: Tensor) -> Tensor:
     return x.masked_fill(none, 1).sqrt().masked_fill(none, 0)
 
 
-def _determinant(of: Covariance) -> Tensor:
+def _determinant(cov: Covariance) -> Tensor:
     """Return ab − c², clamped if rounding makes it negative (u and v nearly coincide)."""
-    return (of.a * of.b - of.c * of.c).clamp(min=0)
+    return (cov.a * cov.b - cov.c * cov.c).clamp(min=0)

@@ -49,8 +49,8 @@ def record_of_operator(operator: LinearOperator, lin: Linearization, what: str =
     """Return the record of an operator on the parameters of `lin`; raise ValueError, with the remedy, without one."""
     operator = operator.settled() if isinstance(operator, ScaledByNoise) else operator
     record = _record(operator, lin, what)
-    if isinstance(operator, UserOperator) and operator.asked is not None:
-        record["asked"] = {key: record_of_value(value, lin, what) for key, value in operator.asked.items()}
+    if isinstance(operator, UserOperator) and operator.arguments is not None:
+        record["asked"] = {key: record_of_value(value, lin, what) for key, value in operator.arguments.items()}
     return record
 
 
@@ -75,7 +75,7 @@ def operator_of_record(record: Mapping[str, Any], lin: Linearization) -> Any:
     """Return the operator of a record; raise ValueError if it needs data that `lin` does not have."""
     operator = _operator(record, lin)
     if "asked" in record:
-        operator.asked = {key: value_of_record(value, lin) for key, value in record["asked"].items()}
+        operator.arguments = {key: value_of_record(value, lin) for key, value in record["asked"].items()}
     return operator
 
 
@@ -105,14 +105,14 @@ def _operator(record: Mapping[str, Any], lin: Linearization) -> Any:
 
 
 def _data_record(operator: Any, lin: Linearization, what: str) -> dict[str, Any]:
-    own: Linearization = operator.lin
-    if own.source != lin.source or own.tangent_space.difference(lin.tangent_space):
+    source: Linearization = operator.lin
+    if source.source != lin.source or source.tangent_space.difference(lin.tangent_space):
         raise ValueError(f"{what} holds a curvature of other data or weights: save co.low_rank(op) in its place.")
     return {
         "class": type(operator).__name__,
         "hyperparameters": [tensor.detach() for tensor in operator._args[1:]],
         "options": {key: record_of_value(value, lin, what) for key, value in operator.options.items()},
-        "order": own.data.prints.order,
+        "order": source.data.prints.order,
         "detached": operator._kwargs.get("space") is not None,
     }
 
@@ -133,13 +133,13 @@ def record_of_value(value: Any, lin: Linearization, what: str = "the posterior")
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, tuple | list):
-        return {"tuple": [record_of_value(part, lin, what) for part in value]}
+        return {"tuple": [record_of_value(member, lin, what) for member in value]}
     if isinstance(value, range):
         return {"range": [value.start, value.stop]}
     if isinstance(value, Reason):
         return {"reason": value.name}
     if isinstance(value, Mapping):
-        return {"mapping": [[record_of_value(each, lin, what) for each in pair] for pair in value.items()]}
+        return {"mapping": [[record_of_value(member, lin, what) for member in pair] for pair in value.items()]}
     if type(value).__name__ in DESCRIPTIONS:
         names = [field.name for field in dataclasses.fields(value)]
         fields = {name: record_of_value(getattr(value, name), lin, what) for name in names}
@@ -154,16 +154,18 @@ def value_of_record(value: Any, lin: Linearization) -> Any:
     if not isinstance(value, dict):
         return value
     if "of" in value:
-        return DESCRIPTIONS[value["of"]](**{name: value_of_record(part, lin) for name, part in value["fields"].items()})
-    ((kind, part),) = value.items()
+        return DESCRIPTIONS[value["of"]](
+            **{name: value_of_record(content, lin) for name, content in value["fields"].items()}
+        )
+    ((kind, content),) = value.items()
     if kind == "own":
-        return lin.source if part == "source" else lin.tangent_space
+        return lin.source if content == "source" else lin.tangent_space
     if kind == "operator":
-        return operator_of_record(part, lin)
+        return operator_of_record(content, lin)
     if kind == "mapping":
-        return {value_of_record(key, lin): value_of_record(each, lin) for key, each in part}
+        return {value_of_record(key, lin): value_of_record(member, lin) for key, member in content}
     if kind == "tuple":
-        return tuple(value_of_record(each, lin) for each in part)
+        return tuple(value_of_record(member, lin) for member in content)
     if kind == "range":
-        return range(*part)
-    return torch.Size(part) if kind == "size" else Reason[part]
+        return range(*content)
+    return torch.Size(content) if kind == "size" else Reason[content]

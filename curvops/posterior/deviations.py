@@ -74,8 +74,8 @@ class Noise:
 
     def require_of(self, lin: Linearization, k: int) -> None:
         """Raise ValueError if the noise belongs to another problem, or to fewer draws."""
-        own = (lin.num_parameters, lin.num_data, lin.data.prints.order)
-        if (self.num_parameters, self.num_data, self.data) != own:
+        sizes = (lin.num_parameters, lin.num_data, lin.data.prints.order)
+        if (self.num_parameters, self.num_data, self.data) != sizes:
             raise ValueError(
                 f"the noise belongs to {self.num_data} points and {self.num_parameters} weights, or to other data, but "
                 f"this posterior has {lin.num_data} and {lin.num_parameters}; leave noise out to draw it anew."
@@ -225,32 +225,32 @@ class StochasticDescent:
 
     def solve(self, systems: Systems, x0: Float[Tensor, "D k"] | None, rtol: float) -> Solution:
         """Find the minimiser for each column; a checkpoint is written after an epoch."""
-        kept = named_part("descent", systems.like.device)
-        if kept.done:
-            return kept.result(Solution)
-        generator = kept.source("generator", systems.noise.generator("cpu"), torch.device("cpu"))
+        saved = named_part("descent", systems.like.device)
+        if saved.done:
+            return saved.result(Solution)
+        generator = saved.source("generator", systems.noise.generator("cpu"), torch.device("cpu"))
         assert generator is not None
         problem = _Problem(self, systems, generator)
-        known = None if kept.state is None else _AfterEpoch(**kept.state)
-        if known is not None:
-            problem.passes, longest, halvings = known.passes, known.longest, known.halvings
+        resumed = None if saved.state is None else _AfterEpoch(**saved.state)
+        if resumed is not None:
+            problem.passes, longest, halvings = resumed.passes, resumed.longest, resumed.halvings
         else:
             longest, halvings = problem.step() if self.step_size is None else float(self.step_size), 0
         step = longest / 2**halvings
         with running("stochastic gradient descent", systems.precision):
             while halvings < MOST_HALVINGS:
-                start = known or _AfterEpoch.before(problem.right, x0, longest, halvings)
+                start = resumed or _AfterEpoch.before(problem.right, x0, longest, halvings)
                 try:
-                    found = problem.descend(start, rtol, kept)
+                    solution = problem.descend(start, rtol, saved)
                 except DivergenceError:
                     if self.step_size is not None:
                         raise DivergenceError(
                             f"the gradient grew to {GROWN:g} times the right-hand side with step_size={step:g}; try "
                             f"step_size={min(problem.step(), step / 2):.2g}, or None."
                         ) from None
-                    known, halvings, step = None, halvings + 1, step / 2
+                    resumed, halvings, step = None, halvings + 1, step / 2
                 else:
-                    return kept.finish(found)
+                    return saved.finish(solution)
         raise DivergenceError(f"no step size from {longest:.2g} down to {step:.2g} converges; use method='cg'.")
 
 
@@ -325,7 +325,7 @@ class _Problem:
         self.passes += 1
         return norm(self.right - self.precision._matmul(z)) / norm(self.right)
 
-    def descend(self, at: _AfterEpoch, rtol: float, kept: Checkpoint) -> Solution:
+    def descend(self, at: _AfterEpoch, rtol: float, saved: Checkpoint) -> Solution:
         """Run the remaining epochs, or as many as are needed to reach rtol."""
         options, step = self.options, at.longest / 2**at.halvings
         size = _length(self.right / self.scale)
@@ -353,7 +353,7 @@ class _Problem:
                 if worst <= rtol:
                     break
             at.passes = self.passes
-            kept.save(partial(vars, at))
+            saved.save(partial(vars, at))
         return self._solution(at, rtol)
 
     def _solution(self, at: _AfterEpoch, rtol: float) -> Solution:
@@ -422,16 +422,16 @@ def draw_deviations(
     Raises NotSolvedError if a draw failed, and ValueError or TypeError for a method that does not fit or exist.
     """
     root = math.sqrt(temperature)
-    asked = "sgd" if isinstance(method, StochasticDescent) else method
-    if asked is not None:
-        check_kind("method", asked, str, f"one of {', '.join(METHODS)}, a co.posterior.StochasticDescent or None")
-        check_choice("method", asked, METHODS)
-    route, why_not = route_of(terms, k, asked)
+    requested = "sgd" if isinstance(method, StochasticDescent) else method
+    if requested is not None:
+        check_kind("method", requested, str, f"one of {', '.join(METHODS)}, a co.posterior.StochasticDescent or None")
+        check_choice("method", requested, METHODS)
+    route, why_not = route_of(terms, k, requested)
     if route is None:
         kind = type(terms.curvature).__name__
-        raise ValueError(f"method={asked!r} does not fit {kind} + prior: {why_not}; use method='cg'.")
+        raise ValueError(f"method={requested!r} does not fit {kind} + prior: {why_not}; use method='cg'.")
     P = formed_precision(terms) if route.name == "formed matrix" else terms.precision
-    named = asked or METHOD_OF[route.name]
+    named = requested or METHOD_OF[route.name]
     if current() and carries_graph(P.representation()):
         raise ValueError(
             "a checkpoint saves no gradient, but the prior precision or the noise requires one: detach it, or leave "
@@ -442,14 +442,14 @@ def draw_deviations(
             raise ValueError("x0 is the start of an iteration, and a closed form has none: leave x0 out.")
         draws = draw(P.inverse(rtol), k, noise.generator(P.device), frozenset((terms.lin.memory,)))
         none = torch.zeros(k, dtype=torch.float64)
-        found = Solution(draws, (Reason.CONVERGED,) * k, none, none, 0, 0, none.new_zeros(0, k))
+        solution = Solution(draws, (Reason.CONVERGED,) * k, none, none, 0, 0, none.new_zeros(0, k))
     else:
         chosen = method if isinstance(method, StochasticDescent) else StochasticDescent() if named == "sgd" else named
         start = x0 if x0 is None or root == 1 else x0 / root
-        found = _solve(Systems(terms, noise, range(k), route.name, P), chosen, start, rtol)
-    draws, history = found.x.mT, found.history
-    drawn = Deviations(draws, noise, named, found.reasons, found.relative_residuals, found.matvecs, history)
-    if not found.accepted:
+        solution = _solve(Systems(terms, noise, range(k), route.name, P), chosen, start, rtol)
+    draws, history = solution.x.mT, solution.history
+    drawn = Deviations(draws, noise, named, solution.reasons, solution.relative_residuals, solution.matvecs, history)
+    if not solution.accepted:
         raise NotSolvedError(drawn, rtol, REMEDIES)
     return drawn if root == 1 else replace(drawn, draws=draws * root)
 
@@ -460,15 +460,15 @@ def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Sol
     width, beside = systems.at_a_time
     if current() or width >= systems.count or carried:
         return _solve_together(systems, chosen, x0, rtol)
-    draws, found = systems.like.new_empty(systems.count, systems.precision.shape[-1]), []
+    draws, solutions = systems.like.new_empty(systems.count, systems.precision.shape[-1]), []
     for start in range(0, systems.count, width):
-        part = slice(start, start + width)
+        columns = slice(start, start + width)
         with hold(systems.memories, beside):
-            guess = None if x0 is None else x0[:, part]
-            each = _solve_together(replace(systems, columns=systems.columns[part]), chosen, guess, rtol)
-        found.append(replace(each, x=draws[part].copy_(each.x.mT).mT))
-        del each  # the solution's own buffers
-    return join_solutions(found, draws.mT)
+            guess = None if x0 is None else x0[:, columns]
+            solution = _solve_together(replace(systems, columns=systems.columns[columns]), chosen, guess, rtol)
+        solutions.append(replace(solution, x=draws[columns].copy_(solution.x.mT).mT))
+        del solution  # the solution's own buffers
+    return join_solutions(solutions, draws.mT)
 
 
 def _solve_together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Solution:
@@ -487,8 +487,8 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
     P, right = systems.precision, systems.right_sides()
     if systems.route in (SKETCHED, "cg") and not carries_graph(P.representation()):
         M, spent = preconditioner(systems.terms, systems.count)
-        found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0, keep_directions=_directions(systems, M, rtol))
-        return replace(found, matvecs=found.matvecs + spent)
+        solution = cg(P, right, preconditioner=M, rtol=rtol, x0=x0, keep_directions=_directions(systems, M, rtol))
+        return replace(solution, matvecs=solution.matvecs + spent)
     z = solve(P, right, rtol=rtol)  # exact if P is small or has a closed form; carries its gradient
     with torch.no_grad():
         residuals = _relative(right - P._matmul(z), right)
@@ -502,8 +502,8 @@ def _directions(systems: Systems, M: Any, rtol: float) -> int | None:
     """Return 0 if conjugation to all directions takes more time, and much memory, than the products that it saves."""
     lin, condition = systems.terms.lin, getattr(M, "condition", math.inf)
     points_a_weight = lin.plan.forward * lin.num_data / lin.num_parameters
-    known = points_a_weight > 0 and not lin.plan.others
-    return 0 if known and not directions_pay(condition, rtol, systems.count, points_a_weight) else None
+    has_costs = points_a_weight > 0 and not lin.plan.others
+    return 0 if has_costs and not directions_pay(condition, rtol, systems.count, points_a_weight) else None
 
 
 def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
@@ -528,18 +528,18 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
         M, sketched = preconditioner(systems.terms, systems.count, dual)
     spent += sketched
     while True:
-        found = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess)
-        z = start + inverse.unsqueeze(-1) * S._matmul(found.x)
+        solution = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess)
+        z = start + inverse.unsqueeze(-1) * S._matmul(solution.x)
         residuals = _relative(right - systems.precision._matmul(z), right)
-        spent += found.matvecs + 2 * systems.count
-        if not found.accepted or bool((residuals <= rtol).all()) or goal <= 4 * torch.finfo(z.dtype).eps:
+        spent += solution.matvecs + 2 * systems.count
+        if not solution.accepted or bool((residuals <= rtol).all()) or goal <= 4 * torch.finfo(z.dtype).eps:
             break
-        goal, guess = max(goal * min(0.1, float(rtol / residuals.max())), 2 * torch.finfo(z.dtype).eps), found.x
+        goal, guess = max(goal * min(0.1, float(rtol / residuals.max())), 2 * torch.finfo(z.dtype).eps), solution.x
     reasons = tuple(
         Reason.CONVERGED if residual <= rtol else Reason.PRECISION_LIMIT if reason is Reason.CONVERGED else reason
-        for reason, residual in zip(found.reasons, residuals.tolist())
+        for reason, residual in zip(solution.reasons, residuals.tolist())
     )
-    return Solution(z, reasons, residuals, found.backward_errors, found.iterations, spent, found.history)
+    return Solution(z, reasons, residuals, solution.backward_errors, solution.iterations, spent, solution.history)
 
 
 def _relative(residual: Float[Tensor, "D k"], right: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:

@@ -105,7 +105,7 @@ class Evidence(Estimate, Tabular):
 
 
 def _numbers(estimate: Estimate) -> dict[str, Any]:
-    return {each.name: getattr(estimate, each.name) for each in fields(Estimate)}
+    return {field.name: getattr(estimate, field.name) for field in fields(Estimate)}
 
 
 def find_evidence(
@@ -121,9 +121,9 @@ def find_evidence(
     if mode == "map":  # rejects unknown data before products are spent
         log_likelihood, reason = cache.log_likelihood(), None
     else:
-        found = find_mode(terms, start)
-        theta, log_likelihood = found.theta, linear_log_likelihood(cache, found.theta)
-        reason = None if found.converged else found.reason
+        linear_mode = find_mode(terms, start)
+        theta, log_likelihood = linear_mode.theta, linear_log_likelihood(cache, linear_mode.theta)
+        reason = None if linear_mode.converged else linear_mode.reason
     ratio = log_ratio(terms, rtol, generator)
     ratio = ratio if reason is None else replace(ratio, reason=reason)
     count = partial(count_parameters, terms, rtol, generator)
@@ -176,18 +176,18 @@ def _ratio_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
     cache, P, reference = terms.cache, terms.precision, _log_diagonal(terms, A)
     if (form := terms.closed_form) is not None:
         return form.logdet_estimate(rtol) + (-reference)
-    system, taken = _route(terms, rtol)
-    if taken == "spectrum":
+    system, route = _route(terms, rtol)
+    if route == "spectrum":
         return _ratio_from(decompose(cache), A, P, rtol)
-    if taken == "formed kernel":
+    if route == "formed kernel":
         return kernel_of(terms).log_ratio(float(A), rtol)
-    if taken == "quadrature":
+    if route == "quadrature":
         return cache.known("quadrature")[2].logdet(float(A))
     most = routes.products_of_probes(system.rows)
-    found = logdet(P, rtol=rtol, max_matvecs=most, generator=generator)
-    if _failed(found) and routes.decomposes(system):
+    estimate = logdet(P, rtol=rtol, max_matvecs=most, generator=generator)
+    if _failed(estimate) and routes.decomposes(system):
         return _ratio_from(decompose(cache), A, P, rtol)
-    return found + (-reference)
+    return estimate + (-reference)
 
 
 def _route(terms: PrecisionTerms, rtol: float) -> tuple[routes.System, str]:
@@ -201,18 +201,18 @@ def _route(terms: PrecisionTerms, rtol: float) -> tuple[routes.System, str]:
         return routes.System(len(terms.lin.theta), closed_form=True), "closed form"
     if not A.ndim and terms.cache.known("spectrum") is not None:
         return routes.System(len(terms.lin.theta)), "spectrum"
-    system, known = posterior_system(terms, whole=False), terms.cache.known("quadrature")
+    system, quadrature = posterior_system(terms, whole=False), terms.cache.known("quadrature")
     assert system.posterior is not None
-    prepared = known is not None and not A.ndim and float(A.detach()) >= known[0] and rtol >= known[1]
+    prepared = quadrature is not None and not A.ndim and float(A.detach()) >= quadrature[0] and rtol >= quadrature[1]
     system = replace(system, posterior=replace(system.posterior, prepared=prepared))
     first = routes.chosen(routes.determinants(system))
     assert first is not None  # probes work for every matrix
     return system, first.name
 
 
-def _failed(found: Estimate) -> bool:
+def _failed(estimate: Estimate) -> bool:
     """Return whether probes ended before the tolerance although as many products as rows give the exact value."""
-    return found.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED)
+    return estimate.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED)
 
 
 def _log_diagonal(terms: PrecisionTerms, A: Tensor) -> Tensor:
@@ -224,12 +224,12 @@ def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: flo
     unit = torch.eye(len(spectrum.values), dtype=precision.dtype, device=precision.device)
     reference = A.double().log().expand(len(unit)).sum()
     if A.ndim:
-        found, inverse = spectrum.plus_diagonal(A.detach(), rtol)
+        estimate, inverse = spectrum.plus_diagonal(A.detach(), rtol)
         pairs = [(inverse.to(unit), unit)]
-        return attach_gradient(found + reference.detach(), precision, lambda _: pairs) + (-reference)
+        return attach_gradient(estimate + reference.detach(), precision, lambda _: pairs) + (-reference)
     shift = float(A.detach())
-    found = spectrum.logdet(shift, rtol)
-    return attach_gradient(found, precision, lambda _: [(spectrum.inverse(shift, unit.dtype), unit)]) + (-reference)
+    estimate = spectrum.logdet(shift, rtol)
+    return attach_gradient(estimate, precision, lambda _: [(spectrum.inverse(shift, unit.dtype), unit)]) + (-reference)
 
 
 def _ratio_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:
@@ -269,37 +269,37 @@ def count_parameters(terms: PrecisionTerms, rtol: float, generator: torch.Genera
 
 def _count_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
     cache = terms.cache
-    system, taken = _route(terms, rtol)
-    if taken == "spectrum" and A.ndim:
-        found, inverse = decompose(cache).plus_diagonal(A.detach(), rtol)
+    system, route = _route(terms, rtol)
+    if route == "spectrum" and A.ndim:
+        estimate, inverse = decompose(cache).plus_diagonal(A.detach(), rtol)
         shares = 1 - A.detach().double() * inverse.diagonal()
         # δ tr P⁻¹ also bounds the change of γ, since tr P⁻¹AP⁻¹ is no more than tr P⁻¹.
-        return Estimate.rounded(shares.sum(), found.bias_bound, rtol, found.matvecs)
-    if taken == "spectrum":
+        return Estimate.rounded(shares.sum(), estimate.bias_bound, rtol, estimate.matvecs)
+    if route == "spectrum":
         return decompose(cache).effective_dimension(float(A.detach()), rtol)
-    if taken == "formed kernel":
+    if route == "formed kernel":
         return kernel_of(terms).spectrum.effective_dimension(float(A.detach()), rtol)
-    if taken == "quadrature":
+    if route == "quadrature":
         return cache.known("quadrature")[2].effective_dimension(float(A.detach()))
     most = routes.products_of_probes(system.rows)
-    found = effective_dimension(cache.curvature, A, rtol=rtol, max_matvecs=most, generator=generator)
-    if _failed(found) and routes.decomposes(system):
+    estimate = effective_dimension(cache.curvature, A, rtol=rtol, max_matvecs=most, generator=generator)
+    if _failed(estimate) and routes.decomposes(system):
         return decompose(cache).effective_dimension(float(A.detach()), rtol)
-    return found
+    return estimate
 
 
 def _count_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:
     """Compute tr(G (G + A)⁻¹) under an operator A: densely if G may be decomposed, otherwise by probes."""
     if len(terms.lin.theta) <= routes.WHOLE:
-        known = decompose(terms.cache)
-        G = known.semidefinite_part()
+        spectrum = decompose(terms.cache)
+        G = spectrum.semidefinite_part()
         if terms.sum.error is None:
             P = G + terms.prior.precision.to_dense().double()
         else:  # the stored sum is a different matrix
             P = terms.precision.to_dense().double()
         definite_logdet(P)  # rejects an indefinite one by name
         factor = torch.linalg.cholesky(P)
-        error = ROUNDING_UNITS * known.eps * known.values.abs().amax() * torch.cholesky_inverse(factor).trace()
+        error = ROUNDING_UNITS * spectrum.eps * spectrum.values.abs().amax() * torch.cholesky_inverse(factor).trace()
         return Estimate.rounded(torch.cholesky_solve(G, factor).trace(), error, rtol, 2 * len(G))
     shares = terms.precision.inverse() @ terms.curvature
     return trace(shares, method="hutchinson", rtol=rtol, max_matvecs=routes.MOST_SOLVES, generator=generator)
@@ -321,11 +321,11 @@ def shares_of_weights(terms: PrecisionTerms, rtol: float, generator: torch.Gener
             return _count_above(terms, A, rtol, generator)
         if _route(terms, rtol)[1] != "spectrum":
             return None
-        found, inverse = decompose(cache).plus_diagonal(A, rtol)
+        estimate, inverse = decompose(cache).plus_diagonal(A, rtol)
         # P⁻¹ − (P + E)⁻¹ = P⁻¹E(P + E)⁻¹ with ‖E‖ ≤ δ and P + E ≥ A; `found` has δ tr P⁻¹.
-        delta, A = found.bias_bound / inverse.trace(), A.double()
+        delta, A = estimate.bias_bound / inverse.trace(), A.double()
         error = (delta * (A / A.min()).sqrt() * inverse.square().sum(0).sqrt()).clamp_max(1)
-        return Estimate.rounded(1 - A * inverse.diagonal(), error, rtol, found.matvecs)
+        return Estimate.rounded(1 - A * inverse.diagonal(), error, rtol, estimate.matvecs)
 
 
 def normal_mode(terms: PrecisionTerms) -> Float[Tensor, " D"] | None:
@@ -334,14 +334,14 @@ def normal_mode(terms: PrecisionTerms) -> Float[Tensor, " D"] | None:
     This is the case for the GGN of a Gaussian likelihood, which is the linear model's Hessian everywhere.
     """
     cache, curvature, A = terms.cache, terms.curvature, terms.A
-    if not isinstance(curvature, GGN) or curvature.asked != {} or A is None or isinstance(cache.data, str):
+    if not isinstance(curvature, GGN) or curvature.arguments != {} or A is None or isinstance(cache.data, str):
         return None
     if not all(isinstance(lin.likelihood, Gaussian) for lin in cache.data):
         return None
     with torch.no_grad():
         theta = cache.lin.theta
-        each = PrecisionTerms(cache, replace(terms.prior, precision=A.expand_as(theta)))
-        if _route(each, 1.0)[1] != "spectrum":
+        by_weight = PrecisionTerms(cache, replace(terms.prior, precision=A.expand_as(theta)))
+        if _route(by_weight, 1.0)[1] != "spectrum":
             return None
         _, inverse = decompose(cache).plus_diagonal(A.expand_as(theta), 1.0)
         gradient = cache.gradient()
@@ -357,15 +357,17 @@ def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torc
     terms = PrecisionTerms(cache, Prior(theta.new_tensor(smallest), theta.new_zeros(())))
     with cache.lock, naming_the_ggn(cache.curvature):
         with torch.no_grad():
-            system, taken = _route(terms, rtol)
-        if taken != "probes":
+            system, route = _route(terms, rtol)
+        if route != "probes":
             return
         most = routes.products_of_probes(system.rows)
-        found = spectral_quadrature(cache.curvature, shift=smallest, rtol=rtol, max_matvecs=most, generator=generator)
-        if _failed(found.logdet(smallest)) and routes.decomposes(system):
+        quadrature = spectral_quadrature(
+            cache.curvature, shift=smallest, rtol=rtol, max_matvecs=most, generator=generator
+        )
+        if _failed(quadrature.logdet(smallest)) and routes.decomposes(system):
             decompose(cache)
         else:
-            cache.put("quadrature", (smallest, rtol, found))
+            cache.put("quadrature", (smallest, rtol, quadrature))
 
 
 @torch.no_grad()
@@ -374,11 +376,11 @@ def decompose(cache: CurvatureCache) -> DenseSpectrum:
     A, formed = cache.curvature, cache.known("formed")
 
     def compute() -> DenseSpectrum:
-        kept = part_of_whole("spectrum", A.device)
-        if kept.done:
-            return kept.result(DenseSpectrum)
-        known = formed.formed() if formed is not None and formed.base is A else None
-        return kept.finish(dense_spectrum(product(A) if known is None else lambda _: known, describe_square(A), 0.0))
+        saved = part_of_whole("spectrum", A.device)
+        if saved.done:
+            return saved.result(DenseSpectrum)
+        matrix = formed.formed() if formed is not None and formed.base is A else None
+        return saved.finish(dense_spectrum(product(A) if matrix is None else lambda _: matrix, describe_square(A), 0.0))
 
     return cache.get("spectrum", compute, nbytes=8 * len(cache.lin.theta) ** 2)
 
@@ -386,8 +388,8 @@ def decompose(cache: CurvatureCache) -> DenseSpectrum:
 def _shares(form: ClosedForm, prior: Tensor) -> tuple[Float[Tensor, " D"], Float[Tensor, " D"]]:
     """Return 1 − A_dd (P⁻¹)_dd, each a difference from 1 in P's dtype, and a bound on the effect of rounding."""
     left = (prior * form.inverse_diagonal()).double()
-    own = SHARE_ROUNDINGS * (torch.finfo(prior.dtype).eps * left.detach() + torch.finfo(left.dtype).eps)
-    return 1 - left, (prior.detach() * form.inverse_diagonal_error() + own).clamp_max(1)
+    rounding = SHARE_ROUNDINGS * (torch.finfo(prior.dtype).eps * left.detach() + torch.finfo(left.dtype).eps)
+    return 1 - left, (prior.detach() * form.inverse_diagonal_error() + rounding).clamp_max(1)
 
 
 class Ending(Enum):

@@ -68,8 +68,8 @@ class OnShards(UnaryOperator):
 
     @property
     def memories(self) -> Memories:
-        known, layout = memories_of(self.base), self._kwargs["row_layout"]
-        return frozenset(memory if memory.of_ranks else Agreed(memory, layout) for memory in known)
+        memories, layout = memories_of(self.base), self._kwargs["row_layout"]
+        return frozenset(memory if memory.of_ranks else Agreed(memory, layout) for memory in memories)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         transposed, rows, columns = self.base.mT, self._kwargs["row_layout"], self._kwargs["column_layout"]
@@ -123,8 +123,8 @@ class Agreed:
 
     def room(self) -> int:
         """Return the bytes left on every rank. One all-reduce."""
-        own = torch.tensor([self.memory.room()], dtype=torch.float64, device=self.layout.mesh.device_type)
-        return int(self.layout.stacked(own).min())
+        local_room = torch.tensor([self.memory.room()], dtype=torch.float64, device=self.layout.mesh.device_type)
+        return int(self.layout.stacked(local_room).min())
 
     def holding(self, nbytes: int) -> AbstractContextManager[None]:
         """Count bytes as used on this rank."""
@@ -155,11 +155,11 @@ def _(A: Operator, facts: Description) -> Description:
 
 @over_ranks.register
 def _(A: LinearOperator, layout: RowLayout) -> LinearOperator:
-    known = layouts_of(A)
-    if known is not None:
-        for own in known:
-            if own.length == layout.length:
-                own.require(layout)
+    layouts = layouts_of(A)
+    if layouts is not None:
+        for operator_layout in layouts:
+            if operator_layout.length == layout.length:
+                operator_layout.require(layout)
         return A
     rows, columns = (layout.beside(size) for size in A.shape[-2:])
     return A.on_layouts(rows, columns) if isinstance(A, Operator) else OnShards(A, rows, columns)
@@ -258,12 +258,14 @@ class BlockRows(Operator):
         if self.psd:
             return self._matmul(rhs)
         if isinstance(rhs, Sharded):
-            found = self.layouts[1]  # type: ignore[index]
+            column_layout = self.layouts[1]  # type: ignore[index]
             if rhs.ndim == 1:
                 return self._t_matmul(rhs.unsqueeze(1)).squeeze(1)
-            return Sharded(found.ranks.scatter_rows(self.own.mT @ rhs.local, found.counts), found)
-        own = self._kwargs["layout"].own
-        return by_columns(lambda block: self._kwargs["layout"].ranks.add_up(self.own.mT @ block[own]), rhs)
+            return Sharded(
+                column_layout.ranks.scatter_rows(self.own.mT @ rhs.local, column_layout.counts), column_layout
+            )
+        row_slice = self._kwargs["layout"].own
+        return by_columns(lambda block: self._kwargs["layout"].ranks.add_up(self.own.mT @ block[row_slice]), rhs)
 
     def _times(self, factor: Tensor) -> LinearOperator:
         return BlockRows(self.own * factor, layout=self._kwargs["layout"], psd=self.psd and bool(factor >= 0))

@@ -67,33 +67,33 @@ class Ranks:
 
     def require_ranks_of(self, other: Ranks) -> None:
         """Raise ValueError unless another group has the same processes in the same order."""
-        ours, theirs = (dist.get_process_group_ranks(each.group) for each in (self, other))
+        ours, theirs = (dist.get_process_group_ranks(ranks.group) for ranks in (self, other))
         if ours != theirs:
             raise ValueError(
                 f"the data are shared among the processes {ours}, but the vectors among {theirs}: use the process "
                 "group of the vectors' mesh for the data, co.linearize(..., process_group=mesh.get_group())."
             )
 
-    def add_up(self, part: Tensor) -> Tensor:
+    def add_up(self, local_sum: Tensor) -> Tensor:
         """Return the sum of the parts of all ranks. One all-reduce."""
-        if torch.is_grad_enabled() and part.requires_grad:
-            total: Tensor = _AllReduce.apply(part, self)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and local_sum.requires_grad:
+            total: Tensor = _AllReduce.apply(local_sum, self)  # type: ignore[no-untyped-call]
             return total
-        return self._reduced(part.detach())
+        return self._reduced(local_sum.detach())
 
-    def line_up(self, part: Tensor, dim: int = 0) -> Tensor:
+    def line_up(self, local_rows: Tensor, dim: int = 0) -> Tensor:
         """Concatenate the parts of all ranks, whose sizes may differ in this dimension. Two collective calls."""
-        if torch.is_grad_enabled() and part.requires_grad:
-            rows: Tensor = _LineUp.apply(part, self, dim)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and local_rows.requires_grad:
+            rows: Tensor = _LineUp.apply(local_rows, self, dim)  # type: ignore[no-untyped-call]
             return rows
-        return self.line_up_counted(part, dim)[0]
+        return self.line_up_counted(local_rows, dim)[0]
 
-    def line_up_counted(self, part: Tensor, dim: int = 0) -> tuple[Tensor, list[int]]:
+    def line_up_counted(self, local_rows: Tensor, dim: int = 0) -> tuple[Tensor, list[int]]:
         """Return the rows of all ranks, without a gradient, and the number of rows of each."""
-        if part.dtype == torch.bool:
-            whole, counts = self.line_up_counted(part.to(torch.uint8), dim)
+        if local_rows.dtype == torch.bool:
+            whole, counts = self.line_up_counted(local_rows.to(torch.uint8), dim)
             return whole.bool(), counts
-        moved = part.detach().movedim(dim, 0).contiguous()
+        moved = local_rows.detach().movedim(dim, 0).contiguous()
         lengths = moved.new_zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(moved)
         counts = self._reduced(lengths).tolist()
@@ -102,63 +102,66 @@ class Ranks:
         rows = zip(self._gathered(padded), counts)
         return torch.cat([rank[:count] for rank, count in rows]).movedim(0, dim), counts
 
-    def _gathered(self, part: Tensor) -> list[Tensor]:
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have the same shape. One all-gather."""
-        tensors = [torch.empty_like(part) for _ in range(self.size)]
-        self._count(part)
-        dist.all_gather(tensors, part, group=self.group)
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._count(tensor)
+        dist.all_gather(tensors, tensor, group=self.group)
         return tensors
 
-    def broadcast(self, part: Tensor, rank: int) -> Tensor:
+    def broadcast(self, tensor: Tensor, rank: int) -> Tensor:
         """Return the tensor of one rank; the others pass a tensor of the same shape, which is overwritten."""
         if self.size > 1:
-            source, part = dist.get_global_rank(self.group, rank), part.contiguous()
-            self._count(part)
-            dist.broadcast(part, source, group=self.group)
-        return part
+            source, tensor = dist.get_global_rank(self.group, rank), tensor.contiguous()
+            self._count(tensor)
+            dist.broadcast(tensor, source, group=self.group)
+        return tensor
 
-    def add_up_apart(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum over the ranks of the parts (K, n_r) addressed to this one. One all-to-all.
+    def add_up_apart(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Return the sum over the ranks of the blocks (K, n_r) addressed to this one. One all-to-all.
 
-        Each rank gives one part to each rank; n_r may be zero.
+        Each rank gives one block to each rank; n_r may be zero.
         """
         if self.size == 1:
-            return parts[0]
+            return blocks[0]
         # An all-to-all and a sum: gloo's own reduce-scatter does not report when it is done.
-        sent, own = torch.cat([part.flatten() for part in parts]), parts[self.rank]
-        received = sent.new_empty(self.size, *own.shape)
-        self._exchange(received.view(-1), sent, [own.numel()] * self.size, [part.numel() for part in parts])
+        sent, own_block = torch.cat([block.flatten() for block in blocks]), blocks[self.rank]
+        received = sent.new_empty(self.size, *own_block.shape)
+        self._exchange(received.view(-1), sent, [own_block.numel()] * self.size, [block.numel() for block in blocks])
         return received.sum(0)
 
-    def gather_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+    def gather_rows(self, local_rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the rows (n, K) of all ranks, `counts` on each. One all-gather; columns are contiguous."""
         if self.size == 1:
-            return part
-        padded = part.new_zeros(part.shape[1], max(counts))
-        padded[:, : len(part)] = part.mT
+            return local_rows
+        padded = local_rows.new_zeros(local_rows.shape[1], max(counts))
+        padded[:, : len(local_rows)] = local_rows.mT
         return torch.cat([rows[:, :count] for rows, count in zip(self._gathered(padded), counts)], 1).mT
 
-    def scatter_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+    def scatter_rows(self, block: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this rank's rows of the sum over ranks of a block (n, K), `counts` rows on each. One all-to-all."""
-        return self.add_up_apart(part.mT.split(list(counts), 1)).mT
+        return self.add_up_apart(block.mT.split(list(counts), 1)).mT
 
-    def move_rows(self, part: Tensor, counts: Sequence[int], to: Sequence[int]) -> Tensor:
+    def move_rows(self, local_rows: Tensor, counts: Sequence[int], to: Sequence[int]) -> Tensor:
         """Move the rows of a block (n, K), `counts` on each rank, so that each has `to`; return this rank's.
 
         Costs one all-to-all, of the rows that change ranks.
         """
-        held, asked, K = [0, *accumulate(counts)], [0, *accumulate(to)], part.shape[1]
+        old_starts, new_starts, K = [0, *accumulate(counts)], [0, *accumulate(to)], local_rows.shape[1]
 
         def crossing(holder: int, asker: int) -> slice:
-            start = max(held[holder], asked[asker])
-            return slice(start - held[holder], max(start, min(held[holder + 1], asked[asker + 1])) - held[holder])
+            start = max(old_starts[holder], new_starts[asker])
+            return slice(
+                start - old_starts[holder],
+                max(start, min(old_starts[holder + 1], new_starts[asker + 1])) - old_starts[holder],
+            )
 
         ranks = range(self.size)
-        leaving = [part[crossing(self.rank, other)].mT.flatten() for other in ranks]
-        staying, leaving[self.rank] = leaving[self.rank], part.new_empty(0)
+        leaving = [local_rows[crossing(self.rank, other)].mT.flatten() for other in ranks]
+        staying, leaving[self.rank] = leaving[self.rank], local_rows.new_empty(0)
         slices = [crossing(other, self.rank) for other in ranks]
         sizes = [0 if r == self.rank else K * (rows.stop - rows.start) for r, rows in zip(ranks, slices)]
-        sent, received = torch.cat(leaving), part.new_empty(sum(sizes))
+        sent, received = torch.cat(leaving), local_rows.new_empty(sum(sizes))
         self._exchange(received, sent, sizes, [len(rows) for rows in leaving])
         parts = list(received.split(sizes))
         parts[self.rank] = staying
@@ -195,13 +198,13 @@ class Ranks:
         """Return a plain value from each rank, in the order of the ranks."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
         whole, counts = self.line_up_counted(data)
-        return [pickle.loads(part.numpy().tobytes()) for part in whole.cpu().split(counts)]
+        return [pickle.loads(buffer.numpy().tobytes()) for buffer in whole.cpu().split(counts)]
 
     def require_equal(self, facts: Mapping[str, Any]) -> None:
         """Raise RanksDifferError, on all ranks, if a fact differs between ranks."""
         everywhere = self.gather(facts)
         for name in facts:
-            values = [each[name] for each in everywhere]
+            values = [rank_facts[name] for rank_facts in everywhere]
             if any(value != values[0] for value in values):
                 rank = next(i for i, value in enumerate(values) if value != values[0])
                 raise RanksDifferError(
@@ -212,12 +215,12 @@ class Ranks:
     def __reduce__(self) -> Any:
         raise TypeError("a linearisation over a process group cannot be pickled or copied: linearise on each rank.")
 
-    def _reduced(self, part: Tensor) -> Tensor:
+    def _reduced(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks; columns of a block stay contiguous."""
         if self.size == 1:
-            return part
-        by_columns = part.ndim == 2 and part.mT.is_contiguous()
-        total = (part.mT if by_columns else part).clone(memory_format=torch.contiguous_format)
+            return tensor
+        by_columns = tensor.ndim == 2 and tensor.mT.is_contiguous()
+        total = (tensor.mT if by_columns else tensor).clone(memory_format=torch.contiguous_format)
         self._count(total)
         dist.all_reduce(total, group=self.group)
         return total.mT if by_columns else total
@@ -241,8 +244,8 @@ class _AllReduce(Function):
     """The sum over ranks. Every rank has the same loss of the sum, so each part's gradient is the sum's own."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: Ranks) -> Tensor:
-        return ranks._reduced(part.detach())
+    def forward(ctx: Any, local_sum: Tensor, ranks: Ranks) -> Tensor:
+        return ranks._reduced(local_sum.detach())
 
     @staticmethod
     @once_differentiable
@@ -254,8 +257,8 @@ class _LineUp(Function):
     """The rows of all ranks; each rank gets the gradient of its own rows."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        whole, counts = ranks.line_up_counted(part.detach(), dim)
+    def forward(ctx: Any, local_rows: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        whole, counts = ranks.line_up_counted(local_rows.detach(), dim)
         ctx.own = dim, sum(counts[: ranks.rank]), counts[ranks.rank]
         return whole
 
@@ -289,9 +292,9 @@ def is_dtensor(value: Any) -> bool:
     return isinstance(value, _class_of("torch.distributed.tensor", "DTensor"))
 
 
-def is_fully_sharded(part: nn.Module) -> bool:
+def is_fully_sharded(module: nn.Module) -> bool:
     """Return whether `torch.distributed.fsdp.fully_shard` was applied to a module itself."""
-    return isinstance(part, _class_of(FSDP, "FSDPModule"))
+    return isinstance(module, _class_of(FSDP, "FSDPModule"))
 
 
 def holds_shards(model: Any) -> bool:
@@ -311,21 +314,21 @@ def unsharded_class(kind: type) -> type:
     return kind.__bases__[1] if marked else kind
 
 
-def has_hooks(part: Any) -> bool:
+def has_hooks(module: Any) -> bool:
     """Return whether a module has hooks of its forward pass, other than those of `fully_shard`."""
-    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-    if not hooks or not is_fully_sharded(part):
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if not hooks or not is_fully_sharded(module):
         return bool(hooks)
-    own = part._get_fsdp_state()
-    return any(getattr(hook, "__self__", None) is not own for hook in hooks)
+    fsdp_state = module._get_fsdp_state()
+    return any(getattr(hook, "__self__", None) is not fsdp_state for hook in hooks)
 
 
 def require_whole(source: Any) -> None:
     """Raise ValueError if the parameters of a model, or of a function with its own, are shared among processes."""
     named: Any = {}
     if isinstance(source, nn.Module):
-        for path, part in source.named_modules():
-            if isinstance(part, _class_of(FSDP, "FullyShardedDataParallel")):
+        for path, module in source.named_modules():
+            if isinstance(module, _class_of(FSDP, "FullyShardedDataParallel")):
                 raise ValueError(
                     f"{f'the module {path!r}' if path else 'the model'} is a FullyShardedDataParallel, which keeps the "
                     "parameters of all its layers as one vector: linearise the module inside, on each process, with a "

@@ -89,8 +89,8 @@ def _(J: Jacobian, block: Sharded) -> Sharded:
     if passes.shard is None:
         return block.multiplied(J._product)
     points = layout_of_points(passes, block.rows)
-    own = by_panels(block, points, block.shape[0], lambda V: push_own(passes, block.like(V).whole()))
-    return own.moved(block.rows.beside(points.length))
+    point_rows = by_panels(block, points, block.shape[0], lambda V: push_own(passes, block.like(V).whole()))
+    return point_rows.moved(block.rows.beside(points.length))
 
 
 @transposed_times_block.register
@@ -100,8 +100,10 @@ def _(J: Jacobian, block: Sharded) -> Sharded:
     if passes.shard is None:
         return block.multiplied(J._transposed_product)
     weights, ranks = block.rows.beside(len(J.theta)), block.rows.ranks
-    own = block.moved(layout_of_points(passes, block.rows))
-    return by_panels(own, weights, weights.length, lambda U: ranks.scatter_rows(pull_own(passes, U), weights.counts))
+    point_rows = block.moved(layout_of_points(passes, block.rows))
+    return by_panels(
+        point_rows, weights, weights.length, lambda U: ranks.scatter_rows(pull_own(passes, U), weights.counts)
+    )
 
 
 def _is_of_ranks(kernel: TangentKernel) -> bool:
@@ -143,9 +145,9 @@ def _(K: TangentKernel, layout: RowLayout) -> BlockRows:
     if not _is_of_ranks(K):
         return formed_over_ranks.dispatch(object)(K, layout)
     J, shard = K._args[0], K._args[0].passes.shard
-    points, own, rows = layout_of_points(J.passes, layout), J.apart(), []
+    points, own_jacobian, rows = layout_of_points(J.passes, layout), J.apart(), []
     for inputs, count in zip(shard.in_turn(), filter(None, points.counts), strict=True):
-        other = own if inputs is None else J.at(J.passes.over([(inputs, None)]), count)
-        rows.append(gram_matrix(own, other, K.prior))
+        other = own_jacobian if inputs is None else J.at(J.passes.over([(inputs, None)]), count)
+        rows.append(gram_matrix(own_jacobian, other, K.prior))
     whole = Sharded(torch.cat(rows, 1)[: points.counts[points.ranks.rank]], points)
     return BlockRows(whole.moved(layout).local, layout=layout, psd=True)

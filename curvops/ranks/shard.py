@@ -48,10 +48,10 @@ class Shard(Batches):
         self.ranks, self._lowest = ranks, torch.empty(0, dtype=torch.int64)
         try:
             super().__init__(source, reading)
-            own: Any = sum(self.sizes), _first_point(next(iter(self._items())), reading.weights)
+            count_and_point: Any = sum(self.sizes), _first_point(next(iter(self._items())), reading.weights)
         except NoDataError:
-            own = 0, None
-        counts, firsts = zip(*ranks.gather(own))
+            count_and_point = 0, None
+        counts, firsts = zip(*ranks.gather(count_and_point))
         if not any(counts):
             raise NoDataError(f"The data are empty: the shards of all {ranks.size} ranks hold no point. {ACCEPTED}")
         self.borrows = counts[ranks.rank] == 0
@@ -95,17 +95,17 @@ class Shard(Batches):
 
     def gathered(self) -> Batch:
         """Return the points of all ranks as one batch."""
-        parts = list(self)
-        weights = [batch.weights for batch in parts if batch.weights is not None]
-        inputs = join([batch.inputs for batch in parts])
-        targets = torch.cat([batch.any_targets for batch in parts])
-        own = Batch(inputs, targets, torch.cat(weights) if weights else None, labelled=self.labelled)
-        self._require_one_form(own.named_rows)
+        batches = list(self)
+        weights = [batch.weights for batch in batches if batch.weights is not None]
+        inputs = join([batch.inputs for batch in batches])
+        targets = torch.cat([batch.any_targets for batch in batches])
+        local_batch = Batch(inputs, targets, torch.cat(weights) if weights else None, labelled=self.labelled)
+        self._require_one_form(local_batch.named_rows)
         return replace(
-            own,
-            inputs=over_ranks(self.ranks, own.inputs, slice(0) if self.borrows else slice(None)),
+            local_batch,
+            inputs=over_ranks(self.ranks, local_batch.inputs, slice(0) if self.borrows else slice(None)),
             any_targets=self.line_up(targets),
-            weights=None if own.weights is None else self.line_up(own.weights),
+            weights=None if local_batch.weights is None else self.line_up(local_batch.weights),
         )
 
     def whole(self, like: Tensor) -> Batches:
@@ -113,28 +113,28 @@ class Shard(Batches):
         points, step = self.gathered(), self.largest
         items = []
         for start in range(0, points.num_points, step):
-            part = points.labels(slice(start, start + step))
+            labels = points.labels(slice(start, start + step))
             item: dict[str, Any] = {"inputs": take(points.inputs, slice(start, start + step))}
-            item["targets"] = part.targets if part.labelled else None
-            items.append(item if part.weights is None else item | {"weights": part.weights})
+            item["targets"] = labels.targets if labels.labelled else None
+            items.append(item if labels.weights is None else item | {"weights": labels.weights})
         return Batches(items, self.reading_again(like, self.weighted))
 
     def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
-        own = [] if self.borrows else self._chosen(chosen, factor, like)
-        return Shard(own, self.reading_again(like, weights=True), self.ranks)
+        local_batches = [] if self.borrows else self._chosen(chosen, factor, like)
+        return Shard(local_batches, self.reading_again(like, weights=True), self.ranks)
 
     def in_turn(self) -> Iterator[Inputs | None]:
         """Yield the inputs of each rank's points in turn, for ranks that have points; None for this rank's own."""
-        own = join([batch.inputs for batch in self])
-        self._require_one_form(rows_of(own))
+        local_inputs = join([batch.inputs for batch in self])
+        self._require_one_form(rows_of(local_inputs))
         for rank in (rank for rank, count in enumerate(self.counts) if count):
             count = self.counts[rank] if rank == self.ranks.rank else 0
-            lent = over_ranks(self.ranks, own, slice(count))
+            lent = over_ranks(self.ranks, local_inputs, slice(count))
             yield None if count else lent
 
     def _require_one_form(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise RanksDifferError unless the points of all ranks have the same shape and dtype."""
-        forms = {f"the form of a point, {name}": f"{tuple(part.shape[1:])}, {part.dtype}" for name, part in named}
+        forms = {f"the form of a point, {name}": f"{tuple(tensor.shape[1:])}, {tensor.dtype}" for name, tensor in named}
         self.ranks.require_equal(forms)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
@@ -152,22 +152,24 @@ class Shard(Batches):
         ranks, in one message of 8 bytes for each. If a random split had dealt out repeated points, many copies would be
         on the same rank; if hardly any are, the shards overlap.
         """
-        own = self._lowest[:0] if self.borrows else self._lowest.sort().values[:COMPARED]
-        prints, counts = self.ranks.line_up_counted(own)
-        parts = list(prints.split(counts))
-        cut = min([int(part[-1]) for part, count in zip(parts, self.counts) if count > len(part)], default=2**63 - 1)
-        held = [Counter(part[part <= cut].tolist()) for part in parts]
+        local_prints = self._lowest[:0] if self.borrows else self._lowest.sort().values[:COMPARED]
+        prints, counts = self.ranks.line_up_counted(local_prints)
+        by_rank = list(prints.split(counts))
+        cut = min(
+            [int(lowest[-1]) for lowest, count in zip(by_rank, self.counts) if count > len(lowest)], default=2**63 - 1
+        )
+        held = [Counter(lowest[lowest <= cut].tolist()) for lowest in by_rank]
         again = sum(held, Counter())
         repeated = again.total() - len(again)
-        within = sum(each.total() - len(each) for each in held)
+        within = sum(counter.total() - len(counter) for counter in held)
         if repeated == within:
             return
         pairs = [(i, j) for i, j in permutations(range(len(held)), 2) if held[i]]
         i, j = max(pairs, key=lambda pair: _shared(held, *pair) / held[pair[0]].total())
-        shared, of = _shared(held, i, j), held[i].total()
-        what = f"{shared:,} of the {of:,} compared points of rank {i} are also on rank {j}, and would count twice"
+        shared, total = _shared(held, i, j), held[i].total()
+        what = f"{shared:,} of the {total:,} compared points of rank {i} are also on rank {j}, and would count twice"
         together = sum((count / self.num_data) ** 2 for count in self.counts)
-        if (within == 0 and shared == of) or _unlikely(within, repeated, together):
+        if (within == 0 and shared == total) or _unlikely(within, repeated, together):
             raise RanksDifferError(
                 f"ranks {min(i, j)} and {max(i, j)} hold the same data: {what}. Give each rank its own shard."
             )
@@ -190,24 +192,24 @@ def _unlikely(within: int, repeated: int, together: float) -> bool:
     return repeated * divergence > -math.log(CHANCE)
 
 
-def over_ranks(ranks: Ranks, inputs: Inputs, own: slice = slice(None)) -> Inputs:
+def over_ranks(ranks: Ranks, inputs: Inputs, local_slice: slice = slice(None)) -> Inputs:
     """Return the points of all ranks in their order, of this rank those in a slice; objects are pickled.
 
     Raises ValueError for what only the model can read.
     """
     if not isinstance(inputs, Objects):
-        return map_inputs(lambda tensor: ranks.line_up(tensor[own]), inputs)
+        return map_inputs(lambda tensor: ranks.line_up(tensor[local_slice]), inputs)
     if isinstance(inputs, WholeBatch):
         raise ValueError(f"{NEEDS_POINTS}.")
-    return inputs.with_points([point for points in ranks.gather(inputs.points[own]) for point in points])
+    return inputs.with_points([point for points in ranks.gather(inputs.points[local_slice]) for point in points])
 
 
 def _first_point(item: object, weights: bool) -> dict[str, object]:
     """Return the first point of an item of a source, or what only the model can read, as an item on the CPU."""
-    given, *others = split_batch(item, weights)
-    inputs = first_of(normalise(given) if others[0] is None else batch_inputs(given, max(sizes_of(others[0]))), 1)
+    x, *others = split_batch(item, weights)
+    inputs = first_of(normalise(x) if others[0] is None else batch_inputs(x, max(sizes_of(others[0]))), 1)
     n = num_points(inputs)
     point: dict[str, object] = {"inputs": move(inputs, "cpu"), "targets": None}
     return point | {
-        name: move(take(part, slice(n)), "cpu") for name, part in zip(NAMES[1:], others) if part is not None
+        name: move(take(labels, slice(n)), "cpu") for name, labels in zip(NAMES[1:], others) if labels is not None
     }

@@ -93,20 +93,20 @@ class ShardedParameters:
             else:
                 held = block.new_empty(block.shape[1], sum(rows.stop - rows.start for *_, rows in pieces))
             held = self.ranks.broadcast(held, rank)
-            for (name, *_), part in zip(pieces, held.split([rows.stop - rows.start for *_, rows in pieces], 1)):
-                gathered[name].append(part)
-        return {name: torch.cat(parts, 1).view(-1, *self.shapes[name]) for name, parts in gathered.items()}
+            for (name, *_), values in zip(pieces, held.split([rows.stop - rows.start for *_, rows in pieces], 1)):
+                gathered[name].append(values)
+        return {name: torch.cat(slices, 1).view(-1, *self.shapes[name]) for name, slices in gathered.items()}
 
     def add_scattered(self, total: Float[Tensor, "d K"], blocks: Mapping[str, Tensor]) -> None:
         """Add the sum over ranks of some parameters' blocks (K, *shape) to this rank's rows. One all-to-all."""
         names, sent = tuple(blocks), []
         for rank in range(self.ranks.size):
-            parts = [blocks[name].flatten(1)[:, entries] for name, entries, _ in self._pieces(names, rank)]
-            sent.append(torch.cat(parts, 1) if parts else total.new_empty(total.shape[1], 0))
+            slices = [blocks[name].flatten(1)[:, entries] for name, entries, _ in self._pieces(names, rank)]
+            sent.append(torch.cat(slices, 1) if slices else total.new_empty(total.shape[1], 0))
         received = self.ranks.add_up_apart(sent)
-        own = [rows for *_, rows in self._pieces(names, self.ranks.rank)]
-        for rows, part in zip(own, received.split([rows.stop - rows.start for rows in own], 1)):
-            total[rows] += part.mT
+        row_slices = [rows for *_, rows in self._pieces(names, self.ranks.rank)]
+        for rows, values in zip(row_slices, received.split([rows.stop - rows.start for rows in row_slices], 1)):
+            total[rows] += values.mT
 
     def to_dtensors(self, block: Float[Tensor, "d *K"]) -> dict[str, Any]:
         """Return vectors as DTensors by name, laid out as the parameters: (*shape), or (K, *shape) for a block.
@@ -117,20 +117,20 @@ class ShardedParameters:
         for name, shape in self.shapes.items():
             whole = self.gather(block.unsqueeze(1) if one else block, (name,))[name]
             dim = self._dim[name]
-            own = even_share(shape[dim], self.ranks.size, self.ranks.rank)
-            part = whole.narrow(dim + 1, min(own.start, shape[dim]), len(own)).clone()
-            tensors[name] = self.as_parameter(name, part[0] if one else part)
+            share = even_share(shape[dim], self.ranks.size, self.ranks.rank)
+            weight_slice = whole.narrow(dim + 1, min(share.start, shape[dim]), len(share)).clone()
+            tensors[name] = self.as_parameter(name, weight_slice[0] if one else weight_slice)
         return tensors
 
-    def as_parameter(self, name: str, own: Float[Tensor, "*slice"]) -> Any:
+    def as_parameter(self, name: str, weight_slice: Float[Tensor, "*slice"]) -> Any:
         """Return this rank's slice of a parameter, or K of them, as a DTensor laid out as the parameter."""
         from torch.distributed.tensor import DTensor, Shard
 
         shape = self.shapes[name]
-        extra = own.ndim - len(shape)
-        size = torch.Size((*own.shape[:extra], *shape))
+        extra = weight_slice.ndim - len(shape)
+        size = torch.Size((*weight_slice.shape[:extra], *shape))
         stride, placement = torch.empty(size, device="meta").stride(), [Shard(self._dim[name] + extra)]
-        return DTensor.from_local(own, self.mesh, placement, run_check=False, shape=size, stride=stride)
+        return DTensor.from_local(weight_slice, self.mesh, placement, run_check=False, shape=size, stride=stride)
 
     def from_named(self, tensors: Mapping[str, Any], like: Tensor) -> Float[Tensor, "d *K"]:
         """Return this rank's rows of vectors by name: DTensors laid out as the parameters, or whole tensors on all.
@@ -147,15 +147,15 @@ class ShardedParameters:
         (K,) = columns
         total = like.new_zeros(1 if K is None else K, len(self.own)).mT
         for name, shape in self.shapes.items():
-            part, dim = tensors[name].detach(), self._dim[name] + 1
-            part = part.unsqueeze(0) if K is None else part
-            whole = total.new_zeros(len(part), *shape)
-            own = even_share(shape[dim - 1], self.ranks.size, self.ranks.rank)
-            own_slice = whole.narrow(dim, min(own.start, shape[dim - 1]), len(own))
-            if is_dtensor(part):
-                own_slice.copy_(part.to_local())
+            tensor, dim = tensors[name].detach(), self._dim[name] + 1
+            tensor = tensor.unsqueeze(0) if K is None else tensor
+            whole = total.new_zeros(len(tensor), *shape)
+            share = even_share(shape[dim - 1], self.ranks.size, self.ranks.rank)
+            own_slice = whole.narrow(dim, min(share.start, shape[dim - 1]), len(share))
+            if is_dtensor(tensor):
+                own_slice.copy_(tensor.to_local())
             else:
-                own_slice.copy_(part.narrow(dim, min(own.start, shape[dim - 1]), len(own)))
+                own_slice.copy_(tensor.narrow(dim, min(share.start, shape[dim - 1]), len(share)))
             self.add_scattered(total, {name: whole})
         return total.squeeze(1) if K is None else total
 
@@ -194,9 +194,9 @@ class ShardedModel(Model):
     def __init__(self, module: nn.Module, parameters: Any, ranks: Ranks) -> None:
         self.lock = threading.RLock()
         self.module, self._function, self.ranks = module, None, ranks
-        self._sharded = [part for part in module.modules() if is_fully_sharded(part)]
+        self._sharded = [submodule for submodule in module.modules() if is_fully_sharded(submodule)]
         self._reshard()
-        self.paths = {part: path for path, part in module.named_modules()}
+        self.paths = {submodule: path for path, submodule in module.named_modules()}
         self.slots, tensors, buffers = slots_of(self.paths)
         if not is_fully_sharded(module):
             raise ValueError("parts of the model are sharded: call fully_shard on the model, too, after its parts.")
@@ -208,12 +208,12 @@ class ShardedModel(Model):
         self.shards = ShardedParameters.of(ranks, chosen)
         self._snapshot = {name: _local(tensor).clone() for name, tensor in {**tensors, **buffers}.items()}
         self.complex: set[str] = set()
-        self._modes = {part: part.training for part in self.paths}
-        own = {name: self._snapshot[name] for name in self.selection.names}
-        self._flat = torch.cat([tensor.flatten() for tensor in own.values()])
-        self.frozen = {name: self._snapshot[name] for name in tensors if name not in own}
+        self._modes = {submodule: submodule.training for submodule in self.paths}
+        weight_slices = {name: self._snapshot[name] for name in self.selection.names}
+        self._flat = torch.cat([tensor.flatten() for tensor in weight_slices.values()])
+        self.frozen = {name: self._snapshot[name] for name in tensors if name not in weight_slices}
         self._buffers = {name: self._snapshot[name] for name in buffers}
-        require_all_finite(own.values(), own, "leave it out of the selection")
+        require_all_finite(weight_slices.values(), weight_slices, "leave it out of the selection")
         require_all_finite(self.frozen.values(), self.frozen, "load other weights")
         self._settings, self._stand_ins = contexts_for(self.paths)
         self.layout, self.calls = None, Calls(module)
@@ -287,21 +287,21 @@ class ShardedModel(Model):
     @torch.no_grad()
     def _exchanged(self, values: Blocks, modes: Mapping[nn.Module, bool]) -> tuple[Blocks, dict[nn.Module, bool]]:
         """Write values and modes that differ, and return those that were there before."""
-        tensors, modes_before, held = {}, {part: part.training for part in modes}, self._held()
+        tensors, modes_before, held = {}, {module: module.training for module in modes}, self._held()
         for name, value in values.items():
             present = held[name].data  # no graph of the user's depends on its version
             if not torch.equal(present, value):
                 tensors[name] = present.clone()
                 present.copy_(value)
-        for part, mode in modes.items():
-            part.training = mode
+        for module, mode in modes.items():
+            module.training = mode
         return tensors, modes_before
 
     def _held(self) -> Blocks:
         """Return the module's present values; its first pass, and users, may have moved some of its tensors."""
         tensors = {}
-        for part, local, name in self.slots:
-            tensor = part._parameters.get(local, part._buffers.get(local))
+        for module, local, name in self.slots:
+            tensor = module._parameters.get(local, module._buffers.get(local))
             value = self._snapshot[name]
             if tensor is None or (_local(tensor).shape, tensor.dtype) != (value.shape, value.dtype):
                 raise ValueError(f"{name!r} has changed since the model was linearised: linearise it again.")
@@ -309,8 +309,8 @@ class ShardedModel(Model):
         return tensors
 
     def _reshard(self) -> None:
-        for part in self._sharded:
-            part.reshard()  # type: ignore[operator]
+        for module in self._sharded:
+            module.reshard()  # type: ignore[operator]
 
     def _checked_call(self, inputs: Any) -> Any:
         return self._call({}, inputs)
@@ -334,16 +334,18 @@ class ShardedModel(Model):
         if len(meshes) > 1:
             raise ValueError(f"the parameters {sorted(meshes.values())} lie on different meshes: use one mesh for all.")
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-        for part in self._sharded:
-            self._require_plain_policies(part, dtypes)
+        for module in self._sharded:
+            self._require_plain_policies(module, dtypes)
 
-    def _require_plain_policies(self, part: Any, dtypes: set[torch.dtype]) -> None:
-        state, where = part._get_fsdp_state(), self.paths.get(part) or "the model"
+    def _require_plain_policies(self, module: Any, dtypes: set[torch.dtype]) -> None:
+        state, where = module._get_fsdp_state(), self.paths.get(module) or "the model"
         policy = state._mp_policy
         for what in ("param_dtype", "output_dtype"):
-            asked = getattr(policy, what, None)
-            if asked is not None and {asked} != dtypes:
-                raise ValueError(f"{where} has MixedPrecisionPolicy({what}={asked}): shard it without mp_policy.")
+            policy_dtype = getattr(policy, what, None)
+            if policy_dtype is not None and {policy_dtype} != dtypes:
+                raise ValueError(
+                    f"{where} has MixedPrecisionPolicy({what}={policy_dtype}): shard it without mp_policy."
+                )
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for group in groups:
             if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":

@@ -87,10 +87,10 @@ class RowLayout:
                 "sharded vectors lie on different ranks: use one device mesh for all (see tensor.redistribute)."
             )
 
-    def stacked(self, own: Float[Tensor, "*s"]) -> Float[Tensor, "ranks *s"]:
+    def stacked(self, tensor: Float[Tensor, "*s"]) -> Float[Tensor, "ranks *s"]:
         """Return a small tensor from each rank, stacked. One all-reduce."""
-        every = own.new_zeros(self.ranks.size, *own.shape)
-        every[self.ranks.rank] = own
+        every = tensor.new_zeros(self.ranks.size, *tensor.shape)
+        every[self.ranks.rank] = tensor
         return self.ranks.add_up(every)
 
 
@@ -100,12 +100,12 @@ Layouts: TypeAlias = tuple[RowLayout, RowLayout] | None
 def _ranks_of(mesh: Any) -> Ranks:
     """Return the ranks of a device mesh, created once; all of them must call this."""
     group = mesh.get_group(0)
-    if group not in _known:
-        _known[group] = Ranks(group)
-    return _known[group]
+    if group not in _ranks_by_group:
+        _ranks_by_group[group] = Ranks(group)
+    return _ranks_by_group[group]
 
 
-_known: dict[Any, Ranks] = {}
+_ranks_by_group: dict[Any, Ranks] = {}
 
 
 _Block: Any = object  # for the type checker, a block is what the primitives take
@@ -178,7 +178,7 @@ class Sharded(_Block):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = function.__name__.strip("_")
-        block = next(part for part in args if isinstance(part, Sharded))
+        block = next(argument for argument in args if isinstance(argument, Sharded))
         if name == "matmul" and isinstance(args[0], Tensor):
             return block.multiplied(lambda whole: args[0] @ whole)
         if name == "to" and isinstance(args[0], Tensor):
@@ -229,12 +229,12 @@ class Sharded(_Block):
         width = max(1, K // (PANEL_COPIES * ranks.size), PANEL_BYTES // (self.shape[0] * self.dtype.itemsize))
         for start in range(0, max(K, 1), width):
             panel = slice(start, start + width)
-            found = multiply(self.like(self.local[:, panel]).whole())
+            image = multiply(self.like(self.local[:, panel]).whole())
             if result is None:
-                result = self.new_empty(len(found), K) if layout is None else self._placed(layout, K)
-            rows = ranks.scatter_rows(found, result.rows.counts) if partial else found[result.rows.own]
+                result = self.new_empty(len(image), K) if layout is None else self._placed(layout, K)
+            rows = ranks.scatter_rows(image, result.rows.counts) if partial else image[result.rows.own]
             result.local[:, panel] = rows
-            del found, rows
+            del image, rows
         assert result is not None
         return result
 
@@ -267,9 +267,9 @@ class LaidOut(Description):
     @classmethod
     def of(cls, facts: Description, row_layout: RowLayout, column_layout: RowLayout) -> LaidOut:
         """Return the description with the layouts of its images and of its arguments."""
-        found = cls(*facts)
-        found.row_layout, found.column_layout = row_layout, column_layout
-        return found
+        description = cls(*facts)
+        description.row_layout, description.column_layout = row_layout, column_layout
+        return description
 
     @property
     def vector_bytes(self) -> int:
@@ -324,9 +324,9 @@ class OverSharedData(Description):
     @classmethod
     def of(cls, facts: Description, ranks: Ranks) -> OverSharedData:
         """Return the description with these ranks."""
-        found = cls(*facts)
-        found.ranks = ranks
-        return found
+        description = cls(*facts)
+        description.ranks = ranks
+        return description
 
 
 @vectors.random_block.register
@@ -350,8 +350,8 @@ def ranks_together(A: Any) -> Ranks | None:
     ranks: Ranks | None = getattr(A, "ranks", None)
     if ranks is not None:
         return ranks
-    parts = (part for part in (*A._args, *A._kwargs.values()) if isinstance(part, LinearOperator))
-    return next((shared for part in parts if (shared := ranks_together(part)) is not None), None)
+    operators = (operator for operator in (*A._args, *A._kwargs.values()) if isinstance(operator, LinearOperator))
+    return next((shared for operator in operators if (shared := ranks_together(operator)) is not None), None)
 
 
 # Rows are independent in these: each rank works alone, with the primitive for tensors.
@@ -394,18 +394,18 @@ def _(Y: Sharded, X: Sharded, C: Tensor) -> Sharded:
 def _within(index: Int[Tensor, "*i"], layout: RowLayout) -> tuple[Tensor, Tensor]:
     """Return which positions are on this rank, and where they are there."""
     index = torch.where(index < 0, index + layout.length, index)
-    own = layout.own
-    inside = (index >= own.start) & (index < own.stop)
-    return inside, index[inside] - own.start
+    row_slice = layout.own
+    inside = (index >= row_slice.start) & (index < row_slice.stop)
+    return inside, index[inside] - row_slice.start
 
 
 @vectors.entries.register
 def _(X: Sharded, index: Tensor) -> Tensor:
     """Return rows on every rank. One all-reduce."""
     inside, places = _within(index, X.rows)
-    found = X.local.new_zeros(*index.shape, *X.local.shape[1:])
-    found[inside] = X.local[places]
-    return X.rows.ranks.add_up(found)
+    rows = X.local.new_zeros(*index.shape, *X.local.shape[1:])
+    rows[inside] = X.local[places]
+    return X.rows.ranks.add_up(rows)
 
 
 @vectors.put_entries.register
@@ -432,8 +432,8 @@ def _(X: Sharded) -> Tensor:
 
 @vectors.largest.register
 def _(X: Sharded) -> Tensor:
-    own = vectors.largest(X.local) if len(X.local) else X.local.new_zeros(X.shape[1], dtype=torch.float64)
-    return X.rows.stacked(own).amax(0)
+    local_largest = vectors.largest(X.local) if len(X.local) else X.local.new_zeros(X.shape[1], dtype=torch.float64)
+    return X.rows.stacked(local_largest).amax(0)
 
 
 @vectors.householder.register
@@ -444,15 +444,15 @@ def _(X: Sharded) -> tuple[Sharded, Tensor]:
     padded = R.new_zeros(K, K)
     padded[: len(R)] = R
     heights = [min(K, count) for count in layout.counts]
-    triangles = torch.cat([own[:height] for own, height in zip(layout.stacked(padded), heights)])
+    triangles = torch.cat([triangle[:height] for triangle, height in zip(layout.stacked(padded), heights)])
     small, R = torch.linalg.qr(triangles)
     return X.like(vectors.combine(Q, small.split(heights)[layout.ranks.rank])), R
 
 
 @vectors.project_out.register
 def _(W: Sharded, store: Sharded, room: int, used: int, which: Tensor) -> tuple[Sharded, Tensor]:
-    found, along = vectors.project_out_by(W.rows.ranks.add_up, W.local, W.rows_of(store), room, used, which)
-    return W.like(found), along
+    remainder, along = vectors.project_out_by(W.rows.ranks.add_up, W.local, W.rows_of(store), room, used, which)
+    return W.like(remainder), along
 
 
 @vectors.by_rows.register
@@ -534,22 +534,22 @@ def exchanged(value: Any, kind: Callable[[Any], bool], change: Callable[[Any], A
     if kind(value):
         return change(value)
     if type(value) is tuple:
-        return tuple(exchanged(part, kind, change) for part in value)
+        return tuple(exchanged(entry, kind, change) for entry in value)
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-        changed = {name: exchanged(part, kind, change) for name, part in parts.items()}
-        changed = {name: part for name, part in changed.items() if part is not parts[name]}
+        entries = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        changed = {name: exchanged(entry, kind, change) for name, entry in entries.items()}
+        changed = {name: entry for name, entry in changed.items() if entry is not entries[name]}
         return replace(value, **changed) if changed else value
     return value
 
 
-def layouts_of(part: Any) -> Layouts:
+def layouts_of(A: Any) -> Layouts:
     """Return the layouts over ranks of an operator's vectors, or of a DTensor's rows; None for whole ones."""
-    if is_dtensor(part):
-        layout = unwrapped(part).rows
+    if is_dtensor(A):
+        layout = unwrapped(A).rows
         return layout, layout
-    found: Layouts = getattr(part, "layouts", None)
-    return found
+    layouts: Layouts = getattr(A, "layouts", None)
+    return layouts
 
 
 @functools.singledispatch

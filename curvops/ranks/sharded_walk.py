@@ -55,10 +55,10 @@ class ShardedWalk(Walk):
 
     def __init__(self, layers: ShardedLayers, shard: Shard, memory_budget: int) -> None:
         self.layers, self.shard, self.model, self.memory_budget = layers, shard, layers.model, memory_budget
-        own = (0, 0) if shard.borrows else (len(shard), sum(shard.sizes))
-        counts = shard.ranks.gather(own)
+        local_counts = (0, 0) if shard.borrows else (len(shard), sum(shard.sizes))
+        counts = shard.ranks.gather(local_counts)
         self._rounds, self._most_points = max(batches for batches, _ in counts), max(points for _, points in counts)
-        self._own_batches = own[0]
+        self._own_batches = local_counts[0]
         first = next(iter(shard))
         self._spare = copy_of(take(first.inputs, slice(0, 1))), first.copy().labels(slice(0, 1))
         self._root: OutputFisher | None = None
@@ -93,8 +93,8 @@ class ShardedWalk(Walk):
             self._kept.clear()  # freed before others are built
         together: list[tuple[Batch, bool, Layerwise]] = []
         for inputs, labels, counts in self._each_batch():
-            of = IDENTITY if root is None else Root(root, labels)
-            together.append((labels, counts, self.layers.build(inputs, self.chunk_bytes, of)))
+            batch_root = IDENTITY if root is None else Root(root, labels)
+            together.append((labels, counts, self.layers.build(inputs, self.chunk_bytes, batch_root)))
             if not fits:
                 J = ShardedJacobian(self.layers, together)
                 yield J.labels, J
@@ -105,7 +105,7 @@ class ShardedWalk(Walk):
             yield J.labels, J
 
     def total(
-        self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None, own: bool = False
+        self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None, own_part: bool = False
     ) -> Tensor:
         """Return Σ over batches of `term(labels, J)`: of vectors, this rank's rows, which J adds up over the ranks."""
         return self.own_sum(term, columns, root) if columns else super().total(term, columns, root)
@@ -122,16 +122,16 @@ class ShardedWalk(Walk):
 
     def _each_batch(self) -> Iterator[tuple[Any, Batch, bool]]:
         """Yield (inputs, labels, whether they count), equally often on each rank."""
-        own, start = iter(self.shard), self.shard.start
+        batches, start = iter(self.shard), self.shard.start
         for i in range(self._rounds):
             if i >= self._own_batches:
                 yield *self._spare, False
                 continue
-            batch = next(own)
+            batch = next(batches)
             yield batch.inputs, replace(batch, inputs=(), start=start), True
             start += batch.num_points
         if not self.shard.borrows:
-            next(own, None)  # detects more data
+            next(batches, None)  # detects more data
 
 
 class ForwardPass:
@@ -176,9 +176,9 @@ class ShardedJacobian:
         pushed = self._zeros(block.shape[1], sum(self._sizes), self.engines[0].num_columns)
         for names, columns in self._panels(block.shape[1]):
             tangents = self.shards.gather(block[:, columns], names)
-            for parts, total in zip(self._parts(names), pushed.split(self._sizes, 1)):
-                for part in parts:
-                    total[columns] += part.push(tangents)
+            for jacobians, total in zip(self._layer_jacobians(names), pushed.split(self._sizes, 1)):
+                for jacobian in jacobians:
+                    total[columns] += jacobian.push(tangents)
             del tangents  # before the next ones are gathered
         return pushed
 
@@ -189,10 +189,10 @@ class ShardedJacobian:
         each_u = [u.contiguous() for u in cotangents.split(self._sizes, 1)]
         for names, columns in self._panels(K):
             pulled = [
-                {part.layer.names[local]: gradient}
-                for parts, u in zip(self._parts(names), each_u)
-                for part in parts
-                for local, gradient in part.pull(u[columns]).items()
+                {jacobian.layer.names[local]: gradient}
+                for jacobians, u in zip(self._layer_jacobians(names), each_u)
+                for jacobian in jacobians
+                for local, gradient in jacobian.pull(u[columns]).items()
             ]
             self._add(pulled, names, total[:, columns])
         return total
@@ -201,13 +201,17 @@ class ShardedJacobian:
         """Return this rank's part of the elementwise sum of squares of the rows of all ranks."""
         total = self._zeros(1, len(self.shards.own)).mT
         for names in self.layers.groups:
-            self._add([_squares(parts, names, chunk_bytes) for parts in self._parts(names) if parts], names, total)
+            self._add(
+                [_squares(jacobians, names, chunk_bytes) for jacobians in self._layer_jacobians(names) if jacobians],
+                names,
+                total,
+            )
         return total
 
-    def _parts(self, names: Sequence[str]) -> list[list[Any]]:
+    def _layer_jacobians(self, names: Sequence[str]) -> list[list[Any]]:
         """Return, for each engine, the calls of the layers that hold these parameters."""
         wanted = set(names) if self.counts else set[str]()
-        return [[part for part in J.parts if wanted & set(part.layer.names.values())] for J in self.engines]
+        return [[jacobian for jacobian in J.parts if wanted & set(jacobian.layer.names.values())] for J in self.engines]
 
     def _panels(self, columns: int) -> Iterator[tuple[tuple[str, ...], slice]]:
         """Yield the parameters of each layer with the columns that are gathered at a time, of its part of K vectors."""
@@ -237,14 +241,14 @@ def joined(batches: Sequence[Batch]) -> Batch:
     return replace(first, any_targets=targets, weights=torch.cat(weights) if weights else None)
 
 
-def _squares(parts: Sequence[Any], names: tuple[str, ...], chunk_bytes: int) -> Blocks:
+def _squares(jacobians: Sequence[Any], names: tuple[str, ...], chunk_bytes: int) -> Blocks:
     """Return Σ_n Σ_r g[n, r]² of one layer's rows, (1, *shape) by name."""
-    if not any(isinstance(part, Rows) for part in parts):
-        squares = squares_of(Group(names, tuple(parts)), chunk_bytes)
+    if not any(isinstance(jacobian, Rows) for jacobian in jacobians):
+        squares = squares_of(Group(names, tuple(jacobians)), chunk_bytes)
         return {name: block.unsqueeze(0) for name, block in squares.items()}
     total: Blocks = {}
-    for part in parts:
-        rows = part.named_rows() if isinstance(part, Rows) else part.rows(slice(None))
+    for jacobian in jacobians:
+        rows = jacobian.named_rows() if isinstance(jacobian, Rows) else jacobian.rows(slice(None))
         for name, row in rows.items():
             total[name] = total[name] + row if name in total else row
     return {name: rows.flatten(0, 1).square().sum(0, keepdim=True) for name, rows in total.items()}
@@ -281,7 +285,7 @@ class ShardedLayers:
                 _refuse_if(silent, "belong to layers that do not run")
                 _refuse_if(misfits, "belong to layers that run differently from their rules")
                 engine = Layerwise(self.model, recording, None, LEAST_CHUNK)
-                reached = {name for part in engine.parts for name in part.layer.names.values()}
+                reached = {name for jacobian in engine.parts for name in jacobian.layer.names.values()}
                 _refuse_if(set(self.model.selection.names) - reached, "have no effect on the outputs")
                 self.groups = tuple(group_calls(calls))
                 self.num_outputs = outputs.shape[1]
@@ -289,7 +293,7 @@ class ShardedLayers:
                 bad: set[str] = set()
                 for names in self._together():
                     some = copy(engine)
-                    some.parts = [part for part in engine.parts if names & set(part.layer.names.values())]
+                    some.parts = [jacobian for jacobian in engine.parts if names & set(jacobian.layer.names.values())]
                     by_autograd = partial(_gradients, self.model, outputs, {name: edges[name] for name in names})
                     bad |= mismatches(some, by_autograd).wrong
         finally:
@@ -318,7 +322,7 @@ class ShardedLayers:
     def bytes_a_point(self, columns: int) -> int:
         """Return the most bytes that an engine keeps for a point with this number of rows."""
         itemsize = self.model.theta.element_size()
-        return sum(kept + columns * output * itemsize for kept, output in self._sizes)
+        return sum(input_bytes + columns * output * itemsize for input_bytes, output in self._sizes)
 
     def build(self, inputs: Any, chunk_bytes: int, root: Root = IDENTITY) -> Layerwise:
         """Return J of some points, or Lᵀ J. All ranks call it together; a rank whose layers run differently raises."""
@@ -335,11 +339,11 @@ def _gradients(
     """Return Jᵀ u of a recorded pass by autograd, for a few parameters, of this rank's points alone."""
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
     with model.differentiating(), model.holding({}):
-        found = torch.autograd.grad(outputs, [*edges.values()], cotangents[0], **options)
+        gradients = torch.autograd.grad(outputs, [*edges.values()], cotangents[0], **options)
     shapes, zero = dict(zip(model.selection.names, model.selection.shapes)), outputs.new_zeros(())
     return {
         name: (zero.expand(shapes[name]) if gradient is None else gradient.detach()).unsqueeze(0)
-        for name, gradient in zip(edges, found)
+        for name, gradient in zip(edges, gradients)
     }
 
 

@@ -119,15 +119,15 @@ def split_points(
         points = num_points(inputs), form, int(fingerprint([value.to(lin.theta.device) for value in values]))
     except Exception as refused:
         points, error = (0, [], 0), refused
-    asked = f"{call}, gather={gather}"
-    every = shard.ranks.gather((asked, points, error and f"{type(error).__name__}: {error}"))
+    request = f"{call}, gather={gather}"
+    every = shard.ranks.gather((request, points, error and f"{type(error).__name__}: {error}"))
     for rank, (other, _, refusal) in enumerate(every):
         if error is not None:
             raise error
         if refusal is not None:
             raise ValueError(f"rank {rank} rejected its test points. {refusal}")
-        if other != asked:
-            raise RanksDifferError(f"rank {rank} asks for {other}, but rank {shard.ranks.rank} for {asked}. {MEANT}")
+        if other != request:
+            raise RanksDifferError(f"rank {rank} asks for {other}, but rank {shard.ranks.rank} for {request}. {MEANT}")
     if not gather and all(others == points for _, others, _ in every):
         return SplitPoints(inputs, targets=labels)
     counts = tuple(others[0] for _, others, _ in every)

@@ -42,8 +42,12 @@ class Metropolis(Transition):
 
     def _refresh(self, state: MetropolisState, batch: Any) -> None:
         """Evaluate unless the state already has the value for this function and batch."""
-        asked = [self.log_posterior, batch, _versions(batch)]
-        if state.seen and all(old is new for old, new in zip(state.seen[:2], asked)) and state.seen[2] == asked[2]:
+        question = [self.log_posterior, batch, _versions(batch)]
+        if (
+            state.seen
+            and all(old is new for old, new in zip(state.seen[:2], question))
+            and state.seen[2] == question[2]
+        ):
             return
         if isinstance(self.log_posterior, LogPosterior):
             self.log_posterior.require_all_data(batch)
@@ -51,7 +55,7 @@ class Metropolis(Transition):
         state.value.copy_(self._evaluate(state, batch))
         if not bool(state.value.isfinite().all()):
             raise self._not_finite(state.value, 0)
-        state.seen[:] = asked
+        state.seen[:] = question
 
     @abstractmethod
     def _evaluate(self, state: Any, batch: Any) -> Tensor:

@@ -6,6 +6,7 @@ Tests `infinite_width.py`.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -16,16 +17,14 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from gpytorch.lazy import LazyEvaluatedKernelTensor
 from scipy import special, stats
 from torch import Tensor, nn
 from torch.autograd import gradcheck
-from torch.func import functional_call, jacrev
+from torch.func import functional_call, jacrev, stack_module_state, vmap
 
 import curvops as co
 from curvops.gp import InfiniteWidthKernel
 from curvops.gp.infinite_width import ACTIVATIONS, Covariance
-from curvops.linalg import Operator
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 Function = Callable[[np.ndarray], np.ndarray]
@@ -64,10 +63,16 @@ def kernel(activation: str, kind: str = "ntk", variances: str = "one", depth: in
     return InfiniteWidthKernel(depth, activation, kind, weight_variance=weight, bias_variance=bias)
 
 
+@functools.cache
+def quadrature() -> tuple[np.ndarray, np.ndarray]:
+    """The nodes and the weights of Gauss and Legendre on either side of the origin."""
+    nodes, weights = np.polynomial.legendre.leggauss(150)
+    return 6 * np.concatenate([nodes - 1, nodes + 1]), 6 * np.concatenate([weights, weights])
+
+
 def expected(functions: Function, a: float, b: float, c: float) -> float:
     """E[f(u) f(v)] by Gauss–Legendre quadrature in each quadrant, in one dimension where u and v are one."""
-    nodes, weights = np.polynomial.legendre.leggauss(150)
-    points, weights = 6 * np.concatenate([nodes - 1, nodes + 1]), 6 * np.concatenate([weights, weights])
+    points, weights = quadrature()
     if a == b == c:
         return float(weights @ (functions(points * math.sqrt(a)) ** 2 * stats.norm.pdf(points)))
     u, v, rho = points[:, None], points[None], c / math.sqrt(a * b)
@@ -173,12 +178,18 @@ def test_near_points_keep_their_digits(distance: float, bias: float) -> None:
     assert float(torch.linalg.eigvalsh(together.detach()).min()) > -1e-14
 
 
-@pytest.mark.parametrize("case", ["apart", "one point", "near", "collinear", "opposite", "zero"])
-@pytest.mark.parametrize(("kind", "variances"), [("nngp", "by layer"), ("ntk", "no biases"), ("ntk", "one")])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+CASES = ("apart", "one point", "near", "collinear", "opposite", "zero")
+PLACES = [
+    *itertools.product(["relu"], ["ntk"], ["no biases", "one"], CASES),
+    *itertools.product(["erf", "gelu", "identity"], ["ntk"], ["by layer"], ["one point", "collinear", "zero"]),
+    *itertools.product(ACTIVATIONS, ["nngp"], ["by layer"], ["apart"]),
+]
+PLACES.remove(("relu", "ntk", "no biases", "zero"))  # |x| at x = 0 has no slope; the next test but one
+
+
+@pytest.mark.parametrize(("activation", "kind", "variances", "case"), PLACES)
 def test_gradients_in_inputs(activation: str, kind: str, variances: str, case: str) -> None:
-    if case == "zero" and activation == "relu" and variances == "no biases":
-        return  # no biases: |x| at x = 0, whose kink leaves no mean slope; the next test but one
+    """Rectifiers at all places, since they alone have a kink; other functions where points coincide."""
     torch.manual_seed(1)
     k, x, step = kernel(activation, kind, variances), *torch.randn(2, 2, 3)
     y = {"one point": x, "near": x + 1e-3 * step, "collinear": 2 * x, "opposite": -x, "zero": 0 * x}.get(case, step)
@@ -222,8 +233,9 @@ def test_second_derivatives_are_right_or_refused(activation: str) -> None:
         torch.autograd.grad(first.sum(), x)
 
 
-@pytest.mark.parametrize("variances", VARIANCES)
-@pytest.mark.parametrize("kind", ["nngp", "ntk"])
+@pytest.mark.parametrize(
+    ("kind", "variances"), [("ntk", "one"), ("ntk", "no biases"), ("ntk", "by layer"), ("nngp", "by layer")]
+)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_in_variances(activation: str, kind: str, variances: str) -> None:
     k, x = kernel(activation, kind, variances), torch.randn(3, 2)
@@ -275,42 +287,34 @@ def test_the_ntk_precision_makes_the_empirical_kernel_of_the_ntk_parametrisation
     torch.testing.assert_close(co.gp.LinearizedKernel(lin, prior)(x).to_dense(), J @ J.mT, **EXACT)
 
 
+def empirical(activation: str, width: int, depth: int, x: Tensor, weight: float, bias: float) -> tuple[Tensor, Tensor]:
+    """Covariances of the outputs and tangent kernels of 60 random networks, (60, n, n) each, by autograd."""
+    model = network(activation, width, depth, x.shape[1])
+    draws = [copy.deepcopy(redraw(model, weight**0.5, bias**0.5)) for _ in range(60)]
+    features = torch.stack([draw[:-1](x) for draw in draws]).detach()
+    weights = stack_module_state(draws)[0]
+    prior = co.sampling.ntk_precision(model, weight**0.5, bias**0.5)
+    rows = vmap(jacrev(lambda w: functional_call(model, w, (x,)).squeeze(1)))(weights)
+    tangent = sum(J.flatten(2) @ J.flatten(2).mT / prior[name] for name, J in rows.items())
+    return weight * features @ features.mT / width + bias, tangent.detach()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_networks_of_one_hidden_layer_have_the_limit_as_their_mean(activation: str) -> None:
     """At any width. 6 + 6 entries within 4.5 standard errors each: wrong once in 12,000 seeds; the seed is fixed."""
     torch.manual_seed(0)
-    weight_std, bias_std, width, x = 1.4, 0.6, 30, torch.randn(3, 2)
-    outputs, tangents = [], []
-    for _ in range(60):
-        model = redraw(network(activation, width, 1, 2), weight_std, bias_std)
-        features = model[:-1](x).detach()
-        outputs.append(weight_std**2 * features @ features.mT / width + bias_std**2)
-        lin = co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0))
-        tangents.append(co.TangentKernel(lin, co.sampling.ntk_precision(model, weight_std, bias_std)).to_dense())
-    for kind, found in (("nngp", torch.stack(outputs)), ("ntk", torch.stack(tangents))):
-        k = InfiniteWidthKernel(1, activation, kind)
-        k.weight_variance, k.bias_variance = weight_std**2, bias_std**2
-        error = (found.mean(0) - k(x).to_dense()).abs()
+    x, k = torch.randn(3, 2), {"weight_variance": 1.96, "bias_variance": 0.36}
+    for kind, found in zip(("nngp", "ntk"), empirical(activation, 30, 1, x, 1.96, 0.36)):
+        error = (found.mean(0) - InfiniteWidthKernel(1, activation, kind, **k)(x).to_dense()).abs()
         assert bool((error < 4.5 * found.std(0) / len(found) ** 0.5 + 1e-12).all())
 
 
-@pytest.mark.parametrize("activation", ["relu"])
-def test_empirical_kernels_spread_about_the_limit_like_the_inverse_root_of_the_width(activation: str) -> None:
+def test_empirical_kernels_spread_about_the_limit_like_the_inverse_root_of_the_width() -> None:
     """Root mean squares of 60 draws at two widths, 16 times apart: their ratio is 4 within three standard errors."""
     torch.manual_seed(0)
     x = torch.randn(3, 4)
-    limit = InfiniteWidthKernel(2, activation)(x).to_dense().detach()
-    errors = []
-    for width in (16, 256):
-        model = network(activation, width, 2, 4)
-        prior = co.sampling.ntk_precision(model)
-        draws = [
-            co.TangentKernel(
-                co.linearize(redraw(model, 2**0.5, 1.0), (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0)), prior
-            ).to_dense()
-            for _ in range(60)
-        ]
-        errors.append(torch.stack([(draw - limit).square().sum() for draw in draws]))
+    limit = InfiniteWidthKernel(2)(x).to_dense().detach()
+    errors = [(empirical("relu", width, 2, x, 2.0, 1.0)[1] - limit).square().sum((1, 2)) for width in (16, 256)]
     ratio = (errors[0].mean() / errors[1].mean()).sqrt()
     relative = torch.stack([each.std() / each.mean() / 60**0.5 for each in errors]).square().sum().sqrt() / 2
     assert abs(float(ratio) / 4 - 1) < 3 * float(relative) + 0.15  # and terms of the next order at width 16
@@ -326,9 +330,8 @@ class Process(gpytorch.models.ExactGP):
 
 
 @pytest.mark.usefixtures("no_foreign_solvers", "iterating")
-@pytest.mark.parametrize("kind", ["nngp", "ntk"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_exact_process_is_the_dense_one_and_trains(activation: str, kind: str) -> None:
+@pytest.mark.parametrize(("activation", "kind"), [("erf", "nngp"), ("relu", "ntk")])
+def test_an_exact_process_is_the_dense_one(activation: str, kind: str) -> None:
     torch.manual_seed(0)
     x, new = torch.randn(12, 3), torch.randn(4, 3)
     y, likelihood = torch.randn(12), gpytorch.likelihoods.GaussianLikelihood()
@@ -344,23 +347,11 @@ def test_an_exact_process_is_the_dense_one_and_trains(activation: str, kind: str
     left = gp.covar_module(new).to_dense() - cross @ torch.linalg.solve(noisy, cross.mT)
     torch.testing.assert_close(predicted.covariance_matrix, left, rtol=1e-8, atol=1e-8)
 
-    gp.train()
-    optimizer, losses = torch.optim.Adam(gp.parameters(), 0.1), []
-    for _ in range(10):
-        optimizer.zero_grad()
-        losses.append(-marginal(gp(x), y))
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]
-    saved = kernel(activation, kind)
-    saved.load_state_dict(gp.covar_module.state_dict())
-    assert torch.equal(saved(x).to_dense(), gp.covar_module(x).to_dense())
-
 
 @pytest.mark.usefixtures("no_foreign_solvers", "iterating")
-def test_a_process_of_many_points_and_a_batch_of_processes() -> None:
+def test_a_process_and_a_batch_of_processes() -> None:
     torch.manual_seed(0)
-    for x, batch in ((torch.randn(900, 2), ()), (torch.randn(3, 10, 2), (3,))):
+    for x, batch in ((torch.randn(90, 2), ()), (torch.randn(3, 10, 2), (3,))):
         y, k = x.sin().sum(-1), InfiniteWidthKernel(2, batch_shape=torch.Size(batch))
         likelihood = gpytorch.likelihoods.GaussianLikelihood(batch_shape=torch.Size(batch))
         gp = Process(x, y, likelihood, k)
@@ -386,18 +377,6 @@ def test_batches_of_variances_and_active_dimensions() -> None:
     torch.testing.assert_close(batch[1](x).to_dense(), dense[1], **EXACT)
     some = InfiniteWidthKernel(2, active_dims=(0, 2))
     torch.testing.assert_close(some(x).to_dense(), InfiniteWidthKernel(2)(x[:, [0, 2]]).to_dense(), **EXACT)
-
-
-def test_it_is_lazy_composes_and_its_sums_are_ours() -> None:
-    x, k = torch.randn(6, 2), kernel("erf")
-    assert isinstance(k(x), LazyEvaluatedKernelTensor)
-    assert isinstance(k(x) + 0.5 * torch.eye(6), Operator)
-    assert isinstance(k(x).add_diagonal(torch.tensor(0.5)), Operator)
-    scaled, dense = gpytorch.kernels.ScaleKernel(kernel("erf")), k(x).to_dense()
-    scaled.outputscale = 3.0
-    torch.testing.assert_close(scaled(x).to_dense(), 3 * dense)
-    torch.testing.assert_close((k + scaled)(x).to_dense(), 4 * dense)
-    torch.testing.assert_close((k * kernel("erf"))(x).to_dense(), dense.square())
 
 
 def test_priors_constraints_whole_numbers_and_no_points() -> None:

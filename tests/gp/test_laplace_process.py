@@ -54,6 +54,11 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Any]] =
 }
 PRIORS: dict[str, Any] = {"number": 0.7, "layers": {"0.*": 0.5, "2.*": 2.0}}
 SPACES = ("formed", "streamed")
+CASES = [
+    *((name, "layers", space) for name in PROBLEMS for space in SPACES),
+    *((name, "number", "formed") for name in ("softmax", "gaussian")),
+    ("softmax", "number", "streamed"),
+]
 
 
 def linearized(name: str, space: str = "formed", dtype: torch.dtype = DOUBLE) -> co.operators.Linearization:
@@ -96,13 +101,13 @@ def dense_posterior(lin: co.operators.Linearization, precision: Any, mean: Any) 
         while loss(theta + share * step) > loss(theta) + 1e-9 and share > 1e-8:
             share /= 2
         theta = theta + share * step
+        if float(step.norm()) < 1e-13:
+            break
     evidence = -loss(theta) - (torch.logdet(P) - torch.logdet(A)) / 2
     return theta, P, float(evidence)
 
 
-@pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(("name", "prior", "space"), CASES)
 def test_it_is_the_posterior_of_the_weights_at_the_linear_model_s_mode(name: str, prior: str, space: str) -> None:
     lin, mean = linearized(name, space), 0.1
     process = laplace_gp(lin, PRIORS[prior], mean)
@@ -187,25 +192,26 @@ def test_at_its_mode_a_linear_network_has_the_same_posterior_in_both_spaces(spac
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["softmax", "gaussian", "few weights"])
+@pytest.mark.parametrize("name", ["softmax", "few weights"])
 def test_draws_have_the_mean_and_the_covariance_in_either_space(name: str) -> None:
     processes = [laplace_gp(linearized(name, space), 0.7, 0.1) for space in SPACES]
     draws = [each.sample(4, torch.Generator().manual_seed(1), rtol=1e-10) for each in processes]
     torch.testing.assert_close(*draws, **EXACT)
     process = processes[0]
-    many = process.sample(4000, torch.Generator().manual_seed(2))
+    many = process.sample(1000, torch.Generator().manual_seed(2))
     x = torch.randn(3, 3, dtype=DOUBLE)
     predicted = process.predict(x)
-    drawn, functions = process.predict(x, samples=many), process.functions(x, 4000, samples=many)
+    drawn, functions = process.predict(x, samples=many), process.functions(x, 1000, samples=many)
     torch.testing.assert_close(drawn.mean, predicted.mean)
     torch.testing.assert_close(drawn.variance, (functions - predicted.mean).square().mean(0))
     # Six standard errors of 9 variances and means each: a false alarm in 1e7.
-    assert bool(((drawn.variance - predicted.variance).abs() < 6 * math.sqrt(2 / 4000) * predicted.variance).all())
-    assert bool(((functions.mean(0) - predicted.mean).abs() < 6 * predicted.stddev / math.sqrt(4000)).all())
+    assert bool(((drawn.variance - predicted.variance).abs() < 6 * math.sqrt(2 / 1000) * predicted.variance).all())
+    assert bool(((functions.mean(0) - predicted.mean).abs() < 6 * predicted.stddev / math.sqrt(1000)).all())
 
 
-@pytest.mark.parametrize("scale", [0.7, 1e-2])
-@pytest.mark.parametrize("name", ["softmax", "bernoulli", "gaussian"])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("softmax", 0.7), ("softmax", 1e-2), ("bernoulli", 1e-2), ("gaussian", 1e-2)]
+)
 def test_in_single_precision_predictions_are_those_of_double(name: str, scale: float) -> None:
     one, two = linearized(name, dtype=torch.float32), linearized(name)
     x = torch.randn(4, 3)

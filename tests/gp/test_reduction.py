@@ -21,7 +21,7 @@ FEATURES = ("inducing", "leading", "random")
 PRIORS: dict[str, Any] = {
     "scalar": 0.7,
     "layers": {"0.*": 0.5, "2.*": 2.0},
-    "vector": torch.linspace(0.5, 2, 38).double(),
+    "vector": None,  # of as many numbers as weights
 }
 PROBLEMS = {
     "regression": (1, lambda y: co.likelihoods.Gaussian(0.3), None),
@@ -80,8 +80,7 @@ def covariance(post: Any, x: Tensor = X) -> Tensor:
     return post.predict(x, joint=True).covariance_matrix
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-@pytest.mark.parametrize("prior", [0.7, "vector"])
+@pytest.mark.parametrize(("prior", "temperature"), [(0.7, 1.0), ("vector", 0.5)])
 @pytest.mark.parametrize("problem", ["regression", "classes", "counts", "a subnetwork"])
 def test_inducing_points_have_the_covariances_of_their_formulas(problem, prior, temperature):
     lin = linearized(problem)
@@ -131,16 +130,15 @@ def test_leading_features_are_the_leading_eigenvectors_where_the_sketch_holds_al
     torch.testing.assert_close(post.remainder.value, values[:-8].sum(), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize(
+    ("problem", "prior"), [*((each, "scalar") for each in PROBLEMS), ("classes", "layers"), ("a subnetwork", "vector")]
+)
 def test_with_as_many_features_as_the_rank_it_is_the_exact_posterior(problem, features, prior):
     lin = linearized(problem)
     given = PRIORS[prior]
     if prior == "vector":
         given = torch.linspace(0.5, 2, lin.num_parameters, dtype=DOUBLE)
-    elif prior == "layers" and PROBLEMS[problem][2] is not None:
-        given = {"*weight": 0.5, "*bias": 2.0}
     rank = min(lin.num_parameters, N * lin.num_outputs)
     post, exact = make(lin, rank, given, features=features), co.laplace(lin, co.GGN, given, check_mode=False)
     torch.testing.assert_close(covariance(post), covariance(exact), rtol=0, atol=1e-10)
@@ -157,7 +155,7 @@ def test_what_is_left_out_bounds_the_distance_from_the_exact_posterior(problem, 
     lin = linearized(problem)
     exact = co.laplace(lin, co.GGN, 0.7, check_mode=False)
     P, evidence = exact.precision.to_dense(), float(exact.log_evidence(mode="map"))
-    for rank in (2, 8, 14):
+    for rank in (2, 14):
         post = make(lin, rank, 0.7, features=features)
         t, S = float(post.remainder), torch.linalg.inv(post.precision.to_dense())
         assert 0 < t < float(make(lin, rank - 1, 0.7, features=features).remainder)
@@ -334,11 +332,11 @@ def test_a_gaussian_of_few_features_has_draws_and_no_density():
 
 @pytest.mark.parametrize("features", FEATURES)
 def test_nothing_of_size_n_times_d_is_formed(features):
-    """4,000 points and 5,501 weights: J itself would take 168 MiB in float64."""
+    """2,000 points and 5,501 weights: J itself would take 84 MiB in float64."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 100), nn.Tanh(), nn.Linear(100, 43), nn.Tanh(), nn.Linear(43, 1)).double()
-    x = torch.randn(4000, 10, dtype=DOUBLE)
-    budget = 24 * 2**20
+    x = torch.randn(2000, 10, dtype=DOUBLE)
+    budget = 12 * 2**20
     lin = co.linearize(model, (x, x[:, :1].sin()), co.likelihoods.Gaussian(0.1), memory_budget=budget)
     peak, post = peak_of(lambda: make(lin, 24, features=features))
     assert 0 < float(post.error) < 1 and post.rank == 24

@@ -1,12 +1,16 @@
-"""Test matrices by prescribed spectrum."""
+"""Test matrices by prescribed spectrum, and sources of random numbers."""
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
-from curvops.cli.problems import clusters, flat, geometric, log_spaced, powers, rotation, step, symmetric
+from curvops.cli import problems
+from curvops.cli.problems import clusters, flat, geometric, log_spaced, powers, step
 
-__all__ = ["EXPONENTIAL", "SPECTRA", "N", "log_spaced", "rotation", "symmetric"]
+__all__ = ["EXPONENTIAL", "SPECTRA", "N", "generator", "log_spaced", "rotation", "symmetric"]
 
 N = 120
 EXPONENTIAL = geometric(N, 0.9)
@@ -18,3 +22,15 @@ SPECTRA: dict[str, Tensor] = {
     "kappa 1e4": log_spaced(N, 1e4),
     "kappa 1e8": log_spaced(N, 1e8),
 }
+rotation = functools.cache(problems.rotation)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def symmetric(eigenvalues: Tensor, seed: int = 0) -> Tensor:
+    """A matrix with these eigenvalues and random eigenvectors, in their dtype."""
+    Q = rotation(len(eigenvalues), seed)
+    A = (Q * eigenvalues.double()) @ Q.mT
+    return ((A + A.mT) / 2).to(eigenvalues.dtype)

@@ -8,6 +8,12 @@ def right_hand_sides(n, k, dtype=torch.float64, seed=1):
     return torch.randn(n, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
+def function_of(A, f, B):
+    """f(A) B of a positive semidefinite or any symmetric A, by its eigenvalues."""
+    values, vectors = torch.linalg.eigh(A.double())
+    return (vectors * f(values)) @ (vectors.mT @ B.double())
+
+
 def true_residuals(A, x, B):
     A, x, B = A.double(), x.double().reshape(len(x), -1), B.double().reshape(len(B), -1)
     return (B - A @ x).norm(dim=0) / B.norm(dim=0)

@@ -37,15 +37,11 @@ from curvops.linalg import (
 )
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.symmetry import IN_PLACE, eigh_in_place
-from tests.linalg.matrices import log_spaced, rotation, symmetric
+from tests.linalg.matrices import generator, log_spaced, rotation, symmetric
 
 N = 60
 FLAT = symmetric(torch.linspace(1, 3, N).double())
 B = torch.randn(N, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 FUNCTIONS = {

@@ -9,11 +9,7 @@ import torch
 from curvops.linalg import Dense, LowRank, diagonal, frobenius_norm, low_rank, svds, trace
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.estimators.frobenius import relative_distance
-
-
-def generator():
-    return torch.Generator().manual_seed(0)
-
+from tests.linalg.matrices import generator
 
 ORDINARY = 1e-4
 """The relative width below which an interval in single precision is of use."""

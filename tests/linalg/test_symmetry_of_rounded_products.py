@@ -25,6 +25,7 @@ from curvops.linalg import (
     spectral_quadrature,
     trace,
 )
+from tests.linalg.matrices import generator
 
 N, RANK, LEVEL = 600, 300, 1e-3
 
@@ -47,28 +48,24 @@ class Rounded(Operator):
 
 
 def matrix() -> Rounded:
-    generator = torch.Generator().manual_seed(7)  # the probes are to share no numbers with it
-    Q = torch.linalg.qr(torch.randn(N, RANK, generator=generator))[0]
+    source = generator(7)  # the probes are to share no numbers with it
+    Q = torch.linalg.qr(torch.randn(N, RANK, generator=source))[0]
     return Rounded(Q * 10 * torch.arange(1, RANK + 1) ** -0.5)
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 b = torch.ones(N)
 CALLS: dict[str, Callable[[Rounded], Any]] = {
-    "logdet": lambda A: logdet(A, shift=1.0, max_matvecs=500, generator=seeded()),
-    "logdet, plain": lambda A: logdet(A, shift=1.0, max_matvecs=500, preconditioner=None, generator=seeded()),
-    "spectral_quadrature": lambda A: spectral_quadrature(A, shift=0.1, max_matvecs=500, generator=seeded()),
-    "effective_dimension": lambda A: effective_dimension(A, 1.0, rtol=0.01, max_matvecs=500, generator=seeded()),
-    "spectral_density": lambda A: spectral_density(A, generator=seeded()),
-    "trace": lambda A: trace(A, method="xnystrace", max_matvecs=60, generator=seeded()),
-    "diagonal": lambda A: diagonal(A, method="xnysdiag", max_matvecs=60, generator=seeded()),
-    "nystrom": lambda A: nystrom(A, 64, generator=seeded()),
-    "low_rank": lambda A: low_rank(A, 20, generator=seeded()),
-    "lanczos": lambda A: lanczos(A, 100, generator=seeded()),
-    "eigsh": lambda A: eigsh(A, 3, generator=seeded()),
+    "logdet": lambda A: logdet(A, shift=1.0, max_matvecs=500, generator=generator()),
+    "logdet, plain": lambda A: logdet(A, shift=1.0, max_matvecs=500, preconditioner=None, generator=generator()),
+    "spectral_quadrature": lambda A: spectral_quadrature(A, shift=0.1, max_matvecs=500, generator=generator()),
+    "effective_dimension": lambda A: effective_dimension(A, 1.0, rtol=0.01, max_matvecs=500, generator=generator()),
+    "spectral_density": lambda A: spectral_density(A, generator=generator()),
+    "trace": lambda A: trace(A, method="xnystrace", max_matvecs=60, generator=generator()),
+    "diagonal": lambda A: diagonal(A, method="xnysdiag", max_matvecs=60, generator=generator()),
+    "nystrom": lambda A: nystrom(A, 64, generator=generator()),
+    "low_rank": lambda A: low_rank(A, 20, generator=generator()),
+    "lanczos": lambda A: lanczos(A, 100, generator=generator()),
+    "eigsh": lambda A: eigsh(A, 3, generator=generator()),
     "inverse_sqrt": lambda A: inverse_sqrt(A.add_diagonal(1.0), b, lower_bound=1.0),
     "minres": lambda A: minres(A.add_diagonal(1.0), b),
 }
@@ -86,5 +83,5 @@ def test_the_interval_of_a_determinant_contains_it_all_the_same(preconditioner: 
     A = matrix()
     (root,) = A._args
     exact = torch.logdet(root.double() @ root.double().mT + torch.eye(N).double())
-    low, high = logdet(A, shift=1.0, preconditioner=preconditioner, max_matvecs=599, generator=seeded()).interval()
+    low, high = logdet(A, shift=1.0, preconditioner=preconditioner, max_matvecs=599, generator=generator()).interval()
     assert low <= exact <= high

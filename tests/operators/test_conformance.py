@@ -123,8 +123,6 @@ RECTANGULAR = {
     "low_rank": low_rank,
     "dense": lambda: Dense(torch.randn(4, 6, generator=torch.Generator().manual_seed(3))),
     "expanded": lambda: ggn().expand(3, 14, 14),
-    "damped": lambda: ggn().add_diagonal(1.0),
-    "kronecker": kronecker,
     "kronecker_diagonal": kronecker_diagonal,
     "eigen_kronecker": lambda: kronecker().eigen(),
     "block_diagonal": block_diagonal,
@@ -133,7 +131,6 @@ RECTANGULAR = {
 }
 
 SQUARE = {
-    "damped_empirical_fisher": lambda: operator(co.EmpiricalFisher).add_diagonal(torch.linspace(0.5, 2, 14)),
     "damped_diagonal_ggn": lambda: operator(co.DiagonalGGN).add_diagonal(torch.linspace(0.5, 2, 14)),
     "damped_kfac": lambda: co.KFAC(events()).add_diagonal(1.0),
     "damped_ekfac": lambda: co.EKFAC(events()).add_diagonal(1.0),
@@ -144,10 +141,8 @@ SQUARE = {
     "damped_dense": lambda: Dense(spd()).add_diagonal(torch.linspace(0.5, 2, 7)),
     "damped_low_rank_vector": lambda: low_rank().with_diagonal(low_rank().diagonal() + torch.linspace(0.2, 1, 7)),
     "damped_kronecker": lambda: kronecker().add_diagonal(1.0),
-    "damped_eigen_kronecker": lambda: kronecker().eigen().add_diagonal(1.0),
     "damped_block_diagonal": lambda: block_diagonal(nearly_full_rank).add_diagonal(1.0),
-    "kronecker": lambda: Kronecker(factor(2, 2, 3), factor(2, 3, 4)),
-    "damped_sum": lambda: (full_rank_ggn() + spd(14)).add_diagonal(1.0),
+    "kronecker": kronecker,
     "dense": lambda: Dense(spd()),
     "diagonal": lambda: Diagonal(torch.linspace(0.5, 2, 7)),
     "inverse": lambda: full_rank_ggn().add_diagonal(1.0).inverse(),

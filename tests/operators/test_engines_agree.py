@@ -73,10 +73,9 @@ def answers(lin: Any) -> dict[str, Tensor]:
     drawn["gradients"] = lambda: lin.gradients() @ v
     for curvature in (co.KFAC, co.EKFAC, co.DiagonalGGN, co.GGN):
         post = co.laplace(lin, curvature, 2.0, check_mode=False)
-        name = curvature.__name__
-        drawn[f"evidence {name}"] = lambda post=post: post.log_evidence().value
-        drawn[f"variances {name}"] = lambda post=post: post.predict(x).covariance_matrix
-    for score in ("variance", "marginal", "predictive", "magnitude", "obd"):
+        drawn[f"variances {curvature.__name__}"] = lambda post=post: post.predict(x).covariance_matrix
+    drawn["evidence"] = lambda: post.log_evidence().value
+    for score in ("variance", "predictive", "obd"):
         extra = {"x": x} if score == "predictive" else {}
         drawn[f"select {score}"] = lambda s=score, e=extra: co.select(
             lin, 12, score=s, prior_precision=2.0, **e

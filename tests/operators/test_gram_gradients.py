@@ -70,9 +70,15 @@ def linearized(name: str) -> tuple[co.operators.Linearization, int]:
     return co.linearize(make().double(), data, co.likelihoods.Gaussian(noise=1.0), parameters=parameters), size
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-@pytest.mark.parametrize("prior", ["number", "vector"])
-@pytest.mark.parametrize("name", NETWORKS)
+OF_EACH_NETWORK = ["matrix of two sets", "transposed product", "blocks"]
+CASES = [
+    *(("mlp", prior, question) for prior in ("number", "vector") for question in QUESTIONS),
+    *((name, "vector", question) for name in [*NETWORKS][1:] for question in OF_EACH_NETWORK),
+    *((name, "number", "matrix") for name in [*NETWORKS][1:]),
+]
+
+
+@pytest.mark.parametrize(("name", "prior", "question"), CASES)
 def test_gradients_in_inputs_and_prior(name: str, prior: str, question: str) -> None:
     lin, size = linearized(name)
     precision = torch.rand(lin.num_parameters if prior == "vector" else (), dtype=torch.float64) + 0.5

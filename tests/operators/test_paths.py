@@ -147,8 +147,8 @@ def require_products_by_each_engine(run: Any, sizes: tuple[int, ...], few: int) 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_curvatures_are_those_of_the_plain_network(run: Any) -> None:
-    for sizes in ((N,), (3, N - 3)):
-        require_plain_results(run, sizes, FEW)
+    """In batches of which the first is run as it looks; `few = 0` below is one batch of all points."""
+    require_plain_results(run, (3, N - 3), FEW)
     require_products_by_each_engine(run, (3, N - 3), FEW)
 
 
@@ -159,12 +159,18 @@ def test_points_may_be_in_another_order_within_any_network(run: Any) -> None:
     require_products_by_each_engine(run, (N,), 0)
 
 
-@pytest.mark.parametrize("curvature", [co.GGN, co.DiagonalGGN, co.KFAC, co.EKFAC], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@cache
+def posterior(run: Any, curvature: Any) -> Any:
+    return co.laplace(linearized(run, (N,)), curvature, prior_precision=2.0, check_mode=False)
+
+
+OTHERS = [(run, kind) for run in (second_both_ways, added_by_kind) for kind in (co.GGN, co.DiagonalGGN, co.EKFAC)]
+
+
+@pytest.mark.parametrize(("run", "curvature"), [*((run, co.KFAC) for run in RUNS), *OTHERS])
 def test_predictions_and_evidence_are_those_of_the_plain_network(run: Any, curvature: Any) -> None:
     """At fewer and at more test points than the layers are proved on, in one posterior."""
-    options = {"prior_precision": 2.0, "check_mode": False}
-    found, right = (co.laplace(linearized(r, (N,)), curvature, **options) for r in (run, plain))
+    found, right = posterior(run, curvature), posterior(plain, curvature)
     torch.manual_seed(2)
     for count in (2, 14, 1):
         x = torch.randn(count, 3, dtype=torch.float64)

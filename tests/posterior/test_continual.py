@@ -180,7 +180,7 @@ def test_kronecker_posteriors_stay_kronecker_and_are_their_own_dense_definition(
         shift = shift * scale
         eye = torch.eye(lin.num_parameters, dtype=DOUBLE)
         P = post.precision.to_dense()
-        assert post.curvature.asked == {"bias": bias}
+        assert post.curvature.arguments == {"bias": bias}
         true = (P - exact).norm() / (exact - shift * eye).norm()
         torch.testing.assert_close(post.compression.value, true, rtol=1e-7, atol=1e-8)
         assert post.compression.stderr == 0 and 0 < true < 0.5
@@ -273,7 +273,7 @@ def test_a_posterior_in_a_form_is_saved_and_loaded_with_it(options, tmp_path):
         back = co.load(tmp_path / str(t), models[t], data[t])
         assert torch.equal(back.precision.to_dense(), post.precision.to_dense())
         assert torch.equal(back.predict(x[:2]).variance, post.predict(x[:2]).variance)
-        assert back.curvature.asked == post.curvature.asked == {}
+        assert back.curvature.arguments == post.curvature.arguments == {}
         assert back.compression.value == post.compression.value and back.compression.stderr == post.compression.stderr
 
 
@@ -298,7 +298,7 @@ def test_the_next_curvature_is_made_as_the_last_one_was(first, kind):
     model, x, y = problem(n=20)
     lin = co.linearize(model, (x, y), "classification")
     found = post.update(lin, generator=torch.Generator().manual_seed(0), check_mode=False).curvature
-    assert type(found) is type(post.curvature) and found.asked == post.curvature.asked
+    assert type(found) is type(post.curvature) and found.arguments == post.curvature.arguments
     if kind in ("mc", "kfac", "blocks", "tokens", "class"):
         torch.testing.assert_close(found.to_dense(), own(lin).to_dense(), **TIGHT)
 
@@ -321,4 +321,4 @@ def test_a_curvature_that_does_not_say_how_it_was_made_has_to_be_given(first, ki
     lin = co.linearize(model, (x, y), "classification")
     with pytest.raises(ValueError, match="curvature= is needed"):
         post.update(lin, check_mode=False)
-    assert post.update(lin, co.KFAC, check_mode=False).curvature.asked == {}
+    assert post.update(lin, co.KFAC, check_mode=False).curvature.arguments == {}

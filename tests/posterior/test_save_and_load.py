@@ -173,7 +173,7 @@ def test_a_kronecker_posterior_is_updated_further_after_loading(tmp_path):
         back = round_trip(back, tmp_path / "p", net(seed=k))
         assert_same(answers(post, x, False), answers(back, x, False))
         assert_same(*([each.compression.value, each.compression.stderr] for each in (post, back)))
-        assert type(back.prior) is type(post.prior) and dict(back.curvature.asked) == {"fisher": "empirical"}
+        assert type(back.prior) is type(post.prior) and dict(back.curvature.arguments) == {"fisher": "empirical"}
 
 
 def test_what_holds_the_data_of_another_task_is_refused_at_saving(tmp_path):

@@ -50,7 +50,7 @@ def preconditioners(d: int) -> dict[str, Any]:
 
     low = co.linalg.LowRank(torch.linalg.qr(normal(d, 2)).Q, torch.tensor([0.8, 0.4], dtype=torch.float64))
     factors = co.linalg.Kronecker(spd(2).unsqueeze(0), spd(d // 2).unsqueeze(0))
-    found = {
+    return {
         "none": None,
         "number": 0.6,
         "vector": 0.3 + torch.rand(d, dtype=torch.float64, generator=g),
@@ -59,8 +59,6 @@ def preconditioners(d: int) -> dict[str, Any]:
         "inverse of low rank": low.add_diagonal(0.9).inverse(),
         "inverse of Kronecker": factors.add_diagonal(0.7).inverse(),
     }
-    every = ("none", "dense", "low rank plus diagonal", "inverse of Kronecker") if d > 9 else tuple(found)
-    return {kind: found[kind] for kind in every}
 
 
 def matrix(D: Any, d: int) -> Tensor:

@@ -12,6 +12,26 @@ import curvops as co
 NOISE = 0.05
 
 
+class Curve(nn.Module):
+    """f = v tanh(u x): two weights, so that integrals over them can be taken on a grid."""
+
+    def __init__(self, outputs: int = 1) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(1, 1, bias=False), nn.Linear(1, outputs, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+X = torch.tensor([[-1.0], [0.5], [2.0]]).double()
+
+
+def curve(noise: float = 0.5, reg: float | None = None) -> co.sampling.Reprior:
+    """A reprior of `Curve` with three points, `X`."""
+    return co.sampling.reprior(Curve(), (X, torch.tensor([[-1.0], [0.2], [0.9]]).double()), noise, reg)
+
+
 def mlp(*widths: int, seed: int = 0, bias: bool = True) -> nn.Sequential:
     """Linear layers with tanh between them, in float64."""
     with torch.random.fork_rng(devices=[]):

@@ -157,9 +157,9 @@ def discrepancy_of_normals(spread: float, mean: float, scale: float) -> float:
     return float((weights * gap) @ kernel @ (weights * gap))
 
 
-@pytest.mark.parametrize(("spread", "mean"), [(2.0, 0.0), (1.0, 1.0), (0.5, 0.3)])
+@pytest.mark.parametrize(("spread", "mean"), [(2.0, 0.0), (0.5, 0.3)])
 def test_known_discrepancy_between_two_normals(spread: float, mean: float) -> None:
-    """Within 4 standard errors: a false alarm in 2e-4 of all seeds, three cases."""
+    """Within 4 standard errors: a false alarm in 1.3e-4 of all seeds, two cases."""
     x = mean + spread * torch.randn(1, 1500, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = diagnostics.stein_discrepancy(x, -x, 2.0)
     expected = discrepancy_of_normals(spread, mean, 2.0)

@@ -167,11 +167,12 @@ FAR = MANY.clone()
 FAR[1500] += 1
 
 
-def wide(mean: Tensor) -> Any:
-    def density(theta: Tensor, batch: Any) -> Tensor:
-        return -0.5 * theta.square().sum()
+def squares(theta: Tensor, batch: Any) -> Tensor:
+    return -0.5 * theta.square().sum()
 
-    return S.pcn(density, 0.1, covariance=1.0, mean=mean, data_size=1)
+
+def wide(mean: Tensor) -> Any:
+    return S.pcn(squares, 0.1, covariance=1.0, mean=mean, data_size=1)
 
 
 HYPERPARAMETERS: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
@@ -183,6 +184,16 @@ HYPERPARAMETERS: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
         "preconditioner",
         lambda: S.sgld(F0, 0.01, preconditioner=torch.linspace(1, 2, D).double()),
         lambda: S.sgld(F0, 0.01, preconditioner=torch.linspace(1, 2, D).double().flip(0)),
+    ),
+    "an operator": (
+        "preconditioner",
+        lambda: S.sgld(F0, 0.01, preconditioner=co.linalg.Dense(torch.eye(D).double(), psd=True)),
+        lambda: S.sgld(F0, 0.01, preconditioner=co.linalg.Dense(2 * torch.eye(D).double(), psd=True)),
+    ),
+    "a scale": (
+        r"preconditioner.*Isotropic\(scale=1.000000001\)",
+        lambda: S.sgld(F0, 0.01, preconditioner=1.0),
+        lambda: S.sgld(F0, 0.01, preconditioner=1.0 + 1e-9),
     ),
     "friction": ("alpha", lambda: S.sghmc(F0, 0.01, alpha=0.1), lambda: S.sghmc(F0, 0.01, alpha=0.2)),
     "the order of a step": (
@@ -203,6 +214,11 @@ HYPERPARAMETERS: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
         lambda: S.optimizer(torch.optim.Adam, F0, lr=0.01),
         lambda: S.optimizer(torch.optim.Adam, F0, lr=0.01, betas=(0.9, 0.99)),
     ),
+    "a function": (
+        "the log posterior",
+        lambda: S.sgld(squares, 0.01, data_size=1),
+        lambda: S.sgld(lambda p, b: squares(p, b), 0.01, data_size=1),
+    ),
     "a family": ("family", lambda: S.vi(F0, lr=0.01), lambda: S.vi(F0, "kronecker", lr=0.01)),
     "a rank": (
         "family",
@@ -217,7 +233,7 @@ HYPERPARAMETERS: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
 @pytest.mark.parametrize("case", HYPERPARAMETERS)
 def test_a_chain_of_another_sampler_is_refused_by_name(case: str, tmp_path: Path) -> None:
     what, one, other = HYPERPARAMETERS[case]
-    start = MANY if case == "a long mean" else None
+    start = MANY if case in ("a long mean", "a function") else None
     found = ran(one(), tmp_path, start)
     assert torch.equal(found, ran(one(), tmp_path, start))
     with pytest.raises(ValueError, match=f"another problem. What differs: .*{what}"):

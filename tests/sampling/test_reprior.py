@@ -108,8 +108,7 @@ def by_the_map(rep, phi):
     return -rep._change.forward(phi).log_density(rep._problem)
 
 
-@pytest.mark.parametrize("form", ["feature", "data"])
-@pytest.mark.parametrize("n", [4, 9])
+@pytest.mark.parametrize(("form", "n"), [("data", 4), ("feature", 9)])
 def test_the_energy_in_closed_form_has_all_derivatives_of_the_one_by_the_map(form, n):
     """At λ = σ² T is not applied; derivatives by reverse and forward mode, one within the other either way."""
     rep = built(form, n=n)

@@ -14,24 +14,7 @@ from torch import nn
 
 import curvops as co
 from curvops.sampling.repriorisation.reprior import divergence, effective_draws, plain_mean, warn_of_few, weighted_mean
-from tests.sampling.repriors import flat, mlp, one, precision, regression, slope
-
-
-class Curve(nn.Module):
-    """f = v tanh(u x): two weights, so that integrals over φ can be taken on a grid."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-        self.double()
-
-    def forward(self, x):
-        return self.head(self.body(x).tanh())
-
-
-def curve(noise=0.5):
-    x = torch.tensor([[-1.0], [0.5], [2.0]]).double()
-    return co.sampling.reprior(Curve(), (x, torch.tensor([[-1.0], [0.2], [0.9]]).double()), noise)
+from tests.sampling.repriors import curve, flat, mlp, one, precision, regression, slope
 
 
 def on_grid(rep, function):

@@ -6,7 +6,6 @@ Tests `feed.py`.
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
-from curvops import checkpoint, storage
 from curvops.sampling.running import largest_curvature
 from tests.sampling.gaussians import curvature, log_density, preconditioners, seeded
 
@@ -64,6 +62,9 @@ SAMPLERS = {
     "sgnht": lambda f: S.chains(S.sgnht(f, 0.1), 2),
     "lmc": lambda f: S.lmc(f, 0.3),
     "adam": lambda f: S.optimizer(torch.optim.Adam, f, lr=0.1),
+    "low rank family": lambda f: S.vi(f, "low_rank_diagonal", lr=1e-2),
+    "Kronecker family": lambda f: S.vi(f, "kronecker", lr=1e-2),
+    "filter": lambda f: S.ekf(f, "low_rank_diagonal", rank=3),
 }
 
 
@@ -96,47 +97,14 @@ def test_a_killed_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> N
         assert torch.equal(whole.theta, rest.theta) and torch.equal(whole.log_posterior, rest.log_posterior)
         assert torch.equal(whole.state.random, rest.state.random) and int(rest.state.step) == 15
         known = ran(checkpoint=place)
-        assert torch.equal(known.theta, whole.theta) and known.sampler.step_size == whole.sampler.step_size
+        assert torch.equal(known.theta, whole.theta)
+        assert known.sampler.step_length(0) == whole.sampler.step_length(0)
         further, _ = known.sampler.update(known.state, next(iter(source())))
         assert int(further.step) == 16
     with pytest.raises(ValueError, match="another problem"):
         ran(checkpoint=place, generator=seeded(4))
     with pytest.raises(ValueError, match="steps"):
         ran(checkpoint=place, steps=12)
-    f = S.log_posterior(
-        torch.nn.Linear(3, 1).double(), co.likelihoods.Gaussian(noise=1.0), prior_precision=2.0, data_size=10
-    )
-    with pytest.raises(ValueError, match="another problem"):
-        ran(checkpoint=place)
-
-
-def test_a_run_with_another_preconditioner_is_another_problem(tmp_path: Path) -> None:
-    f, loader = regression()
-    for scale, refused in ((1.0, False), (1.0, False), (2.0, True)):
-        D = co.linalg.Dense(scale * torch.eye(4, dtype=torch.float64), psd=True)
-        sampler = S.sgld(f, 0.1, preconditioner=D)
-        with pytest.raises(ValueError, match="preconditioner") if refused else nullcontext():
-            S.run(sampler, f.params, loader, steps=3, generator=seeded(3), checkpoint=tmp_path)
-
-
-def test_a_sampler_is_identified_by_its_numbers_not_by_how_it_prints(tmp_path: Path) -> None:
-    def density(theta: Any, batch: Any) -> torch.Tensor:
-        return -0.5 * theta.square().sum()
-
-    start = torch.ones(3, dtype=torch.float64)
-
-    def ran(f: Any, scale: float) -> Any:
-        sampler = S.sgld(f, 0.1, data_size=10, preconditioner=scale)
-        return S.run(sampler, start, steps=3, generator=seeded(3), checkpoint=tmp_path)
-
-    first = ran(density, 1.0)
-    _, kept = storage.load(tmp_path, checkpoint.KIND, checkpoint.VERSION)
-    assert kept["problem"]["the sampler's preconditioner or covariance"] == "Isotropic(scale=1.0)"
-    assert torch.equal(ran(density, 1.0).theta, first.theta)
-    with pytest.raises(ValueError, match="the log posterior"):
-        ran(lambda theta, batch: density(theta, batch), 1.0)
-    with pytest.raises(ValueError, match=re.escape("Isotropic(scale=1.000000001)")):
-        ran(density, 1.0 + 1e-9)
 
 
 def test_an_optimiser_follows_a_step_size_that_replaces_its_own() -> None:
@@ -174,9 +142,7 @@ DIVERGING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "share"), [("sgld", 1.1), ("sgld", 4.0), ("sghmc", 2.0), ("first", 4.0), ("baoa", 1.1)]
-)
+@pytest.mark.parametrize(("name", "share"), [("sgld", 1.1), ("sghmc", 2.0), ("first", 4.0), ("baoa", 1.1)])
 def test_divergence_is_found_within_100_steps_with_a_step_that_works(name: str, share: float) -> None:
     # At 1.1 a step of sghmc multiplies (θ, m) by 1.007 alone: no energy shows that within 100.
     D = preconditioners(4)["dense"]

@@ -186,6 +186,14 @@ def test_a_new_preconditioner_and_a_new_step_take_the_state_on() -> None:
     assert isinstance(sampler, Transition)
 
 
+def test_each_chain_begins_where_it_was_told_to() -> None:
+    starts = [torch.full((2,), float(i)) for i in range(3)]
+    state = S.chains(S.sgld(lambda p, b: -p.square().sum(), 1e-3, data_size=1), 3).init(starts)
+    assert torch.equal(state.params, torch.stack(starts))
+    state.theta.zero_()
+    assert starts[1].tolist() == [1.0, 1.0]
+
+
 def test_a_temperature_schedule_anneals() -> None:
     sampler = S.sgld(log_density(H), 0.1, data_size=1, temperature=S.Cosine(1.0, 10))
     assert [sampler._now(sampler.init(START))[1]] == [1.0]
@@ -195,25 +203,17 @@ def test_a_temperature_schedule_anneals() -> None:
     assert sampler._now(state)[1] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("name", ["sgld", "sghmc", "baoa", "lmc", "hmc", "pcn"])
+@pytest.mark.parametrize("name", ["baoa", "lmc", "hmc", "pcn"])
 def test_moments_of_real_chains(name: str) -> None:
     """150 independent draws, each after 40 steps: moments within 5 standard errors (false alarms: 3e-6 a number)."""
     d, n, H = 2, 150, curvature(2)
     f, target = log_density(H), torch.linalg.inv(H)
     make = {
-        "sgld": lambda: S.sgld(f, 0.3, data_size=1),
-        "sghmc": lambda: S.sghmc(f, 0.3, alpha=1.5, data_size=1),
         "baoa": lambda: S.baoa(f, 0.8, data_size=1),
         "lmc": lambda: S.lmc(f, 1.0, refreshment=0.3, data_size=1),
         "hmc": lambda: S.hmc(f, 0.9, leapfrog_steps=2, data_size=1),
         "pcn": lambda: S.pcn(f, 0.7, covariance=2.0, mean=0.3, data_size=1),
     }
-    if name == "sgld":
-        target = torch.linalg.inv(H - 0.15 * H @ H)
-    if name == "sghmc":
-        h, basis = torch.linalg.eigh(H)
-        a, b, c, q = 0.3, 0.3 * h, 1 - 0.3 * 1.5, 2 * 1.5 * 0.3
-        target = basis * (a * (1 + c + a * b) / (2 * b) * q / (1 - c**2 - a * b * (1 + 3 * c + a * b) / 2)) @ basis.mT
     zero = torch.zeros(d, dtype=torch.float64)
     chain = S.run(S.chains(make[name](), n), zero, steps=1, warmup=40, generator=seeded(7))
     draws = chain.theta.reshape(n, d)

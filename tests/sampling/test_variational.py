@@ -73,25 +73,6 @@ def covariance(sampler: Variational, state: VariationalState) -> Tensor:
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
-@pytest.mark.parametrize("tau", [1.0, 0.3])
-def test_the_dense_family_comes_to_the_exact_posterior(tau: float) -> None:
-    _, batch, log_posterior, mode, P = linear()
-    sampler = co.sampling.vi(log_posterior, "dense", stick_the_landing=False, temperature=tau, lr=1e-2)
-    state = fitted(sampler, log_posterior.params, batch)
-    assert torch.allclose(state.theta, mode, atol=1e-8)
-    assert torch.allclose(covariance(sampler, state), tau * torch.linalg.inv(P), atol=1e-8)
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_the_diagonal_family_comes_to_the_inverse_of_the_precision_s_diagonal() -> None:
-    _, batch, log_posterior, mode, P = linear()
-    sampler = co.sampling.vi(log_posterior, stick_the_landing=False, lr=1e-2)
-    state = fitted(sampler, log_posterior.params, batch)
-    assert torch.allclose(state.theta, mode, atol=1e-8)
-    assert torch.allclose(covariance(sampler, state), torch.diag(1 / P.diagonal()), atol=1e-8)
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
 def test_the_kronecker_family_comes_to_the_posterior_where_that_is_one() -> None:
     """Without a bias P = I ⊗ (XᵀX/σ² + λ), a Kronecker product."""
     _, (x, y), _, _, _ = linear()
@@ -160,11 +141,18 @@ def test_sticking_to_the_landing_has_no_noise_at_the_posterior() -> None:
 @pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_misfits_are_zero_at_the_optimum_and_relative_errors_of_the_precision_elsewhere(family: str) -> None:
-    """On cubature points, whose averages are exact: T^T P T − I, of which each family has its own part."""
+    """On cubature points, whose averages are exact: T^T P T − I, of which each family has its own part.
+
+    The optimum is θ̄, with the covariance τP⁻¹ for the dense family, τ/diag(P) for the diagonal one.
+    """
     _, batch, log_posterior, mode, P = linear()
     rank = {"rank": 3} if family == "low_rank_diagonal" else {}
     sampler = co.sampling.vi(log_posterior, family, stick_the_landing=False, temperature=0.5, lr=1e-2, **rank)
     state = fitted(sampler, log_posterior.params, batch)
+    assert torch.allclose(state.theta, mode, atol=1e-8 if family in ("dense", "diagonal") else 1e-5)
+    if family in ("dense", "diagonal"):
+        exact = torch.linalg.inv(P) if family == "dense" else torch.diag(1 / P.diagonal())
+        assert torch.allclose(covariance(sampler, state), 0.5 * exact, atol=1e-8)
     points = numbers_of(sampler, state)
 
     def misfits():
@@ -251,7 +239,7 @@ def test_a_fit_is_settled_where_its_averaged_misfits_are_zero_within_their_stand
 
 
 def test_a_fit_says_whether_it_is_at_its_optimum() -> None:
-    """Adam's steps of 1e-3 move a log scale by 0.3 in 300 steps, which leaves variances at a sixth of their value."""
+    """Adam's steps of 1e-3 move a log scale by 0.15 in 150 steps, far less than it has to go."""
     model, batch, _, mode, P = linear()
 
     def log_posterior(params, batch):
@@ -262,8 +250,7 @@ def test_a_fit_says_whether_it_is_at_its_optimum() -> None:
     endings = co.sampling.FitEnding
     cosine = co.sampling.Cosine(0.05, 400)
     for family, lr, steps, said in [
-        ("dense", 1e-3, 300, endings.DRIFTING),
-        ("diagonal", 1e-3, 300, endings.DRIFTING),
+        ("dense", 1e-3, 150, endings.DRIFTING),
         ("diagonal", 0.1, 400, endings.SCATTERED),
         ("diagonal", cosine, 400, endings.SETTLED),
         ("kronecker", cosine, 1, endings.NOISY),
@@ -399,33 +386,6 @@ def test_in_place_and_functional_steps_agree_bit_for_bit_and_share_nothing() -> 
         assert all(torch.equal(state.spread[name], other.spread[name]) for name in state.spread)
         again, _ = sampler.update(kept, batch)
         assert not any(again.spread[n].data_ptr() == kept.spread[n].data_ptr() for n in kept.spread)
-
-
-def interrupted(what, done, total) -> None:
-    if done >= 3:
-        raise KeyboardInterrupt
-
-
-@pytest.mark.usefixtures("annotations_unchecked", "saved_at_each_step")
-@pytest.mark.parametrize("method", ["low_rank_diagonal", "kronecker", "filter"])
-def test_a_run_that_was_interrupted_goes_on_to_the_same_bits(method: str, tmp_path) -> None:
-    _, (x, y), log_posterior, _, _ = linear()
-    if method == "filter":
-        sampler = co.sampling.ekf(log_posterior, "low_rank_diagonal", rank=3)
-    else:
-        sampler = co.sampling.vi(log_posterior, method, lr=1e-2)
-
-    def run(**given):
-        batches, generator = list(zip(x.split(10), y.split(10))), torch.Generator().manual_seed(0)
-        return co.sampling.run(sampler, log_posterior.params, batches, steps=6, generator=generator, **given)
-
-    whole = run(progress=False)
-    with pytest.raises(KeyboardInterrupt):
-        run(progress=interrupted, checkpoint=tmp_path / "run")
-    resumed = run(progress=False, checkpoint=tmp_path / "run")
-    assert torch.equal(resumed.theta, whole.theta)
-    held = "precision" if method == "filter" else "spread"
-    assert all(torch.equal(t, getattr(whole.state, held)[n]) for n, t in getattr(resumed.state, held).items())
 
 
 @pytest.mark.usefixtures("annotations_unchecked")

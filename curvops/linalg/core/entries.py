@@ -27,8 +27,8 @@ def rows(A: Matrix) -> Callable[[Tensor], Any]:
 
     def take(index: Tensor) -> Tensor:
         with torch.no_grad():
-            part = A[index, :]
-            result: Tensor = part if isinstance(part, Tensor) else part.to_dense()
+            block = A[index, :]
+            result: Tensor = block if isinstance(block, Tensor) else block.to_dense()
         return result.detach()
 
     return take

@@ -49,5 +49,5 @@ def kind_of(A: Any) -> str:
     """Return the names of the classes that A is made of."""
     if not isinstance(A, LinearOperator):
         return "tensor"
-    parts = [kind_of(part) for part in A._args if isinstance(part, LinearOperator)]
-    return type(A).__name__ + (f"({', '.join(parts)})" if parts else "")
+    arguments = [kind_of(argument) for argument in A._args if isinstance(argument, LinearOperator)]
+    return type(A).__name__ + (f"({', '.join(arguments)})" if arguments else "")

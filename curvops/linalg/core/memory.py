@@ -93,8 +93,8 @@ def keep(A: Any, owner: object, nbytes: int) -> None:
 
 def longest(A: Any) -> int:
     """Return the longest side of A and of the operators it is made of, the length of vectors in its products."""
-    parts = (part for part in getattr(A, "_args", ()) if isinstance(part, LinearOperator))
-    return max([*A.shape[-2:], *map(longest, parts)])
+    arguments = (argument for argument in getattr(A, "_args", ()) if isinstance(argument, LinearOperator))
+    return max([*A.shape[-2:], *map(longest, arguments)])
 
 
 def solve_width(A: Any, count: int, memories: Memories | None = None) -> tuple[int, int]:

@@ -54,7 +54,7 @@ class Partition:
         """Return the parts of each row, (..., n) -> (..., p_i), as views if the positions are ranges."""
         if self.in_order:
             return list(torch.split(rows, self.sizes, dim=-1))
-        return [_taken(rows, part, pair) for part, pair in zip(self.parts, self._bordered)]
+        return [_take(rows, part, pair) for part, pair in zip(self.parts, self._bordered)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the parts again, the inverse of `split`."""
@@ -122,7 +122,7 @@ def _matrix_and_column(index: Tensor) -> Bordered | None:
     return pair if torch.equal(bordered, index) else None
 
 
-def _taken(rows: Tensor, part: range | Tensor, pair: Bordered | None) -> Tensor:
+def _take(rows: Tensor, part: range | Tensor, pair: Bordered | None) -> Tensor:
     """Return a part of each row, (..., n) -> (..., p)."""
     if isinstance(part, range):
         return rows.narrow(-1, part.start, len(part))
@@ -155,7 +155,7 @@ def _map_panel(map_: ColumnMap, part: range | Tensor, pair: Bordered | None, row
         for values, view in zip(map_.apply(table).split_with_sizes(widths, -1), _views(images, pieces, map_.rows)):
             view.copy_(values.transpose(0, 1))
         return
-    values = map_.apply(_taken(rows, part, pair).mT).mT
+    values = map_.apply(_take(rows, part, pair).mT).mT
     if isinstance(part, Tensor) and pair is None:
         images.index_copy_(-1, part, values)
         return
@@ -189,7 +189,7 @@ def whole_partition(positions: Sequence[Tensor], device: torch.device | None = N
 
 
 def _as_parts(positions: Sequence[Tensor | range], device: torch.device | None) -> tuple[range | Tensor, ...]:
-    return tuple(_as_part(each, i, device) for i, each in enumerate(positions))
+    return tuple(_as_part(indices, i, device) for i, indices in enumerate(positions))
 
 
 def _cover(parts: Sequence[Tensor | range], n: int) -> bool:

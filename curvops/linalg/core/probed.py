@@ -243,7 +243,7 @@ def _spend(estimator: Estimator, exact: Callable[[Probed], Estimate], probed: Pr
                 return replace(result, reason=Reason.CONVERGED)
             following = more_products(int(target), spread / (rtol * size) if size else math.inf)
             if following >= whole and (max_matvecs is None or target + whole <= max_matvecs):
-                return replace(known := exact(probed), matvecs=known.matvecs + result.matvecs)
+                return replace(exact_result := exact(probed), matvecs=exact_result.matvecs + result.matvecs)
         if target >= most:
             ended = Reason.BUDGET_SPENT if rtol is None else Reason.MATVEC_LIMIT
             return replace(result, reason=ended if most == max_matvecs else Reason.RANK_CAPPED)

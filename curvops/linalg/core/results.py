@@ -356,8 +356,8 @@ def _norm(value: Tensor | float) -> float:
 
 def add_estimates(one: Estimate, other: Estimate) -> Estimate:
     """Add two independent estimates: variances add up, and the smaller number of probes sets the degrees of freedom."""
-    samples = [each.samples for each in (one, other) if each.samples]
-    failed = [each.reason for each in (one, other) if each.reason is not Reason.CONVERGED]
+    samples = [estimate.samples for estimate in (one, other) if estimate.samples]
+    failed = [estimate.reason for estimate in (one, other) if estimate.reason is not Reason.CONVERGED]
     return Estimate(
         one.value + other.value,
         torch.hypot(one.inflation * one.stderr, other.inflation * other.stderr.to(one.stderr)),

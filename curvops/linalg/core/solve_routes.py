@@ -125,7 +125,7 @@ class System:
     """Whether a gradient is recorded through A."""
     room: float | int = math.inf
     """The bytes left for vectors and formed matrices."""
-    asked: str | None = None
+    requested: str | None = None
     """The requested method for draws of a posterior."""
     posterior: PosteriorFacts | None = None
 
@@ -215,7 +215,7 @@ def routes(system: System) -> tuple[Route, ...]:
         return closed_form, dense, *cg, minres, Route("lsmr", 2 * least, block)
     narrow = bool(p.root_columns) and FEWER_OUTPUTS * p.root_columns <= s.rows and p.diagonal
     short = narrow and block > s.room and s.columns > 1
-    most = MOST_GRADIENTS if s.asked == "dual" or short else GRADIENTS_A_SOLVE * s.columns
+    most = MOST_GRADIENTS if s.requested == "dual" or short else GRADIENTS_A_SOLVE * s.columns
     unresolved = (not p.resolved, "the prior precision is below the rounding of J Jᵀ")
     stochastic = (
         (not p.root_columns, f"needs the curvature's square root by points, which {p.name} does not have"),
@@ -231,9 +231,9 @@ def routes(system: System) -> tuple[Route, ...]:
         *((dual, *cg) if short else (*cg, dual)),
         _route("sgd", EPOCHS * s.columns, block, *stochastic),
     )
-    if s.asked is None and not s.further:
+    if s.requested is None and not s.further:
         return every
-    names = COVARIANCES if s.further else METHODS[s.asked or ""]
+    names = COVARIANCES if s.further else METHODS[s.requested or ""]
     return tuple(route for route in every if route.name in names)
 
 
@@ -313,8 +313,8 @@ class SolvePlan(Tabular):
     @property
     def chosen(self) -> dict[str, str]:
         """The route that is taken, by the name of the question."""
-        taken = {question: chosen(table) for question, table in self.tables.items()}
-        return {question: route.name for question, route in taken.items() if route is not None}
+        routes_by_question = {question: chosen(table) for question, table in self.tables.items()}
+        return {question: route.name for question, route in routes_by_question.items() if route is not None}
 
     __repr__ = Tabular.as_text
 
@@ -323,9 +323,9 @@ class SolvePlan(Tabular):
 
 
 def _table(question: str, table: tuple[Route, ...]) -> Table:
-    taken, rows = chosen(table), []
+    chosen_route, rows = chosen(table), []
     for route in table:
-        verdict = "taken" if route is taken else route.why_not or "possible"
+        verdict = "taken" if route is chosen_route else route.why_not or "possible"
         rows.append((route.name, _number(route.products), _number(route.nbytes), verdict))
     return Table((question, "products", "bytes", ""), rows)
 

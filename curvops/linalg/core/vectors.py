@@ -363,7 +363,7 @@ def by_rows(
 ) -> Float[Tensor, "n j"]:
     """Return ``function(first, *others)``, which treats each row separately, some rows at a time; a plain tensor."""
     rows = max(1, CHUNK // max(1, first.shape[1]))
-    return torch.cat([function(*part) for part in zip(*(X.split(rows) for X in (first, *others)))])
+    return torch.cat([function(*blocks) for blocks in zip(*(X.split(rows) for X in (first, *others)))])
 
 
 def _chunks(X: Tensor) -> Iterator[slice]:
@@ -467,7 +467,7 @@ def project_out_by(
     parts = [
         _subtract_projections(add_up, rows[i : i + 1], bases[j : j + 1, :used]) for i, j in enumerate(which.tolist())
     ]
-    rest, along = (torch.cat(part) for part in zip(*parts))
+    rest, along = (torch.cat(tensors) for tensors in zip(*parts))
     return rest.mT, along
 
 

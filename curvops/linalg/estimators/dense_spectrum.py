@@ -85,9 +85,9 @@ class DenseSpectrum:
         values = torch.where(near, self.values.clamp_min(0), self.values)
         # An eigenvalue near zero cannot be distinguished from zero, whatever its computed value.
         delta = torch.where(near, values, 0.0).clamp_min(ROUNDING_UNITS * self.eps * size)
-        of = share(mu)
-        least, shares = torch.minimum(values, (values - delta).clamp_min(0)), of(values)
-        bias = torch.maximum(of(values + delta) - shares, shares - of(least)).sum()
+        share_of = share(mu)
+        least, shares = torch.minimum(values, (values - delta).clamp_min(0)), share_of(values)
+        bias = torch.maximum(share_of(values + delta) - shares, shares - share_of(least)).sum()
         return Estimate.rounded(shares.sum(), bias, rtol, len(values))
 
     def inverse(self, mu: float, dtype: torch.dtype) -> Float[Tensor, "n n"]:

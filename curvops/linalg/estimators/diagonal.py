@@ -105,8 +105,8 @@ def _exact(probed: Probed) -> Estimate:
     total, sizes = None, list[Tensor]()
     for E in unit_blocks(probed.facts, probed.block):
         Y = probed.multiply(E)
-        part, sizes = by_rows(E, Y, function=lambda E, Y: _row_sums(E * Y)), [*sizes, norm(Y)]
-        total = part if total is None else total + part
+        sums, sizes = by_rows(E, Y, function=lambda E, Y: _row_sums(E * Y)), [*sizes, norm(Y)]
+        total = sums if total is None else total + sums
     assert total is not None
     rounding = ROUNDINGS * torch.finfo(total.dtype).eps * torch.cat(sizes)
     return Estimate.rounded(total[:, 0], rounding, probed.limits.tolerated, probed.facts.rows)
@@ -189,16 +189,16 @@ class XDiag(LeaveOneOut):
     def _entries(Omega: Tensor, Q: Tensor, Z: Tensor, S: Tensor, left: Tensor, eps: float) -> Float[Tensor, "n 3"]:
         """Return value, standard error by the samples and by the jackknife, for the entries of these rows."""
         QS, ZS = combine(Q, S), combine(Z, S)
-        taken, residual = QS * ZS, Omega * left.to(QS)
-        samples = residual * QS - taken
+        in_range, residual = QS * ZS, Omega * left.to(QS)
+        samples = residual * QS - in_range
         value = _row_sums(Q * Z) + _row_sums(samples, 1 / len(S))
         # Without i and j the range lacks e = (sᵢ − c sⱼ)/√(1 − c²) beside sⱼ, c = sᵢᵀsⱼ: eᵀR eⱼ = −c sⱼᵀR eⱼ/√(1 − c²).
         c = S.mT @ S
         a = 1 / (1 - c.square()).clamp_min(100 * eps)
         a.fill_diagonal_(0)
         ac = a * c
-        without = QS * combine(ZS, ac) + ZS * combine(QS, ac) - taken * (a.sum(0) - 1).to(taken)
-        without = without - combine(taken, ac * c) + combine(residual * QS, a) - QS * combine(residual, ac)
+        without = QS * combine(ZS, ac) + ZS * combine(QS, ac) - in_range * (a.sum(0) - 1).to(in_range)
+        without = without - combine(in_range, ac * c) + combine(residual * QS, a) - QS * combine(residual, ac)
         return torch.stack([value[:, 0], _mean_error(samples), _mean_error(without)], 1)
 
 
@@ -219,8 +219,8 @@ class XNysDiag(LeaveOneOut):
 
         def entries(Y: Tensor, Omega: Tensor) -> Float[Tensor, "n 2"]:
             F = combine(Y, inverse)
-            taken = combine(F, inverse.mT * share)
-            samples = taken * (Omega * share.to(taken) - taken)
+            in_range = combine(F, inverse.mT * share)
+            samples = in_range * (Omega * share.to(in_range) - in_range)
             value = _row_sums(F.square()) - nu + _row_sums(samples, 1 / samples.shape[1])
             return torch.stack([value[:, 0], _mean_error(samples)], 1)
 

@@ -135,10 +135,10 @@ class TwoLeftOut:
     def form(self, H: Float[Tensor, "K K"]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the diagonal of EᵀHE, and the sum of its off-diagonal entries."""
         h = self.S.mT @ H @ self.S
-        own = h.diagonal().expand_as(h)
-        mixed = h + h.mT - 2 * self.c * own
-        second = (h.diagonal()[:, None] - self.c * (h + h.mT) + self.c.square() * own) / self.sine.square()
-        return own, second, mixed / self.sine
+        first = h.diagonal().expand_as(h)
+        mixed = h + h.mT - 2 * self.c * first
+        second = (h.diagonal()[:, None] - self.c * (h + h.mT) + self.c.square() * first) / self.sine.square()
+        return first, second, mixed / self.sine
 
     def quadratic(self, H: Float[Tensor, "K K"]) -> Float[Tensor, "K K"]:
         """Return pᵀHp for p = (I − EEᵀ)wⱼ."""
@@ -306,11 +306,11 @@ class XNysTrace(LeaveOneOut):
         pivots, sizes, whole = inverse.square().sum(1), D.square().sum(0), F.square().sum() - nu * n
         samples = whole + ((n - K + 1) * N.diagonal() - sizes) / pivots
         # Without probe i, H⁻¹, N and D lose their part along column i.
-        M, cross, own = inverse @ inverse.mT, D.mT @ D, N.diagonal()
+        M, cross, diagonal = inverse @ inverse.mT, D.mT @ D, N.diagonal()
         share = M / pivots[:, None]
         pivot = (pivots - M * share).clamp_min(1e-14 * pivots)
         size = sizes - 2 * cross * share + sizes[:, None] * share.square()
-        length = (n - K + 2) * (own - N.square() / own[:, None])
+        length = (n - K + 2) * (diagonal - N.square() / diagonal[:, None])
         pairs = whole - (sizes / pivots)[:, None] + (length - size) / pivot
         return samples, mean_over_pairs(pairs), 4 * nu * n
 

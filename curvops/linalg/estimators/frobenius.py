@@ -142,8 +142,8 @@ class XNorm(LeaveOneOut):
         """Return one estimate of ‖A‖_F² for each probe left out."""
         sketch, out = self.sketch, self.sketch.leave_out()
         residual = axpy(combine(sketch.Q, sketch.R), sketch.Z, -out.residual_coefficients)
-        taken = norm(combine(sketch.Z, out.S)).square()
-        return norm(sketch.Z).square().sum() - taken + out.scale * norm(residual).square()
+        in_range = norm(combine(sketch.Z, out.S)).square()
+        return norm(sketch.Z).square().sum() - in_range + out.scale * norm(residual).square()
 
     def without(self) -> Float[Tensor, " K"]:
         """Return the estimate of ‖A‖_F² without each probe."""

@@ -306,15 +306,15 @@ def _by_probes(
                 full = grow(excess.apart(), None, most, LEFT * mu, 1e12)
                 P, spent = full.preconditioner(mu), spent + full.matvecs
     # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for our own P.
-    known = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)
+    logdet_of_P = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)
     if sampler is None:
         whitened = excess.multiply if P is None else _whiten(excess.multiply, P, mu, floor)
         left = replace(excess.after(spent).with_half_memory(), multiply=whitened)
-        sampler = Sampler(left, [log_ratio(floor)], known + beside, scale, floor if solves else None)
+        sampler = Sampler(left, [log_ratio(floor)], logdet_of_P + beside, scale, floor if solves else None)
         sampler.first(FIRST_PROBES)
     sampler.add()
     estimate = sampler.quadrature().logdet(floor)
-    estimate = replace(estimate + (known + n * math.log(mu)), matvecs=estimate.matvecs + spent)
+    estimate = replace(estimate + (logdet_of_P + n * math.log(mu)), matvecs=estimate.matvecs + spent)
     return estimate, solve_pairs(sampler.solves, P, mu - bound) if solves else None
 
 

@@ -61,7 +61,7 @@ class SpectralQuadrature(Summarised):
     Padding has weight 0. ``control_nodes`` and ``control_weights`` (uᵢᵀz)² belong to a Nyström approximation Ĝ whose
     sum is known exactly and whose probe values are subtracted: tr f(G) = tr f(Ĝ) + E zᵀ[f(G) − f(Ĝ)]z. They are empty
     without a sketch. ``reason`` is CONVERGED, or RANK_CAPPED if the memory or product budget ended the depth too
-    early; an estimate has its own reason if a tolerance was set, ``rtol`` of the value plus ``known``.
+    early; an estimate has its own reason if a tolerance was set, ``rtol`` of the value plus ``offset``.
     ``rounding`` is the size of the errors in the eigenvalues from the products' dtype. If the matrix was decomposed,
     there is one row, of all its eigenvalues with weight 1, and ``exact`` is True.
 
@@ -82,7 +82,7 @@ class SpectralQuadrature(Summarised):
     reason: Reason
     rounding: float = 0.0
     rtol: float | None = None
-    known: float = 0.0
+    offset: float = 0.0
     exact: bool = False
 
     def logdet(self, shift: float | int | Tensor) -> Estimate:
@@ -146,7 +146,7 @@ class SpectralQuadrature(Summarised):
     def _reason(self, estimate: Estimate, rounded: float) -> Reason:
         if self.rtol is None:
             return Reason.BUDGET_SPENT if self.reason is Reason.CONVERGED else self.reason
-        goal, spread = self.rtol * abs(self.known + float(estimate.value)), float(estimate.stderr)
+        goal, spread = self.rtol * abs(self.offset + float(estimate.value)), float(estimate.stderr)
         if 0 < estimate.samples < TRUSTED_PROBES:
             low, high = estimate.interval()
             spread = float(high - low) / 4  # what a standard error would be whose double is the interval's half
@@ -344,7 +344,7 @@ def run(
 class Sampler:
     """Probes of one depth and their quadrature rules, on the CPU, for tr f(G) to the tolerance of its limits.
 
-    The first of ``functions`` decides the depth; the number of probes suffices for all of them. ``known`` is the part
+    The first of ``functions`` decides the depth; the number of probes suffices for all of them. ``offset`` is the part
     of the trace that needs no probes; the tolerance is relative to the whole. ``scale`` is the size of the matrix
     behind the products, if it is larger than they are. With ``solved``, a shift, ``solves`` stores each probe and its
     product with (G + shift I)⁻¹.
@@ -354,12 +354,12 @@ class Sampler:
         self,
         probed: Probed,
         functions: Sequence[ScalarFunction],
-        known: float = 0.0,
+        offset: float = 0.0,
         scale: float = 0.0,
         solved: float | None = None,
     ) -> None:
         self.probed, self.facts, self.rtol = probed, probed.facts, probed.limits.tolerance
-        self.functions, self.known, self.scale, self.solved = functions, known, scale, solved
+        self.functions, self.offset, self.scale, self.solved = functions, offset, scale, solved
         self.budget, self.memory_budget = probed.limits.products, probed.limits.memory
         self.rules: list[Rules] = []
         self.signs: list[Vectors] = []
@@ -405,7 +405,7 @@ class Sampler:
         self.depth = int(lanczos.depths.max())
 
     def _goal(self, value: Tensor) -> float:
-        return self.rtol * abs(self.known + float(value))
+        return self.rtol * abs(self.offset + float(value))
 
     def add(self, probes: int | None = None, sketch: Nystrom | None = None, worth: float = math.inf) -> bool:
         """Add probes of the same depth until there are ``probes``, or the error is rtol, or the budget ends.
@@ -497,7 +497,7 @@ class Sampler:
             reason=Reason.RANK_CAPPED if self.capped else Reason.CONVERGED,
             rounding=max(rounding, -lowest),
             rtol=self.rtol if tolerance else None,
-            known=self.known,
+            offset=self.offset,
         )
 
 

@@ -149,11 +149,11 @@ def spectral_density(
         view = replace(view, folded=False)
     # The density at full depth, and again at less depth, on one grid.
     x, width = view.grid(nodes, weights)
-    each = view.density(nodes, weights, x, width)
-    change = (each.mean(0) - view.density(*runs.rules(_less(runs.run.depth)), x, width).mean(0)).abs()
+    densities = view.density(nodes, weights, x, width)
+    change = (densities.mean(0) - view.density(*runs.rules(_less(runs.run.depth)), x, width).mean(0)).abs()
     if runs.complete:
         change = torch.zeros_like(change)
-    half, value = _half_width(each, level), each.mean(0)
+    half, value = _half_width(densities, level), densities.mean(0)
     # Squared components of eigenvectors are skewed to the right, so the upper end uses the logarithm of the mean.
     upper = torch.where(value > 0, value * torch.exp(half / value), half) + change
     lower = (value - half - change).clamp_min(0)
@@ -180,13 +180,13 @@ def _less(depth: int) -> int:
     return max(1, depth - max(2, depth // 4))
 
 
-def _half_width(each: Float[Tensor, "P G"], level: float) -> Float[Tensor, " G"]:
+def _half_width(densities: Float[Tensor, "P G"], level: float) -> Float[Tensor, " G"]:
     from scipy.special import stdtrit  # a slow import that few calls need
 
-    count = len(each)
+    count = len(densities)
     if count == 1:
-        return torch.full_like(each[0], math.inf)
-    return float(stdtrit(count - 1, 0.5 + level / 2)) * each.std(0) / math.sqrt(count)
+        return torch.full_like(densities[0], math.inf)
+    return float(stdtrit(count - 1, 0.5 + level / 2)) * densities.std(0) / math.sqrt(count)
 
 
 @dataclass(frozen=True)
@@ -286,9 +286,9 @@ class _Probes:
         except ValueError:
             return False  # errors of the grid are raised at the end
         x = x[:: max(1, int(width / float(x[1] - x[0])))]  # no feature is finer than the bandwidth
-        each = view.density(*now, x, width)
-        change = (each.mean(0) - view.density(*before, x, width).mean(0)).abs().sum()
-        half = _half_width(each, level) * math.sqrt(run.K / self.probes)
+        densities = view.density(*now, x, width)
+        change = (densities.mean(0) - view.density(*before, x, width).mean(0)).abs().sum()
+        half = _half_width(densities, level) * math.sqrt(run.K / self.probes)
         return bool(change <= 0.1 * half.sum()) and run.K > 1
 
     def rules(self, depth: int) -> tuple[Float[Tensor, "P m"], Float[Tensor, "P m"]]:
@@ -298,7 +298,7 @@ class _Probes:
     def _rules(self, tridiagonals: list[Tensor]) -> tuple[Tensor, Tensor]:
         pairs = [torch.linalg.eigh(T) for T in tridiagonals]
         columns = [[values for values, _ in pairs], [V[0].square() for _, V in pairs]]
-        nodes, weights = (torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in columns)
+        nodes, weights = (torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True) for tensors in columns)
         if self.share == 1:
             return nodes, weights
         zero = torch.zeros(len(nodes), 1, dtype=nodes.dtype)

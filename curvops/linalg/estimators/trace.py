@@ -46,10 +46,10 @@ from curvops.progress import Progress
 METHODS = ("xtrace", "xnystrace", "hutch++", "hutchinson", "exact")
 
 
-def sample_mean(samples: Tensor, matvecs: int, known: Tensor | float = 0.0, bias: Tensor | float = 0.0) -> Estimate:
+def sample_mean(samples: Tensor, matvecs: int, offset: Tensor | float = 0.0, bias: Tensor | float = 0.0) -> Estimate:
     """Return a known part plus the mean of independent samples, with its standard error."""
     stderr = samples.std() / math.sqrt(len(samples))
-    value, k = known + samples.mean(), len(samples)
+    value, k = offset + samples.mean(), len(samples)
     return Estimate(value, stderr, k, matvecs, bias, Reason.BUDGET_SPENT, widening=caution(k))
 
 
@@ -61,14 +61,14 @@ class Hutchinson:
     def __init__(self, probed: Probed, keep: bool = False) -> None:
         self.probed = probed
         self.samples = torch.zeros(0, dtype=torch.float64, device=probed.facts.device)
-        self.kept: list[Tensor] | None = [] if keep else None
+        self.signs: list[Tensor] | None = [] if keep else None
 
     def spend(self, matvecs: int) -> None:
         """Spend one product per probe."""
         for Z in self.probed.stream(matvecs - len(self.samples)):
             self.samples = torch.cat([self.samples, self.sample(Z, self.probed.multiply(Z))])
-            if self.kept is not None:
-                self.kept.append(Z.to(torch.int8))
+            if self.signs is not None:
+                self.signs.append(Z.to(torch.int8))
 
     def sample(self, Z: Tensor, Y: Tensor) -> Float[Tensor, " k"]:
         """Return the samples of probes Z with products Y."""
@@ -80,8 +80,8 @@ class Hutchinson:
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks L, R with E tr LᵀXR = tr X; the probes must have been kept."""
-        assert self.kept is not None
-        for signs in self.kept:
+        assert self.signs is not None
+        for signs in self.signs:
             Z = signs.to(self.probed.facts.dtype)
             yield Z / len(self.samples), Z
 
@@ -125,9 +125,9 @@ class HutchPlusPlus:
 
     def estimate(self) -> Estimate:
         """Return the exact part plus the mean of the samples; the bias bound is rounding."""
-        known = inner(self.sketch.Q, self.sketch.Z).sum()
+        in_range = inner(self.sketch.Q, self.sketch.Z).sum()
         rounding = math.sqrt(self.probed.facts.rows) * torch.finfo(self.probed.facts.dtype).eps
-        return sample_mean(self.samples(), self.matvecs, known, rounding * norm(self.sketch.Z).square().sum().sqrt())
+        return sample_mean(self.samples(), self.matvecs, in_range, rounding * norm(self.sketch.Z).square().sum().sqrt())
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks L, R with E tr LᵀXR = tr X."""

@@ -376,8 +376,8 @@ class FunctionRun:
     def value(self, rtol: float) -> Vectors:
         """Return the approximants in B's scale; overflowed and non-finite columns become NON_FINITE."""
         empty = torch.zeros(0, dtype=torch.float64)
-        found = [empty if best is None else best for best in self.best]
-        blocks, remade = self.run.combinations([y[:, None] for y in found])
+        coefficients = [empty if best is None else best for best in self.best]
+        blocks, remade = self.run.combinations([y[:, None] for y in coefficients])
         X = zero_block(self.B, len(self.live))
         for k, block in enumerate(blocks):
             put(X, k, block * self.size(k))
@@ -387,7 +387,7 @@ class FunctionRun:
             self.reasons[j], self.errors[j] = Reason.NON_FINITE, math.inf
         # Entries below the smallest normal number may have any value.
         least = torch.finfo(X.dtype).tiny * math.sqrt(X.shape[0])
-        for y, j, length in zip(found, self.live.tolist(), norm(X)[self.live.to(X.device)].tolist()):
+        for y, j, length in zip(coefficients, self.live.tolist(), norm(X)[self.live.to(X.device)].tolist()):
             if y.any() and math.isfinite(float(self.errors[j])):
                 self.errors[j] += least / length if length else math.inf
                 if least > 0.1 * length:

@@ -129,8 +129,8 @@ def approximants(
     """
     nodes, V = torch.linalg.eigh(T)
     values = f.on_ritz_values(nodes, size)
-    known = torch.isfinite(values).all(1)
-    values = torch.where(known[:, None], values, 0.0)
+    finite = torch.isfinite(values).all(1)
+    values = torch.where(finite[:, None], values, 0.0)
     y = torch.einsum("kij,kj->ki", V, values * V[:, 0])
     rounding = _rounding(T, nodes, V, y, f, size)
     residuals = beta[:, None] * V[:, -1].abs()
@@ -138,7 +138,7 @@ def approximants(
         _truncation(nodes, V, values, beta, f, _test_points(nodes, residuals, f)),
         rtol * y.norm(dim=1),
     )
-    for k in (known & _is_settled(truncation, rounding, allowed, beta)).nonzero().flatten().tolist():
+    for k in (finite & _is_settled(truncation, rounding, allowed, beta)).nonzero().flatten().tolist():
         elsewhere = _rounding_elsewhere(nodes[k], V[k], values[k], float(dropped[k]), f, size, seen)
         rounding[k] = rounding[k].clamp_min(elsewhere)
         if beta[k] != 0:
@@ -149,7 +149,7 @@ def approximants(
     # If f is 0 at every Ritz value, f(A) b may be arbitrarily large in comparison.
     truncation = torch.where((beta != 0) & (y == 0).all(1), math.inf, truncation)
     verified = (beta == 0) | (T.shape[1] >= LEAST_DEPTH)
-    return Approximants(y, truncation, rounding, known, verified, _is_settled(truncation, rounding, allowed, beta))
+    return Approximants(y, truncation, rounding, finite, verified, _is_settled(truncation, rounding, allowed, beta))
 
 
 def _is_settled(truncation: Tensor, rounding: Tensor, allowed: Tensor, beta: Tensor) -> Bool[Tensor, " K"]:
@@ -171,8 +171,8 @@ def _truncation(
 
 def _differences(x: Tensor, nodes: Tensor, values: Tensor, f: SpectralFunction) -> Iterator[tuple[Tensor, ...]]:
     """Yield F(x), x − θ and f(x) − f(θ), some points x at a time; NaN where f is not finite."""
-    for part in x.split(MOST_POINTS):
-        y, gaps = f.unchecked(part), part[:, None] - nodes
+    for points in x.split(MOST_POINTS):
+        y, gaps = f.unchecked(points), points[:, None] - nodes
         y = torch.where(torch.isfinite(y), y, math.nan)
         # Points closer to a Ritz value than its own rounding show nothing of f between the two.
         apart = gaps.abs() > 1e-15 * nodes.abs().amax()

@@ -215,7 +215,7 @@ class Sum(Operator):
     _in_formula: ClassVar[str] = "({})"
 
     def __init__(self, *terms: LinearOperator) -> None:
-        flat = [part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,))]
+        flat = [summand for term in terms for summand in (term.terms if isinstance(term, Sum) else (term,))]
         _ = spaces_of_sum(flat)
         if len({term.matrix_shape for term in flat}) > 1:
             raise ValueError(f"cannot add operators of shapes {[tuple(term.shape) for term in flat]}.")
@@ -362,7 +362,7 @@ class Product(Operator):
     _in_formula: ClassVar[str] = "({})"
 
     def __init__(self, *factors: LinearOperator) -> None:
-        flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]
+        flat = [inner for factor in factors for inner in (factor.factors if isinstance(factor, Product) else (factor,))]
         for left, right in pairwise(flat):
             common(spaces_of(left)[1], spaces_of(right)[0])
             if left.shape[-1] != right.shape[-2]:
@@ -380,8 +380,8 @@ class Product(Operator):
 
     @property
     def layouts(self) -> Layouts:
-        known = [found for factor in self.factors if (found := layouts_of(factor)) is not None]
-        return (known[0][0].beside(self.shape[-2]), known[-1][1].beside(self.shape[-1])) if known else None
+        layouts = [layout for factor in self.factors if (layout := layouts_of(factor)) is not None]
+        return (layouts[0][0].beside(self.shape[-2]), layouts[-1][1].beside(self.shape[-1])) if layouts else None
 
     @property
     def symmetric(self) -> bool:
@@ -524,8 +524,8 @@ class Expanded(UnaryOperator):
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         # Only the shape of the batch matters: every copy is the same.
         batch = torch.empty(0).expand(*self.batch_shape, 0)[batch_indices].shape[:-1]
-        part = self.base._getitem(row_index, col_index)
-        return part._expand_batch(batch) if len(batch) else part
+        block = self.base._getitem(row_index, col_index)
+        return block._expand_batch(batch) if len(batch) else block
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
         row_index, col_index, *_ = torch.broadcast_tensors(row_index, col_index, *batch_indices)
@@ -566,9 +566,9 @@ def _same(left: Any, right: Any) -> bool:
     )
 
 
-def _is_congruence(factors: Sequence[LinearOperator], known: Any) -> bool:
+def _is_congruence(factors: Sequence[LinearOperator], has_property: Any) -> bool:
     if len(factors) <= 1:
-        return all(known(factor) for factor in factors)
+        return all(has_property(factor) for factor in factors)
     left, right = factors[0], factors[-1]
     mirrored = _same(left, right.mT) if left.shape[-1] == right.shape[-2] or len(factors) > 2 else False
-    return mirrored and _is_congruence(factors[1:-1], known)
+    return mirrored and _is_congruence(factors[1:-1], has_property)

@@ -161,30 +161,30 @@ class Operator(LinearOperatorContract):
         Sums across weights are rejected, since they are the curvature of neither network; call this if such a sum is
         intended (yesterday's curvature as a prior, merged Fishers). Costs nothing; shares tensors and caches.
         """
-        parts = [part.detached_from_weights() if isinstance(part, Operator) else part for part in self._args]
+        args = [arg.detached_from_weights() if isinstance(arg, Operator) else arg for arg in self._args]
         space, sources = self._kwargs.get("space"), self._kwargs.get("sources")
         changed: dict[str, Any] = {} if space is None else {"space": space.detached()}
         changed |= {} if sources is None else {"sources": sources.detach()}
-        return self.__class__(*parts, **self._kwargs | changed)
+        return self.__class__(*args, **self._kwargs | changed)
 
     @property
     def memories(self) -> Memories:
         """The memory budgets of the networks in A, within which algorithms on A allocate their vectors."""
         memories: Memories = frozenset()
-        for part in self._args:
-            memories |= getattr(part, "memories", frozenset())
+        for arg in self._args:
+            memories |= getattr(arg, "memories", frozenset())
         return memories
 
     @property
     def multiply_adds(self) -> float | int:
         """The multiply-adds of a product with one vector, as far as they are known."""
-        return sum(multiply_adds_of(part) for part in self._args if isinstance(part, Tensor | LinearOperator))
+        return sum(multiply_adds_of(arg) for arg in self._args if isinstance(arg, Tensor | LinearOperator))
 
     @property
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
-        for part in self._args:
-            progress: Progress = getattr(part, "progress", None)
+        for arg in self._args:
+            progress: Progress = getattr(arg, "progress", None)
             if progress is not None:
                 return progress
         return None
@@ -276,7 +276,7 @@ class Operator(LinearOperatorContract):
     @property
     def layouts(self) -> Layouts:
         """The layouts over ranks of sharded vectors, by rows and by columns of A, if a part of A determines them."""
-        return next((layouts for part in self._args if (layouts := layouts_of(part)) is not None), None)
+        return next((layouts for arg in self._args if (layouts := layouts_of(arg)) is not None), None)
 
     def sharded(self, mesh: Mesh) -> LinearOperator:
         """Return the operator on vectors that are sharded over a one-dimensional device mesh.

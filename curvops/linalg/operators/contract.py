@@ -86,10 +86,10 @@ class LinearOperatorContract(LinearOperator):
     def _by_columns(self, index: Tensor, most: int = COLUMN_BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (positions, A[:, positions]), at most ``most`` columns at a time, fewer if memory is short."""
         width, beside = solve_width(self, min(most, len(index)))
-        for part in index.split(width):
+        for positions in index.split(width):
             with holding(self, beside):
-                columns = self._columns(part)
-            yield part, columns
+                columns = self._columns(positions)
+            yield positions, columns
 
     def diagonal(self, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
         """Return the exact diagonal, (n,): without a product if it is known, otherwise by n products.
@@ -122,7 +122,7 @@ class LinearOperatorContract(LinearOperator):
         positions = torch.arange(min(self.matrix_shape), device=self.device)
         instead = "co.linalg.diagonal(A) estimates it from 128, with an error bar"
         self._warn_of_products(len(positions), "the exact diagonal", instead)
-        return torch.cat([columns[part].diagonal() for part, columns in self._by_columns(positions)])
+        return torch.cat([columns[indices].diagonal() for indices, columns in self._by_columns(positions)])
 
     def to_dense(self) -> Tensor:
         """Form the matrix, (..., m, n), by one product per column, as many at a time as the memory budget allows.
@@ -155,8 +155,8 @@ class LinearOperatorContract(LinearOperator):
         """The number of products that the diagonal takes: n for classes without a cheaper way, and for foreign ones."""
         if type(self)._diagonal is LinearOperatorContract._diagonal:
             return min(self.matrix_shape)
-        parts = (part for part in self._args if isinstance(part, LinearOperator))
-        return sum(getattr(part, "diagonal_matvecs", self.shape[-1]) for part in parts)
+        arguments = (argument for argument in self._args if isinstance(argument, LinearOperator))
+        return sum(getattr(argument, "diagonal_matvecs", self.shape[-1]) for argument in arguments)
 
     def _unsqueeze_batch(self, dim: int) -> LinearOperator:
         return self._expand_batch((*self.batch_shape[:dim], 1, *self.batch_shape[dim:]))
@@ -271,9 +271,9 @@ class LinearOperatorContract(LinearOperator):
         if self.batch_shape and not self._is_small:
             batch = self.batch_shape
             blocks = [B.expand(*batch, *B.shape[-2:]).flatten(0, -3) for B in (columns, lhs) if B is not None]
-            members = [one.sqrt_inv_matmul(*each) for one, *each in zip(self._members(), *blocks)]
+            members = [one.sqrt_inv_matmul(*sides) for one, *sides in zip(self._members(), *blocks)]
             if lhs is not None:
-                return tuple(torch.stack(part).unflatten(0, batch) for part in zip(*members))
+                return tuple(torch.stack(results).unflatten(0, batch) for results in zip(*members))
             product = torch.stack(members).unflatten(0, batch)
             return product.squeeze(-1) if rhs.ndim == 1 else product
         if self._is_small:
@@ -408,13 +408,13 @@ def cholesky_factor(operator: LinearOperator, strict: bool = False) -> Tensor:
 
 def full_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
     """Return an index without an ellipsis, its integers counted from the first entry; IndexError out of range."""
-    given = index if isinstance(index, tuple) else (index,)
-    at = next((i for i, part in enumerate(given) if part is Ellipsis), None)
+    indices = index if isinstance(index, tuple) else (index,)
+    at = next((i for i, entry in enumerate(indices) if entry is Ellipsis), None)
     if at is not None:
-        given = (*given[:at], *(slice(None),) * (len(shape) + 1 - len(given)), *given[at + 1 :])
-    if len(given) > len(shape):
-        raise IndexError(f"{len(given)} indices for an operator of shape {tuple(shape)}.")
-    return tuple(map(_from_start, given, shape))
+        indices = (*indices[:at], *(slice(None),) * (len(shape) + 1 - len(indices)), *indices[at + 1 :])
+    if len(indices) > len(shape):
+        raise IndexError(f"{len(indices)} indices for an operator of shape {tuple(shape)}.")
+    return tuple(map(_from_start, indices, shape))
 
 
 def _from_start(index: Any, size: int) -> Any:

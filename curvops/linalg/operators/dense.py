@@ -204,8 +204,8 @@ class Dense(Operator):
 
 def round_with_rest(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Round a matrix to another dtype; return it and the part that rounding removed."""
-    kept = matrix.to(dtype)
-    return kept, None if matrix.dtype == dtype else (matrix - kept).to(dtype)
+    rounded = matrix.to(dtype)
+    return rounded, None if matrix.dtype == dtype else (matrix - rounded).to(dtype)
 
 
 class DiagonalForm(Spectral):

@@ -32,11 +32,11 @@ class DirectSumForm(ClosedForm):
 
     def nearby_shift(self) -> Tensor:
         shifts = []
-        for block, own, shift, form in zip(self._damped_blocks, self.base.blocks, self._shifts, self._block_forms):
+        for block, base, shift, form in zip(self._damped_blocks, self.base.blocks, self._shifts, self._block_forms):
             near, form = shift, closed_form(block.base, block.shift) if form is None else None
             if form is not None:
                 near = form.nearby_shift()
-                rest = near if block.base is own else near - own.shift  # a damped block already has its own shift
+                rest = near if block.base is base else near - base.shift  # a damped block already has its own shift
                 near = rest if bool((rest > 0).all()) else near
             shifts.append(near.expand(block.shape[-1]))
         return self.partition.join(shifts)
@@ -101,18 +101,18 @@ class DirectSumForm(ClosedForm):
         return self.partition.map_columns(maps, block, self.base.in_place(block, self.shift))
 
     def eigenbasis(self) -> Eigenbasis | None:
-        found = [form.eigenbasis() for form in self.decomposed]
-        bases = [basis for basis in found if basis is not None]
-        if len(bases) < len(found):
+        eigenbases = [form.eigenbasis() for form in self.decomposed]
+        bases = [basis for basis in eigenbases if basis is not None]
+        if len(bases) < len(eigenbases):
             return None
         sizes = [len(basis.values) for basis in bases]  # eigenvectors are ordered block by block
 
         def rotate(block: Tensor) -> Tensor:
-            return self.partition.join_columns([basis.rotate(part) for basis, part in zip(bases, block.split(sizes))])
+            return self.partition.join_columns([basis.rotate(rows) for basis, rows in zip(bases, block.split(sizes))])
 
         def rotate_back(block: Tensor) -> Tensor:
             parts = self.partition.split_columns(block)
-            return torch.cat([basis.rotate_back(part).mT for basis, part in zip(bases, parts)], 1).mT
+            return torch.cat([basis.rotate_back(rows).mT for basis, rows in zip(bases, parts)], 1).mT
 
         return Eigenbasis(torch.cat([basis.values for basis in bases]), rotate, rotate_back)
 
@@ -159,11 +159,11 @@ class DirectSum(Operator):
     ) -> None:
         self._store(blocks, positions, cache, space=space, sources=sources)
 
-    def _store(self, blocks: Sequence[Operator], positions: Any, cache: Cache | None, **kept: Any) -> None:
+    def _store(self, blocks: Sequence[Operator], positions: Any, cache: Cache | None, **extra: Any) -> None:
         """Store the blocks, and the keywords of a subclass."""
         if not isinstance(positions, Partition):
             positions = check_blocks(blocks, positions)
-        LinearOperator.__init__(self, *blocks, positions=positions, cache=Cache() if cache is None else cache, **kept)
+        LinearOperator.__init__(self, *blocks, positions=positions, cache=Cache() if cache is None else cache, **extra)
 
     @property
     def blocks(self) -> tuple[Operator, ...]:
@@ -201,11 +201,11 @@ class DirectSum(Operator):
         return DirectSum(*transposed, positions=self.partition, space=self.spaces[0], sources=self.sources)
 
     def _product(self, block: Tensor) -> Tensor:
-        maps = [ColumnMap(own._product if own.table_rows else own._matmul, own.table_rows) for own in self.blocks]
+        maps = [ColumnMap(op._product if op.table_rows else op._matmul, op.table_rows) for op in self.blocks]
         return self._mapped(maps, block)
 
     def _transposed_product(self, block: Tensor) -> Tensor:
-        return self._mapped([ColumnMap(own._t_matmul) for own in self.blocks], block)
+        return self._mapped([ColumnMap(op._t_matmul) for op in self.blocks], block)
 
     def _mapped(self, maps: Sequence[ColumnMap], block: Tensor) -> Tensor:
         return self.partition.map_columns(maps, block, self.in_place(block))

@@ -73,8 +73,8 @@ def draw(
 
 def draw_together(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
     """Draw all columns at once, by the operator's own method, or by the dense matrix for a foreign operator."""
-    own = getattr(operator, "_draw", None)
-    return draw_dense(operator, k, generator) if own is None else own(k, generator)
+    draw = getattr(operator, "_draw", None)
+    return draw_dense(operator, k, generator) if draw is None else draw(k, generator)
 
 
 def draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
@@ -90,8 +90,8 @@ def draw_by_products(operator: LinearOperator, k: int, generator: torch.Generato
     """Return A^½ z for positive semidefinite A, with a relative error too small to show in any number of draws."""
     n, dtype, device = operator.shape[-1], operator.dtype, operator.device
     noise = normal(n, k, dtype, device, generator)
-    parts = [sqrt(operator, part, rtol=DRAW_RTOL).raise_if_failed(DRAW_RTOL) for part in noise.split(DRAW_BLOCK, 1)]
-    return join(*(part.value for part in parts)) if k else noise
+    roots = [sqrt(operator, block, rtol=DRAW_RTOL).raise_if_failed(DRAW_RTOL) for block in noise.split(DRAW_BLOCK, 1)]
+    return join(*(block.value for block in roots)) if k else noise
 
 
 def require_not_negative(values: Tensor, rounding: float | Tensor = 0.0) -> None:

@@ -67,11 +67,11 @@ class GivenProducts(Operator):
         return _checked(adjoint(block), block, self.shape[1])
 
 
-def _checked(image: Any, given: Tensor, rows: int) -> Tensor:
+def _checked(image: Any, argument: Tensor, rows: int) -> Tensor:
     """Return the result of a function; raise TypeError or ValueError if it is not what a product with `given` is."""
     check_tensor("the result of the function of A", image)
-    check_shape("the result of the function of A", image, (rows, *given.shape[1:]))
-    check_like("the result of the function of A", image, given, "its argument")
+    check_shape("the result of the function of A", image, (rows, *argument.shape[1:]))
+    check_like("the result of the function of A", image, argument, "its argument")
     return image
 
 
@@ -115,8 +115,8 @@ def as_operator(A: Any, like: Tensor | None = None) -> LinearOperator:
     kind = np.dtype(A.dtype or float)
     if kind.kind == "c":
         raise TypeError(f"A must have a real floating-point dtype, got {kind}.")
-    own = torch.float32 if kind == np.float32 else torch.float64
-    empty = torch.empty(0, dtype=own) if like is None else like.detach().new_empty(0)
+    dtype = torch.float32 if kind == np.float32 else torch.float64
+    empty = torch.empty(0, dtype=dtype) if like is None else like.detach().new_empty(0)
 
     def adjoint(block: Any) -> Any:
         try:

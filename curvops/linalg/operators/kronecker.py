@@ -76,20 +76,20 @@ class EigenKroneckerForm(Spectral):
 
     @cached_property
     def definite_spectrum(self) -> Tensor:
-        found, (rounding, _) = self.spectrum.detach().reshape(self.base.sizes[0], -1), self.accuracy
-        least, largest = torch.stack(found.aminmax()).tolist()
-        if not torch.finfo(found.dtype).eps * largest < least:
+        spectrum, (rounding, _) = self.spectrum.detach().reshape(self.base.sizes[0], -1), self.accuracy
+        least, largest = torch.stack(spectrum.aminmax()).tolist()
+        if not torch.finfo(spectrum.dtype).eps * largest < least:
             # Without a shift, eigenvalues at the rounding level of their group's largest are not known to be positive.
-            floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
-            if not bool((found > floor).all()):
-                raise not_definite(self.base, float((found - floor).min()))
+            floor = torch.finfo(spectrum.dtype).eps * spectrum.amax(1, keepdim=True) * (self.level.detach() == 0)
+            if not bool((spectrum > floor).all()):
+                raise not_definite(self.base, float((spectrum - floor).min()))
         # Rounding of the eigenvalues in float64 is reported by estimates only. The eigenvectors have the dtype's: a
         # vector along those of large eigenvalues is seen by those of small ones to eps of its size, squared in xᵀP⁻¹x.
-        eps = torch.finfo(found.dtype).eps
+        eps = torch.finfo(spectrum.dtype).eps
         error = max(rounding if rounding >= torch.finfo(torch.float32).eps else 0.0, eps**2)
         if error * largest > ROUNDING_SEEN * least:
             sizes = self.values.detach().flatten(1).amax(1, keepdim=True)
-            warn_of_rounding(self.base, float((error * sizes / found).max()))
+            warn_of_rounding(self.base, float((error * sizes / spectrum).max()))
         return self.spectrum
 
     @cached_property
@@ -100,7 +100,7 @@ class EigenKroneckerForm(Spectral):
     def _with_bounds(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield parts of the spectrum, (g, m) in float64, with the smallest and largest value of each within rounding.
 
-        Rows R + E instead of R move the roots of the eigenvalues of RᵀR by at most ‖E‖ (Weyl): small eigenvalues by far
+        Rows R + E instead of R move the roots of the lam of RᵀR by at most ‖E‖ (Weyl): small lam by far
         less than large ones. The errors of the sum and of the decomposition are the same for all.
         """
         spectrum = self.definite_spectrum.detach().view(self.base.sizes[0], -1)
@@ -111,23 +111,28 @@ class EigenKroneckerForm(Spectral):
         noise_of_all = rounding * values.abs().amax(1, keepdim=True).double()
         level = self.level.detach().double()
         step = max(1, CACHE_BYTES // (8 * 8 * len(values)))  # eight arrays of float64
-        for own, found in zip(values.split(step, 1), spectrum.split(step, 1)):
-            part = own.double()
-            roots, noise = part.clamp_min(0).sqrt(), noise_of_all + eps * part.abs()
+        for chunk, shifted in zip(values.split(step, 1), spectrum.split(step, 1)):
+            lam = chunk.double()
+            roots, noise = lam.clamp_min(0).sqrt(), noise_of_all + eps * lam.abs()
             below = ((roots - moved).clamp_min(0).square() - noise).clamp_min(0)
             above = (roots + moved).square() + noise
             if not psd:  # an indefinite matrix in an eigenbasis is not a sum of squares
-                below, above = torch.where(part > 0, below, part - noise), above + part.clamp_max(0)
-            yield found.double(), (below + level).clamp_min(torch.finfo(self.base.dtype).tiny), above + level
+                below, above = (
+                    torch.where(lam > 0, below, lam - noise),
+                    above + lam.clamp_max(0),
+                )
+            yield shifted.double(), (below + level).clamp_min(torch.finfo(self.base.dtype).tiny), above + level
 
     def logdet_error(self) -> float:
-        parts = [torch.maximum(above / found, found / below).log().sum() for found, below, above in self._with_bounds()]
+        parts = [
+            torch.maximum(above / shifted, shifted / below).log().sum() for shifted, below, above in self._with_bounds()
+        ]
         return float(torch.stack(parts).sum())
 
     def inverse_diagonal_error(self) -> Tensor:
         errors = []
-        for found, below, above in self._with_bounds():
-            inverse = found.reciprocal()
+        for shifted, below, above in self._with_bounds():
+            inverse = shifted.reciprocal()
             errors.append(torch.maximum(inverse - above.reciprocal(), below.reciprocal() - inverse))
         return self.eigen.diagonal_of(torch.cat(errors, 1).flatten().to(self.eigen.dtype))
 
@@ -240,8 +245,8 @@ class Kronecker(_GroupedBlocks):
     ) -> None:
         check_tensor("left", left)
         check_tensor("right", right)
-        for name, factor, known in (("left", left, details[0]), ("right", right, details[1])):
-            square = factor.ndim == 2 or (factor.ndim == 3 and (known.by_root or factor.shape[1] == factor.shape[2]))
+        for name, factor, detail in (("left", left, details[0]), ("right", right, details[1])):
+            square = factor.ndim == 2 or (factor.ndim == 3 and (detail.by_root or factor.shape[1] == factor.shape[2]))
             if not square or factor.shape[0] != left.shape[0]:
                 raise ValueError(f"{name} must be (g, m, m), or (g, m) if diagonal, with one g: {factor.shape}.")
         if left.dtype != right.dtype:
@@ -286,12 +291,12 @@ class Kronecker(_GroupedBlocks):
 
     @property
     def _transposed(self) -> Kronecker:
-        left, right = (factor if known.by_root else _transpose(factor) for factor, known, _ in self.factors)
+        left, right = (factor if detail.by_root else _transpose(factor) for factor, detail, _ in self.factors)
         return Kronecker(left, right, details=self.details)
 
     def _diagonal(self) -> Tensor:
         left, right = (
-            factor.square().sum(1) if known.by_root else _diagonal_of(factor) for factor, known, _ in self.factors
+            factor.square().sum(1) if detail.by_root else _diagonal_of(factor) for factor, detail, _ in self.factors
         )
         return (left.unsqueeze(2) * right.unsqueeze(1)).flatten()
 
@@ -310,10 +315,10 @@ class Kronecker(_GroupedBlocks):
         def change(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype)
 
-        def converted(factor: Tensor, known: Details) -> tuple[Tensor, Details]:
-            if dtype == torch.float64 and factor.ndim == 3 and not known.by_root:
-                return change(to_double(factor, known)), replace(known.map(change, change), rest=None)
-            return change(factor), known.map(change, change)
+        def converted(factor: Tensor, detail: Details) -> tuple[Tensor, Details]:
+            if dtype == torch.float64 and factor.ndim == 3 and not detail.by_root:
+                return change(to_double(factor, detail)), replace(detail.map(change, change), rest=None)
+            return change(factor), detail.map(change, change)
 
         (left, of_left), (right, of_right) = map(converted, self._args, self.details)
         return Kronecker(left, right, details=(of_left, of_right))
@@ -352,12 +357,12 @@ class Kronecker(_GroupedBlocks):
     @property
     def rounding(self) -> float:
         """The largest error of the computed eigenvalues, relative to the largest."""
-        return sum(noise_of(known, factor) for known, factor in zip(self.details, self._args))
+        return sum(noise_of(detail, factor) for detail, factor in zip(self.details, self._args))
 
     @property
     def of_rows(self) -> float:
         """The largest error of the eigenvalues' roots, relative to the root of their sum."""
-        return sum(known.of_rows for known in self.details)
+        return sum(detail.of_rows for detail in self.details)
 
     def _eigen(self) -> EigenKronecker:
         return self._assemble(*decompositions(self.factors))
@@ -386,7 +391,7 @@ class Kronecker(_GroupedBlocks):
         level = torch.as_tensor(shift, dtype=self.dtype, device=self.device)
         if level.ndim or not bool(level > 0):
             raise ValueError(f"heuristic damping needs one positive number, got {shift}; use add_diagonal for others.")
-        left, right = (known.formed(factor) for factor, known, _ in self.factors)
+        left, right = (detail.formed(factor) for factor, detail, _ in self.factors)
         of_left, of_right = (_diagonal_of(factor).mean(1) for factor, _ in (left, right))
         usable = (of_left > 0) & (of_right > 0)
         one = torch.ones_like(of_left)
@@ -563,6 +568,6 @@ def decompose(blocks: Iterable[Any], progress: Progress = None, memory: Memory |
     wanted = [block for block in wanted if not carries_graph(block._args)]
     if sum(operations(factor) for block in wanted for factor in block.factors) < kronecker_factors.AT_ONCE:
         return
-    found = decompositions([factor for block in wanted for factor in block.factors], progress, memory)
-    for block, left, right in zip(wanted, found[::2], found[1::2]):
+    decomposed = decompositions([factor for block in wanted for factor in block.factors], progress, memory)
+    for block, left, right in zip(wanted, decomposed[::2], decomposed[1::2]):
         block.keep_eigen(block._assemble(left, right))

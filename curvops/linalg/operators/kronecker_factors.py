@@ -52,13 +52,13 @@ class Details:
         """Return the factor without a root, with `rest` instead, to be changed by more than a multiple."""
         if self.root is None and not self.by_root:
             return factor, self
-        found, rest = round_with_rest(to_double(factor, self), factor.dtype)
-        return found, replace(self, rest=rest, root=None, by_root=False)
+        matrix, rest = round_with_rest(to_double(factor, self), factor.dtype)
+        return matrix, replace(self, rest=rest, root=None, by_root=False)
 
-    def block(self, factor: Tensor, part: slice) -> tuple[Tensor, Details]:
+    def block(self, factor: Tensor, indices: slice) -> tuple[Tensor, Details]:
         """Return a diagonal block of the factor, and its details."""
-        own = factor[:, :, part] if self.by_root else factor[:, part, part]
-        return own, self.map(lambda rest: rest[:, part, part], lambda root: root[:, :, part])
+        submatrix = factor[:, :, indices] if self.by_root else factor[:, indices, indices]
+        return submatrix, self.map(lambda rest: rest[:, indices, indices], lambda root: root[:, :, indices])
 
     def root_of(self, factor: Tensor) -> Tensor | None:
         """Return a root with fewer rows than columns, from which eigenvectors are cheaper, if there is one."""
@@ -79,7 +79,7 @@ def decompositions(
         return [_eigh(*factor) for factor in factors]
     threads = torch.get_num_threads()
     numbers = (len(tensor) * tensor.shape[2] ** 2 for tensor in tensors if tensor.ndim == 3)
-    held = sorted((8 * WORK_COPIES * each for each in numbers), reverse=True)
+    held = sorted((8 * WORK_COPIES * number for number in numbers), reverse=True)
     memories: Memories = frozenset() if memory is None else frozenset((memory,))
     workers = max(1, min(threads, math.ceil(sum(costs) / max(costs))))
     if memory is not None and workers > 1:
@@ -144,14 +144,14 @@ def without_rounding(values: Tensor, factor: Tensor, details: Details, name: str
     m, eps = factor.shape[-1], torch.finfo(factor.dtype).eps
     # A sum of many outer products in the factor's dtype is this far from being positive semi-definite.
     slack, noise = 0.0 if factor.ndim == 2 else max(eps**0.5, 10 * m * eps), noise_of(details, factor)
-    known = values.detach()
-    least, largest = known.aminmax(dim=1, keepdim=True)
+    eigenvalues = values.detach()
+    least, largest = eigenvalues.aminmax(dim=1, keepdim=True)
     if not all(0 <= margin < math.inf for margin in (least + slack * largest).flatten().tolist()):  # false for NaN
         raise NotPositiveSemidefiniteError(
             f"the {name} factor of a Kronecker product must be positive semi-definite, but has an eigenvalue "
             f"{float(least.min()):.3g} (its largest is {float(largest.max()):.3g})."
         )
-    return values - known.masked_fill(known > noise * largest, 0)
+    return values - eigenvalues.masked_fill(eigenvalues > noise * largest, 0)
 
 
 def noise_of(details: Details, factor: Tensor) -> float:

@@ -79,7 +79,7 @@ def serves_rows(form: KroneckerForm, count: int) -> bool:
 def _is_accurate(sides: _Sides, level: Tensor) -> bool:
     """Return whether rounding moves no eigenvalue of the sum by a share that is seen; False for NaN."""
     (small, of_small, _), (wide, of_wide, _) = sides.small, sides.wide
-    bounds = [_norms(factor, known) for factor, known in ((small, of_small), (wide, of_wide))]
+    bounds = [_norms(factor, detail) for factor, detail in ((small, of_small), (wide, of_wide))]
     moved = noise_of(of_wide, wide) * bounds[0] * bounds[1]
     return bool((moved <= ROUNDING_SEEN * level.double().reshape(-1)).all())
 

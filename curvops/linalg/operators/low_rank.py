@@ -157,14 +157,14 @@ class LowRankForm(ClosedForm):
     def inverse_parts(self) -> DiagonalPlusRoot:
         """Return P⁻¹ = D⁻¹ − (D⁻¹U M)(D⁻¹U M)ᵀ with M = √S C⁻ᵀ and C Cᵀ = I + √S UᵀD⁻¹U √S."""
         weights = self.shift.reciprocal().expand(self.base.shape[-1])
-        values, kept = self.base.values, self.base.values > 0
-        if not bool(kept.any()):
+        values, positive = self.base.values, self.base.values > 0
+        if not bool(positive.any()):
             return DiagonalPlusRoot(weights)
-        roots, capacitance = values[kept].sqrt(), self.capacitance[kept][:, kept]  # I + UᵀD⁻¹U S
+        roots, capacitance = values[positive].sqrt(), self.capacitance[positive][:, positive]  # I + UᵀD⁻¹U S
         factor = torch.linalg.cholesky(roots.unsqueeze(-1) * capacitance / roots)
         unit = torch.eye(len(roots), dtype=roots.dtype, device=roots.device)
-        own = roots.unsqueeze(-1) * torch.linalg.solve_triangular(factor.mT, unit, upper=True)
-        mixing = values.new_zeros(len(values), len(roots)).index_copy(0, kept.nonzero().squeeze(1), own)
+        inverse_factor = roots.unsqueeze(-1) * torch.linalg.solve_triangular(factor.mT, unit, upper=True)
+        mixing = values.new_zeros(len(values), len(roots)).index_copy(0, positive.nonzero().squeeze(1), inverse_factor)
         if self.shift.ndim:
             return DiagonalPlusRoot(weights, self.scaled, mixing, -1)
         return DiagonalPlusRoot(weights, self.base.vectors, mixing * self.inverse_shift, -1)
@@ -394,16 +394,16 @@ class LowRank(Operator):
         """
         n = self.shape[-1]
         check_shape("the diagonal", diagonal, (n,))
-        own = self._diagonal()
-        rest = diagonal - own
+        present = self._diagonal()
+        rest = diagonal - present
         # Allows for rounding of a Nyström approximation (its stabilising shift) and of the sums over points in both.
         eps = torch.finfo(self.dtype).eps
-        slack = eps * math.sqrt(n) * self.values.detach().norm() + math.sqrt(eps) * own.detach().abs()
+        slack = eps * math.sqrt(n) * self.values.detach().norm() + math.sqrt(eps) * present.detach().abs()
         if not bool((rest.detach() >= -slack).all()):
             worst = int((rest.detach() + slack).argmin())
             raise ValueError(
-                f"entry {worst} of the diagonal is {float(diagonal[worst]):.6g}, less than {float(own[worst]):.6g} of "
-                "the low-rank part: pass the exact diagonal, and make the low-rank part by co.low_rank."
+                f"entry {worst} of the diagonal is {float(diagonal[worst]):.6g}, less than {float(present[worst]):.6g} "
+                "of the low-rank part: pass the exact diagonal, and make the low-rank part by co.low_rank."
             )
         return self.add_diagonal(rest.clamp_min(0))
 
@@ -472,13 +472,13 @@ def low_rank(
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
     if memory_budget is not None and memory_budget < (least := KEPT * facts.vector_bytes):
         raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
-    kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
+    saved = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
     generator = spawn_generator(generator)
-    beside = kept.source("generator of the error's probes", derive_generator(generator), facts.device)
-    generator = kept.source("generator", generator, facts.device)
+    beside = saved.source("generator of the error's probes", derive_generator(generator), facts.device)
+    generator = saved.source("generator", generator, facts.device)
 
-    if kept.done:
-        made = kept.result(_Made)
+    if saved.done:
+        made = saved.result(_Made)
     else:
         with working(op, LEAST_VECTORS) as (multiply, room):
             probes = PROBES
@@ -487,7 +487,7 @@ def low_rank(
                 room -= 2 * probes * facts.vector_bytes
             limit = wanted if room is None else max(1, min(wanted, room // (KEPT * facts.vector_bytes)))
             probed = Probed(multiply, facts, generator)
-            probed_once: list[Tensor] = list(kept.attach("error", lambda: probed_once) or [])
+            probed_once: list[Tensor] = list(saved.attach("error", lambda: probed_once) or [])
 
             def error_of(U: Tensor, values: Tensor, matvecs: int) -> Estimate:
                 if not probed_once:
@@ -501,9 +501,9 @@ def low_rank(
                 return aim is not None and _bound(error_of(U, values, 0)) <= aim
 
             fixed = limit if aim is None else None
-            sketch = grow(probed, fixed, limit, satisfied=is_accurate, known_psd=is_psd(op), kept=kept)
+            sketch = grow(probed, fixed, limit, satisfied=is_accurate, known_psd=is_psd(op), saved=saved)
             values = sketch.eigenvalues.to(sketch.U)
-            made = kept.finish(_Made(sketch.U, values, error_of(sketch.U, values, sketch.matvecs), limit))
+            made = saved.finish(_Made(sketch.U, values, error_of(sketch.U, values, sketch.matvecs), limit))
     values, error, limit, r = made.values, made.error, made.limit, len(made.values)
     small = float(error.value) <= math.sqrt(torch.finfo(values.dtype).eps)
     if _bound(error) > aim if aim is not None else limit < (rank or 0) or not (r == limit or small):
@@ -549,9 +549,9 @@ def _relative_error(
         value = (error.sum() / size).sqrt() if bool(size > 0) else error.new_zeros(())
         return Estimate.rounded(value, rounding, matvecs=matvecs + count, size=1.0)
     # ‖Â‖_F is known, so the probes estimate only ‖A‖² − ‖Â‖²; this is not negative for a projection of A.
-    known = values.double().square().sum()
-    sizes = known + norm(images).square() - size_seen
-    size = torch.maximum(sizes.mean(), known)
+    approximation_size = values.double().square().sum()
+    sizes = approximation_size + norm(images).square() - size_seen
+    size = torch.maximum(sizes.mean(), approximation_size)
     if not bool(size > 0):
         return Estimate(size, torch.zeros_like(size), count, matvecs + count)
     ratio = error.mean() / size

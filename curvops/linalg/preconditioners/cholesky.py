@@ -89,16 +89,16 @@ class PivotedCholesky(Summarised):
         n = len(self.F)
         Q, R = tall_qr(self.F)
         V, S, _ = torch.linalg.svd(R)
-        kept = int((S[:1] * n * torch.finfo(self.F.dtype).eps < S).sum())
-        values = S[:kept].square()
-        if kept == n:
+        rank = int((S[:1] * n * torch.finfo(self.F.dtype).eps < S).sum())
+        values = S[:rank].square()
+        if rank == n:
             level = shift + float(values[-1])
         else:
-            level = shift if shift > 0 else self.trace_left / (n - kept)
+            level = shift if shift > 0 else self.trace_left / (n - rank)
         if level <= 0:
             raise ValueError("a preconditioner from an operator of low rank needs a positive shift; got 0.")
         added = values + shift
-        return LowRankPreconditioner(combine(Q, V[:, :kept]), values, added, level, self.matvecs)
+        return LowRankPreconditioner(combine(Q, V[:, :rank]), values, added, level, self.matvecs)
 
     def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
         """Multiply the approximation by a vector or a block."""
@@ -225,17 +225,17 @@ def _grow(
         core, expected = core[:, :-1], core[:, -1]
         _check_core(core, expected, scale, left.dtype)
         require_symmetric(core, torch.finfo(left.dtype).eps, scale)
-        kept, L = _factor((core + core.mT) / 2, floor)
-        if len(kept):
-            where = kept.to(G.device)
+        accepted, L = _factor((core + core.mT) / 2, floor)
+        if len(accepted):
+            where = accepted.to(G.device)
             inverse = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype), upper=False)
             fresh = combine(G[:, where], inverse.mT.to(G.device))
-            if r + len(kept) > F.shape[1]:
+            if r + len(accepted) > F.shape[1]:
                 F = join(F, empty_block(F, min(limit - F.shape[1], F.shape[1])))
-            F[:, r : r + len(kept)] = fresh
+            F[:, r : r + len(accepted)] = fresh
             left = left - square_sums(fresh)
             pivots.append(chosen[where])
-            r += len(kept)
+            r += len(accepted)
         left[chosen] = 0
         stray = torch.cat([strays.flatten(), strays.new_zeros(1)]).abs().amax()
         seen = torch.stack([left.amin().double(), left.amax().double(), left.double().sum(), stray.double()])
@@ -264,16 +264,16 @@ def _check_core(core: Tensor, expected: Tensor, scale: float, dtype: torch.dtype
 def _factor(core: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Return independent rows of a small matrix, in order of pivots, and their Cholesky factor."""
     rest = core.clone()
-    kept: list[int] = []
-    while len(kept) < len(core):
+    order: list[int] = []
+    while len(order) < len(core):
         pivot = int(rest.diagonal().argmax())
         value = float(rest[pivot, pivot])
-        if value <= floor or pivot in kept:
+        if value <= floor or pivot in order:
             break
-        kept.append(pivot)
+        order.append(pivot)
         rest = rest - torch.outer(rest[:, pivot], rest[pivot]) / value
         rest[pivot] = rest[:, pivot] = 0
-    index = torch.tensor(kept, dtype=torch.long)
+    index = torch.tensor(order, dtype=torch.long)
     return index, torch.linalg.cholesky(core[index][:, index])
 
 

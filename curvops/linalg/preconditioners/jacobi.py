@@ -179,13 +179,13 @@ def block_jacobi(
     """
     n, _, dtype, device = describe_square(A)
     checked_number("shift", shift, "[0, inf)")
-    parts = _positions(blocks, n, device)
-    size = sum(len(part) ** 2 for part in parts) * torch.finfo(dtype).bits // 8
+    position_blocks = _positions(blocks, n, device)
+    size = sum(len(block) ** 2 for block in position_blocks) * torch.finfo(dtype).bits // 8
     if memory_budget is not None and size > memory_budget:
         raise ValueError(f"the blocks take {size} bytes, more than memory_budget={memory_budget}; use smaller blocks.")
     alike: dict[int, list[Tensor]] = {}
-    for part in parts:
-        alike.setdefault(len(part), []).append(part)
+    for block in position_blocks:
+        alike.setdefault(len(block), []).append(block)
     current_run().expect(n)
     with torch.no_grad():
         groups = tuple(_group(A, torch.stack(positions), float(shift)) for positions in alike.values())

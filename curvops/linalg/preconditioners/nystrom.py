@@ -158,13 +158,13 @@ def nystrom(
     checked_number("shift", shift, "[0, inf)")
     checked_number("rhs", rhs, "[0, inf]")
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
-    kept = begin("nystrom", checkpoint, lambda: problem_of(A), facts.device)
-    source = kept.source("generator", spawn_generator(generator), facts.device)
-    if kept.done:
-        return kept.result(Nystrom)
+    saved = begin("nystrom", checkpoint, lambda: problem_of(A), facts.device)
+    source = saved.source("generator", spawn_generator(generator), facts.device)
+    if saved.done:
+        return saved.result(Nystrom)
     current_run().expect(None if rank is None else limit)
     with probing(A, source, Limits()) as probed:
-        return kept.finish(grow(probed, rank, limit, float(shift), rhs, known_psd=is_psd(A), kept=kept))
+        return saved.finish(grow(probed, rank, limit, float(shift), rhs, known_psd=is_psd(A), saved=saved))
 
 
 def grow(
@@ -176,7 +176,7 @@ def grow(
     *,
     satisfied: Callable[[Vectors, Tensor], bool] | None = None,
     known_psd: bool = False,
-    kept: Checkpoint = NOTHING,
+    saved: Checkpoint = NOTHING,
 ) -> Nystrom:
     """Sketch up to ``rank``, or until more does not pay off, within ``limit`` products and the memory.
 
@@ -189,9 +189,9 @@ def grow(
     Omega = Y = empty_block(facts, 0)
     target = min(limit, 8) if rank is None else limit
     history: list[list[float]] = []
-    if kept.state is not None:
+    if saved.state is not None:
         names = ("Omega", "Y", "target", "limit", "history")
-        Omega, Y, target, limit, history = (kept.state[name] for name in names)
+        Omega, Y, target, limit, history = (saved.state[name] for name in names)
     while True:
         if Omega.shape[1] < target:
             fresh = random_block(facts, target - Omega.shape[1], "gaussian", probed.generator)
@@ -201,9 +201,9 @@ def grow(
             Omega = join(Omega, fresh)
             del fresh
         while Y.shape[1] < target:
-            stop = min(target, Y.shape[1] + 32) if kept else target  # products between two saves
+            stop = min(target, Y.shape[1] + 32) if saved else target  # products between two saves
             Y = join(Y, probed.multiply(part(Omega, Y.shape[1], stop)))
-            kept.save(lambda: {"Omega": Omega, "Y": Y, "target": target, "limit": limit, "history": history})  # noqa: B023
+            saved.save(lambda: {"Omega": Omega, "Y": Y, "target": target, "limit": limit, "history": history})  # noqa: B023
         U, values, exhausted = _factor(Omega, Y, known_psd, probed.multiply)
         history.append([float(Y.shape[1]), float(values[-1]) if len(values) else 0.0])
         if rank is not None or exhausted or target >= limit:
@@ -261,9 +261,9 @@ def _factor(Omega: Vectors, Y: Vectors, known_psd: bool, multiply: Multiply) -> 
     Q, R = tall_qr(shifted, overwrite=True)
     V, S, _ = torch.linalg.svd(R)
     values = S.square() - nu
-    kept = int((values > nu).sum())
-    rotate(Q, V[:, :kept])
-    return part(Q, 0, kept), values[:kept], kept < min(r, n) or r == n
+    rank = int((values > nu).sum())
+    rotate(Q, V[:, :rank])
+    return part(Q, 0, rank), values[:rank], rank < min(r, n) or r == n
 
 
 def expected_products(condition: float, rhs: float | int) -> float:

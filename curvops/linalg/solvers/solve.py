@@ -199,20 +199,20 @@ def solve(
     if not has_rows(B, A.shape[-2]):
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
-    taken = _method_for(system_of(A)) if method == "auto" else cast(Method, method)
+    route = _method_for(system_of(A)) if method == "auto" else cast(Method, method)
     tolerance, tensors = default_rtol(operator.dtype) if rtol is None else float(rtol), operator.representation()
     recorded = carries_graph((B, *tensors))
-    if taken == "closed form" and recorded and hasattr(A, "definite") and System(rows=operator.shape[-1]).small:
+    if route == "closed form" and recorded and hasattr(A, "definite") and System(rows=operator.shape[-1]).small:
         cast(Any, A).require_definite()  # the dense matrix has more gradients, for example those of eigenvectors
-        taken = "dense"
-    if taken == "dense":
+        route = "dense"
+    if route == "dense":
         # A curvature is positive semidefinite by its formula, a matrix only by its user's word.
         promised = method == "auto" and getattr(A, "definite", False) and (is_at_hand(A) or not is_psd(A))
         dense = partial(solve_dense, operator, rtol=tolerance, symmetric=is_symmetric(A), definite=promised)
         return shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(as_columns(B)), B)
     if in_forward_mode():
         refuse_tangents((B, *tensors))
-    request = Request(taken, tolerance, maxiter, preconditioner, memory_budget, progress)
+    request = Request(route, tolerance, maxiter, preconditioner, memory_budget, progress)
     square = operator.is_square
     if not square and (operator.ndim != 2 or B.ndim > 2):
         raise ValueError(f"least squares need one matrix and one block, got {operator.shape}, {tuple(B.shape)}.")

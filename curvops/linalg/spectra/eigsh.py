@@ -158,21 +158,21 @@ def eigsh(
     checked_whole("block_size", block_size)
     if start is not None:
         check_tensor("start", start)
-    kept = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device)
-    generator = kept.source("generator", generator, facts.device)
-    if kept.done:
-        return kept.result(Eigenpairs)
+    saved = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device)
+    generator = saved.source("generator", generator, facts.device)
+    if saved.done:
+        return saved.result(Eigenpairs)
     S = narrow_root(A) if start is None and which in ("LA", "LM") and sigma is None else None
     S = None if S is None or S.shape[1] < k else S
     searched = A if S is None else S.mT @ S
-    own, facts, last = facts, describe(searched), k if S is None else k + (k + 1) // 2
+    facts_of_A, facts, last = facts, describe(searched), k if S is None else k + (k + 1) // 2
     n = facts.rows
     wide = min(n, block_size) if start is None else start.shape[-1]
     narrow = wide if start is not None else 1
     current_run().expect(max_matvecs)
     with torch.no_grad():
         with working(searched, k + (2 + BLOCK_VECTORS) * narrow) as (multiply, room):
-            sizes = kept.attach("basis", lambda: sizes) or list(
+            sizes = saved.attach("basis", lambda: sizes) or list(
                 basis_columns(n, facts.vector_bytes, k, wide, narrow, room)
             )
             capacity, b, capped = sizes
@@ -192,11 +192,11 @@ def eigsh(
                 iterations_allowed(n, maxiter),
                 most,
                 callback,
-                kept,
+                saved,
             )
             reason = search.run(start is None)
             if reason is Reason.NON_FINITE:
-                return _non_finite_pairs(own, k, process.matvecs, search.history)
+                return _non_finite_pairs(facts_of_A, k, process.matvecs, search.history)
             vectors, size = process.settled, process.size * process.scale
             if inverse is not None:
                 vectors, images, size = inverse.polish(vectors)
@@ -211,7 +211,7 @@ def eigsh(
         reason = Reason.NOT_SYMMETRIC if reason in (Reason.CONVERGED, Reason.UNVERIFIED) and process.skewed else reason
         spent = process.matvecs + (last if inverse is None else 0)
         verdict = which, sigma, rtol, size, reason
-        return kept.finish(_certify(vectors, values, residuals, *verdict, spent, search.history, own=S is not None))
+        return saved.finish(_certify(vectors, values, residuals, *verdict, spent, search.history, owned=S is not None))
 
 
 def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
@@ -259,7 +259,7 @@ def _certify(
     reason: Reason,
     matvecs: int,
     history: Tensor,
-    own: bool = False,
+    owned: bool = False,
 ) -> Eigenpairs:
     """Order the pairs and give each its reason; vectors with memory of their `own` are not copied if in order."""
     keys = {"SA": values, "LM": -values.abs()}
@@ -270,7 +270,7 @@ def _certify(
     eps, norm_A = torch.finfo(vectors.dtype).eps, max(size, float(values.abs().amax()))
     sizes = values.abs() if sigma is None else torch.maximum(values.abs(), (values - sigma).abs())
     reasons = verdicts(residuals, sizes, rtol, norm_A, eps, reason)
-    vectors = vectors if own and bool((order.diff() == 1).all()) else columns(vectors, order)
+    vectors = vectors if owned and bool((order.diff() == 1).all()) else columns(vectors, order)
     return Eigenpairs(values, vectors, residuals, reasons, matvecs, history)
 
 
@@ -288,8 +288,8 @@ def start_block(
     if start is None:
         return random_block(facts, checked_whole("block_size", block_size, 1, n), "gaussian", generator)
     if start.ndim != 2 or start.shape[0] != n or not start.shape[1] or start.dtype != dtype or start.device != device:
-        given = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
-        raise ValueError(f"start must have shape ({n}, b), {dtype} on {device}, got {given}.")
+        actual = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
+        raise ValueError(f"start must have shape ({n}, b), {dtype} on {device}, got {actual}.")
     sizes = largest(start)
     if not bool(torch.isfinite(sizes).all() & (sizes > 0).any()):
         raise ValueError("start must be finite and not zero.")
@@ -335,10 +335,10 @@ class BlockLanczos(Projection):
         values, self.Y = torch.linalg.eigh(self.T)
         return values, (self.C @ self.Y).norm(dim=0)
 
-    def restart(self, kept: Tensor) -> None:
+    def restart(self, positions: Tensor) -> None:
         """Continue from these Ritz vectors, numbered as in the last ``ritz``, and the pending block."""
-        Y = self.Y[:, kept]
-        self._rotate(torch.arange(self.locked), kept)
+        Y = self.Y[:, positions]
+        self._rotate(torch.arange(self.locked), positions)
         self.T, self.C = torch.diag((Y * (self.T @ Y)).sum(0)), self.C @ Y
 
     def _rotate(self, old: Tensor, wanted: Tensor) -> None:

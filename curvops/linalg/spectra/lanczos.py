@@ -133,8 +133,8 @@ def lanczos(
     if start is None:
         block = random_block(facts, 1, "gaussian", generator)
     elif start.shape != (n,) or start.dtype != dtype or start.device != device:
-        given = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
-        raise ValueError(f"start must have shape ({n},), {dtype} on {device}, got {given}.")
+        actual = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
+        raise ValueError(f"start must have shape ({n},), {dtype} on {device}, got {actual}.")
     else:
         block = start.unsqueeze(1)
     size = float(largest(block))

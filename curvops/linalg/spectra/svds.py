@@ -215,11 +215,11 @@ class GolubKahan(Projection):
         self.X, self.Y = X.flip(1), Yt.mT.flip(1)
         return values.flip(0), (self.C @ self.X).norm(dim=0)
 
-    def restart(self, kept: Tensor) -> None:
+    def restart(self, positions: Tensor) -> None:
         """Continue from these triplets, numbered as in the last ``ritz``, and the pending block."""
-        values = (self.X[:, kept] * (self.T @ self.Y[:, kept])).sum(0)
-        self._rotate(torch.arange(self.locked), kept)
-        self.T, self.C = torch.diag(values), self.C @ self.X[:, kept]
+        values = (self.X[:, positions] * (self.T @ self.Y[:, positions])).sum(0)
+        self._rotate(torch.arange(self.locked), positions)
+        self.T, self.C = torch.diag(values), self.C @ self.X[:, positions]
 
     def _rotate(self, old: Tensor, wanted: Tensor) -> None:
         self.basis.rotate(old, self.Y[:, wanted])

@@ -95,7 +95,7 @@ class Search:
     maxiter: int
     most_matvecs: float | int
     callback: Callback | None
-    kept: Checkpoint = NOTHING
+    saved: Checkpoint = NOTHING
     iteration: int = 0
     seen: int = -1
     further: bool = False
@@ -105,8 +105,8 @@ class Search:
         self.values = self.residuals = self.found = torch.zeros(0, dtype=torch.float64)
         self.history = torch.zeros(0, self.k, dtype=torch.float64)
         """Residuals of the wanted pairs, in the process's scale, a row for each check until they were found."""
-        if self.kept.state is not None:
-            self.recall(self.kept.state)
+        if self.saved.state is not None:
+            self.recall(self.saved.state)
 
     def state(self) -> dict[str, Any]:
         """Return the state from which a run continues."""
@@ -153,7 +153,7 @@ class Search:
     def _pursue(self, done: Callable[[], bool], needed: Callable[[], int]) -> Reason:
         process = self.process
         while True:
-            self.kept.save(self.state)
+            self.saved.save(self.state)
             spent = self.iteration >= self.maxiter or process.matvecs + process.cost > self.most_matvecs
             if spent and process.locked + process.width >= self.k:
                 self._look()
@@ -161,9 +161,9 @@ class Search:
             if process.locked + process.width + process.pending_columns > self.capacity:
                 self._look()
                 room = self.capacity - process.locked
-                kept = needed() + (room - needed()) // 3  # a third did best on eleven spectra
-                kept = max(1, min(kept, room - process.pending_columns))
-                process.restart(best_positions(self.values, self.which, kept))
+                count = needed() + (room - needed()) // 3  # a third did best on eleven spectra
+                count = max(1, min(count, room - process.pending_columns))
+                process.restart(best_positions(self.values, self.which, count))
                 self.seen = -1
             process.step()
             self.iteration += 1
@@ -348,7 +348,7 @@ class Projection(ABC):
         """Return the values, ascending, and the residual norm of each, in units of ``scale``."""
 
     @abstractmethod
-    def restart(self, kept: Tensor) -> None:
+    def restart(self, positions: Tensor) -> None:
         """Continue from these Ritz vectors, numbered as in the last ``ritz``, and the pending block."""
 
     @abstractmethod
@@ -495,7 +495,7 @@ def _trim(V: Vectors, R: Tensor, floor: float, most: int) -> tuple[Vectors, Tens
     share = float(torch.linalg.svdvals(S)[-1]) if S.numel() else 0.0
     total = S @ R
     U, sizes, Wt = torch.linalg.svd(total, full_matrices=False)
-    kept = min(int((sizes > floor).sum()), most)
-    if kept == len(sizes):
+    rank = min(int((sizes > floor).sum()), most)
+    if rank == len(sizes):
         return Q, total, share
-    return combine(Q, U[:, :kept].to(Q.device)), sizes[:kept, None] * Wt[:kept], share
+    return combine(Q, U[:, :rank].to(Q.device)), sizes[:rank, None] * Wt[:rank], share

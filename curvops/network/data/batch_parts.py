@@ -39,15 +39,15 @@ def holds_all(data: object) -> bool:
     # In a list of batches none is a tensor: if the first item is one, these are inputs and targets, of whatever type.
     if isinstance(data[0], Tensor | np.ndarray | Objects):
         return True
-    return all(part is None or _is_of_points(part) for part in data[1:]) and unlabelled_source(data) is None
+    return all(labels is None or _is_of_points(labels) for labels in data[1:]) and unlabelled_source(data) is None
 
 
-def _is_of_points(part: object) -> bool:
+def _is_of_points(value: object) -> bool:
     """Return whether this is a tensor, or a mapping of them that is no batch."""
-    if isinstance(part, Mapping):
-        batch = _is_named(part) or any(name in part for name in LABELS)
-        return not batch and all(map(_is_of_points, part.values()))
-    return isinstance(part, Tensor | np.ndarray)
+    if isinstance(value, Mapping):
+        batch = _is_named(value) or any(name in value for name in LABELS)
+        return not batch and all(map(_is_of_points, value.values()))
+    return isinstance(value, Tensor | np.ndarray)
 
 
 def unlabelled_source(data: object) -> Dataset[Any] | DataLoader[Any] | None:
@@ -111,20 +111,20 @@ def split_batch(item: object, weights: bool) -> tuple[object, Any, Tensor | None
 
 def sizes_of(targets: Any) -> set[int]:
     """Return the leading dimensions of targets, one if all have the same number of points."""
-    return {len(part) if part.ndim else 0 for part in tree_leaves(targets)}
+    return {len(tensor) if tensor.ndim else 0 for tensor in tree_leaves(targets)}
 
 
-def targets_of(given: object) -> Any:
+def targets_of(targets: object) -> Any:
     """Return targets as a tensor, or several as a mapping or a tuple of tensors; None for anything else."""
-    if isinstance(given, Tensor):
-        return given
-    y: Any = tensor_of(given)
+    if isinstance(targets, Tensor):
+        return targets
+    y: Any = tensor_of(targets)
     if isinstance(y, Mapping):
-        y = {name: tensor_of(part) for name, part in y.items()}
+        y = {name: tensor_of(value) for name, value in y.items()}
     elif isinstance(y, (tuple, list)):
         y = tuple(map(tensor_of, y))
-    parts = list(y.values()) if isinstance(y, dict) else y if isinstance(y, tuple) else [y]
-    return y if parts and all(isinstance(part, Tensor) for part in parts) else None
+    values = list(y.values()) if isinstance(y, dict) else y if isinstance(y, tuple) else [y]
+    return y if values and all(isinstance(value, Tensor) for value in values) else None
 
 
 def _is_named(item: Mapping[Any, Any]) -> bool:
@@ -134,12 +134,12 @@ def _is_named(item: Mapping[Any, Any]) -> bool:
 
 def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
     """Return inputs, targets and perhaps weights of a Hugging Face batch: every entry but the labels is an input."""
-    given = [name for name in LABELS if name in item]
-    if len(given) > 1:
+    label_names = [name for name in LABELS if name in item]
+    if len(label_names) > 1:
         raise TypeError("A batch names both 'labels' and 'label': leave one out, or pass (inputs, targets).")
-    apart = (*given, *(("weights",) if weights and "weights" in item else ()))
-    inputs = {name: part for name, part in item.items() if name not in apart}
-    y, ids = (tensor_of(item.get(name)) for name in (given[0], "input_ids"))
+    apart = (*label_names, *(("weights",) if weights and "weights" in item else ()))
+    inputs = {name: value for name, value in item.items() if name not in apart}
+    y, ids = (tensor_of(item.get(name)) for name in (label_names[0], "input_ids"))
     alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
     if alike and bool(((y == ids) | (y == -100)).all()):  # Hugging Face ignores this label
         raise ValueError(
@@ -161,10 +161,10 @@ def _describe_undeclared(third: object) -> str:
 def require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> None:
     """Raise ValueError unless inputs, targets and weights have the same number of points."""
     n = num_points(inputs)
-    for part in [] if targets is None else tree_leaves(targets):  # a tensor is its own leaf
-        if part.ndim == 0 or len(part) != n:
+    for leaf in [] if targets is None else tree_leaves(targets):  # a tensor is its own leaf
+        if leaf.ndim == 0 or len(leaf) != n:
             raise ValueError(
-                f"There are {n} inputs, but the targets have shape {tuple(part.shape)}. The leading dimension of both "
+                f"There are {n} inputs, but the targets have shape {tuple(leaf.shape)}. The leading dimension of both "
                 f"counts points.{JOINED if isinstance(inputs, tuple | dict) else ''}"
             )
     if weights is not None and (weights.ndim == 0 or len(weights) != n):

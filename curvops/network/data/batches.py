@@ -168,11 +168,11 @@ class Reading:
     def parts(self, item: object, index: int = 0) -> tuple[Inputs, Any, Tensor | None]:
         """Return inputs, targets and weights of one item as they are given, of as many points each."""
         with _in_batch(index):
-            given, targets, w = split_batch(item, self.weights)
+            x, targets, w = split_batch(item, self.weights)
             if self.labelled not in (None, targets is not None):
                 what = "no labels, and others do" if self.labelled else "labels, and others do not"
                 raise ValueError(f"this batch has {what}: give all of them labels, or none.")
-            inputs = normalise(given) if targets is None else batch_inputs(given, max(sizes_of(targets)), self.whole)
+            inputs = normalise(x) if targets is None else batch_inputs(x, max(sizes_of(targets)), self.whole)
             require_aligned(inputs, targets, w)
         return inputs, targets, w
 
@@ -268,7 +268,7 @@ class Batches:
 
     def _chosen(self, chosen: Tensor, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor | None, Tensor]]:
         """Return those of the chosen points that this process has, batch by batch, with their weights."""
-        parts, start = [], self.start
+        batches, start = [], self.start
         for batch in self:
             inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
             start += batch.num_points
@@ -277,8 +277,8 @@ class Batches:
                 ones = batch.any_targets.new_ones(batch.num_points, dtype=like.dtype)
                 weights = (ones if batch.weights is None else batch.weights)[index] * factor
                 targets = batch.targets[index] if batch.labelled else None
-                parts.append((take(batch.inputs, index), targets, weights))
-        return parts
+                batches.append((take(batch.inputs, index), targets, weights))
+        return batches
 
     def are(self, inputs: object, targets: object) -> bool:
         """Return whether all points are those of these inputs and targets, in any order; False if they have weights.
@@ -427,7 +427,7 @@ class _InMemory:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for start in range(0, num_points(self.inputs), self.batch_size):
             chosen = slice(start, start + self.batch_size)
-            others = {name: None if part is None else take(part, chosen) for name, part in self.others.items()}
+            others = {name: None if labels is None else take(labels, chosen) for name, labels in self.others.items()}
             yield {"inputs": take(self.inputs, chosen), **others}
 
 
@@ -444,14 +444,14 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     Raises TypeError for data of another form, or that can be read only once.
     """
     if holds_all(data):
-        given, targets, w = split_batch(data, weights)
-        inputs = normalise(given)
+        x, targets, w = split_batch(data, weights)
+        inputs = normalise(x)
         require_aligned(inputs, targets, w)
         others: dict[str, Tensor | None] = {"targets": targets} if w is None else {"targets": targets, "weights": w}
-        return _InMemory(inputs, others, batch_size, type(given))
+        return _InMemory(inputs, others, batch_size, type(x))
     if (source := unlabelled_source(data)) is not None:
         return InputsAlone(as_source(source, batch_size))
-    if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+    if isinstance(data, (tuple, list)) and data and all(isinstance(value, Tensor | np.ndarray) for value in data):
         raise TypeError(
             f"A {type(data).__name__} of {len(data)} tensors can be read in several ways. If all are inputs, without "
             "labels, write ((a, b, ...), None); nest the targets of several outputs, (x, (y1, y2))."

@@ -45,19 +45,19 @@ class ChosenPoints:
         """Yield minibatches of all points in random order: this process's part of each, and its number of points."""
         device = None if generator is None else generator.device
         for chosen in torch.randperm(self.total, generator=generator, device=device).cpu().split(size):
-            own = chosen[(chosen >= self.start) & (chosen < self.start + self.held)]
-            yield self.read(own - self.start), len(chosen)
+            local_positions = chosen[(chosen >= self.start) & (chosen < self.start + self.held)]
+            yield self.read(local_positions - self.start), len(chosen)
 
 
 def _reader(data: Any, weights: bool) -> tuple[int, Callable[[Tensor], Any]]:
     """Return the number of points, and a function that reads those at some positions as a batch."""
     if holds_all(data):
-        given, targets, w = parts_of(data, weights)
-        inputs, rest = normalise(given), (targets,) if w is None else (targets, w)
+        x, targets, w = parts_of(data, weights)
+        inputs, rest = normalise(x), (targets,) if w is None else (targets, w)
 
         def take_points(chosen: Tensor) -> Any:
             at = chosen.to(tree_leaves(targets)[0].device)
-            return (take(inputs, at), *(take(part, at) for part in rest))
+            return (take(inputs, at), *(take(labels, at) for labels in rest))
 
         return num_points(targets), take_points
     if not isinstance(data, Dataset) or not hasattr(data, "__len__"):
@@ -69,7 +69,7 @@ def _reader(data: Any, weights: bool) -> tuple[int, Callable[[Tensor], Any]]:
         if not len(data):
             return None
         if not len(chosen):  # of the same form as other batches
-            return tree_map_only(Tensor | Objects, lambda each: take(each, slice(0)), gather([data[0]]))
+            return tree_map_only(Tensor | Objects, lambda points: take(points, slice(0)), gather([data[0]]))
         return gather([data[i] for i in chosen.tolist()])
 
     return len(data), read

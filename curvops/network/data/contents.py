@@ -42,15 +42,15 @@ def leaves_of(value: Any, attributes: bool = True) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
-        way, part = waiting.pop()
-        if isinstance(part, BUFFERS) or (attributes and _reads_as_array(part)):
+        way, node = waiting.pop()
+        if isinstance(node, BUFFERS) or (attributes and _reads_as_array(node)):
             with contextlib.suppress(TypeError, ValueError):  # an array on an accelerator is looked into instead
-                part = np.asarray(part)
-        if isinstance(part, LEAVES) and not _holds_objects(part):
-            yield way, part
-        elif id(part) not in seen and not isinstance(part, UNSEEN):
-            seen.add(id(part))
-            waiting += reversed(_entries(way, part, attributes))
+                node = np.asarray(node)
+        if isinstance(node, LEAVES) and not _holds_objects(node):
+            yield way, node
+        elif id(node) not in seen and not isinstance(node, UNSEEN):
+            seen.add(id(node))
+            waiting += reversed(_entries(way, node, attributes))
 
 
 def _reads_as_array(value: Any) -> bool:
@@ -63,22 +63,22 @@ def _holds_objects(value: Any) -> bool:
 
 def _entries(way: str, value: Any, attributes: bool) -> list[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        return [(f"{way}[{key!r}]", part) for key, part in value.items()]
+        return [(f"{way}[{key!r}]", entry) for key, entry in value.items()]
     if isinstance(value, list | tuple | deque):
-        return [(f"{way}[{i}]", part) for i, part in enumerate(value)]
+        return [(f"{way}[{i}]", entry) for i, entry in enumerate(value)]
     if _holds_objects(value):
-        return [(f"{way}[{i}]", part) for i, part in enumerate(value.flat)]
+        return [(f"{way}[{i}]", entry) for i, entry in enumerate(value.flat)]
     if not attributes:
         return []
     if isinstance(value, set | frozenset):
-        return [(f"{way}[{i}]", part) for i, part in enumerate(sorted(value, key=repr))]
+        return [(f"{way}[{i}]", entry) for i, entry in enumerate(sorted(value, key=repr))]
     named = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name != "__weakref__" and hasattr(value, name):
                 named.setdefault(name, getattr(value, name))
-    return [(f"{way}.{name}", part) for name, part in named.items()]
+    return [(f"{way}.{name}", entry) for name, entry in named.items()]
 
 
 def tensors_inside(value: Any) -> list[Tensor]:
@@ -131,9 +131,9 @@ def _on(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, Tensor):
         return value if device is None else _moved(value, device)
     if type(value) in (list, tuple):
-        return type(value)(_on(part, device) for part in value)
+        return type(value)(_on(entry, device) for entry in value)
     if type(value) is dict:
-        return {key: _on(part, device) for key, part in value.items()}
+        return {key: _on(entry, device) for key, entry in value.items()}
     if device is None or isinstance(value, WORDS):
         return value
     inside = tensors_inside(value)
@@ -166,8 +166,8 @@ def digest_of(value: Any) -> int:
             leaf = torch.from_numpy(np.ascontiguousarray(leaf)) if leaf.dtype.kind in "biufc" else repr(leaf.tolist())
         if isinstance(leaf, Tensor):
             summed.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            for part in _strided(leaf.detach()):
-                summed.update(_bytes_of(part))
+            for dense in _strided(leaf.detach()):
+                summed.update(_bytes_of(dense))
         elif isinstance(leaf, bytes | bytearray):
             summed.update(leaf)
         else:

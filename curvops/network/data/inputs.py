@@ -51,12 +51,12 @@ def normalise(x: object) -> Inputs:
     if isinstance(x, (tuple, list)):
         inputs: object = tuple(map(tensor_of, x))
     else:
-        inputs = {name: tensor_of(part) for name, part in x.items()} if isinstance(x, Mapping) else tensor_of(x)
+        inputs = {name: tensor_of(value) for name, value in x.items()} if isinstance(x, Mapping) else tensor_of(x)
     if isinstance(inputs, Tensor):
         return inputs
-    if isinstance(inputs, tuple) and inputs and all(isinstance(part, Tensor) for part in inputs):
+    if isinstance(inputs, tuple) and inputs and all(isinstance(value, Tensor) for value in inputs):
         return inputs
-    if isinstance(inputs, dict) and inputs and all(isinstance(part, Tensor) for part in inputs.values()):
+    if isinstance(inputs, dict) and inputs and all(isinstance(value, Tensor) for value in inputs.values()):
         return inputs
     raise TypeError(
         "Inputs are a tensor, a non-empty tuple or list of tensors, or a mapping of names to tensors (or NumPy arrays "
@@ -109,8 +109,8 @@ def components(inputs: Inputs) -> list[tuple[str, Tensor]]:
     if isinstance(inputs, Objects):
         return inputs.named_tensors()
     if isinstance(inputs, tuple):
-        return [(f"inputs[{i}]", part) for i, part in enumerate(inputs)]
-    return [(f"inputs[{name!r}]", part) for name, part in inputs.items()]
+        return [(f"inputs[{i}]", tensor) for i, tensor in enumerate(inputs)]
+    return [(f"inputs[{name!r}]", tensor) for name, tensor in inputs.items()]
 
 
 def rows_of(inputs: Inputs) -> list[tuple[str, Tensor]]:
@@ -155,7 +155,7 @@ def take(inputs: Inputs, index: slice | Tensor) -> Inputs:
 def join(parts: Sequence[Inputs]) -> Inputs:
     """Return the points of several parts in one. Raises ValueError for several parts with a `WholeBatch`."""
     if isinstance(parts[0], Objects):
-        return join_objects([part for part in parts if isinstance(part, Objects)])
+        return join_objects([inputs for inputs in parts if isinstance(inputs, Objects)])
     return tree_map(lambda *tensors: torch.cat(tensors), *parts)
 
 
@@ -175,7 +175,7 @@ def in_pieces(inputs: Inputs, most: int) -> Iterator[Inputs]:
     if not most or total <= most:
         yield inputs
         return
-    yield from (part for _, part in cut(inputs, math.ceil(total / math.ceil(total / most))))
+    yield from (subset for _, subset in cut(inputs, math.ceil(total / math.ceil(total / most))))
 
 
 def first_of(inputs: Inputs, most: int = 2) -> Inputs:
@@ -266,9 +266,9 @@ def _conversion(x: object) -> str:
 
 def _kind(x: object) -> str:
     if isinstance(x, (tuple, list)):
-        return f"a {type(x).__name__} of ({', '.join(type(part).__name__ for part in x)})"
+        return f"a {type(x).__name__} of ({', '.join(type(value).__name__ for value in x)})"
     if isinstance(x, Mapping):
-        return "a mapping of " + ", ".join(f"{name!r}: {type(part).__name__}" for name, part in x.items())
+        return "a mapping of " + ", ".join(f"{name!r}: {type(value).__name__}" for name, value in x.items())
     return f"a {type(x).__name__}"
 
 
@@ -287,20 +287,20 @@ def tensor_of(x: Any) -> Any:
         raise TypeError(f"an array of {x.dtype} cannot become a tensor: convert it with x.astype(float).") from None
 
 
-def own(given: Tensor, used: Tensor, what: str) -> Tensor:
-    """Copy `used`, the tensor made from `given`, or return `given` itself if it requires a gradient.
+def own(original: Tensor, used: Tensor, what: str) -> Tensor:
+    """Copy `used`, the tensor made from `original`, or return `original` itself if it requires a gradient.
 
-    If `given` requires a gradient and `used` is a conversion of it (another dtype, an entry of a mapping), the
+    If `original` requires a gradient and `used` is a conversion of it (another dtype, an entry of a mapping), the
     conversion keeps the value at the call, and a backward pass through it after a change raises ValueError.
     """
     if not used.requires_grad:
         return used.clone()
-    if used is given:
+    if used is original:
         return used
-    value = given.detach().clone()
+    value = original.detach().clone()
 
     def require_unchanged(gradient: Tensor) -> None:
-        if not bool((given.detach() == value).all()):
+        if not bool((original.detach() == value).all()):
             raise ValueError(f"{what} changed after it was given: build the linearisation or the posterior again.")
 
     used = used.view_as(used)

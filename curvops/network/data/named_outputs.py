@@ -46,26 +46,26 @@ class NamedLayout(Layout):
 
     def for_targets(self, y: Any) -> NamedLayout:
         """Return the layout for targets of the form that these have."""
-        parts = self._laid_out(y)
+        targets = self._laid_out(y)
         return replace(
-            self, forms=tuple(TargetShape(tuple(part.shape[1:]), part.is_floating_point()) for part in parts)
+            self, forms=tuple(TargetShape(tuple(target.shape[1:]), target.is_floating_point()) for target in targets)
         )
 
     def join(self, outputs: Sequence[Tensor]) -> Float[Tensor, "n R"]:
         """Return the outputs, each as its model returns it, as one row per point."""
-        return torch.cat([member.rows(part) for member, part in zip(self.members, outputs)], 1)
+        return torch.cat([member.rows(output) for member, output in zip(self.members, outputs)], 1)
 
     def targets(self, y: Any) -> Tensor:
         """Return targets under the outputs' names as one row per point; whole numbers become floating-point ones."""
-        parts = self._laid_out(y)
-        for member, part, form in zip(self.members, parts, self.forms):
-            if TargetShape(tuple(part.shape[1:]), part.is_floating_point()) != form:
+        targets = self._laid_out(y)
+        for member, target, form in zip(self.members, targets, self.forms):
+            if TargetShape(tuple(target.shape[1:]), target.is_floating_point()) != form:
                 kind = "floating-point" if form.floating else "whole"
                 raise ValueError(
                     f"the first targets[{member.name!r}] were {kind} numbers of shape {('n', *form.shape)}; "
-                    f"given {part.dtype} of shape {tuple(part.shape)}.".replace("'n'", "n")
+                    f"given {target.dtype} of shape {tuple(target.shape)}.".replace("'n'", "n")
                 )
-        return torch.cat([part.reshape(len(part), -1).double() for part in parts], 1)
+        return torch.cat([target.reshape(len(target), -1).double() for target in targets], 1)
 
     def _laid_out(self, y: Any) -> list[Tensor]:
         names = [member.name for member in self.members]
@@ -74,15 +74,15 @@ class NamedLayout(Layout):
             raise TypeError(
                 f"the model's outputs are {names}, so targets are {form}; given one tensor of shape {tuple(y.shape)}."
             )
-        parts = []
+        targets = []
         for member, name in zip(self.members, names):
             assert name is not None
-            part = part_of(y, name, "the targets")
+            target = part_of(y, name, "the targets")
             try:
-                parts.append(member.targets(part))
+                targets.append(member.targets(target))
             except ValueError as error:
                 raise ValueError(f"targets[{name!r}]: {error}") from error
-        return parts
+        return targets
 
 
 def part_of(parts: Any, name: Name, what: str = "the model's outputs") -> Any:
@@ -90,15 +90,15 @@ def part_of(parts: Any, name: Name, what: str = "the model's outputs") -> Any:
     if isinstance(parts, Mapping):
         if name in parts:
             return parts[name]
-        known: object = list(parts)
+        description: object = list(parts)
     elif isinstance(parts, (tuple, list)) and not isinstance(name, str):
         if -len(parts) <= name < len(parts):
             return parts[name]
-        known = f"a {type(parts).__name__} of {len(parts)}"
+        description = f"a {type(parts).__name__} of {len(parts)}"
     elif isinstance(name, str) and not isinstance(parts, Tensor) and hasattr(parts, name):
         return getattr(parts, name)
     elif isinstance(parts, Tensor):
         raise ValueError(f"a likelihood is given for {name!r}, but the model returns one tensor: pass one likelihood.")
     else:
-        known = f"a {type(parts).__name__}, which has no part of that name"
-    raise ValueError(f"a likelihood is given for {name!r}, but {what} are {known}.")
+        description = f"a {type(parts).__name__}, which has no part of that name"
+    raise ValueError(f"a likelihood is given for {name!r}, but {what} are {description}.")

@@ -69,15 +69,15 @@ class Objects:
         """
         if isinstance(x, Objects):
             return x
-        listed = list | Dataset if issubclass(self._taken, tuple) else list | tuple | Dataset
+        listed = list | Dataset if issubclass(self._input_type, tuple) else list | tuple | Dataset
         if isinstance(x, listed) or (isinstance(x, np.ndarray) and x.dtype == object):
             return self.with_points([x[i] for i in range(len(x))])
-        if type(x) in set(map(type, self.points)) and not issubclass(self._taken, type(x)):
+        if type(x) in set(map(type, self.points)) and not issubclass(self._input_type, type(x)):
             raise TypeError(f"inputs are a list of points; given one {type(x).__name__}: pass [x].")
         return WholeBatch(x, None, self.device, self.dtype)
 
     @cached_property
-    def _taken(self) -> type:
+    def _input_type(self) -> type:
         """The type of what the model takes; that of None if there is no point to make it of."""
         return type(self.copy().value() if self.points else None)
 
@@ -132,12 +132,12 @@ class WholeBatch(Objects):
 
     def __init__(
         self,
-        given: Any,
+        batch: Any,
         size: int | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__((given,), _only, device, dtype)
+        super().__init__((batch,), _only, device, dtype)
         self._size = size
 
     @property
@@ -174,9 +174,9 @@ class WholeBatch(Objects):
         return digest_of(self.points[0]) + torch.arange(len(self))
 
 
-def _stacked(parts: Sequence[Any]) -> Any:
+def _stacked(labels: Sequence[Any]) -> Any:
     """Return targets or weights of some points as tensors; None if there are none."""
-    return None if all(part is None for part in parts) else default_collate(list(parts))
+    return None if all(label is None for label in labels) else default_collate(list(labels))
 
 
 def _only(points: list[Any]) -> Any:
@@ -185,9 +185,9 @@ def _only(points: list[Any]) -> Any:
 
 def join_objects(parts: Sequence[Objects]) -> Objects:
     """Return the points of several parts in one; raise ValueError for whole batches, unless there is one."""
-    if len(parts) > 1 and any(isinstance(part, WholeBatch) for part in parts):
+    if len(parts) > 1 and any(isinstance(objects, WholeBatch) for objects in parts):
         raise ValueError(f"{NEEDS_POINTS}.")
-    return parts[0].with_points([point for part in parts for point in part.points])
+    return parts[0].with_points([point for objects in parts for point in objects.points])
 
 
 class PointPairs(Dataset[Any]):

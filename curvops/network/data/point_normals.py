@@ -49,7 +49,7 @@ class PointNormals:
         """Fill a row with the numbers of a draw from `first` on, by the inverse of the distribution function."""
         source = np.random.Philox(key=self.seed, counter=[first // WORDS, draw, 0, 0])
         source.random_raw(first % WORDS)
-        for part in row.split(CHUNK):
-            bits = source.random_raw(len(part)) >> np.uint64(12)
-            uniform = torch.from_numpy(bits.view(np.int64)).to(part.device).double().add_(0.5).mul_(2.0**-51).sub_(1)
-            part.copy_(uniform.erfinv_().mul_(math.sqrt(2)))  # all steps except these are exact, and ±1 cannot occur
+        for chunk in row.split(CHUNK):
+            bits = source.random_raw(len(chunk)) >> np.uint64(12)
+            uniform = torch.from_numpy(bits.view(np.int64)).to(chunk.device).double().add_(0.5).mul_(2.0**-51).sub_(1)
+            chunk.copy_(uniform.erfinv_().mul_(math.sqrt(2)))  # all steps except these are exact, and ±1 cannot occur

@@ -29,7 +29,7 @@ class LoaderOfPoints(LoaderPasses):
     """The batches of a DataLoader as single points, its dataset's items, which its own collate_fn joins."""
 
     def __init__(self, loader: DataLoader[Any], weights: bool) -> None:
-        self._given, self._weights = loader, weights
+        self._loader, self._weights = loader, weights
         self._collate: OfLoader | None = None
         items = copy.copy(in_order(loader))
         items.collate_fn = _packed
@@ -45,13 +45,13 @@ class LoaderOfPoints(LoaderPasses):
     def __iter__(self) -> Iterator[object]:
         for packed in super().__iter__():
             items: Any = pickle.loads(packed) if isinstance(packed, bytes) else packed
-            collate = self._collate = self._collate or OfLoader.of(self._given, self._weights, items)
-            joined = self._given.collate_fn(copied_deep(items) if collate.writes else items)
+            collate = self._collate = self._collate or OfLoader.of(self._loader, self._weights, items)
+            joined = self._loader.collate_fn(copied_deep(items) if collate.writes else items)
             _, *others = parts_of(joined, self._weights)
-            yield (Items(items, collate), *(part for part in others if part is not None))
+            yield (Items(items, collate), *(labels for labels in others if labels is not None))
 
     def __reduce__(self) -> Any:
-        return LoaderOfPoints, (self._given, self._weights)
+        return LoaderOfPoints, (self._loader, self._weights)
 
 
 class OfLoader:
@@ -70,8 +70,8 @@ class OfLoader:
 
         That labels have no effect is seen by exchanging those of these items, and of the first, middle and last one.
         """
-        loader.collate_fn(given := copied_deep(items))
-        collate = cls(loader.collate_fn, weights, items[0], digest_of(given) != digest_of(items))
+        loader.collate_fn(copies := copied_deep(items))
+        collate = cls(loader.collate_fn, weights, items[0], digest_of(copies) != digest_of(items))
         if not _is_entries(items[0]):
             return collate
         dataset: Any = loader.dataset
@@ -161,8 +161,8 @@ def _packed(items: list[Any]) -> Any:
     """Return items as they are or, from a worker, as bytes: each tensor would take one of the open files allowed."""
     if get_worker_info() is None:
         return items
-    own = with_tensors(items, lambda tensor: tensor.clone() if _is_part(tensor) else tensor)
-    return pickle.dumps(own)
+    copies = with_tensors(items, lambda tensor: tensor.clone() if _is_part(tensor) else tensor)
+    return pickle.dumps(copies)
 
 
 def _is_part(tensor: Tensor) -> bool:
@@ -188,7 +188,7 @@ def with_collate(data: Any, collate: Collate | None) -> Any:
             raise TypeError(
                 f"with collate= data are (points, targets), or a list of pairs; got {len(data)} in a tuple."
             )
-        if not all(part is None or targets_of(part) is not None for part in data[1:]):
+        if not all(labels is None or targets_of(labels) is not None for labels in data[1:]):
             raise TypeError("targets must be a tensor (or None): convert a list of numbers with torch.tensor.")
         return (_points_of(data[0], collate), *data[1:])
     if isinstance(data, Dataset | list) and hasattr(data, "__len__"):

@@ -38,22 +38,22 @@ class _Stream:
 
     def __init__(self, generator: Any) -> None:
         self._generator, self._inside = generator, 0
-        self._own = torch.Generator(generator.device).manual_seed(0).get_state()
-        self._users = self._own
+        self._own_state = torch.Generator(generator.device).manual_seed(0).get_state()
+        self._users_state = self._own_state
 
     def __enter__(self) -> None:
         with _lock:
             if self._inside == 0:
-                self._users = self._generator.get_state()
-                self._generator.set_state(self._own)
+                self._users_state = self._generator.get_state()
+                self._generator.set_state(self._own_state)
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
         with _lock:
             self._inside -= 1
             if self._inside == 0:
-                self._own = self._generator.get_state()
-                self._generator.set_state(self._users)
+                self._own_state = self._generator.get_state()
+                self._generator.set_state(self._users_state)
 
 
 class _Streams:

@@ -35,23 +35,23 @@ class Projections(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.multi_head_attention_forward:
-            given = SIGNATURE.bind(*args, **(kwargs or {})).arguments
+            arguments = SIGNATURE.bind(*args, **(kwargs or {})).arguments
             for module in self.modules:
-                if given["out_proj_weight"] is module.out_proj.weight and given["query"].ndim == 3:
-                    return self._attention(module, given)
+                if arguments["out_proj_weight"] is module.out_proj.weight and arguments["query"].ndim == 3:
+                    return self._attention(module, arguments)
         return func(*args, **(kwargs or {}))
 
-    def _attention(self, module: nn.MultiheadAttention, given: dict[str, Any]) -> Any:
-        query, out_weight, out_bias = given["query"], given["out_proj_weight"], given["out_proj_bias"]
-        if query is given["key"] is given["value"] and given["in_proj_weight"] is not None:
-            weight, bias = given["in_proj_weight"], given["in_proj_bias"]
-            parts = self._project(module, _as_layer(weight, bias), query, weight, bias).chunk(3, -1)
+    def _attention(self, module: nn.MultiheadAttention, arguments: dict[str, Any]) -> Any:
+        query, out_weight, out_bias = arguments["query"], arguments["out_proj_weight"], arguments["out_proj_bias"]
+        if query is arguments["key"] is arguments["value"] and arguments["in_proj_weight"] is not None:
+            weight, bias = arguments["in_proj_weight"], arguments["in_proj_bias"]
+            projections = self._project(module, _as_layer(weight, bias), query, weight, bias).chunk(3, -1)
             identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device).repeat(3, 1)
-            given = given | dict(zip(("query", "key", "value"), parts)) | {"in_proj_weight": identity}
-            given["in_proj_bias"] = None
+            arguments = arguments | dict(zip(("query", "key", "value"), projections)) | {"in_proj_weight": identity}
+            arguments["in_proj_bias"] = None
         identity = torch.eye(out_weight.shape[1], dtype=out_weight.dtype, device=out_weight.device)
         attended, weights = F.multi_head_attention_forward(
-            **{**given, "out_proj_weight": identity, "out_proj_bias": None}
+            **{**arguments, "out_proj_weight": identity, "out_proj_bias": None}
         )
         return self._project(module.out_proj, module.out_proj, attended, out_weight, out_bias), weights
 

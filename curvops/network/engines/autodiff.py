@@ -54,8 +54,8 @@ class Streamed:
         """The outputs f(θ, inputs)."""
         if self._outputs is None:
             with torch.no_grad():
-                parts = [self.model(self.model.values, part) for part in in_pieces(self.inputs, self.at_once)]
-            self._outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
+                outputs = [self.model(self.model.values, subset) for subset in in_pieces(self.inputs, self.at_once)]
+            self._outputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self._outputs
 
     def record(self) -> None:
@@ -150,7 +150,7 @@ class KeptRows:
         """Return Lᵀ J V for K tangents by name, (K, *shape) each."""
         with torch.no_grad():
             rows = self._layout.named(self._rows.flatten(0, 1))
-            pushed = [_as_matrix(tangents[name]) @ _as_matrix(each).mT for name, each in rows.items()]
+            pushed = [_as_matrix(tangents[name]) @ _as_matrix(block).mT for name, block in rows.items()]
             return torch.stack(pushed).sum(0).unflatten(1, self._rows.shape[:2])
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Blocks:

@@ -175,7 +175,7 @@ class Engines:
         root = IDENTITY if whole else random_root(num_points(inputs), self._num_outputs, self.model.theta)
         engine = Layerwise(self.model, recording, rest, LEAST_CHUNK, root)
         pull = reference.pull if whole else RootJacobian(reference, root).pull
-        reached = {name for part in engine.parts for name in part.layer.names.values()}
+        reached = {name for jacobian in engine.parts for name in jacobian.layer.names.values()}
         wrong, shown = mismatches(engine, pull, reached)
         unreached = {*self._in_layers} - reached  # such as the branch of another output
         return Checked(wrong | (bypassed(self.model, recording, unreached) if unreached else set()), shown)
@@ -317,10 +317,10 @@ class Engines:
         Return None if all points are in one pass, or if the layer was not the last one in some pass.
         """
         engines: list[Layerwise] = []
-        for part in in_pieces(inputs, self.forward_points):
-            if part is inputs:
+        for subset in in_pieces(inputs, self.forward_points):
+            if subset is inputs:
                 return None
-            recording = self.record(part)
+            recording = self.record(subset)
             if recording[2]:
                 return None
             engines.append(Layerwise(self.model, recording, None, LEAST_CHUNK))

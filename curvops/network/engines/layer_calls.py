@@ -131,13 +131,13 @@ def owners_of(model: Model) -> Owners:
 
     A parameter is left out unless every module that holds it (weights may be tied) is such a layer.
     """
-    ruled = {part for part in model.paths if rule_for(part) is not None}
+    ruled = {module for module in model.paths if rule_for(module) is not None}
     left = set(model.selection.names) - model.complex
-    left -= {name for part, local, name in model.slots if part not in ruled and not owns_projection(part, local)}
+    left -= {name for module, local, name in model.slots if module not in ruled and not owns_projection(module, local)}
     owners: Owners = {}
-    for part, local, name in model.slots:
+    for module, local, name in model.slots:
         if name in left:
-            owners.setdefault(part, {})[local] = name
+            owners.setdefault(module, {})[local] = name
     return owners
 
 
@@ -171,26 +171,29 @@ def record(
             path, names = f"{path}.in_proj".lstrip("."), {k.removeprefix("in_proj_"): name for k, name in names.items()}
         rule, node = rule_of(type(module)), output.grad_fn
         assert rule is not None  # only such layers have hooks
-        given = [value for value in (*args, *kwargs.values()) if value is not None]
-        tensors = [t for t in given if isinstance(t, Tensor)]
+        arguments = [value for value in (*args, *kwargs.values()) if value is not None]
+        tensors = [t for t in arguments if isinstance(t, Tensor)]
         coarse = [t for t in (*tensors, output) if t.dtype != dtype and t.is_floating_point()]
         even = (
-            len(given) == 1 and output.ndim > 1 and output.shape[0] == n and names_of_ragged.isdisjoint(names.values())
+            len(arguments) == 1
+            and output.ndim > 1
+            and output.shape[0] == n
+            and names_of_ragged.isdisjoint(names.values())
         )
         form = None
-        if not even and ragged is not None and given and len(tensors) == len(given) and not in_functorch():
+        if not even and ragged is not None and arguments and len(tensors) == len(arguments) and not in_functorch():
             form = rule.single_rows(module, *(t if graph else t.detach() for t in tensors))
         if node is None or coarse or not (even or form):
             misfits.update(names.values())
             return
         a, count, work = tensors[0], output.shape[0] if form else n, rule.multiply_adds(module, output)
-        kept = form.kept if form else rule.keep(module, a if graph else a.detach())
-        size = kept.nbytes // (n * output.element_size())
+        layer_input = form.kept if form else rule.keep(module, a if graph else a.detach())
+        size = layer_input.nbytes // (n * output.element_size())
         layer = Layer(path, module, rule, names, output.shape, size, work * count // n, is_ragged=form is not None)
         if form:
             forms[len(calls)] = form
         # Keep the edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
-        calls.append(Call(owner, layer, a, a._version, kept, GradientEdge(node, output.output_nr)))
+        calls.append(Call(owner, layer, a, a._version, layer_input, GradientEdge(node, output.output_nr)))
 
     handles: list[Any] = []
     try:

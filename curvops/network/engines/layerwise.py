@@ -140,9 +140,9 @@ class Factors(Part):
         if self.inside is None or positions == self.inside.shape[1]:
             return self
         more = positions - self.inside.shape[1]
-        kept = F.pad(self.kept, (0, 0) * (self.kept.ndim - 2) + (0, more))
+        inputs = F.pad(self.kept, (0, 0) * (self.kept.ndim - 2) + (0, more))
         delta = F.pad(self.delta, (0, 0) * (self.delta.ndim - 3) + (0, more))
-        return replace(self, kept=kept, delta=delta, inside=F.pad(self.inside, (0, more)), positions=None)
+        return replace(self, kept=inputs, delta=delta, inside=F.pad(self.inside, (0, more)), positions=None)
 
     @property
     def nbytes(self) -> int:
@@ -224,8 +224,8 @@ class Features(Part):
     @classmethod
     def concatenate(cls, pieces: Sequence[Features]) -> Features:
         """Return the inputs of consecutive points as one."""
-        kept, layer = torch.cat([piece.kept for piece in pieces]), pieces[0].layer
-        return cls(replace(layer, output=torch.Size((len(kept), *layer.output[1:]))), kept)
+        inputs, layer = torch.cat([piece.kept for piece in pieces]), pieces[0].layer
+        return cls(replace(layer, output=torch.Size((len(inputs), *layer.output[1:]))), inputs)
 
     @property
     def nbytes(self) -> int:
@@ -251,23 +251,24 @@ class Layerwise:
         assert not misfits  # they have no rule
         self.outputs = outputs.detach()
         self.num_columns = root.num_columns(outputs.shape[1])
-        self.parts = _parts(model, outputs, calls, chunk_bytes, root)
-        self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
+        self.parts = _layer_jacobians(model, outputs, calls, chunk_bytes, root)
+        self.nbytes = sum(jacobian.nbytes for jacobian in self.parts) + (rest.nbytes if rest is not None else 0)
         self._layout = model.selection
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
 
     @property
     def features(self) -> Features | None:
         """The only part, if it is the last layer's input."""
-        part = self.parts[0] if len(self.parts) == 1 and self.rest is None else None
-        return part if isinstance(part, Features) else None
+        features = self.parts[0] if len(self.parts) == 1 and self.rest is None else None
+        return features if isinstance(features, Features) else None
 
     def at(self, points: slice) -> Layerwise | None:
         """Return the engine of some of the points, in the memory of this one; None if an autodiff part is involved."""
         if self.rest is not None:
             return None
         other = copy(self)
-        other.outputs, other.parts, other.nbytes = self.outputs[points], [part.at(points) for part in self.parts], 0
+        other.outputs, other.nbytes = self.outputs[points], 0
+        other.parts = [jacobian.at(points) for jacobian in self.parts]
         return other
 
     @classmethod
@@ -283,14 +284,14 @@ class Layerwise:
         """Return Lᵀ J V for K tangents by name, (K, *shape) each."""
         with torch.no_grad():
             total = None if self.rest is None else self.rest.push(tangents)
-            for part in self.parts:
-                names = part.layer.names.values()
+            for jacobian in self.parts:
+                names = jacobian.layer.names.values()
                 block = tangents[next(iter(names))]
-                some = in_parts(len(block), part.work * block.element_size(), block.is_cuda)
+                some = in_parts(len(block), jacobian.work * block.element_size(), block.is_cuda)
                 if len(some) == 1:
-                    pushed = part.push(tangents)
+                    pushed = jacobian.push(tangents)
                 else:
-                    pushed = torch.cat([part.push({name: tangents[name][k] for name in names}) for k in some])
+                    pushed = torch.cat([jacobian.push({name: tangents[name][k] for name in names}) for k in some])
                 total = pushed if total is None else total + pushed
         if total is None:
             columns = next(iter(tangents.values())).shape[0]
@@ -304,15 +305,15 @@ class Layerwise:
             total = Blocks() if self.rest is None else self.rest.pull(cotangents)
             if block is not None:
                 total = {name: block[name].copy_(gradient) for name, gradient in total.items()}
-            for part in self.parts:
-                some = in_parts(len(cotangents), part.work * cotangents.element_size(), cotangents.is_cuda)
+            for jacobian in self.parts:
+                some = in_parts(len(cotangents), jacobian.work * cotangents.element_size(), cotangents.is_cuda)
                 if len(some) == 1:
-                    pulled = part.pull(cotangents)
+                    pulled = jacobian.pull(cotangents)
                 else:
-                    pieces = [part.pull(cotangents[k]) for k in some]
-                    pulled = {local: torch.cat([piece[local] for piece in pieces]) for local in part.layer.names}
+                    pieces = [jacobian.pull(cotangents[k]) for k in some]
+                    pulled = {local: torch.cat([piece[local] for piece in pieces]) for local in jacobian.layer.names}
                 for local, gradient in pulled.items():
-                    name = part.layer.names[local]
+                    name = jacobian.layer.names[local]
                     if name in total:
                         total[name] = total[name] + gradient if block is None else total[name].add_(gradient)
                     else:
@@ -324,8 +325,8 @@ class Layerwise:
         return total if block is None else block
 
 
-def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root) -> list[Part]:
-    """Return the part of each call, with the columns' backward passes in chunks of at most `chunk_bytes` of δ."""
+def _layer_jacobians(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root) -> list[Part]:
+    """Return the Jacobian of each call, with the columns' backward passes in chunks of at most `chunk_bytes` of δ."""
     n, columns = len(outputs), root.num_columns(outputs.shape[1])
     last = [call for call in calls if call.layer.is_last and root is IDENTITY]
     before = [call for call in calls if call.layer.feeds_last and root is IDENTITY]

@@ -153,7 +153,7 @@ class Plan(Tabular):
     @cached_property
     def layerwise_bytes(self) -> int:
         """The bytes per point that the layerwise engine keeps."""
-        numbers = sum(kept.read + kept.inputs for kept in self.kept_layers)
+        numbers = sum(layer.read + layer.inputs for layer in self.kept_layers)
         return numbers * self.itemsize + (self.rest.recorded_bytes if self.rest and self.rest.recordable else 0)
 
     @cached_property
@@ -205,21 +205,21 @@ class Plan(Tabular):
         less than one product by rows. For a last layer J is the features, which the first pass computes anyway.
         """
         alone = self.half_base or self.routes.pushes == "rows" or self.is_last_layer
-        asked = self.engine == "layerwise" or (self.engine == "auto" and alone and not self.others)
-        return asked and not self.unlike
+        wants_layerwise = self.engine == "layerwise" or (self.engine == "auto" and alone and not self.others)
+        return wants_layerwise and not self.unlike
 
     def per_vector(self, kind: EngineKind, columns: int = 1) -> float:
         """Return the expected gradients per product with one vector, in a block of `columns`."""
         if kind == "formed":
             return 2 * self.num_outputs * self.size * (1 + self.rates.read / columns) / (3 * max(1, self.forward))
         if kind != "layerwise":
-            return self._autodiff(self.routes, columns, kept=kind == "recorded")
-        work = sum(kept.multiply_adds + self.rates.read * kept.read / columns for kept in self.kept_layers)
-        rest = 0.0 if self.rest is None else self._autodiff(self.rest, columns, kept=self.rest.recordable)
+            return self._autodiff(self.routes, columns, is_recorded=kind == "recorded")
+        work = sum(layer.multiply_adds + self.rates.read * layer.read / columns for layer in self.kept_layers)
+        rest = 0.0 if self.rest is None else self._autodiff(self.rest, columns, is_recorded=self.rest.recordable)
         return 2 * work / (3 * max(1, self.forward)) + rest
 
-    def _autodiff(self, routes: Routes, columns: int, kept: bool) -> float:
-        if kept:
+    def _autodiff(self, routes: Routes, columns: int, is_recorded: bool) -> float:
+        if is_recorded:
             return REPLAYED if routes.replayed else DOUBLE_BACKWARD
         if routes.pushes == "rows":  # 1 forward, C backward passes a block, a dot product per vector, the pull
             return (1 + 2 * self.num_outputs) / (3 * columns) + self.num_outputs / 3 + 1
@@ -234,15 +234,17 @@ class Plan(Tabular):
         backward = 0 if all(layer.is_last or layer.feeds_last for layer in self.layers) else self.num_outputs
         return (1 + backward) / 3 + (RECORDING if self.records(kind) else 0.0)
 
-    def choose(self, built: EngineKind, asked: Mapping[int, int], columns: int, points: int, free: int) -> EngineKind:
+    def choose(
+        self, built: EngineKind, vectors_by_width: Mapping[int, int], columns: int, points: int, free: int
+    ) -> EngineKind:
         """Return the engine for a block of `columns` on a batch of `points`, if `free` bytes are left.
 
-        `asked` counts the vectors by the width of their block, since an engine was last replaced.
+        `vectors_by_width` counts the vectors by the width of their block, since an engine was last replaced.
         """
         allowed = [k for k in self.candidates() if k == built or points * self.bytes_needed(k) <= free]
         if self.prefers_layerwise and "layerwise" in allowed:
             return "layerwise"
-        expected = Counter(asked)
+        expected = Counter(vectors_by_width)
         expected[columns] = max(expected[columns] + columns, SOLVER if expected.total() else 0)
 
         def cost(kind: EngineKind) -> float:
@@ -272,13 +274,13 @@ class Plan(Tabular):
         rows: list[tuple[str, ...]] = []
         instead = "a layer ran differently in a batch" if self.unlike else "by the engine option"
         layerwise = "layerwise" in self.candidates()
-        for layer, kept in zip(self.layers, self.kept_layers):
+        for layer, counts in zip(self.layers, self.kept_layers):
             what, size, cost = f"autodiff: {instead}", "", ""
             if layerwise:
-                work = kept.multiply_adds + self.rates.read * kept.read
-                what = f"{kept.what}, ragged rows" if layer.is_ragged else kept.what
+                work = counts.multiply_adds + self.rates.read * counts.read
+                what = f"{counts.what}, ragged rows" if layer.is_ragged else counts.what
                 cost = f"{2 * work / (3 * max(1, self.forward)):.2f}"
-                size = f"{(kept.read + kept.inputs) * self.itemsize:,}"
+                size = f"{(counts.read + counts.inputs) * self.itemsize:,}"
             rows.append((layer.path or "(model)", f"{layer.size:,}", what, size, cost))
         rows += [(name, "", f"autodiff: {why}", "", "") for name, why in self.others.items()]
         head = ("layer", "parameters", "kept as", "bytes per point", "gradients per product")

@@ -59,8 +59,8 @@ class _Step:
 class Replay:
     """The recorded steps; running them gives J v for one v, with the constants of the recorded pass."""
 
-    def __init__(self, steps: Sequence[_Step], given: dict[str, int], result: int, slots: int) -> None:
-        self._steps, self._given, self._result, self._slots = list(steps), given, result, slots
+    def __init__(self, steps: Sequence[_Step], tangent_slots: dict[str, int], result: int, slots: int) -> None:
+        self._steps, self._tangent_slots, self._result, self._slots = list(steps), tangent_slots, result, slots
         last = {slot.index: i for i, step in enumerate(self._steps) for slot in _slots(step.args)}
         last.pop(result, None)
         self._done: list[list[int]] = [[] for _ in self._steps]
@@ -70,7 +70,7 @@ class Replay:
     def __call__(self, tangents: Blocks) -> Tensor:
         """Return J v for one tangent by name."""
         held: list[Any] = [None] * self._slots
-        for name, slot in self._given.items():
+        for name, slot in self._tangent_slots.items():
             held[slot] = tangents[name]
         for step, done in zip(self._steps, self._done):
             for place, value in zip(step.results, step(held)):
@@ -107,14 +107,14 @@ class Recorder(EagerMode):
         self._slot_of: dict[int, int] = {}  # of tangents that exist, since the id of a freed one may be another's
         self._ends: list[weakref.ref[Tensor]] = []
         self._slots = 0
-        self._given: dict[str, int] = {}
+        self._tangent_slots: dict[str, int] = {}
         self._steps: list[_Step] = []
         self._kept_in: dict[int, list[list[Any]]] = defaultdict(list)
         self._writes = self._broken = False
 
     def follow(self, name: str, tangent: Tensor) -> None:
         """Return the tangent of a parameter as an argument of the replay."""
-        self._given[name] = self._slot(tangent)
+        self._tangent_slots[name] = self._slot(tangent)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -125,10 +125,10 @@ class Recorder(EagerMode):
         if not any(id(tensor) in self._slot_of for tensor in tensors_in([args, kwargs])):
             return result
         self._broken = self._broken or func in READS
-        given = set(self._given.values())
+        tangent_slots = set(self._tangent_slots.values())
         slots = [self._slot_of.get(id(tensor)) for tensor in written]
         self._writes = self._writes or bool(written)
-        self._broken = self._broken or any(slot is None or slot in given for slot in slots)
+        self._broken = self._broken or any(slot is None or slot in tangent_slots for slot in slots)
         if func is torch.ops.aten.add.Tensor and not kwargs and (tangent := self._beside_zeros(args)) is not None:
             if tangent.shape != result.shape:
                 func, args = torch.ops.aten.expand.default, (tangent, result.shape)
@@ -150,7 +150,7 @@ class Recorder(EagerMode):
         end, steps = self._slot_of[id(result)], self._steps
         if not self._writes:
             steps = _leading_to(end, steps)
-        return Replay(steps, self._given, end, self._slots)
+        return Replay(steps, self._tangent_slots, end, self._slots)
 
     def _slot(self, tensor: Tensor) -> int:
         if id(tensor) not in self._slot_of:
@@ -180,7 +180,7 @@ class Recorder(EagerMode):
                 values[i] = _Slot(self._slot_of[id(value)])
             elif isinstance(value, Tensor) and has_memory(value):
                 self._kept_in[_extent(value)[0]].append(values)
-            elif isinstance(value, tuple | list) and any(isinstance(part, Tensor) for part in value):
+            elif isinstance(value, tuple | list) and any(isinstance(entry, Tensor) for entry in value):
                 values[i] = self._referring(list(value))
         return values
 
@@ -224,8 +224,8 @@ def _fill(values: Sequence[Any], held: Sequence[Any]) -> list[Any]:
 def _of_kind(values: Any, kind: type) -> list[Any]:
     if isinstance(values, kind):
         return [values]
-    parts = values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ()
-    return [value for part in parts for value in _of_kind(part, kind)]
+    entries = values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ()
+    return [value for entry in entries for value in _of_kind(entry, kind)]
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -117,8 +117,8 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
 def _adds_points(engine: Streamed, u: Tensor, pulled: Blocks, generator: torch.Generator) -> bool:
     """Return whether Jᵀu is a sum over points; a custom backward may break this."""
     total: Blocks = {}
-    for points, part in cut(engine.inputs, 1):
-        alone = record_graph(engine.model, part, engine.names).pull(u[:, points], keep=False)
+    for points, inputs in cut(engine.inputs, 1):
+        alone = record_graph(engine.model, inputs, engine.names).pull(u[:, points], keep=False)
         total = {name: value + total[name] if name in total else value for name, value in alone.items()}
     if all(_close(total[name], value) for name, value in pulled.items()):
         return True
@@ -205,8 +205,8 @@ def rounding(
     It may exceed what the dtype of x explains, for example with a frozen base in half precision under adapters in
     single precision.
     """
-    part = {name: _randn_like(vector, generator) for name, vector in vectors.items()}
-    first, second = product(part), product({name: vectors[name] - part[name] for name in vectors})
+    y = {name: _randn_like(vector, generator) for name, vector in vectors.items()}
+    first, second = product(y), product({name: vectors[name] - y[name] for name in vectors})
     return {name: (result - first[name] - second[name]).norm() for name, result in results.items()}
 
 
@@ -272,8 +272,8 @@ def named_custom_functions(model: Model, inputs: Any) -> str:
         note(output)
         running.pop()
 
-    handles: list[Any] = [part.register_forward_pre_hook(enter, with_kwargs=True) for part in model.hookable]
-    handles += [part.register_forward_hook(leave) for part in model.hookable]
+    handles: list[Any] = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.hookable]
+    handles += [module.register_forward_hook(leave) for module in model.hookable]
     try:
         with model.differentiating():
             note(model(model.leaves(), inputs))
@@ -310,14 +310,14 @@ def mismatches(engine: Layerwise, reference: Pull, names: Iterable[str] = ()) ->
     if wrong:  # by more than the model rounds
         noise = rounding(lambda block: reference(block[""]), {"": u}, expected, generator)
         wrong = {name for name in wrong if not bool(gaps[name] <= allowance(expected[name], noise[name]))}
-    for part in engine.parts:
-        of_layer = part.layer.names
+    for jacobian in engine.parts:
+        of_layer = jacobian.layer.names
         tangents = {
-            name: torch.randn(1, *part.layer.shape_of(local), dtype=u.dtype, device=u.device, generator=generator)
+            name: torch.randn(1, *jacobian.layer.shape_of(local), dtype=u.dtype, device=u.device, generator=generator)
             for local, name in of_layer.items()
         }
-        pushed = part.push(tangents)
-        back = part.pull(pushed)  # not relative to u: ⟨u, Jv⟩ may be small by chance and hide a wrong push
+        pushed = jacobian.push(tangents)
+        back = jacobian.pull(pushed)  # not relative to u: ⟨u, Jv⟩ may be small by chance and hide a wrong push
         left = pushed.square().sum()
         right = torch.stack([(back[local] * tangents[name]).sum() for local, name in of_layer.items()]).sum()
         if not bool((left - right).abs() <= tol * left):

@@ -117,10 +117,10 @@ class Gaussian(Independent):
             fits = [d for d in ends if noise.ndim == 1 or (noise.ndim >= -d and noise.shape[d] == C)]
             if len(fits) != 1:
                 ones = (1,) * (len(shape) - 1)
-                each = " or ".join(dict.fromkeys(str(form) for form in ((shape[0], *ones), (*ones, shape[-1]))))
+                shapes = " or ".join(dict.fromkeys(str(form) for form in ((shape[0], *ones), (*ones, shape[-1]))))
                 raise ValueError(
                     f"Gaussian noise {tuple(noise.shape)} does not show along which dimension of the outputs it goes: "
-                    f"pass one variance, or a tensor of shape {each}."
+                    f"pass one variance, or a tensor of shape {shapes}."
                 )
             class_dim = -1 if fits == [-1] else 1
         new = copy.copy(self)
@@ -190,8 +190,8 @@ def sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | No
 
     Of several outputs these are the Gaussian ones, one after the other.
     """
-    parts = [part for part in likelihood.split(f, y) if isinstance(part[0].of_position, Gaussian)]
-    return torch.cat([_sums_of_squares(*part, w) for part in parts], 1)
+    members = [member for member in likelihood.split(f, y) if isinstance(member[0].of_position, Gaussian)]
+    return torch.cat([_sums_of_squares(*member, w) for member in members], 1)
 
 
 def _sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "3 C"]:
@@ -228,12 +228,12 @@ def gaussians_with_sums(
     """Return each of the likelihood's members with its columns of `sums_of_squares`; None for one not Gaussian."""
     if not isinstance(likelihood, Multitask):
         return [(likelihood, sums)]
-    parts, start = list[tuple[Likelihood, Tensor | None]](), 0
+    members, start = list[tuple[Likelihood, Tensor | None]](), 0
     for member, R in zip(likelihood.members, likelihood.num_outputs):
         stop = start + (R // (member.positions or 1) if isinstance(member.of_position, Gaussian) else 0)
-        parts.append((member, sums[:, start:stop] if stop > start else None))
+        members.append((member, sums[:, start:stop] if stop > start else None))
         start = stop
-    return parts
+    return members
 
 
 def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Tensor) -> Likelihood:
@@ -244,10 +244,10 @@ def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Te
     several outputs each has its own.
     """
     if isinstance(likelihood, Multitask):
-        parts = gaussians_with_sums(likelihood, sums)
+        members = gaussians_with_sums(likelihood, sums)
         return likelihood.with_members(
-            estimated_noise(member, own, like) if own is not None and needs_noise(member) else member
-            for member, own in parts
+            estimated_noise(member, member_sums, like) if member_sums is not None and needs_noise(member) else member
+            for member, member_sums in members
         )
     gaussian, limits = likelihood.of_position, torch.finfo(like.dtype)
     assert isinstance(gaussian, Gaussian)

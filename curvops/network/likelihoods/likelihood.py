@@ -64,9 +64,9 @@ class Likelihood(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         of_H = ("hessian_parts", "narrow_columns", "narrow_root", "any_targets")
-        for method, known in (("hessian_product", of_H), ("curvature", of_H[-1:])):
+        for method, names in (("hessian_product", of_H), ("curvature", of_H[-1:])):
             if method in vars(cls):  # another H: what the class above it knows of its own does not hold
-                for name in known:
+                for name in names:
                     if name not in vars(cls):
                         setattr(cls, name, getattr(Likelihood, name))
 
@@ -227,13 +227,13 @@ class Likelihood(ABC):
     def snapshot(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
         """Return the result of `to` with copied tensors, unaffected by later changes, except those with gradients."""
         new = copy.copy(self.to(device, dtype))
-        for name, given in vars(self).items():
+        for name, value in vars(self).items():
             used = getattr(new, name)
-            if isinstance(given, Likelihood):
-                setattr(new, name, given.snapshot(device, dtype))
-            elif isinstance(given, Tensor) and any(given is tensor for tensor in self.hyperparameters):
-                setattr(new, name, own(given, used, f"{name} of {type(self).__name__}"))
-            elif isinstance(given, Tensor):
+            if isinstance(value, Likelihood):
+                setattr(new, name, value.snapshot(device, dtype))
+            elif isinstance(value, Tensor) and any(value is tensor for tensor in self.hyperparameters):
+                setattr(new, name, own(value, used, f"{name} of {type(self).__name__}"))
+            elif isinstance(value, Tensor):
                 setattr(new, name, used.detach().clone())
         return new
 
@@ -301,9 +301,9 @@ class Independent(Likelihood):
         """Return the targets with numbers in place of NaN, and the weights with zeros there, if some may be missing."""
         if self.missing is None or not y.is_floating_point():
             return y, w
-        known = ~y.isnan()
-        ones = known.to(y.dtype)
-        return y.where(known, 0), ones if w is None else weigh(ones, w)
+        present = ~y.isnan()
+        ones = present.to(y.dtype)
+        return y.where(present, 0), ones if w is None else weigh(ones, w)
 
 
 def checked_missing(missing: str | None) -> str | None:
@@ -380,9 +380,9 @@ def require_known(y: Tensor, missing: str | None) -> None:
     require_finite("targets", y if missing is None else y.where(~y.isnan(), 0), MISSING)
 
 
-def weight_of(name: str, given: Tensor | np.ndarray | None) -> Tensor | None:
+def weight_of(name: str, array: Tensor | np.ndarray | None) -> Tensor | None:
     """Return a likelihood's weight as a tensor, from an array, too; raise TypeError for another kind."""
-    weight: Tensor | None = tensor_of(given)
+    weight: Tensor | None = tensor_of(array)
     if weight is not None:
         check_tensor(name, weight)
     return weight
@@ -451,6 +451,6 @@ def _identity(value: Any, token: str) -> Hashable:
     if isinstance(value, Tensor):
         return tuple(value.shape), int(fingerprint([in_single(value.detach())])) if value.numel() else 0
     if isinstance(value, dict):
-        return tuple((name, _identity(part, token)) for name, part in value.items())
-    known: Hashable = value
-    return known
+        return tuple((name, _identity(entry, token)) for name, entry in value.items())
+    hashable: Hashable = value
+    return hashable

@@ -88,7 +88,7 @@ class Multitask(Likelihood):
         return torch.cat([member.hessian_product(f, u, y, w) for (member, f, y), u in blocks], -1)
 
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: PointWeights = None) -> OutputBlock:
-        blocks = zip(self.split(f, y), z.split(self._each("root_columns"), -1))
+        blocks = zip(self.split(f, y), z.split(self._columns_of_members("root_columns"), -1))
         return torch.cat([member.root_product(f, z, y, w) for (member, f, y), z in blocks], -1)
 
     def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: PointWeights = None) -> RootBlock:
@@ -96,26 +96,26 @@ class Multitask(Likelihood):
         return torch.cat([member.root_transpose_product(f, u, y, w) for (member, f, y), u in blocks], -1)
 
     def root_columns(self, num_outputs: int) -> int:
-        return sum(self._each("root_columns"))
+        return sum(self._columns_of_members("root_columns"))
 
     def narrow_columns(self, num_outputs: int) -> int:
-        return sum(self._each("narrow_columns"))
+        return sum(self._columns_of_members("narrow_columns"))
 
     def narrow_root(
         self, f: Outputs, y: Tensor, w: PointWeights, start: int, stop: int
     ) -> Float[Tensor, "{stop}-{start} n C"]:
         root, row, column = f.new_zeros(stop - start, *f.shape), 0, 0
-        for (member, g, targets), width in zip(self.split(f, y), self._each("narrow_columns")):
+        for (member, g, targets), width in zip(self.split(f, y), self._columns_of_members("narrow_columns")):
             first, last = max(start, row), min(stop, row + width)
             if first < last:
-                own = member.narrow_root(g, targets, w, first - row, last - row)
-                root[first - start : last - start, :, column : column + g.shape[1]] = own
+                member_root = member.narrow_root(g, targets, w, first - row, last - row)
+                root[first - start : last - start, :, column : column + g.shape[1]] = member_root
             row, column = row + width, column + g.shape[1]
         return root
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
-        parts = zip(self.members, f.split(self.num_outputs, -1), self.targets)
-        drawn = [(member.sample(f, generator), form) for member, f, form in parts]
+        members = zip(self.members, f.split(self.num_outputs, -1), self.targets)
+        drawn = [(member.sample(f, generator), form) for member, f, form in members]
         return torch.cat([_as_row(y, form).to(f.dtype) for y, form in drawn], 1)
 
     def mc_residual(
@@ -127,9 +127,9 @@ class Multitask(Likelihood):
         return torch.cat([member.mean(f) for member, f in zip(self.members, f.split(self.num_outputs, -1))], -1)
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
-        for (name, member), part, width in zip(self.likelihoods.items(), self._targets(y), self.num_outputs):
+        for (name, member), member_targets, width in zip(self.likelihoods.items(), self._targets(y), self.num_outputs):
             try:
-                member.check_targets(part, width)
+                member.check_targets(member_targets, width)
             except (TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"targets[{name!r}]: {error}") from error
@@ -140,7 +140,7 @@ class Multitask(Likelihood):
 
     def counted(self, y: Tensor, w: PointWeights = None) -> Bool[Tensor, " n"] | None:
         """Return a mask of the points of which some target counts; None if all do."""
-        masks = [member.counted(part, w) for member, part in zip(self.members, self._targets(y))]
+        masks = [member.counted(targets, w) for member, targets in zip(self.members, self._targets(y))]
         present = [mask.reshape(len(mask), -1).any(1) for mask in masks if mask is not None]
         return torch.stack(present).any(0) if len(present) == len(masks) else None
 
@@ -166,14 +166,14 @@ class Multitask(Likelihood):
     def snapshot(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Multitask:
         return self.with_members(member.snapshot(device, dtype) for member in self.members)
 
-    def _each(self, count: str) -> list[int]:
+    def _columns_of_members(self, count: str) -> list[int]:
         """Return the numbers of columns of the members' roots, by the name of the method that counts them."""
         return [getattr(member, count)(R) for member, R in zip(self.members, self.num_outputs)]
 
     def _targets(self, y: Tensor) -> list[Tensor]:
         """Return each member's targets in their own shape, whole numbers as such."""
-        parts = zip(y.split([form.columns for form in self.targets], 1), self.targets)
-        return [(part if form.floating else part.long()).reshape(len(y), *form.shape) for part, form in parts]
+        pairs = zip(y.split([form.columns for form in self.targets], 1), self.targets)
+        return [(block if form.floating else block.long()).reshape(len(y), *form.shape) for block, form in pairs]
 
 
 def _as_row(drawn: Tensor, form: TargetShape) -> Tensor:

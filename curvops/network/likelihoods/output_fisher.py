@@ -44,7 +44,7 @@ class OutputFisher(ABC):
         """Return H by its parts, in float64, if they are known; see `Likelihood.hessian_parts`."""
         return None
 
-    def resume(self, kept: Checkpoint, device: torch.device) -> None:
+    def resume(self, checkpoint: Checkpoint, device: torch.device) -> None:
         """Continue a saved run; if targets are drawn, with its draws and the state of its generator."""
         return
 

@@ -70,25 +70,27 @@ class Sequences(Likelihood):
         return torch.Size((self.positions, self.num_outputs))
 
     def log_prob(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Float[Tensor, " n"]:
-        log_p = self.likelihood.log_prob(self._split(f), y.flatten(0, 1), self._each(w))
+        log_p = self.likelihood.log_prob(self._split(f), y.flatten(0, 1), self._weights(w))
         return log_p.unflatten(0, (-1, self.positions)).sum(1)
 
     def residual(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Outputs:
-        return self._join(self.likelihood.residual(self._split(f), y.flatten(0, 1), self._each(w)))
+        return self._join(self.likelihood.residual(self._split(f), y.flatten(0, 1), self._weights(w)))
 
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: SequenceWeights = None) -> OutputBlock:
-        product = self.likelihood.hessian_product(self._split(f), self._split(u), y.flatten(0, 1), self._each(w))
+        product = self.likelihood.hessian_product(self._split(f), self._split(u), y.flatten(0, 1), self._weights(w))
         return self._join(product)
 
     def hessian_parts(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> HessianParts | None:
-        return self.likelihood.hessian_parts(self._split(f), y.flatten(0, 1), self._each(w))
+        return self.likelihood.hessian_parts(self._split(f), y.flatten(0, 1), self._weights(w))
 
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: SequenceWeights = None) -> OutputBlock:
-        product = self.likelihood.root_product(self._split(f), self._split(z), y.flatten(0, 1), self._each(w))
+        product = self.likelihood.root_product(self._split(f), self._split(z), y.flatten(0, 1), self._weights(w))
         return self._join(product)
 
     def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: SequenceWeights = None) -> RootBlock:
-        product = self.likelihood.root_transpose_product(self._split(f), self._split(u), y.flatten(0, 1), self._each(w))
+        product = self.likelihood.root_transpose_product(
+            self._split(f), self._split(u), y.flatten(0, 1), self._weights(w)
+        )
         return self._join(product)
 
     def root_columns(self, num_outputs: int) -> int:
@@ -100,7 +102,7 @@ class Sequences(Likelihood):
     def narrow_root(
         self, f: Outputs, y: Tensor, w: SequenceWeights, start: int, stop: int
     ) -> Float[Tensor, "{stop}-{start} n C"]:
-        f, y, w = self._split(f), y.flatten(0, 1), self._each(w)
+        f, y, w = self._split(f), y.flatten(0, 1), self._weights(w)
         width = self.likelihood.narrow_columns(f.shape[1])
         root = f.new_zeros(stop - start, len(f) // self.positions, self.positions, f.shape[1])
         for t in range(start // width, -(-stop // width)):
@@ -119,7 +121,7 @@ class Sequences(Likelihood):
         w: SequenceWeights = None,
         generator: torch.Generator | None = None,
     ) -> Outputs:
-        return self._join(self.likelihood.mc_residual(self._split(f), y.flatten(0, 1), self._each(w), generator))
+        return self._join(self.likelihood.mc_residual(self._split(f), y.flatten(0, 1), self._weights(w), generator))
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         return self._join(self.likelihood.mean(self._split(f)))
@@ -140,13 +142,13 @@ class Sequences(Likelihood):
 
     def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"] | None:
         """Return a mask of the positions that count, None if all do."""
-        mask = self.likelihood.counted(y.flatten(0, 1), self._each(w))
+        mask = self.likelihood.counted(y.flatten(0, 1), self._weights(w))
         return None if mask is None else mask.unflatten(0, (-1, self.positions))
 
     def weights_of_points(self, y: Tensor, w: SequenceWeights) -> Float[Tensor, "n *T"] | None:
         if w is None or w.ndim == 1:
             return w
-        weights = self.likelihood.weights_of_points(y.flatten(0, 1), self._each(w))
+        weights = self.likelihood.weights_of_points(y.flatten(0, 1), self._weights(w))
         return None if weights is None else weights.unflatten(0, (-1, self.positions))
 
     @property
@@ -166,7 +168,7 @@ class Sequences(Likelihood):
         """Invert `_split`."""
         return x.unflatten(-2, (-1, self.positions)).flatten(-2)
 
-    def _each(self, w: Tensor | None) -> Tensor | None:
+    def _weights(self, w: Tensor | None) -> Tensor | None:
         """Return one factor per position, (n·T,), or per target of a position, (n·T, m)."""
         if w is None:
             return None

@@ -29,7 +29,7 @@ KERNELS = [
 """The getter and the setter of each attention kernel, on if it has forward mode, and of TF32 in convolutions, off."""
 
 
-def contexts_for(parts: Iterable[nn.Module]) -> tuple[Contexts, Contexts]:
+def contexts_for(modules: Iterable[nn.Module]) -> tuple[Contexts, Contexts]:
     """Return the contexts, in addition to `unfused`, in which these modules have derivatives of both modes.
 
     The first choose kernels, and are entered where derivatives are recorded; the second replace slow operations, or
@@ -37,18 +37,19 @@ def contexts_for(parts: Iterable[nn.Module]) -> tuple[Contexts, Contexts]:
     """
     choices: dict[Callable[[], Any], None] = {}
     stand_ins: dict[Callable[[], Any], None] = {}
-    for part in parts:
-        if isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+    for module in modules:
+        if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
             choices[_no_fast_path] = None  # in eval mode these take a fused path without derivatives
-        elif isinstance(part, nn.RNNBase):
+        elif isinstance(module, nn.RNNBase):
             choices[_no_fused_rnn] = None
-        elif isinstance(part, nn.EmbeddingBag) or (
-            isinstance(part, nn.Embedding) and (part.sparse or part.scale_grad_by_freq or part.max_norm is not None)
+        elif isinstance(module, nn.EmbeddingBag) or (
+            isinstance(module, nn.Embedding)
+            and (module.sparse or module.scale_grad_by_freq or module.max_norm is not None)
         ):
             stand_ins[PlainLookups] = None
-        elif isinstance(part, torch.jit.ScriptModule):
+        elif isinstance(module, torch.jit.ScriptModule):
             stand_ins[_unoptimised] = None
-        if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             stand_ins[eagerly] = None
     return [*choices], [*stand_ins]
 

@@ -24,12 +24,12 @@ def admit_all(model: Model, inputs: Inputs, most: int = 0, in_order: bool = Fals
         return
     start = 0
     with torch.no_grad():
-        for part in in_pieces(inputs, most):
-            outputs = model.raw(model.values, part)
+        for subset in in_pieces(inputs, most):
+            outputs = model.raw(model.values, subset)
             _require_finite_outputs(outputs, start)
-            start += num_points(part)
-            if in_order and not isinstance(part, WholeBatch):
-                _require_order(model, part, outputs)
+            start += num_points(subset)
+            if in_order and not isinstance(subset, WholeBatch):
+                _require_order(model, subset, outputs)
 
 
 def _require_finite_outputs(outputs: Tensor, start: int) -> None:

@@ -196,14 +196,16 @@ class _LastLayers:
         return [name for name in names if name is not None]
 
 
-def _innermost(parts: Iterable[nn.Module]) -> list[nn.Module]:
+def _innermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules that own parameters and contain no other such module, except for parametrisations."""
-    own = {
-        part: None
-        for part in parts
-        if any(True for _ in part.parameters(recurse=False)) and not isinstance(part, ParametrizationList)
+    owners = {
+        module: None
+        for module in modules
+        if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, ParametrizationList)
     }
-    return [part for part in own if not any(other in own for other in part.modules() if other is not part)]
+    return [
+        module for module in owners if not any(other in owners for other in module.modules() if other is not module)
+    ]
 
 
 def _names(module: nn.Module, layer: nn.Module) -> list[str]:

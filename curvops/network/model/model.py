@@ -57,7 +57,7 @@ class Model:
     @torch.no_grad()
     def __init__(self, source: Any, parameters: Any = None) -> None:
         self.lock = threading.RLock()
-        self.module, self._function, tensors = _parts(source)
+        self.module, self._function, tensors = _read_source(source)
         trainable = list(tensors)
         self.paths: dict[nn.Module, str] = {}
         self.slots: list[Slot] = []
@@ -66,7 +66,7 @@ class Model:
         self._buffers: Blocks = {}
         if self.module is not None:
             self.module, elsewhere = skeleton_of(self.module)
-            self.paths = {part: path for path, part in self.module.named_modules()}
+            self.paths = {module: path for path, module in self.module.named_modules()}
             self.slots, tensors, buffers = slots_of(self.paths)
             names = {id(tensor): name for name, tensor in {**tensors, **buffers}.items()}
             self._elsewhere = [(container, key, names[id(tensor)]) for container, key, tensor in elsewhere]
@@ -119,8 +119,8 @@ class Model:
 
     def at(self, weights: Float[Tensor, " D"]) -> Model:
         """Return this network with other values of the selected parameters, copied."""
-        index, given = self.selection.index, weights.detach()
-        return self._with(_flat=given.clone() if index is None else self._flat.index_copy(0, index, given))
+        index, values = self.selection.index, weights.detach()
+        return self._with(_flat=values.clone() if index is None else self._flat.index_copy(0, index, values))
 
     def with_all_parameters(self) -> Model:
         """Return this network with all parameters selected that require a gradient, at the same values."""
@@ -198,12 +198,12 @@ class Model:
     @property
     def training(self) -> bool:
         """Whether a part of the module was in train mode at the snapshot."""
-        return any(getattr(part, "training", False) for part in self.paths)  # frozen TorchScript has no mode
+        return any(getattr(module, "training", False) for module in self.paths)  # frozen TorchScript has no mode
 
     @property
     def hookable(self) -> list[nn.Module]:
         """The modules that accept hooks, which those of TorchScript do not."""
-        return [part for part in self.paths if not isinstance(part, torch.jit.ScriptModule)]
+        return [module for module in self.paths if not isinstance(module, torch.jit.ScriptModule)]
 
     def place_of(self, variable: Tensor) -> int | None:
         """Return a number that distinguishes this leaf of a graph from the model's other leaves, in every pass.
@@ -248,17 +248,17 @@ class Model:
         """
         self.calls.arguments(value_of(inputs, apart=True))
         self.calls.example = inputs.copy() if isinstance(inputs, Objects) else None
-        given = copy(inputs)
+        inputs_copy = copy(inputs)
         with torch.no_grad(), explain(inputs):
             try:
-                outputs = self._checked_call(given)
+                outputs = self._checked_call(inputs_copy)
             except (TypeError, RuntimeError) as error:
                 self._differentiates = isinstance(error, RuntimeError)
                 if not (self._differentiates or self.calls.turn(value_of(inputs, apart=True))):
                     raise
-                given = copy(inputs)
-                outputs = self._checked_call(given)
-        self._writes = _differ(given, inputs)
+                inputs_copy = copy(inputs)
+                outputs = self._checked_call(inputs_copy)
+        self._writes = _differ(inputs_copy, inputs)
         self.layout = (layouts or layout_of)(outputs)
         self._admitted.add(form_of(inputs))
         return self.layout, checked_outputs(outputs, self.layout)
@@ -280,7 +280,9 @@ class Model:
         """Raise ValueError unless the first of these outputs equals the output of its point `alone`, up to rounding."""
         slack = self.eps**0.5 * (1 + outputs.abs().max())
         if bool(((outputs[: len(alone)] - alone).abs() > slack).any()):
-            across = [repr(path) for part, path in self.paths.items() if getattr(part, "batch_first", True) is False]
+            across = [
+                repr(path) for module, path in self.paths.items() if getattr(module, "batch_first", True) is False
+            ]
             where = f" (not so {', '.join(across[:3])})" if across else ""
             raise ValueError(
                 f"a point's outputs depend on the other points of its batch of {len(outputs)}; call model.eval(), use "
@@ -293,7 +295,7 @@ class Model:
         if self._differentiates and not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.enable_grad():
                 outputs = self._call(values, inputs)
-            return tree_map(lambda part: part.detach() if isinstance(part, Tensor) else part, outputs)
+            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
         with self.holding(values) as tensors:
             inputs = inputs.value() if isinstance(inputs, Objects) else map_inputs(_recordable, inputs)
             if self._function is not None:
@@ -356,8 +358,8 @@ class Model:
     def _find_places(self) -> None:
         """List all that holds a tensor of the snapshot while the module runs, with the key there and the name."""
         self._places: list[tuple[Any, Any, str]] = [
-            (part._parameters if local in part._parameters else part._buffers, local, name)
-            for part, local, name in self.slots
+            (module._parameters if local in module._parameters else module._buffers, local, name)
+            for module, local, name in self.slots
         ]
         self._places += [(entries_of(container), key, name) for container, key, name in self._elsewhere]
 
@@ -407,20 +409,20 @@ def tensors_of(source: Any) -> Blocks:
     Buffers that are not persistent are left out: a model computes them itself, and files of weights do not contain
     them.
     """
-    module, _, tensors = _parts(source)
+    module, _, tensors = _read_source(source)
     if module is None:
         return {name: as_real(tensor) for name, tensor in tensors.items()}
     computed = _computed_buffers(module)
-    kept = {name: buffer for name, buffer in module.named_buffers() if name not in computed}
-    return {name: as_real(parameter) for name, parameter in module.named_parameters()} | kept
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in computed}
+    return {name: as_real(parameter) for name, parameter in module.named_parameters()} | buffers
 
 
 def _computed_buffers(module: nn.Module) -> set[str]:
     """Return the names of buffers that are not persistent."""
     return {
         f"{path}.{name}" if path else name
-        for path, part in module.named_modules()
-        for name in part._non_persistent_buffers_set
+        for path, submodule in module.named_modules()
+        for name in submodule._non_persistent_buffers_set
     }
 
 
@@ -449,10 +451,10 @@ def slots_of(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks
     slots: list[Slot] = []
     parameters: Blocks = {}
     buffers: Blocks = {}
-    for part, path in paths.items():
-        if isinstance(part, STOCHASTIC):
-            _require_deterministic(part, path)
-        for named, tensors in ((parameters, part._parameters), (buffers, part._buffers)):
+    for module, path in paths.items():
+        if isinstance(module, STOCHASTIC):
+            _require_deterministic(module, path)
+        for named, tensors in ((parameters, module._parameters), (buffers, module._buffers)):
             for local, tensor in tensors.items():
                 if tensor is None:
                     continue
@@ -460,7 +462,7 @@ def slots_of(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks
                 if name is None:
                     name = names[id(tensor)] = f"{path}.{local}" if path else local
                     named[name] = tensor
-                slots.append(Slot(part, local, name))
+                slots.append(Slot(module, local, name))
     return slots, parameters, buffers
 
 
@@ -496,26 +498,26 @@ def layout_of(outputs: Any, class_dim: int = -1, numbers: bool = False, name: Na
 
     class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: read (n,) as (n, 1).
     """
-    part = outputs if name is None else part_of(outputs, name)
-    if numbers and isinstance(part, Tensor) and part.ndim == 1:
+    output = outputs if name is None else part_of(outputs, name)
+    if numbers and isinstance(output, Tensor) and output.ndim == 1:
         return Layout(torch.Size(()), name=name)
     try:
-        return Layout(checked_outputs(part).shape[1:], class_dim, name=name)
+        return Layout(checked_outputs(output).shape[1:], class_dim, name=name)
     except (TypeError, ValueError) as error:
         if name is None:
             raise
         raise type(error)(f"output {name!r}: {error}") from error
 
 
-def _require_deterministic(part: Any, name: str) -> None:
-    if part.training and getattr(part, "p", 1) > 0:
+def _require_deterministic(module: Any, name: str) -> None:
+    if module.training and getattr(module, "p", 1) > 0:
         raise ValueError(
-            f"{name or 'the model'} ({type(part).__name__}) is in train mode, and its outputs would be random or "
+            f"{name or 'the model'} ({type(module).__name__}) is in train mode, and its outputs would be random or "
             "depend on the other points of a batch; call model.eval()."
         )
-    if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
         raise ValueError(
-            f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics, so each point's output "
+            f"{name or 'the model'} ({type(module).__name__}) keeps no running statistics, so each point's output "
             "depends on its batch: use track_running_stats=True, or another normalisation."
         )
 
@@ -534,7 +536,7 @@ def unwrap(model: Any) -> Any:
     return model if inner is None or hooked else unwrap(inner)
 
 
-def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Blocks]:
+def _read_source(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Blocks]:
     """Return the module, or the function and its tensors by name."""
     source = unwrap(source)
     require_whole(source)
@@ -561,13 +563,13 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Bl
     )
 
 
-def _differ(given: Inputs, inputs: Inputs) -> bool:
+def _differ(inputs_copy: Inputs, inputs: Inputs) -> bool:
     """Return whether a call of the model changed the inputs that it was given, which were a copy of others."""
-    if isinstance(given, Objects):
-        return digest_of(given.points) != digest_of(inputs.points)  # type: ignore[union-attr]
+    if isinstance(inputs_copy, Objects):
+        return digest_of(inputs_copy.points) != digest_of(inputs.points)  # type: ignore[union-attr]
     return any(
         new.is_inference() or new._version > 0 or not torch.equal(new, old)
-        for (_, new), (_, old) in zip(components(given), components(inputs))
+        for (_, new), (_, old) in zip(components(inputs_copy), components(inputs))
     )
 
 

@@ -39,16 +39,18 @@ class FlatLayout:
 
     def parts(self, vector: Shaped[Tensor, "*k d"]) -> list[Tensor]:
         """Return the tensors (*k, *shape) in their order, views of the vector."""
-        parts = torch.split_with_sizes(vector, self.sizes, -1)
-        return [part.view(part.shape[:-1] + shape) for shape, part in zip(self.shapes, parts)]
+        blocks = torch.split_with_sizes(vector, self.sizes, -1)
+        return [block.view(block.shape[:-1] + shape) for shape, block in zip(self.shapes, blocks)]
 
     def named(self, vector: Shaped[Tensor, "*k d"]) -> Blocks:
         """Return the tensors (*k, *shape) by name, views of the vector."""
         return dict(zip(self.names, self.parts(vector)))
 
-    def concatenate(self, parts: Sequence[Tensor], leading: int = 0) -> Float[Tensor, "*k d"]:
+    def concatenate(self, tensors: Sequence[Tensor], leading: int = 0) -> Float[Tensor, "*k d"]:
         """Return the vector of tensors (*k, *shape), a copy; `leading` is the number of dimensions k."""
-        return torch.cat([part.flatten(leading) if part.ndim > leading else part.unsqueeze(-1) for part in parts], -1)
+        return torch.cat(
+            [tensor.flatten(leading) if tensor.ndim > leading else tensor.unsqueeze(-1) for tensor in tensors], -1
+        )
 
 
 class OneBlock(Blocks):
@@ -134,8 +136,8 @@ class Selection(FlatLayout):
             rows = self.concatenate([blocks[name] for name in self.names], 1)
         else:
             rows = first.new_empty(len(first), self.size)
-            for name, part in self.named(rows).items():
-                part.copy_(blocks.pop(name))
+            for name, target in self.named(rows).items():
+                target.copy_(blocks.pop(name))
         return (rows if self.index is None else rows[:, self.index]).mT
 
 

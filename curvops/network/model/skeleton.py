@@ -83,36 +83,36 @@ def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[HeldTensor]]:
     """
     held = {
         id(tensor): tensor
-        for part in module.modules()
-        for tensor in (*part._parameters.values(), *part._buffers.values())
+        for submodule in module.modules()
+        for tensor in (*submodule._parameters.values(), *submodule._buffers.values())
         if tensor is not None
     }
     memo: dict[int, Any] = {**held}
     memo[id(memo)] = []  # where deepcopy keeps alive what it has copied
     shells: list[tuple[nn.Module, nn.Module]] = []
-    for part in module.modules():
-        if id(part) in memo:
+    for submodule in module.modules():
+        if id(submodule) in memo:
             continue  # inside a TorchScript module
-        if isinstance(part, torch.jit.ScriptModule):
-            memo.update(zip(map(id, part.modules()), _script(part).modules()))
+        if isinstance(submodule, torch.jit.ScriptModule):
+            memo.update(zip(map(id, submodule.modules()), _script(submodule).modules()))
         else:
-            memo[id(part)] = shell = part.__class__.__new__(part.__class__)
-            shells.append((part, shell))
+            memo[id(submodule)] = shell = submodule.__class__.__new__(submodule.__class__)
+            shells.append((submodule, shell))
     with _DetachedCopies():
-        for part, shell in shells:
-            for value in vars(part).values():
+        for original, shell in shells:
+            for value in vars(original).values():
                 for entry in value.values() if isinstance(value, dict) else (value,):  # attributes and hooks
                     if isinstance(entry, FunctionType):
                         memo[id(entry)] = _over_copies(entry, memo)
-            for name, value in vars(part).items():
+            for name, value in vars(original).items():
                 shell.__dict__[name] = _copied(value, memo)
-            if isinstance(part, fx.GraphModule):  # its class was made for it alone, and `recompile` changes that class
-                type(shell).forward = type(part).forward
-            if "_orig_mod" in part._modules:
+            if isinstance(original, fx.GraphModule):  # a class made for it alone, which `recompile` changes
+                type(shell).forward = type(original).forward
+            if "_orig_mod" in original._modules:
                 shell.__dict__["forward"] = shell._modules["_orig_mod"]
             shell.__dict__["_compiled_call_impl"] = None  # compiled for the original
     other = memo[id(module)]
-    named = {id(tensors) for part in other.modules() for tensors in (part._parameters, part._buffers)}
+    named = {id(tensors) for submodule in other.modules() for tensors in (submodule._parameters, submodule._buffers)}
     places: list[HeldTensor] = []
     for container in containers_in(other):
         entries = entries_of(container)
@@ -146,7 +146,7 @@ def _over_copies(function: FunctionType, memo: Mapping[int, Any]) -> FunctionTyp
     """Return a function that refers to the copies of the modules in its closure and among its global names."""
     cells = function.__closure__ or ()
     named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    ours = {name: memo[id(part)] for name, part in named.items() if id(part) in memo}
+    ours = {name: memo[id(value)] for name, value in named.items() if id(value) in memo}
     closed = tuple(CellType(_copy_in(cell, memo)) if _copy_in(cell, memo) is not None else cell for cell in cells)
     if not ours and closed == cells:
         return function

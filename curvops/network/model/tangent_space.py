@@ -22,16 +22,16 @@ class Fingerprints(Mapping[str, int]):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-        self._taken: dict[str, int] = {}
+        self._prints: dict[str, int] = {}
 
     def take(self) -> dict[str, int]:
         """Return the fingerprints as a dict; the first call makes one pass over the tensors."""
         if self._tensors:
             tensors = self._tensors
             prints = torch.stack([fingerprint([in_single(tensor)]) for tensor in tensors.values()]).tolist()
-            self._taken = dict(zip(tensors, prints))
+            self._prints = dict(zip(tensors, prints))
             self._tensors = {}  # cleared last, since another thread may be here, too
-        return self._taken
+        return self._prints
 
     def __getitem__(self, name: str) -> int:
         return self.take()[name]

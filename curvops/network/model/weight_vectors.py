@@ -16,54 +16,54 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import matching
 
 
-def read_precision(name: str, given: Any, network: Model, others: str = "") -> Tensor:
+def read_precision(name: str, value: Any, network: Model, others: str = "") -> Tensor:
     """Read a diagonal precision, 0-d or (D,). Raises TypeError or ValueError unless it is positive and finite."""
     hint = "wrap a matrix as co.linalg.Dense(matrix, psd=True)"
-    precision = read_vector(name, given, network, "a positive number", others, hint)
+    precision = read_vector(name, value, network, "a positive number", others, hint)
     if not within(precision, 0.0, strict=True):
         raise ValueError(f"{name} must be positive and finite, got {float(precision.detach().min()):.3g}.")
     return precision
 
 
-def read_mean(given: Any, network: Model) -> Tensor:
+def read_mean(value: Any, network: Model) -> Tensor:
     """Read a prior mean, 0-d or (D,). Raises TypeError or ValueError unless it is finite."""
     hint = "lin.flatten(mapping) makes a vector of named tensors"
-    mean = read_vector("prior_mean", given, network, "a number", hint=hint)
+    mean = read_vector("prior_mean", value, network, "a number", hint=hint)
     if not is_finite(mean):
         raise ValueError("prior_mean holds NaN or Inf.")
     return mean
 
 
-def read_vector(name: str, given: Any, network: Model, number: str, others: str = "", hint: str = "") -> Tensor:
+def read_vector(name: str, value: Any, network: Model, number: str, others: str = "", hint: str = "") -> Tensor:
     """Read a number, vector or mapping as a tensor like θ, 0-d or (D,): the user's own if it requires a gradient."""
-    if isinstance(given, Mapping):
-        return _by_parameter(given, network, name)
-    given = tensor_of(given)
-    if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
+    if isinstance(value, Mapping):
+        return _by_parameter(value, network, name)
+    value = tensor_of(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
         raise TypeError(
             f"{name} must be {number}, a tensor ({network.num_parameters},) of them, a mapping {{glob over parameter "
-            f"names: number or tensor}}{others}, got {shown(given)}."
+            f"names: number or tensor}}{others}, got {shown(value)}."
         )
-    vector = _like(network, given, name)
+    vector = _like(network, value, name)
     if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != network.num_parameters):
         raise ValueError(f"{name} must be a number or have {network.num_parameters} entries; {hint}.")
     return vector
 
 
-def _like(network: Model, given: Any, name: str) -> Tensor:
-    used = torch.as_tensor(given, dtype=network.theta.dtype, device=network.theta.device)
+def _like(network: Model, value: Any, name: str) -> Tensor:
+    used = torch.as_tensor(value, dtype=network.theta.dtype, device=network.theta.device)
     refuse_tangents([used])
-    return own(given, used, name) if isinstance(given, Tensor) else used
+    return own(value, used, name) if isinstance(value, Tensor) else used
 
 
-def _by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[Tensor, " D"]:
+def _by_parameter(values_by_glob: Mapping[Any, Any], network: Model, what: str) -> Float[Tensor, " D"]:
     """Return the vector for a mapping {glob over parameter names: number, or tensor of the parameter's shape}.
 
     Raises ValueError unless each selected parameter is matched exactly once and each glob matches one.
     """
     selection = network.selection
     entries: dict[str, tuple[str, Any]] = {}
-    for glob, entry in given.items():
+    for glob, entry in values_by_glob.items():
         value = tensor_of(entry)
         if not isinstance(glob, str):
             raise TypeError(f"{what}: a key must be a glob over parameter names, got {glob!r}.")

@@ -35,10 +35,10 @@ class DrawnFisher(FromColumns):
         self.mc_samples, self.generator = mc_samples, generator
         self.draws: Tensor | None = None
 
-    def resume(self, kept: Checkpoint, device: torch.device) -> None:
-        self.generator = kept.source("generator", self.generator, device)
-        known = kept.attach("draws", lambda: self.draws)
-        self.draws = self.draws if known is None else known
+    def resume(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        self.generator = checkpoint.source("generator", self.generator, device)
+        saved_draws = checkpoint.attach("draws", lambda: self.draws)
+        self.draws = self.draws if saved_draws is None else saved_draws
 
     def num_columns(self, num_outputs: int) -> int:
         return self.mc_samples

@@ -128,8 +128,10 @@ def likelihood_for(spec: Any, layout: Layout) -> Likelihood:
         return as_likelihood(spec, layout.shape)
     specs, names = likelihoods_by_name(spec), [member.name for member in layout.members]
     if specs is None or set(specs) != set(names):
-        given = repr(spec) if specs is None else f"those of {list(specs)}"
-        raise ValueError(f"the outputs are {names}: pass a likelihood for each, under these names; given {given}.")
+        description = repr(spec) if specs is None else f"those of {list(specs)}"
+        raise ValueError(
+            f"the outputs are {names}: pass a likelihood for each, under these names; given {description}."
+        )
     ordered = {name: specs[name] for name in sorted(specs, key=names.index)}
     members = {name: likelihood for name, (likelihood, _) in _members(ordered, layout).items()}
     return Multitask(members, [member.output_shape.numel() for member in layout.members], layout.forms)
@@ -204,18 +206,18 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
     """
     # Of a Dataset some points are fetched, of tensors in memory all are looked at.
     source, reading = as_source(data, sys.maxsize if holds_all(data) else LOOKED_AT, weights), Reading(weights=weights)
-    own: tuple[Inputs, Any, type] | None = None
+    sample: tuple[Inputs, Any, type] | None = None
     for index, item in enumerate(items(source, theta.device)):
-        given, labels, _ = reading.parts(item, index)
-        if isinstance(given, WholeBatch) and (points := LoaderOfPoints.of(data, weights)) is not None:
+        all_inputs, labels, _ = reading.parts(item, index)
+        if isinstance(all_inputs, WholeBatch) and (points := LoaderOfPoints.of(data, weights)) is not None:
             return first_points(points, theta, weights, ranks)
-        if num_points(given):
-            few = few_of(given)
+        if num_points(all_inputs):
+            few = few_of(all_inputs)
             kind = getattr(source, "mapping_type", None) or type(split_batch(item, weights)[0])
-            inputs = move(take(given, few), theta.device, theta.dtype)
-            own = inputs, None if labels is None else take(labels, few), kind
+            inputs = move(take(all_inputs, few), theta.device, theta.dtype)
+            sample = inputs, None if labels is None else take(labels, few), kind
             break
-    some = [of_rank for of_rank in ([own] if ranks is None else ranks.gather(own)) if of_rank is not None]
+    some = [of_rank for of_rank in ([sample] if ranks is None else ranks.gather(sample)) if of_rank is not None]
     if not some:
         whose = "The data are empty: they" if ranks is None else f"the shards of all {ranks.size} ranks"
         raise NoDataError(f"{whose} hold no points. {ACCEPTED}")
@@ -265,11 +267,11 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
 def _check_several(model: Model, likelihood: Multitask, outputs: Tensor, targets: Any, specs: Any) -> None:
     """Score each of several outputs as `check_scores` does."""
     assert isinstance(model.layout, NamedLayout)
-    parts = zip(model.layout.members, likelihood.likelihoods.items(), outputs.split(likelihood.num_outputs, 1))
-    for layout, (name, member), rows in parts:
+    members = zip(model.layout.members, likelihood.likelihoods.items(), outputs.split(likelihood.num_outputs, 1))
+    for layout, (name, member), rows in members:
         view = model.with_layout(layout)
-        own = None if targets is None else part_of(targets, name)
-        check_scores(view, member, layout.restored(rows), own, part_of(specs, name))
+        member_targets = None if targets is None else part_of(targets, name)
+        check_scores(view, member, layout.restored(rows), member_targets, part_of(specs, name))
 
 
 def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
@@ -283,14 +285,14 @@ def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         return
     order = torch.arange(n, device=f.device)
     f = f[order % len(f)]
-    parts = [order[:1], order[n // 2 :][:1], order[-1:], order.flip(0), order[::2], order[(n > 1) :: 2]]
+    subsets = [order[:1], order[n // 2 :][:1], order[-1:], order.flip(0), order[::2], order[(n > 1) :: 2]]
     try:
-        together, *others = (likelihood.log_prob(f[part], y[part].clone()) for part in [order, *parts])
+        together, *others = (likelihood.log_prob(f[subset], y[subset].clone()) for subset in [order, *subsets])
     except (TypeError, ValueError, RuntimeError):
         return  # it cannot score other outputs
-    eps, known = torch.finfo(f.dtype).eps, together.isfinite()
-    slack = eps**0.5 * together.where(known, 0).abs().amax() + 8 * eps * (1 + f.abs().amax())
-    differ = [known[part] & ~((apart - together[part]).abs() <= slack) for part, apart in zip(parts, others)]
+    eps, finite = torch.finfo(f.dtype).eps, together.isfinite()
+    slack = eps**0.5 * together.where(finite, 0).abs().amax() + 8 * eps * (1 + f.abs().amax())
+    differ = [finite[subset] & ~((apart - together[subset]).abs() <= slack) for subset, apart in zip(subsets, others)]
     if bool(torch.cat(differ).any()):
         raise ValueError(
             f"{likelihood!r} couples the points of a batch: the loss of a point depends on the other points of its "

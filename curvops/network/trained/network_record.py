@@ -160,31 +160,31 @@ def _tried_points(record: Mapping[str, Any], data: Any, inputs: Any) -> Inputs:
     tried, saved = record["tried"], record["data"]
     if tried["inputs"] is not None:
         return tried["inputs"]
-    wanted, parts = tried["prints"], dict[int, Inputs]()
+    wanted, points_by_print = tried["prints"], dict[int, Inputs]()
     reading = Reading(weights=saved["weighted"])
     source = [] if data is None else as_source(data, saved["largest_batch"], saved["weighted"])
-    given = (
+    candidates = (
         [batch_inputs(inputs, len(wanted))] if inputs is not None else (reading.read(item).inputs for item in source)
     )
-    for points in given:
+    for points in candidates:
         prints = points.prints().tolist() if isinstance(points, Objects) else []
         if prints == wanted:
             return points
         for i, number in enumerate(prints):
-            if number in wanted and number not in parts:
-                parts[number] = take(points, slice(i, i + 1))
-    if len(parts) < len(set(wanted)) and data is not None:
+            if number in wanted and number not in points_by_print:
+                points_by_print[number] = take(points, slice(i, i + 1))
+    if len(points_by_print) < len(set(wanted)) and data is not None:
         raise ValueError(
             "the data are not those of the saved posterior: the points at which the model was tried are not among "
             "them. Batches that only the model can read have to be the same batches."
         )
-    if len(parts) < len(set(wanted)):
+    if len(points_by_print) < len(set(wanted)):
         raise ValueError(
             "the points of the saved posterior are objects, which are not saved: pass the training data, as to "
             "co.linearize, or inputs=, the first two training points (or those of post.save(path, inputs=)), with "
             "collate= if that was given."
         )
-    return join([parts[number] for number in wanted])
+    return join([points_by_print[number] for number in wanted])
 
 
 def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> tuple[Layout, Tensor]:
@@ -287,9 +287,9 @@ def _describe(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
     return {"given": repr(likelihood), "drawn": drawn, "scores": scores}
 
 
-def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: Tensor) -> tuple[Likelihood, Layout]:
+def _likelihood(record: Mapping[str, Any], spec: Any, layout: Layout, outputs: Tensor) -> tuple[Likelihood, Layout]:
     saved, device, dtype = record["likelihood"], outputs.device, outputs.dtype
-    named = None if given is None else likelihood_for(given, layout).snapshot(device, dtype)
+    named = None if spec is None else likelihood_for(spec, layout).snapshot(device, dtype)
     if "class" in saved:
         stored = _recorded(saved, device)
         if (
@@ -297,7 +297,7 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
             and not needs_noise(named)
             and likelihood_state(at_positions(named, layout)[0]) != likelihood_state(stored)
         ):
-            raise ValueError(f"the posterior was saved with {stored}, but likelihood={given!r} is given; leave it out.")
+            raise ValueError(f"the posterior was saved with {stored}, but likelihood={spec!r} is given; leave it out.")
         return at_positions(stored, layout)
     if named is None:
         raise ValueError(f"this likelihood, {saved['given']}, cannot be saved: co.load(path, model, likelihood=...).")
@@ -323,20 +323,22 @@ def identity_of(named: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def require_same_network(saved: Mapping[str, Any], given: Mapping[str, Tensor], restored: Mapping[str, Tensor]) -> None:
+def require_same_network(
+    saved: Mapping[str, Any], tensors: Mapping[str, Tensor], restored: Mapping[str, Tensor]
+) -> None:
     """Raise ValueError, with the names and the remedy, unless the given tensors equal the saved ones.
 
     Of the tensors that will be restored, only shape and dtype are compared.
     """
-    missing, further = saved.keys() - given.keys(), given.keys() - saved.keys()
+    missing, further = saved.keys() - tensors.keys(), tensors.keys() - saved.keys()
     if missing or further:
         lacks, more = (_some(sorted(names)) or "nothing" for names in (missing, further))
         raise ValueError(f"this is not the saved model: it lacks {lacks}, and also has {more}.")
-    identities = identity_of(given)
+    identities = identity_of(tensors)
     for what in ("shape", "dtype"):
         other = [name for name in saved if saved[name][what] != identities[name][what]]
         if other:
-            was, now = (_format(each[other[0]][what]) for each in (saved, identities))
+            was, now = (_format(records[other[0]][what]) for records in (saved, identities))
             remedy = {
                 "shape": "Build the model with the sizes that it had then.",
                 "dtype": "Convert a copy of the model first, as model.double() and model.float() do.",

@@ -259,7 +259,7 @@ class TrainedNetwork(NetworkOnData):
         network.refuse_modes()
         data = with_collate(data, collate)
         data, few, first_targets, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
-        given, layout, outputs = likelihood_at(network, few, likelihood, first_targets)
+        user_likelihood, layout, outputs = likelihood_at(network, few, likelihood, first_targets)
         if by_running:
             network = network.selecting(last_layer(network, few))
         theta = network.theta
@@ -267,7 +267,7 @@ class TrainedNetwork(NetworkOnData):
         if ranks is not None:
             nbytes = min(ranks.gather(nbytes))  # over equal budgets, or over the free memory
         memory = Budget(nbytes, theta.device, ranks)
-        probability = given.snapshot(theta.device, theta.dtype)
+        probability = user_likelihood.snapshot(theta.device, theta.dtype)
         engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
         step = max(1, memory.budget // (8 * max(1, engines.plan.routes.saved_bytes)))
         reading = reading_for(network, probability, layout, weights, outputs, first_targets is not None)
@@ -285,15 +285,15 @@ class TrainedNetwork(NetworkOnData):
         return new.with_likelihood(estimated_noise(probability, new.squared_residuals(), theta))
 
     @classmethod
-    def read_shard(cls: type[N], process_group: ProcessGroup, **given: Any) -> N:
+    def read_shard(cls: type[N], process_group: ProcessGroup, **arguments: Any) -> N:
         """Read what `read` does, where the data are this rank's shard of those of a process group."""
         ranks = Ranks(process_group)
-        kinds = sorted({tensor.device.type for tensor in tensors_of(given["model"]).values()})
+        kinds = sorted({tensor.device.type for tensor in tensors_of(arguments["model"]).values()})
         versions = {"torch's version": torch.__version__, "the version": WRITTEN_BY}
-        options = {"memory_budget": given["memory_budget"], "the engine": given["engine"]}
-        options |= {"whether points have weights": given["weights"]}
+        options = {"memory_budget": arguments["memory_budget"], "the engine": arguments["engine"]}
+        options |= {"whether points have weights": arguments["weights"]}
         ranks.require_equal(versions | options | {"the kind of device": kinds})
-        new = cls.read(**given, ranks=ranks)
+        new = cls.read(**arguments, ranks=ranks)
         ranks.require_equal(new.facts())
         return new
 
@@ -333,12 +333,12 @@ class TrainedNetwork(NetworkOnData):
 
         Raises as `admit`, and ValueError if J has no gradient in the inputs that is certain to be right.
         """
-        given, engines = copy(self.admit(x, differentiable)), self.passes.engines
-        names = tuple(name for name, _ in _require_gradient(given)) if num_points(given) else ()
-        graph = InputGraph(engines, given, names) if names else None
-        inputs = map_inputs(Tensor.detach, given)
-        parts = [(part, None) for _, part in cut(inputs, self.data.largest)]
-        walk = Passes(self.model, parts, self.engine, self.memory, engines, progress=self.passes.progress)
+        inputs_copy, engines = copy(self.admit(x, differentiable)), self.passes.engines
+        names = tuple(name for name, _ in _require_gradient(inputs_copy)) if num_points(inputs_copy) else ()
+        graph = InputGraph(engines, inputs_copy, names) if names else None
+        inputs = map_inputs(Tensor.detach, inputs_copy)
+        batches = [(subset, None) for _, subset in cut(inputs, self.data.largest)]
+        walk = Passes(self.model, batches, self.engine, self.memory, engines, progress=self.passes.progress)
         return walk, num_points(inputs), graph
 
     def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"] | Any:
@@ -358,8 +358,9 @@ class TrainedNetwork(NetworkOnData):
             constants = {name: value.detach() for name, value in values.items()}
             return outputs_at(self.model, copy(inputs), constants).reshape(-1, self.output_shape[-1])
         with torch.no_grad():
-            parts = [self.model(values, part) for part in in_pieces(inputs, self._points_at_once()) if num_points(part)]
-        return torch.cat([self.theta.new_zeros(0, self.num_outputs), *parts]).reshape(-1, self.output_shape[-1])
+            subsets = in_pieces(inputs, self._points_at_once())
+            outputs = [self.model(values, subset) for subset in subsets if num_points(subset)]
+        return torch.cat([self.theta.new_zeros(0, self.num_outputs), *outputs]).reshape(-1, self.output_shape[-1])
 
     def admit(self, x: Any, differentiable: bool = False) -> Inputs:
         """Return inputs on the weights' device, after trying the model on them; raise as `jacobian` does."""
@@ -381,11 +382,11 @@ class TrainedNetwork(NetworkOnData):
 
         Raises as `as_inputs` does, and ValueError or TypeError if the model cannot be run on such a batch.
         """
-        given, place = self.model.calls.read(x), (self.theta.device, self.theta.dtype)
-        if isinstance(given, WholeBatch) and given.size is None:
+        inputs, place = self.model.calls.read(x), (self.theta.device, self.theta.dtype)
+        if isinstance(inputs, WholeBatch) and inputs.size is None:
             with torch.no_grad():
-                given = given.of_size(len(self.model.raw(self.model.values, given.move(*place), explained="")))
-        return as_inputs(given, *place)
+                inputs = inputs.of_size(len(self.model.raw(self.model.values, inputs.move(*place), explained="")))
+        return as_inputs(inputs, *place)
 
     def gradient(self) -> Float[Tensor, " D"]:
         """Return the gradient of the negative log-likelihood (a sum over the data), Jᵀr. Costs one gradient."""
@@ -547,9 +548,9 @@ class TrainedNetwork(NetworkOnData):
 
     def _with(self: N, data: Batches | AbsentBatches, token: str | None, **others: Any) -> N:
         """Return a network of other data; its further parts are this one's, except those given."""
-        kept: dict[str, Any] = {"model": self.model, "likelihood": self.likelihood, "memory_budget": self.memory}
-        kept |= {"engine": self.engine, "progress": self.passes.progress, "output_shape": self.output_shape}
-        return type(self)(data=data, token=token, **kept | others)
+        arguments: dict[str, Any] = {"model": self.model, "likelihood": self.likelihood, "memory_budget": self.memory}
+        arguments |= {"engine": self.engine, "progress": self.passes.progress, "output_shape": self.output_shape}
+        return type(self)(data=data, token=token, **arguments | others)
 
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:

@@ -72,11 +72,11 @@ class BatchRows(Walk, EngineCache, JacobianRows):
                 width, most = columns, chunk if names is None else sys.maxsize
                 if apart and not others and not self.model.theta.is_cuda:
                     width, most = 1, min(chunk, COLUMN_BYTES)
-                for points, part in self._pieces(inputs, width, chunk):
+                for points, subset in self._pieces(inputs, width, chunk):
                     total += points.stop - points.start
                     if total > first:
-                        asked = self.engines, batch.labels(points), part, fisher, others, most, score
-                        yield total, each_group(*asked, advance=steps.advance, sums=apart)
+                        arguments = self.engines, batch.labels(points), subset, fisher, others, most, score
+                        yield total, each_group(*arguments, advance=steps.advance, sums=apart)
                     else:
                         steps.advance((points.stop - points.start) * columns)
 
@@ -95,15 +95,15 @@ class BatchRows(Walk, EngineCache, JacobianRows):
             if sum(tensor.nbytes for tensor in (*seen, outputs)) <= MOST_RECORDED:
                 seen.append(outputs)
 
-        def groups_at(points: slice, part: Any) -> list[Group]:
+        def groups_at(points: slice, subset: Any) -> list[Group]:
             if last is not None:
-                return groups_of(part, C if self.model.layout is None else self.model.layout.num_outputs)
+                return groups_of(subset, C if self.model.layout is None else self.model.layout.num_outputs)
             with self.model.lock:
                 recorded, self._recorded = self._recorded, None
             if recorded is not None and len(recorded[0]) != points.stop - points.start:
                 recorded = None
-            asked = self.engines, NO_LABELS, part, Unit(), others, sys.maxsize, see, recorded
-            return list(each_group(*asked, names=names))
+            arguments = self.engines, NO_LABELS, subset, Unit(), others, sys.maxsize, see, recorded
+            return list(each_group(*arguments, names=names))
 
         with self._steps("rows of the Jacobian") as steps:
             for index, (inputs, _) in enumerate(self.source):
@@ -112,10 +112,10 @@ class BatchRows(Walk, EngineCache, JacobianRows):
                     pieces = self._pieces(inputs, C, self.chunk_bytes, of_others=True)
                 else:
                     pieces = self._pieces_of_last(last[index])
-                for points, part in pieces:
+                for points, subset in pieces:
                     first, count = total + points.start * C, points.stop - points.start
                     if first >= least:
-                        yield first, count * C, groups_at(points, part)
+                        yield first, count * C, groups_at(points, subset)
                     steps.advance(count)
                 total += num_points(inputs) * C
         if seen and not self.is_shared and sum(map(len, seen)) * C == total:
@@ -138,12 +138,12 @@ class BatchRows(Walk, EngineCache, JacobianRows):
         """
         with self.model.lock:
             if self._outputs is not None:
-                found, self._outputs = self._outputs, None
-                return found
-            plan, parts = self.engines.plan, self.source if isinstance(self.source, list) else []
-            if len(parts) != 1 or plan.is_last_layer or self._fisher is not None:
+                outputs, self._outputs = self._outputs, None
+                return outputs
+            plan, batches = self.engines.plan, self.source if isinstance(self.source, list) else []
+            if len(batches) != 1 or plan.is_last_layer or self._fisher is not None:
                 return None
-            inputs = parts[0][0]
+            inputs = batches[0][0]
             if num_points(inputs) * plan.routes.saved_bytes > MOST_RECORDED or self.engines.checked_others(inputs):
                 return None
             recorded = self.engines.record(inputs)
@@ -161,10 +161,10 @@ class BatchRows(Walk, EngineCache, JacobianRows):
                 return None
             for _ in self.each(0):  # a walk keeps the inputs
                 pass
-            kept = self.kept_engines if self._complete else []
-            found = [engine.features for engine in kept if isinstance(engine, Layerwise)]
-            whole = [features for features in found if features is not None]
-            return whole if whole and len(whole) == len(kept) else None
+            engines = self.kept_engines if self._complete else []
+            batch_features = [engine.features for engine in engines if isinstance(engine, Layerwise)]
+            whole = [features for features in batch_features if features is not None]
+            return whole if whole and len(whole) == len(engines) else None
 
     def _pieces(self, inputs: Any, columns: int, chunk: int, of_others: bool = False) -> Iterator[tuple[slice, Any]]:
         """Yield (some points, their inputs), as many at a time as fit into a chunk with their graph and columns."""

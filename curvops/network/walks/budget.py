@@ -89,26 +89,26 @@ class Budget:
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
         """Count these bytes of vectors as used inside a `with` block, and free engines beyond the rest."""
-        self._take(held=nbytes)
+        self._take(held_bytes=nbytes)
         try:
             yield
         finally:
-            self._take(held=-nbytes)
+            self._take(held_bytes=-nbytes)
 
     def keep(self, owner: object, nbytes: int) -> None:
         """Count these bytes of vectors as used for as long as ``owner`` exists."""
-        self._take(kept=nbytes)
-        weakref.finalize(owner, self._take, kept=-nbytes).atexit = False
+        self._take(kept_bytes=nbytes)
+        weakref.finalize(owner, self._take, kept_bytes=-nbytes).atexit = False
 
     def expect_many(self) -> None:
         """Announce more products than have been made so far."""
         for cache in self._caches.values():
             cache.expect_many()
 
-    def _take(self, held: int = 0, kept: int = 0) -> None:
+    def _take(self, held_bytes: int = 0, kept_bytes: int = 0) -> None:
         with self._lock:
-            self._held, self._kept = self._held + held, self._kept + kept
-        if held + kept > 0 and self.for_engines < 0:
+            self._held, self._kept = self._held + held_bytes, self._kept + kept_bytes
+        if held_bytes + kept_bytes > 0 and self.for_engines < 0:
             for cache in self._caches.values():
                 if (lacking := -self.for_engines) > 0:
                     cache.shrink(max(0, cache.kept_bytes - lacking))
@@ -123,8 +123,8 @@ def default_budget(device: torch.device) -> int:
 
 def _machine_bytes() -> int:
     try:
-        _, found, rest = _text("/proc/meminfo").partition("MemAvailable:")
-        if found:
+        _, separator, rest = _text("/proc/meminfo").partition("MemAvailable:")
+        if separator:
             return int(rest.split(maxsplit=1)[0]) * 1024
     except OSError:
         pass

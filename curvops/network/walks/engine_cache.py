@@ -41,8 +41,8 @@ class EngineCache(ABC):
     def forget(self) -> None:
         """Start without engines, as after unpickling."""
         self._kept: dict[int, tuple[Any, Engine]] = {}  # (label, engine) by the number of the batch
-        self._asked: Counter[int] = Counter()  # the vectors multiplied, by the width of their block
-        self._asked_when_chosen = 0
+        self._vectors_by_width: Counter[int] = Counter()  # the vectors multiplied, by the width of their block
+        self._vectors_when_chosen = 0
         self._complete = False  # whether each batch has a kept engine
         self.memory.register(self)
 
@@ -94,29 +94,29 @@ class EngineCache(ABC):
     def expect_many(self) -> None:
         """Choose engines as after `MANY` products, whatever came before."""
         with self.model.lock:
-            self._asked = Counter({SOLVER: MANY})
+            self._vectors_by_width = Counter({SOLVER: MANY})
 
-    def _chosen_engines(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
+    def _chosen_engines(self, vectors_by_width: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
         """Return the kept engines of all batches; None if one is missing, or another kind would be better by now.
 
         Whether it would is asked again whenever twice as many vectors have come as at the last time.
         """
         if not self._complete:
             return None
-        kept = [self._kept[i] for i in range(len(self._kept))]
-        if self._asked.total() > 2 * self._asked_when_chosen:
-            self._asked_when_chosen = self._asked.total()
-            for _, engine in kept:
+        engines = [self._kept[i] for i in range(len(self._kept))]
+        if self._vectors_by_width.total() > 2 * self._vectors_when_chosen:
+            self._vectors_when_chosen = self._vectors_by_width.total()
+            for _, engine in engines:
                 room = self._free() + engine.nbytes
-                if self._choose(engine.kind, asked, columns, engine.outputs.shape[0], room) != engine.kind:
+                if self._choose(engine.kind, vectors_by_width, columns, engine.outputs.shape[0], room) != engine.kind:
                     return None
-        return kept
+        return engines
 
-    def _engine_for(self, index: int, inputs: Any, label: Any, asked: Counter[int], columns: int) -> Engine:
+    def _engine_for(self, index: int, inputs: Any, label: Any, vectors_by_width: Counter[int], columns: int) -> Engine:
         present = self.kept_engine(index)
         built: EngineKind = present.kind if present is not None else "streamed"
         room = self._free() + (present.nbytes if present is not None else 0)
-        kind = self._choose(built, asked, columns, num_points(inputs), room)
+        kind = self._choose(built, vectors_by_width, columns, num_points(inputs), room)
         if present is not None and present.kind == kind:
             return present
         replaced, present = present is not None, None  # freed before the next one is built, as both may not fit
@@ -128,11 +128,13 @@ class EngineCache(ABC):
         if engine.kind != "streamed" and engine.nbytes <= room:
             self._kept[index] = (label, engine)
             if replaced:
-                self._asked.clear()
-            self._asked_when_chosen = max(SOLVER, self._asked.total())
+                self._vectors_by_width.clear()
+            self._vectors_when_chosen = max(SOLVER, self._vectors_by_width.total())
         return engine
 
-    def _choose(self, built: EngineKind, asked: Counter[int], columns: int, points: int, room: int) -> EngineKind:
+    def _choose(
+        self, built: EngineKind, vectors_by_width: Counter[int], columns: int, points: int, room: int
+    ) -> EngineKind:
         """Choose an engine by the cost rule, again if it keeps a recorded pass that has not been tried yet.
 
         Outputs alone are no reason to build an engine, unless its first pass is all that it needs.
@@ -140,10 +142,10 @@ class EngineCache(ABC):
         rule = self._rule
         if columns == 0 and not rule.prefers_layerwise:
             return built
-        kind = rule.choose(built, asked, max(1, columns), points, room)
+        kind = rule.choose(built, vectors_by_width, max(1, columns), points, room)
         if rule.records(kind) and not rule.routes.tried:
             self.engines.try_keeping()
-            kind = self._rule.choose(built, asked, max(1, columns), points, room)
+            kind = self._rule.choose(built, vectors_by_width, max(1, columns), points, room)
         return kind
 
     def _free(self) -> int:

@@ -34,9 +34,9 @@ def through_inputs(model: Model, inputs: Inputs, compute: Compute, *vectors: Ten
     It has first derivatives only, and raises RuntimeError if a gradient of the gradient is recorded.
     """
     names = [name for name, tensor in components(inputs) if tensor.requires_grad]
-    given = dict(components(inputs))
+    tensors = dict(components(inputs))
     result: Tensor = _ThroughInputs.apply(  # type: ignore[no-untyped-call]
-        model, inputs, names, compute, *(given[name] for name in names), *vectors
+        model, inputs, names, compute, *(tensors[name] for name in names), *vectors
     )
     return result
 
@@ -60,19 +60,19 @@ class _ThroughInputs(Function):
             )
         model: Model = ctx.model
         wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
-        found: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        leaf_gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
         if ctx.value.requires_grad:
             with model.differentiating(), model.holding(model.leaves()):
-                found = torch.autograd.grad(ctx.value, wanted, gradient, retain_graph=True, allow_unused=True)
-        gradients = iter(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(wanted, found))
+                leaf_gradients = torch.autograd.grad(ctx.value, wanted, gradient, retain_graph=True, allow_unused=True)
+        gradients = iter(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(wanted, leaf_gradients))
         return None, None, None, None, *(next(gradients) if leaf.requires_grad else None for leaf in ctx.leaves)
 
 
 def outputs_at(model: Model, inputs: Inputs, values: Blocks) -> Float[Tensor, "n C"]:
     """Return f(inputs) at these weights with its gradient in the inputs; raise ValueError if autograd has none."""
 
-    def compute(given: Inputs) -> Tensor:
-        outputs = model(values, given)
+    def compute(x: Inputs) -> Tensor:
+        outputs = model(values, x)
         if not outputs.requires_grad:
             raise ValueError("an input requires a gradient, but the model cuts it off: pass x.detach().")
         return outputs
@@ -122,7 +122,7 @@ class GraphRows(JacobianRows):
     def by_layer(self) -> list[Group]:
         """Return the rows of all points, one group per layer; for a last layer, from its inputs alone."""
         if (last := self.features()) is not None:
-            groups = [group for each in last for group in groups_of(each, self._engines.plan.num_outputs)]
+            groups = [group for features in last for group in groups_of(features, self._engines.plan.num_outputs)]
         else:
             ((_, _, groups),) = self.jacobian_rows()
         return joined(groups)  # point by point without a layer rule
@@ -134,17 +134,17 @@ class GraphRows(JacobianRows):
         outputs = model({**model.values, **leaves}, one)
 
         def row(unit: Tensor) -> list[Tensor]:
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 outputs, [*leaves.values()], unit.unsqueeze(0), create_graph=True, allow_unused=True
             )
-            return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves.values(), found)]
+            return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves.values(), gradients)]
 
         rows = [[torch.zeros_like(leaf) for leaf in leaves.values()] for _ in units]
         if outputs.requires_grad:
             with model.holding(leaves):
                 rows = [row(unit) for unit in units]
-        given = {name: torch.stack(found).unsqueeze(0) for name, found in zip(names, zip(*rows))}
-        return Group(names, (), True, given, point.start)
+        rows_by_name = {name: torch.stack(gradients).unsqueeze(0) for name, gradients in zip(names, zip(*rows))}
+        return Group(names, (), True, rows_by_name, point.start)
 
 
 class InputGraph:
@@ -192,8 +192,8 @@ class InputGraph:
         compute correctly (layer normalisation).
         """
 
-        def compute(given: Inputs, V: Tensor) -> Tensor:
-            tangents, rows = self.engines.model.selection.split(V), GraphRows(self.engines, given)
+        def compute(x: Inputs, V: Tensor) -> Tensor:
+            tangents, rows = self.engines.model.selection.split(V), GraphRows(self.engines, x)
             if (last := rows.features()) is not None:
                 return torch.cat([features.push(tangents).flatten(1) for features in last], 1).mT
             (piece,) = rows.jacobian_rows()
@@ -202,7 +202,7 @@ class InputGraph:
             for group in groups:  # point by point without a layer rule
                 pushed.setdefault(group.names, []).append(group.push(tangents).flatten(1))
             zero = V.new_zeros(V.shape[1], count)
-            return torch.stack([zero, *(torch.cat(parts, 1) for parts in pushed.values())]).sum(0).mT
+            return torch.stack([zero, *(torch.cat(blocks, 1) for blocks in pushed.values())]).sum(0).mT
 
         return through_inputs(self.engines.model, self.inputs, compute, block)
 
@@ -210,11 +210,11 @@ class InputGraph:
         """Return Jᵀ U."""
         model = self.engines.model
 
-        def compute(given: Inputs, U: Tensor) -> Tensor:
+        def compute(x: Inputs, U: Tensor) -> Tensor:
             leaves = model.leaves()
-            outputs = model(leaves, given)
-            each = [_pull(model, outputs, leaves, u.view_as(outputs)) for u in U.unbind(1)]
-            return model.selection.join({name: torch.stack([g[name] for g in each]) for name in leaves})
+            outputs = model(leaves, x)
+            gradients = [_pull(model, outputs, leaves, u.view_as(outputs)) for u in U.unbind(1)]
+            return model.selection.join({name: torch.stack([g[name] for g in gradients]) for name in leaves})
 
         return through_inputs(model, self.inputs, compute, block)
 
@@ -227,8 +227,8 @@ class InputGraph:
     def by_rows(self, compute: Callable[..., Tensor], chunk_bytes: int, *vectors: Tensor) -> Tensor:
         """Return `compute` of the rows of J and of vectors."""
 
-        def run(given: Inputs, *values: Tensor) -> Tensor:
-            return compute(GraphRows(self.engines, given, chunk_bytes), *values)
+        def run(x: Inputs, *values: Tensor) -> Tensor:
+            return compute(GraphRows(self.engines, x, chunk_bytes), *values)
 
         return through_inputs(self.engines.model, self.inputs, run, *vectors)
 
@@ -239,8 +239,8 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
     This is tried on two points, once for each set of inputs that require a gradient.
     """
     model, few = engines.model, first_of(inputs)
-    asked = frozenset(name for name, tensor in components(inputs) if tensor.requires_grad)
-    if asked in engines.differentiated:
+    input_names = frozenset(name for name, tensor in components(inputs) if tensor.requires_grad)
+    if input_names in engines.differentiated:
         return
 
     def refuse(why: str) -> ValueError:
@@ -251,11 +251,11 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
 
     with model.differentiating():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in components(few) if tensor.requires_grad}
-        given = replace_tensors(few, leaves)
-        if custom_functions(model(model.leaves(), given), set()):
-            names = named_custom_functions(model, given)
+        leaf_inputs = replace_tensors(few, leaves)
+        if custom_functions(model(model.leaves(), leaf_inputs), set()):
+            names = named_custom_functions(model, leaf_inputs)
             raise refuse(f"the second derivatives of {names} are not known to be right")
-        rows = GraphRows(engines, given)
+        rows = GraphRows(engines, leaf_inputs)
         try:
             sums = [
                 row.sum() for _, _, groups in rows.jacobian_rows() for group in groups for row in group.rows().values()
@@ -265,12 +265,12 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
                     torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
         except (RuntimeError, NotImplementedError) as error:
             raise refuse(f"the model has no second derivatives ({str(error).splitlines()[0]})") from error
-    engines.differentiated.add(asked)
+    engines.differentiated.add(input_names)
 
 
 def _pull(model: Model, outputs: Tensor, leaves: Blocks, u: Tensor) -> Blocks:
     if not outputs.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     with model.holding(leaves):
-        found = torch.autograd.grad(outputs, [*leaves.values()], u, create_graph=True, allow_unused=True)
-    return {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), found)}
+        gradients = torch.autograd.grad(outputs, [*leaves.values()], u, create_graph=True, allow_unused=True)
+    return {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), gradients)}

@@ -38,18 +38,18 @@ from curvops.network.model.parameters import Blocks
 Score = Callable[[Float[Tensor, "n C"], Batch], None]
 
 
-def _push(part: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
+def _push(factors: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
     """Return the rows of one call times K tangents by name, in whichever way takes fewer multiply-adds."""
-    layer, delta = part.layer, part.delta
+    layer, delta = factors.layer, factors.delta
     count, columns = delta.shape[1], len(tangents[next(iter(layer.names.values()))])
     outputs, size = delta[0, 0].numel(), layer.size * delta.element_size()
     by_rows = count * (layer.multiply_adds + layer.size * columns)
     if by_rows < columns * (layer.multiply_adds + count * outputs):
         pieces = in_parts(len(delta), count * size, delta.is_cuda)
-        return torch.cat([_push_rows(part.rows(points), tangents) for points in pieces], 1)
+        return torch.cat([_push_rows(factors.rows(points), tangents) for points in pieces], 1)
     # A layer's part of a vector is scattered over it and has to be copied: some vectors at a time, in reused memory.
-    some = in_parts(columns, max(size, part.work * delta.element_size()), delta.is_cuda)
-    pushed = [part.push({name: tangents[name][k] for name in layer.names.values()}) for k in some]
+    some = in_parts(columns, max(size, factors.work * delta.element_size()), delta.is_cuda)
+    pushed = [factors.push({name: tangents[name][k] for name in layer.names.values()}) for k in some]
     return pushed[0] if len(pushed) == 1 else torch.cat(pushed)
 
 
@@ -59,10 +59,10 @@ def _push_rows(rows: Blocks, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K
     return torch.stack(pushed).sum(0).unflatten(1, next(iter(rows.values())).shape[:2])
 
 
-def _concatenated(parts: Sequence[Factors]) -> Factors:
-    inside = [part.inside for part in parts if part.inside is not None]
-    kept, delta = torch.cat([part.kept for part in parts]), torch.cat([part.delta for part in parts])
-    return Factors(parts[0].layer, kept, delta, inside=torch.cat(inside) if inside else None)
+def _concatenated(calls: Sequence[Factors]) -> Factors:
+    inside = [factors.inside for factors in calls if factors.inside is not None]
+    inputs, delta = torch.cat([factors.kept for factors in calls]), torch.cat([factors.delta for factors in calls])
+    return Factors(calls[0].layer, inputs, delta, inside=torch.cat(inside) if inside else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class Group:
     @property
     def nbytes(self) -> int:
         """The bytes that these rows take in memory."""
-        return sum(part.nbytes for part in self.parts) + sum(rows.nbytes for rows in self.given.values())
+        return sum(factors.nbytes for factors in self.parts) + sum(rows.nbytes for rows in self.given.values())
 
     def is_like(self, other: Group) -> bool:
         """Return whether rows of other points belong to the same layers and have the same sizes."""
@@ -119,29 +119,33 @@ class Group:
 
     @property
     def _sizes(self) -> tuple[Any, ...]:
-        parts = [(part.layer.path, part.kept.shape[1:], part.delta.shape[1:]) for part in self.parts]
-        return self.names, parts, {name: rows.shape[1:] for name, rows in self.given.items()}
+        sizes = [(factors.layer.path, factors.kept.shape[1:], factors.delta.shape[1:]) for factors in self.parts]
+        return self.names, sizes, {name: rows.shape[1:] for name, rows in self.given.items()}
 
     def take(self, points: slice) -> Group:
         """Return the rows of some of the points."""
-        parts = tuple(part.at(points) for part in self.parts)
-        given = {name: rows[points] for name, rows in self.given.items()}
+        parts = tuple(factors.at(points) for factors in self.parts)
+        rows_by_name = {name: rows[points] for name, rows in self.given.items()}
         start = self.start + points.indices(self.num_points)[0]
-        return Group(self.names, parts, self.first, given, start)
+        return Group(self.names, parts, self.first, rows_by_name, start)
 
     def of(self, names: Sequence[str]) -> Group:
         """Return the rows for some of the parameters."""
         if len(names) == len(self.names):
             return self
-        own = ({local: name for local, name in part.layer.names.items() if name in names} for part in self.parts)
-        parts = [replace(part, layer=replace(part.layer, names=n)) for part, n in zip(self.parts, own) if n]
-        given = {name: rows for name, rows in self.given.items() if name in names}
-        return replace(self, names=tuple(names), parts=tuple(parts), given=given)
+        layer_names = (
+            {local: name for local, name in factors.layer.names.items() if name in names} for factors in self.parts
+        )
+        parts = [
+            replace(factors, layer=replace(factors.layer, names=n)) for factors, n in zip(self.parts, layer_names) if n
+        ]
+        rows_by_name = {name: rows for name, rows in self.given.items() if name in names}
+        return replace(self, names=tuple(names), parts=tuple(parts), given=rows_by_name)
 
     @cached_property
     def layer(self) -> Layer | None:
         """The layer to which these rows belong, if it is only one and has an outer-product structure."""
-        paths = {part.layer.path for part in self.parts}
+        paths = {factors.layer.path for factors in self.parts}
         return self.parts[0].layer if len(paths) == 1 and not self.given else None
 
     def lefts(self) -> list[Tensor] | None:
@@ -149,8 +153,8 @@ class Group:
         if self.layer is None:
             return None
         lefts = []
-        for part in self.parts:
-            if (left := part.left()) is None:
+        for factors in self.parts:
+            if (left := factors.left()) is None:
                 return None
             lefts.append(left)
         return lefts
@@ -158,19 +162,19 @@ class Group:
     def matrices(self) -> list[tuple[Tensor, Tensor]] | None:
         """Return (left, right) of each call; None if there is no left side."""
         lefts = self.lefts()
-        return None if lefts is None else [(left, part.right()) for left, part in zip(lefts, self.parts)]
+        return None if lefts is None else [(left, factors.right()) for left, factors in zip(lefts, self.parts)]
 
     def rows(self, points: slice = slice(None)) -> Blocks:
         """Return the gradients by parameter name, (n, r, *shape); calls that share weights add up."""
         total = {name: rows[points] for name, rows in self.given.items()}
-        for part in self.parts:
-            for name, rows in part.rows(points).items():
+        for factors in self.parts:
+            for name, rows in factors.rows(points).items():
                 total[name] = total[name] + rows if name in total else rows
         return total
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
         """Return the rows times K tangents by name, (K, *shape) each."""
-        pushed = [_push(part, tangents) for part in self.parts]
+        pushed = [_push(factors, tangents) for factors in self.parts]
         for name, rows in self.given.items():  # a parameter may be 0-d
             V = tangents[name].reshape(len(tangents[name]), -1)
             pushed.append((rows.reshape(*rows.shape[:2], -1) @ V.mT).movedim(2, 0))
@@ -185,13 +189,15 @@ class Group:
         if not all(group.is_like(first) for group in groups):
             groups = _alike(groups)
             first = groups[0]
-        given = {name: torch.cat([group.given[name] for group in groups]) for name in first.given}
+        rows_by_name = {name: torch.cat([group.given[name] for group in groups]) for name in first.given}
         parts = tuple(_concatenated(calls) for calls in zip(*(group.parts for group in groups)))
-        return cls(first.names, parts, first.first, given)
+        return cls(first.names, parts, first.first, rows_by_name)
 
     def pieces(self, most_bytes: int, first: int = 0, together: int = 1) -> Iterator[Blocks]:
         """Yield `rows` of some points at a time from a point on: at least `together`, otherwise up to `most_bytes`."""
-        size = sum(part.layer.size for part in self.parts[:1]) or sum(v[0, 0].numel() for v in self.given.values())
+        size = sum(factors.layer.size for factors in self.parts[:1]) or sum(
+            v[0, 0].numel() for v in self.given.values()
+        )
         step = most_bytes // max(1, size * self.num_columns * self._sample.element_size())
         step = max(1, step // together) * together
         for start in range(first, self.num_points, step):
@@ -202,7 +208,7 @@ def _alike(groups: Sequence[Group]) -> Sequence[Group]:
     """Return rows of one layer with equal sizes: tables of ragged rows of one width, or else the rows themselves."""
     if len({len(group.parts) for group in groups}) == 1:
         calls = zip(*(group.parts for group in groups))
-        most = [max((p.inside.shape[1] for p in parts if p.inside is not None), default=0) for parts in calls]
+        most = [max((p.inside.shape[1] for p in factors if p.inside is not None), default=0) for factors in calls]
         wide = [replace(g, parts=tuple(p.widened(width) for p, width in zip(g.parts, most))) for g in groups]
         if all(group.is_like(wide[0]) for group in wide):
             return wide
@@ -214,7 +220,7 @@ def joined(groups: Iterable[Group]) -> list[Group]:
     layers: dict[tuple[str, ...], list[Group]] = {}
     for group in groups:
         layers.setdefault(group.names, []).append(group)
-    return [Group.concatenate(parts) for parts in layers.values()]
+    return [Group.concatenate(layer_groups) for layer_groups in layers.values()]
 
 
 def groups_of(features: Features, outputs: int) -> list[Group]:
@@ -223,13 +229,13 @@ def groups_of(features: Features, outputs: int) -> list[Group]:
     If a position of the model has as many `outputs` as the layer, each position is a point. If positions are flattened
     into the outputs of one point, with covariances between them, the point keeps them together.
     """
-    layer, a, each = features.layer, features.kept, features.outputs_each
-    if each == outputs:
-        a, delta = a.flatten(0, -2), torch.eye(each, dtype=a.dtype, device=a.device)
+    layer, a, outputs_each = features.layer, features.kept, features.outputs_each
+    if outputs_each == outputs:
+        a, delta = a.flatten(0, -2), torch.eye(outputs_each, dtype=a.dtype, device=a.device)
     else:
         delta = torch.eye(features.outputs, dtype=a.dtype, device=a.device).unflatten(1, layer.output[1:])
-    part = Factors(layer, a, delta.expand(len(a), *delta.shape))
-    return [Group(tuple(sorted(layer.names.values())), (part,))]
+    factors = Factors(layer, a, delta.expand(len(a), *delta.shape))
+    return [Group(tuple(sorted(layer.names.values())), (factors,))]
 
 
 def each_group(
@@ -260,8 +266,8 @@ def each_group(
             raise RuntimeError(unlike(misfits))
         del outputs, calls, recorded
         for points in (slice(0, n // 2), slice(n // 2, n)):
-            part = batch.labels(points), take(inputs, points)
-            for group in each_group(engines, *part, fisher, others, chunk, score, None, advance, names, sums):
+            half = batch.labels(points), take(inputs, points)
+            for group in each_group(engines, *half, fisher, others, chunk, score, None, advance, names, sums):
                 yield replace(group, start=group.start + points.start)
         return
     if names is not None:
@@ -295,13 +301,13 @@ def each_group(
             advance((stop - start) * n)
     if last is not None and H is not None:
         factors = Factors(last.layer, last.kept, H.diagonal.to(f.dtype).reshape(n, 1, *last.layer.output[1:]))
-        own = tuple(sorted(last.layer.names.values()))
-        yield Group(own, (factors,), positions=positions, weights=weights, hessian=H)
+        layer_names = tuple(sorted(last.layer.names.values()))
+        yield Group(layer_names, (factors,), positions=positions, weights=weights, hessian=H)
 
 
 def _by_position(*values: Tensor | None) -> int:
     """Return the number of positions of a mask or weights (n, T); 0 if none of them differs between positions."""
-    return max(0 if each is None or each.ndim == 1 else each.shape[1] for each in values)
+    return max(0 if value is None or value.ndim == 1 else value.shape[1] for value in values)
 
 
 def _without_rows(
@@ -316,11 +322,15 @@ def _without_rows(
     ran = {name for call, delta in zip(calls, deltas) if delta is not None for name in call.layer.names.values()}
     model, shape = engines.model, (cotangents.shape[1], cotangents.shape[0])
     for layer in engines.plan.layers:
-        own = tuple(sorted(layer.names.values()))
-        if layer.is_ragged and ran.isdisjoint(own) and (names is None or any(name in names for name in own)):
-            zeros = {name: cotangents.new_zeros(()).expand(*shape, *model.values[name].shape) for name in own}
-            yield Group(own, (), first, zeros)
-            ran.update(own)
+        layer_names = tuple(sorted(layer.names.values()))
+        if (
+            layer.is_ragged
+            and ran.isdisjoint(layer_names)
+            and (names is None or any(name in names for name in layer_names))
+        ):
+            zeros = {name: cotangents.new_zeros(()).expand(*shape, *model.values[name].shape) for name in layer_names}
+            yield Group(layer_names, (), first, zeros)
+            ran.update(layer_names)
 
 
 def _last_alone(calls: Sequence[Call]) -> Call | None:
@@ -361,13 +371,13 @@ def groups_of_calls(
     """
     for names, members in group_calls(calls).items():
         some = [(calls[i], deltas[i], None if tables is None else tables[i]) for i in members]
-        parts = [
+        factors = [
             Factors(call.layer, call.kept, delta, None, None if call.rows is None else call.rows.inside, of_rows)
             for call, delta, of_rows in some
             if delta is not None
         ]
-        if parts:
-            yield Group(names, tuple(parts), first, positions=positions, weights=weights)
+        if factors:
+            yield Group(names, tuple(factors), first, positions=positions, weights=weights)
 
 
 def group_calls(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
@@ -395,15 +405,15 @@ def _others(
     step, total = max(1, chunk // max(1, size)), num_points(inputs)
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
     for start in range(0, total, step):
-        found = []
+        gradients = []
         for n in range(start, min(total, start + step)):
             with model.lock:
                 graph = record_graph(model, take(inputs, slice(n, n + 1)), names)
-                found.append(graph.pull(cotangents[:, n : n + 1]))
-        rows = {name: torch.stack([point[name] for point in found]) for name in names}
+                gradients.append(graph.pull(cotangents[:, n : n + 1]))
+        rows = {name: torch.stack([point[name] for point in gradients]) for name in names}
         for owner in owners:
-            own = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}
-            yield Group(tuple(own), (), first, own, start)
+            owner_rows = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}
+            yield Group(tuple(owner_rows), (), first, owner_rows, start)
 
 
 class JacobianRows(ABC):
@@ -459,13 +469,13 @@ class JacobianRows(ABC):
         selection, theta = self.model.selection, self.model.theta
         positions = selection.positions()
         for _, count, groups in self.jacobian_rows():
-            parts: dict[str, list[Tensor]] = {name: [] for name in selection.names}
+            rows_by_name: dict[str, list[Tensor]] = {name: [] for name in selection.names}
             columns: dict[str, Tensor] = {}
             for group in groups:
                 for name, places, rows in _columns(group, positions, selection.index is not None):
-                    parts[name].append(rows.flatten(0, 1))
+                    rows_by_name[name].append(rows.flatten(0, 1))
                     columns[name] = places
-            present = {name: torch.cat(blocks) for name, blocks in parts.items() if blocks}
+            present = {name: torch.cat(blocks) for name, blocks in rows_by_name.items() if blocks}
             if selection.index is None:
                 sizes = dict(zip(selection.names, selection.shapes))
                 zeros = (theta.new_zeros(()).expand(count, size.numel()) for size in sizes.values())
@@ -490,7 +500,7 @@ def _columns(group: Group, positions: Blocks, some: bool) -> Iterator[tuple[str,
         g, i, j = (places >= 0).nonzero().unbind(1)
         if len(g) * sum(right.shape[2] for _, right in matrices) <= places.numel():
             device = matrices[0][0].device
-            index, first, second = (part.to(device) for part in (g, i, j))
+            index, first, second = (indices.to(device) for indices in (g, i, j))
             pairs = ((left[:, :, index, :, first], right[:, index, :, second]) for left, right in matrices)
             rows = torch.stack([(a * b.unsqueeze(2)).sum(-1) for a, b in pairs]).sum(0).movedim(0, -1)
             yield group.names[0], places[g, i, j], rows

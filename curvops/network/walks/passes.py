@@ -17,7 +17,7 @@ from curvops.network.walks.engine_cache import BatchMap
 from curvops.progress import Progress
 from curvops.ranks.shard import Shard
 
-CACHES = ("_kept", "_asked", "_asked_when_chosen", "_complete", "_recorded", "_outputs", "_gathered")
+CACHES = ("_kept", "_vectors_by_width", "_vectors_when_chosen", "_complete", "_recorded", "_outputs", "_gathered")
 
 
 class Passes(BatchRows):
@@ -59,8 +59,8 @@ class Passes(BatchRows):
 
         It keeps its own engines, within what this walk and all others leave of the memory budget that they share.
         """
-        given = self.model, self.source, self._choice, self.memory
-        walk = Passes(*given, progress=self.progress, shard=self.shard, fisher=fisher)
+        arguments = self.model, self.source, self._choice, self.memory
+        walk = Passes(*arguments, progress=self.progress, shard=self.shard, fisher=fisher)
         walk._whole = self
         return walk
 
@@ -90,9 +90,9 @@ class Passes(BatchRows):
         """Yield (label, J of the batch) for every batch; a walk over kept engines does not read the data again."""
         self.model.refuse_modes()
         with self.model.lock:
-            asked = Counter(self._asked)
-            self._asked[max(1, columns)] += columns
-            engines = self._chosen_engines(asked, columns)
+            vectors_by_width = Counter(self._vectors_by_width)
+            self._vectors_by_width[max(1, columns)] += columns
+            engines = self._chosen_engines(vectors_by_width, columns)
         count, start = 0, 0 if self.shard is None else self.shard.start
         if engines is not None:
             for label, engine in engines:
@@ -104,7 +104,7 @@ class Passes(BatchRows):
             with self._steps("pass over the data") as steps:
                 for index, (inputs, label) in enumerate(self.source):
                     with self.model.lock:
-                        engine = self._engine_for(index, inputs, label, asked, columns)
+                        engine = self._engine_for(index, inputs, label, vectors_by_width, columns)
                     stop = start + num_points(inputs)
                     yield label, self._map(engine, slice(start, stop), label, root)
                     steps.advance(stop - start, engine.kind)
@@ -153,14 +153,14 @@ class Passes(BatchRows):
             return self
         with self.model.lock:
             if self._gathered is None:
-                parts = cut(self.shard.gathered().inputs, self.shard.largest)
-                self._gathered = self.over([(part, None) for _, part in parts])
+                subsets = cut(self.shard.gathered().inputs, self.shard.largest)
+                self._gathered = self.over([(subset, None) for _, subset in subsets])
             return self._gathered
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without caches, which are dropped when a linearisation is pickled or copied."""
-        kept = {key: value for key, value in self.__dict__.items() if key not in CACHES}
-        return kept | {"_engines": None, "progress": None}  # a function may not be picklable
+        state = {key: value for key, value in self.__dict__.items() if key not in CACHES}
+        return state | {"_engines": None, "progress": None}  # a function may not be picklable
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -34,19 +34,19 @@ def score_and_diagonal(
     Call it under `no_grad`, once for each pass. Returns None if no pass over the batch serves: some parameters have no
     layer rule, or δ is larger than a chunk.
     """
-    found, model = engines.pop_first(), engines.model
+    recording, model = engines.pop_first(), engines.model
     columns = fisher.num_columns(engines.plan.num_outputs)
     chunk_bytes = chunk_bytes_within(engines.memory_budget, batch.targets)
-    if found is None or engines.plan.sensitivity_bytes * batch.num_points * (1 + columns) > chunk_bytes:
+    if recording is None or engines.plan.sensitivity_bytes * batch.num_points * (1 + columns) > chunk_bytes:
         return None
-    f = found[0].detach()
+    f = recording[0].detach()
     score = likelihood.log_prob(f, batch.targets, batch.weights).sum()
     residual = likelihood.residual(f, batch.targets, batch.weights).unsqueeze(0)
     same = isinstance(fisher, Empirical) and batch.weights is None  # a weight enters the root by its own root
     wanted = residual if same else torch.cat([residual, fisher.columns(f, batch, 0, columns)])
     gradient: Blocks = {}
     total: Blocks = {}
-    for group in groups_of_calls(found[1], sensitivities(model, *found, wanted)):
+    for group in groups_of_calls(recording[1], sensitivities(model, *recording, wanted)):
         slopes, squares = _of_first_and_others(group, same, chunk_bytes)
         _add(gradient, slopes)
         _add(total, squares)
@@ -83,9 +83,9 @@ def _flat(model: Model, blocks: Blocks) -> Float[Tensor, " D"]:
 def _of_first_and_others(group: Group, same: bool, chunk_bytes: int) -> tuple[Blocks, Blocks]:
     """Return Σ_n of the rows of a group's first column, and `squares_of` of the others (with `same`, of this one)."""
     slopes: Blocks = {}
-    for part in group.parts:
-        _add(slopes, _pull(part.layer, part.kept, part.delta[:, :1]))
-    rest = group.parts if same else tuple(replace(part, delta=part.delta[:, 1:]) for part in group.parts)
+    for factors in group.parts:
+        _add(slopes, _pull(factors.layer, factors.kept, factors.delta[:, :1]))
+    rest = group.parts if same else tuple(replace(factors, delta=factors.delta[:, 1:]) for factors in group.parts)
     first = rest[0]
     if len(rest) > 1 or first.kept.ndim != 2 or not isinstance(first.layer.rule, LinearRule):
         return slopes, squares_of(replace(group, parts=rest), chunk_bytes)
@@ -93,9 +93,9 @@ def _of_first_and_others(group: Group, same: bool, chunk_bytes: int) -> tuple[Bl
     return slopes, _pull(first.layer, first.kept.square(), sum_of_squares(first.delta).unsqueeze(1))
 
 
-def _pull(layer: Layer, kept: Tensor, delta: Float[Tensor, "n 1 *out"]) -> Blocks:
-    found = layer.rule.pull(layer.module, kept, delta, tuple(layer.names))
-    return {layer.names[local]: block.squeeze(0) for local, block in found.items()}
+def _pull(layer: Layer, inputs: Tensor, delta: Float[Tensor, "n 1 *out"]) -> Blocks:
+    gradients = layer.rule.pull(layer.module, inputs, delta, tuple(layer.names))
+    return {layer.names[local]: block.squeeze(0) for local, block in gradients.items()}
 
 
 def squares_of(group: Group, chunk_bytes: int) -> Blocks:
@@ -151,8 +151,8 @@ class OuterRows:
         memory = left.new_empty(min(points, n) * lines * r * g * q)  # reused: new pages cost more than sums
         for start in range(0, n, points):
             for first in range(0, p, lines):
-                some, part = slice(start, start + points), slice(first, first + lines)
-                yield some, part, _block([(a[some, ..., part], b[some]) for a, b in self.sides], memory)
+                some, line_slice = slice(start, start + points), slice(first, first + lines)
+                yield some, line_slice, _block([(a[some, ..., line_slice], b[some]) for a, b in self.sides], memory)
 
 
 def sum_of_squares(left: Float[Tensor, "n r *out"]) -> Float[Tensor, "n *out"]:

@@ -30,14 +30,14 @@ def hessian_product(
         return model.selection.join({name: torch.stack([row[name] for row in rows]) for name in leaves})
 
 
-def _derivative(of: Blocks, leaves: Blocks, along: Blocks) -> Blocks:
-    """Return the gradient of Σ ⟨of, along⟩, by the leaves' names."""
-    if not of:
+def _derivative(outputs: Blocks, leaves: Blocks, along: Blocks) -> Blocks:
+    """Return the gradient of Σ ⟨outputs, along⟩, by the leaves' names."""
+    if not outputs:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    cotangents = [along[name].clone() for name in of]
+    cotangents = [along[name].clone() for name in outputs]
     try:
         gradients = torch.autograd.grad(
-            list(of.values()), list(leaves.values()), cotangents, retain_graph=True, materialize_grads=True
+            list(outputs.values()), list(leaves.values()), cotangents, retain_graph=True, materialize_grads=True
         )
     except torch.OutOfMemoryError:
         raise

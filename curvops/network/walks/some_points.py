@@ -22,9 +22,9 @@ def by_points(walk: Passes, count: int, together: int = 1) -> Iterator[tuple[Pas
     """
     for index, inputs in _batches_of_whole(walk, together):
         engine = walk.kept_engine(index)
-        for points, part in cut(inputs, count):
+        for points, subset in cut(inputs, count):
             view = engine.at(points) if isinstance(engine, Layerwise) else None
-            yield walk.over([(part, None)], engine=view), num_points(part)
+            yield walk.over([(subset, None)], engine=view), num_points(subset)
 
 
 def _batches_of_whole(walk: Passes, together: int) -> Iterator[tuple[int, Any]]:
@@ -42,14 +42,14 @@ def _batches_of_whole(walk: Passes, together: int) -> Iterator[tuple[int, Any]]:
 
 def at_points(walk: Passes, chosen: Int[Tensor, " m"]) -> Passes:
     """Return a walk over some points, in ascending order."""
-    parts, start = [], 0
+    batches, start = [], 0
     for inputs, _ in walk.source:
         count = num_points(inputs)
         inside = chosen[(chosen >= start) & (chosen < start + count)] - start
         if len(inside):
-            parts.append((take(inputs, inside), None))
+            batches.append((take(inputs, inside), None))
         start += count
-    return walk.over(parts)
+    return walk.over(batches)
 
 
 def shuffled(walk: Passes, size: int, generator: torch.Generator | None) -> Iterator[tuple[Int[Tensor, " n"], Passes]]:

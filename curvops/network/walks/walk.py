@@ -37,13 +37,13 @@ class Walk(ABC):
         """
 
     def total(
-        self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None, own: bool = False
+        self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None, own_part: bool = False
     ) -> Tensor:
         """Return Σ over batches of `term(label, J of the batch)`, for `columns` vectors; with a root Lᵀ J.
 
-        With `own` the result is this rank's part.
+        With `own_part` the result is this rank's part.
         """
-        return self.add_up(self.own_sum(term, columns, root), own)
+        return self.add_up(self.own_sum(term, columns, root), own_part)
 
     def own_sum(self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None) -> Tensor:
         """Return the sum of the terms over this process's batches."""
@@ -57,8 +57,8 @@ class Walk(ABC):
         self, term: Callable[[Any, Any], Float[Tensor, "K n R"]], columns: int, root: OutputFisher | None = None
     ) -> Float[Tensor, "NR K"]:
         """Return the terms of all points, with those of each point together."""
-        parts = [term(label, J).flatten(1) for label, J in self.each(columns, root)]
-        return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1).mT
+        terms = [term(label, J).flatten(1) for label, J in self.each(columns, root)]
+        return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *terms], 1).mT
 
     def pull(
         self,
@@ -77,15 +77,15 @@ class Walk(ABC):
         like, normals = self.model.theta, PointNormals(seed)
         return self.total(lambda _, J: J.pull(normals.block(draws, J.points, columns, like)), len(draws), root)
 
-    def add_up(self, total: Tensor, own: bool = False) -> Tensor:
-        """Return the sum of a tensor over all ranks, or this rank's `own` part."""
+    def add_up(self, total: Tensor, own_part: bool = False) -> Tensor:
+        """Return the sum of a tensor over all ranks, or with `own_part` this rank's part of it."""
         if self.shard is None:
             return total
-        return self.shard.own_part(total) if own else self.shard.add_up(total)
+        return self.shard.own_part(total) if own_part else self.shard.add_up(total)
 
-    def line_up(self, parts: list[Tensor], dim: int = 0) -> Tensor:
+    def line_up(self, tensors: list[Tensor], dim: int = 0) -> Tensor:
         """Concatenate the parts of all batches in the order of the points."""
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
         return whole if self.shard is None else self.shard.line_up(whole, dim)
 
     @property
@@ -103,10 +103,10 @@ class Walk(ABC):
         return tensor if self.shard is None else self.shard.ranks.replicate(tensor)
 
 
-def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
-    """Return total + part, in place if no gradient is recorded; a total of None means that there is none yet."""
+def accumulate(total: Tensor | None, term: Tensor) -> Tensor:
+    """Return total + term, in place if no gradient is recorded; a total of None means that there is none yet."""
     if total is None:
-        return part
-    if total.requires_grad or part.requires_grad:
-        return total + part
-    return total.add_(part)
+        return term
+    if total.requires_grad or term.requires_grad:
+        return total + term
+    return total.add_(term)

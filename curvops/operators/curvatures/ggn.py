@@ -64,8 +64,8 @@ class Curvature(UserOperator, NetworkOperator):
         lin = self.lin
         columns = lin.num_data * self.output.num_columns(lin.num_outputs)
         kind = type(self)
-        own = kind._product is Curvature._product and kind._matmul is Curvature._matmul
-        if FEWER_OUTPUTS * columns > len(self.theta) or not own:
+        by_formula = kind._product is Curvature._product and kind._matmul is Curvature._matmul
+        if FEWER_OUTPUTS * columns > len(self.theta) or not by_formula:
             return None
         return CurvatureRoot.of(self)
 
@@ -79,7 +79,7 @@ class Curvature(UserOperator, NetworkOperator):
             u = J.push(V)  # before the outputs, which a push gives, too
             return J.pull(u if rows is not None else output.product(J.outputs, u, batch))
 
-        return walk.total(term, V.shape[1], own=own)
+        return walk.total(term, V.shape[1], own_part=own)
 
     def _diagonal(self) -> Float[Tensor, " D"]:
         """Compute the diagonal from the rows of Lᵀ J, or by products if a hyperparameter's gradient is recorded."""
@@ -163,8 +163,8 @@ class CurvatureRoot(NetworkOperator):
         if self.lin.passes.is_shared:
             raise ValueError("minibatches are not available for data of a process group: use method='cg' or 'dual'.")
         for chosen, walk in shuffled(self.lin.passes, size, generator):
-            kept = {"walk": walk, "points": len(chosen), "reduced": False}
-            yield chosen, CurvatureRoot(self.theta, **self._kwargs | kept)
+            options = {"walk": walk, "points": len(chosen), "reduced": False}
+            yield chosen, CurvatureRoot(self.theta, **self._kwargs | options)
 
 
 def root_of(operator: Any) -> CurvatureRoot | None:
@@ -227,8 +227,8 @@ def output_blocks(lin: Linearization, output: OutputFisher) -> DirectSum:
         for group in groups:
             assert group.hessian is not None  # its layer is the last one, alone, and H is diagonal
             right = group.parts[0].right().flatten(0, 2).double()
-            for own, weights in zip(total, group.hessian.diagonal.unbind(1)):
-                own.addmm_((weights.unsqueeze(1) * right).mT, right)
+            for block_sum, weights in zip(total, group.hessian.diagonal.unbind(1)):
+                block_sum.addmm_((weights.unsqueeze(1) * right).mT, right)
     total = lin.passes.add_up(total)
     positions = layer.to_matrix(lin.model.selection.positions())[0].to(lin.theta.device)
     parts = (round_with_rest(block, lin.theta.dtype) for block in total)

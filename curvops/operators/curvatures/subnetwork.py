@@ -70,8 +70,8 @@ class Subnetwork(Dense):
         block, rest = round_with_rest(principal_block(operator, indices), operator.dtype)
         whole, sources = spaces_of(operator)[0], sources_of(operator)
         space = None if whole is None else whole.part(indices)
-        kept = {"psd": is_psd(operator), "space": space, "rest": rest, "sources": sources}
-        LinearOperator.__init__(self, block, indices=indices, **kept)
+        options = {"psd": is_psd(operator), "space": space, "rest": rest, "sources": sources}
+        LinearOperator.__init__(self, block, indices=indices, **options)
 
     @property
     def indices(self) -> Int[Tensor, " S"]:
@@ -144,8 +144,10 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
         return fisher_block(operator.lin, operator.output, indices)
     block = torch.empty(len(indices), len(indices), dtype=operator.dtype, device=operator.device)
     for start in range(0, len(indices), COLUMNS):
-        part = slice(start, start + COLUMNS)
-        block[:, part] = operator._matmul(unit_columns(indices[part], operator.shape[-1], operator.dtype))[indices]
+        columns = slice(start, start + COLUMNS)
+        block[:, columns] = operator._matmul(unit_columns(indices[columns], operator.shape[-1], operator.dtype))[
+            indices
+        ]
     return block
 
 
@@ -179,9 +181,13 @@ def fisher_blocks(
                     _add_above(totals[k], rows, rows)
     for k in sorted({*range(len(parts))} - {*by_rows}):
         for batch, J in lin.passes.each(len(parts[k])):
-            units = (unit_columns(part, len(lin.theta), lin.theta.dtype) for part in parts[k].split(COLUMNS))
+            units = (
+                unit_columns(index_block, len(lin.theta), lin.theta.dtype) for index_block in parts[k].split(COLUMNS)
+            )
             pushed = torch.cat([J.push(block) for block in units])
-            columns = [output.root_transpose_product(J.outputs, part, batch) for part in pushed.split(ROWS)]
+            columns = [
+                output.root_transpose_product(J.outputs, index_block, batch) for index_block in pushed.split(ROWS)
+            ]
             rows = torch.cat(columns).double().flatten(1).mT
             _add_above(totals[k], rows, rows)
     while totals:
@@ -191,8 +197,8 @@ def fisher_blocks(
 def _add_above(total: Float[Tensor, "S S"], left: Float[Tensor, "m S"], right: Float[Tensor, "m S"]) -> None:
     """Add leftᵀ right to the entries on and above the diagonal; the others follow by symmetry."""
     for start in range(0, len(total), ROWS):
-        part = slice(start, start + ROWS)
-        total[part, start:].addmm_(left[:, part].mT, right[:, start:])
+        rows = slice(start, start + ROWS)
+        total[rows, start:].addmm_(left[:, rows].mT, right[:, start:])
 
 
 def _rows_in(
@@ -201,18 +207,18 @@ def _rows_in(
     """Yield the selected columns of the rows of LᵀJ in these groups, some points at a time."""
     size = sum(len(local) for local, _ in places.values())
     columns, points = (groups[0].num_columns, max(g.start + g.num_points for g in groups)) if groups else (0, 0)
-    own = [group for group in groups if places.keys() & set(group.names)]
-    largest = max(lin.model.selection.size_of(group.names) for group in own) if own else 0
+    reaching = [group for group in groups if places.keys() & set(group.names)]
+    largest = max(lin.model.selection.size_of(group.names) for group in reaching) if reaching else 0
     step = max(1, lin.passes.chunk_bytes // max(1, 8 * columns * max(size, largest)))
-    for start in range(0, points if own else 0, step):
+    for start in range(0, points if reaching else 0, step):
         block = lin.theta.new_zeros(min(step, points - start), columns, size, dtype=torch.float64)
-        for group in own:
+        for group in reaching:
             first = max(start, group.start)
             rows = group.rows(slice(first - group.start, max(first, start + step) - group.start))
             for name in places.keys() & rows.keys():
-                local, taken = places[name]
+                local, positions = places[name]
                 columns_of_S = rows[name].flatten(2)[:, :, local]
-                block[first - start : first - start + len(columns_of_S), :, taken] = columns_of_S.double()
+                block[first - start : first - start + len(columns_of_S), :, positions] = columns_of_S.double()
         yield block.flatten(0, 1)
 
 
@@ -221,10 +227,10 @@ def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, tuple[T
     order = torch.full((lin.num_parameters,), -1).index_copy(0, indices.cpu(), torch.arange(len(indices)))
     places = {}
     for name, positions in lin.model.selection.positions().items():
-        taken = torch.where(positions >= 0, order[positions.clamp_min(0)], -1).flatten()
-        local = (taken >= 0).nonzero().squeeze(1)
+        ranks = torch.where(positions >= 0, order[positions.clamp_min(0)], -1).flatten()
+        local = (ranks >= 0).nonzero().squeeze(1)
         if len(local):
-            places[name] = local.to(indices.device), taken[local].to(indices.device)
+            places[name] = local.to(indices.device), ranks[local].to(indices.device)
     return places
 
 
@@ -236,11 +242,11 @@ def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
         blocks = []
     check_kind("blocks", blocks, Iterable, "'layer', or a list of groups of names or positions")
     groups = [_group(lin, group, of_name) for group in blocks]
-    taken = torch.cat(groups) if groups else torch.empty(0, dtype=torch.long)
-    if len(taken.unique()) != len(taken):
+    grouped = torch.cat(groups) if groups else torch.empty(0, dtype=torch.long)
+    if len(grouped.unique()) != len(grouped):
         raise ValueError("the groups of blocks= overlap: put each weight into one group.")
     free = torch.ones(lin.num_parameters, dtype=torch.bool)
-    free[taken] = False
+    free[grouped] = False
     layers: dict[str, list[Tensor]] = {}
     for name, positions in of_name.items():
         layers.setdefault(name.rpartition(".")[0], []).append(positions[free[positions]])

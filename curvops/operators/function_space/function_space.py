@@ -93,7 +93,7 @@ class FunctionSpace:
     @property
     def outputs(self) -> Float[Tensor, "N C"]:
         """The outputs f* of all points."""
-        return torch.cat([own for _, own in self.batches])
+        return torch.cat([outputs for _, outputs in self.batches])
 
     def outputs_at(self, theta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
         """Return the linear model's outputs f* + J(θ − θ*). A product with J."""
@@ -114,15 +114,15 @@ class FunctionSpace:
         return -torch.stack(logs).sum(), torch.cat(gradients).flatten()
 
     def _by_batch(self, function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
-        sizes = [len(own) for _, own in self.batches]
+        sizes = [len(outputs) for _, outputs in self.batches]
         parts = zip(*(tensor.split(sizes) for tensor in tensors))
-        return [function(batch, *each) for (batch, _), each in zip(self.batches, parts)]
+        return [function(batch, *arguments) for (batch, _), arguments in zip(self.batches, parts)]
 
     @property
     def kernel(self) -> Float[Tensor, "NC NC"]:
         """K = J Jᵀ, formed on first access."""
-        known = self.of_data.get(NAME)
-        return self._formed(NOTHING) if known is None else known
+        formed = self.of_data.get(NAME)
+        return self._formed(NOTHING) if formed is None else formed
 
     def keep(self) -> None:
         """Read K from the checkpoint in force, or form it and save it there as it grows."""
@@ -130,21 +130,21 @@ class FunctionSpace:
         if not run or run.held.get("kernel") is self:
             return
         run.held["kernel"] = self
-        kept, known = part_of_whole("kernel", self.lin.theta.device), self.of_data.get(NAME)
-        if not kept.done:
-            kept.finish((self._formed(kept) if known is None else known).to(self.lin.theta))
-        elif known is None or not torch.equal(known.to(kept.outcome), kept.outcome):
+        saved, formed = part_of_whole("kernel", self.lin.theta.device), self.of_data.get(NAME)
+        if not saved.done:
+            saved.finish((self._formed(saved) if formed is None else formed).to(self.lin.theta))
+        elif formed is None or not torch.equal(formed.to(saved.outcome), saved.outcome):
             # Use the bits with which the run began, whatever another run has formed.
-            self._take(kept.outcome)
+            self._take(saved.outcome)
             self.__dict__.pop("spectrum", None)
 
-    def _formed(self, kept: Checkpoint) -> Float[Tensor, "NC NC"]:
+    def _formed(self, saved: Checkpoint) -> Float[Tensor, "NC NC"]:
         J = self.lin.jacobian()
-        return self._take(gram_matrix(J, J, self.metric.to(J.theta), kept))
+        return self._take(gram_matrix(J, J, self.metric.to(J.theta), saved))
 
-    def _take(self, found: Tensor) -> Float[Tensor, "NC NC"]:
+    def _take(self, kernel: Tensor) -> Float[Tensor, "NC NC"]:
         """Store K in float64, counted against the budget, so that other posteriors find it."""
-        K = found.double()
+        K = kernel.double()
         check_finite(K, "J Jᵀ")
         keep(self.lin.jacobian(), K, K.nbytes)
         self.of_data[NAME] = K
@@ -179,8 +179,8 @@ class FunctionSpace:
         spectrum, which serves every prior.
         """
         first, self.asked = not self.asked and not current(), True  # a resumed run must give the same bits
-        if first and "spectrum" not in self.__dict__ and (found := self._first_log_ratio(prior, rtol)) is not None:
-            return found
+        if first and "spectrum" not in self.__dict__ and (estimate := self._first_log_ratio(prior, rtol)) is not None:
+            return estimate
         spectrum = self.spectrum
         return spectrum.logdet(prior, rtol) + spectrum.values.new_tensor(-len(spectrum.values) * math.log(prior))
 
@@ -194,8 +194,8 @@ class FunctionSpace:
             if inner is None:
                 return None
             value = definite_logdet(inner)
-        found = Estimate.rounded(value, len(inner) * math.log1p(ROUNDING_UNITS * noise / prior), rtol, len(inner))
-        return found if found.reason is Reason.CONVERGED else None
+        estimate = Estimate.rounded(value, len(inner) * math.log1p(ROUNDING_UNITS * noise / prior), rtol, len(inner))
+        return estimate if estimate.reason is Reason.CONVERGED else None
 
     def _resolved(self, L: Float[Tensor, "N C R"], prior: float) -> tuple[Float[Tensor, "NR NR"] | None, float]:
         """Return I + LᵀKL/α, or None unless α is far above its rounding, and a bound on this rounding times α."""
@@ -299,13 +299,13 @@ class DualInverse(Inverse):
         factor, L = self._args[1:]
         memory, train = jacobian.passes.memory, self.curvature.lin.jacobian()
         row = COPIES * 8 * max(factor.shape[0], L.shape[:2].numel())
-        own = jacobian.passes.engines.plan.num_outputs
-        together, rows = max(1, outputs // own), memory.room() // row
-        if rows < max(outputs, own):
+        width = jacobian.passes.engines.plan.num_outputs
+        together, rows = max(1, outputs // width), memory.room() // row
+        if rows < max(outputs, width):
             return None
 
         def walk() -> Iterator[Tensor]:
-            for some in jacobian.by_points(max(together, rows // own // together * together), together):
+            for some in jacobian.by_points(max(together, rows // width // together * together), together):
                 with holding(jacobian, some.shape[0] * row), torch.no_grad():
                     cross = gram_matrix(some, train, self.precision.detach()).to(factor)
                     lifted = torch.einsum("mnc,ncr->nrm", cross.unflatten(1, L.shape[:2]), L).flatten(0, 1)
@@ -333,8 +333,8 @@ class WeightSpaceForm(ClosedForm):
     @cached_property
     def _store(self) -> dict[str, Tensor]:
         """The store that keeps JᵀJ for other priors and noises at the same inputs."""
-        found: dict[str, Tensor] | None = self.base._kwargs.get("store")
-        return {} if found is None else found
+        store: dict[str, Tensor] | None = self.base._kwargs.get("store")
+        return {} if store is None else store
 
     @property
     def _walk(self) -> Passes:
@@ -386,8 +386,8 @@ class WeightSpaceForm(ClosedForm):
         return self.shift if self.shift.ndim == 0 else self.shift.unsqueeze(-1)
 
     def solve(self, block: Tensor) -> Tensor:
-        found = self._solve_once(block)
-        return found + self._solve_once(block - self.base._matmul(found) - self._noise * found)
+        solution = self._solve_once(block)
+        return solution + self._solve_once(block - self.base._matmul(solution) - self._noise * solution)
 
     def _solve_once(self, block: Tensor) -> Tensor:
         J, roots = self.base._args[0], self._roots.unsqueeze(1)
@@ -428,8 +428,8 @@ def _sum(weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
 
 def _forms(matrix: Float[Tensor, "D D"], walk: Passes) -> Float[Tensor, " NC"]:
     """Return J_iᵀ M J_i for each row of J: the adjoint of `_sum`."""
-    found = [((J := rows.to(matrix)) @ matrix * J).sum(1) for rows in walk.selected_rows()]
-    return walk.line_up(found)
+    forms = [((J := rows.to(matrix)) @ matrix * J).sum(1) for rows in walk.selected_rows()]
+    return walk.line_up(forms)
 
 
 class _Streamed(Function):

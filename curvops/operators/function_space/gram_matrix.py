@@ -56,38 +56,38 @@ Piece = tuple[int, Group]
 """The number of the first row, and the rows of one layer from that row on."""
 
 
-def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint = NOTHING) -> Float[Tensor, "nC mC"]:
+def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, saved: Checkpoint = NOTHING) -> Float[Tensor, "nC mC"]:
     """Return J(x) A⁻¹ J(x')ᵀ, or its upper half if x is x'.
 
     If x is x' and the rows of all points do not fit into memory, the layers are walked over in sets that do. If x' is
     another, or one layer is too much, x' is walked over once for each group of rows at x that takes half of the memory.
 
-    `kept` saves the sums of these walks and how far they have come; with as much memory, a resumed run gives the same
+    `saved` saves the sums of these walks and how far they have come; with as much memory, a resumed run gives the same
     bits.
     """
-    return gram_terms(left, right, prior, dict.fromkeys(left.passes.model.selection.names, 0), kept).squeeze(0)
+    return gram_terms(left, right, prior, dict.fromkeys(left.passes.model.selection.names, 0), saved).squeeze(0)
 
 
 @torch.no_grad()
 def gram_terms(
-    left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[str, int], kept: Checkpoint = NOTHING
+    left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[str, int], saved: Checkpoint = NOTHING
 ) -> Float[Tensor, "T nC mC"]:
     """Return the terms of `gram_matrix`, J_t(x) A⁻¹ J_t(x')ᵀ, one for each set of parameters (numbered from 0).
 
     If the inputs x belong to several ranks, each computes the rows of its own, and nothing is saved.
     """
     if left.passes.is_shared:
-        own = gram_terms(left.apart(), right.gathered(), prior, term_of)
-        lined_up = left.passes.line_up([own], 1)
+        own_rows = gram_terms(left.apart(), right.gathered(), prior, term_of)
+        lined_up = left.passes.line_up([own_rows], 1)
         return mirror(lined_up) if left.passes is right.passes else lined_up
     right = right.gathered()
     passes, begin, finished, most_bytes = left.passes, 0, 0, max(0, left.passes.memory.room())
     plan, total, of_sets, same = passes.engines.plan, left.shape[-2], most_bytes, passes is right.passes
     result = left.theta.new_zeros(1 + max(term_of.values()), total, right.shape[-2])
-    saved = kept.state
-    if saved is not None and "sets" in saved and _begins_a_piece(passes, saved["rows"], total):
-        begin, finished, of_sets = saved["rows"], saved["sets"], saved["bytes"]
-        result = saved["sums"].view_as(result)
+    state = saved.state
+    if state is not None and "sets" in state and _begins_a_piece(passes, state["rows"], total):
+        begin, finished, of_sets = state["rows"], state["sets"], state["bytes"]
+        result = state["sums"].view_as(result)
         most_bytes = min(of_sets, most_bytes)
     sets, share = layer_sets(plan, total // plan.num_outputs, of_sets) if same else ([None], 2 * WORK)
     scales = _scales(passes.model.selection.positions(), prior)
@@ -98,9 +98,9 @@ def gram_terms(
             return
         for term in {term_of[name] for name in group.names}:
             target = result[term, row : row + group.num_rows, column : column + partner.num_rows]
-            own = [name for name in group.names if term_of[name] == term]
-            first = group.of(own)
-            _add(target, first, first if group is partner else partner.of(own), scales, int(WORK * most_bytes))
+            names = [name for name in group.names if term_of[name] == term]
+            first = group.of(names)
+            _add(target, first, first if group is partner else partner.of(names), scales, int(WORK * most_bytes))
 
     with passes.memory.holding(most_bytes):
         for number, names in enumerate(sets[finished:], finished):
@@ -111,7 +111,7 @@ def gram_terms(
                     for _, others in _panels(right.passes.jacobian_rows(end if same else 0, names), WORK * most_bytes):
                         for piece, other in product(panel, others):
                             add(piece, other)
-                kept.save(partial(dict, rows=end, sets=number, sums=result, bytes=of_sets))
+                saved.save(partial(dict, rows=end, sets=number, sums=result, bytes=of_sets))
             begin = 0
     return mirror(result) if same else result
 
@@ -156,26 +156,26 @@ def _joined(panel: list[Piece]) -> list[Piece]:
         else:
             runs.append([(row, group)])
     panel.clear()
-    found = []
+    joined = []
     while runs:
         run = runs.pop()  # frees its parts
-        found.append((run[0][0], Group.concatenate([group for _, group in run])))
-    return found
+        joined.append((run[0][0], Group.concatenate([group for _, group in run])))
+    return joined
 
 
 def _scales(positions: dict[str, Tensor], prior: Tensor) -> dict[str, Tensor]:
     """Return A⁻¹ by name: 0-d if constant on a tensor, otherwise of its shape, with zeros outside the selection."""
-    found = {}
+    scales = {}
     for name, index in positions.items():
         inside = index >= 0
         if prior.ndim == 0 and bool(inside.all()):
-            found[name] = 1 / prior
+            scales[name] = 1 / prior
             continue
         values = prior.expand(int(index.max()) + 1) if prior.ndim == 0 else prior
         scale = torch.where(inside.to(prior.device), 1 / values[index.clamp_min(0).to(prior.device)], 0)
         constant = bool((scale == scale.flatten()[0]).all())
-        found[name] = scale.flatten()[0] if constant else scale
-    return found
+        scales[name] = scale.flatten()[0] if constant else scale
+    return scales
 
 
 def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tensor], most_bytes: int) -> None:
@@ -188,11 +188,11 @@ def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tens
     if form == "rows" or any(scales[name].ndim for name in group.names):
         add_row_products(target, one, one if same else other, scale, most_bytes)
         return
-    each = most_bytes // 4  # for a on each side, while one is made contiguous, and for products
-    one = one.held(each, contiguous=True)
-    other = one if same else other.held(each, contiguous=True)
+    piece_bytes = most_bytes // 4  # for a on each side, while one is made contiguous, and for products
+    one = one.held(piece_bytes, contiguous=True)
+    other = one if same else other.held(piece_bytes, contiguous=True)
     add = _add_by_images if form == "images" else _add_by_pairs
-    add(target, one, other, scale[0, 0], each, same)
+    add(target, one, other, scale[0, 0], piece_bytes, same)
 
 
 def sides_of(group: Group) -> Sides | None:
@@ -374,10 +374,10 @@ def gram_cost(plan: Plan, points: int) -> float:
     pairs = sum(_least(layer, columns, together) for layer in plan.layers) * (points / together) ** 2 / 2
     pairs += others * (columns * points) ** 2 / 2
     gradient = points * (3 * plan.forward + TOUCHED * sum(layer.output[1:].numel() for layer in plan.layers))
-    each = (1 + columns) / 2  # a pass for δ takes half a gradient
+    walk_cost = (1 + columns) / 2  # a pass for δ takes half a gradient
     if plan.others:
-        each += plan.cost_to_build("formed", points) / (1 + plan.overhead(1.0, points))
-    return walks * each + pairs / gradient
+        walk_cost += plan.cost_to_build("formed", points) / (1 + plan.overhead(1.0, points))
+    return walks * walk_cost + pairs / gradient
 
 
 def layer_sets(plan: Plan, points: int, most_bytes: int) -> tuple[list[Collection[str] | None], float]:
@@ -393,26 +393,26 @@ def layer_sets(plan: Plan, points: int, most_bytes: int) -> tuple[list[Collectio
         return [None], 2 * WORK
     if sum(sizes) <= most:
         return [None], 1 - WORK
-    found: list[set[str]] = [set()]
+    sets: list[set[str]] = [set()]
     held = 0.0
     for some, size in zip(layers, sizes):
         if held + size > most:
-            found.append(set())
+            sets.append(set())
             held = 0.0
         held += size
-        found[-1].update(name for layer in some for name in layer.names.values())
-    return [*found], 1 - WORK
+        sets[-1].update(name for layer in some for name in layer.names.values())
+    return [*sets], 1 - WORK
 
 
 def _tied(layers: Sequence[Layer]) -> list[list[Layer]]:
     """Return the layers in lists, of which no two share a parameter."""
-    found: list[list[Layer]] = []
+    tied: list[list[Layer]] = []
     for layer in layers:
         names = set(layer.names.values())
-        mine = [some for some in found if any(names & set(other.names.values()) for other in some)]
-        found = [some for some in found if not any(some is one for one in mine)]
-        found.append([*(other for some in mine for other in some), layer])
-    return found
+        mine = [some for some in tied if any(names & set(other.names.values()) for other in some)]
+        tied = [some for some in tied if not any(some is one for one in mine)]
+        tied.append([*(other for some in mine for other in some), layer])
+    return tied
 
 
 def _numbers(layer: Layer, columns: int) -> int:
@@ -444,14 +444,14 @@ def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor
     points = left.graph if same else left.graph.followed_by(right.graph)
 
     def compute(walk: Any, *values: Tensor) -> Tensor:
-        found = left.theta.new_zeros(rows, right.shape[-2])
+        products = left.theta.new_zeros(rows, right.shape[-2])
         by_name = dict(zip(scales, values))
         for group in walk.by_layer():
-            own = {name: by_name[name] for name in group.names}
+            group_scales = {name: by_name[name] for name in group.names}
             cut = rows // group.num_columns
             first, second = (group, group) if same else (group.take(slice(cut)), group.take(slice(cut, None)))
-            found = found + _recorded_products(first, second, own, most_bytes)
-        return found
+            products = products + _recorded_products(first, second, group_scales, most_bytes)
+        return products
 
     result: Tensor = points.by_rows(compute, most_bytes, *scales.values())
     return result
@@ -465,8 +465,8 @@ def _recorded_products(
     if layer is None or left is None or right is None:
         from torch.utils.checkpoint import checkpoint  # torch 2.7 imports sympy with it
 
-        found: Tensor = checkpoint(_by_all_rows, first, second, scales, use_reentrant=False)
-        return found
+        products: Tensor = checkpoint(_by_all_rows, first, second, scales, use_reentrant=False)
+        return products
     one, scale = (left.left, left.right(slice(None))), matrix_of_scales(layer, scales)
     other = one if second is first else (right.left, right.right(slice(None)))
     if all(value.ndim == 0 for value in scales.values()) and form_of(left, right) != "rows":
@@ -484,5 +484,5 @@ def _by_positions(
 
 def _by_all_rows(first: Group, second: Group, scales: Mapping[str, Tensor]) -> Float[Tensor, "nr ms"]:
     rows, others = first.rows(), first.rows() if second is first else second.rows()
-    each = (flat_rows(rows[name] * scale) @ flat_rows(others[name]).mT for name, scale in scales.items())
-    return torch.stack(list(each)).sum(0)
+    products = (flat_rows(rows[name] * scale) @ flat_rows(others[name]).mT for name, scale in scales.items())
+    return torch.stack(list(products)).sum(0)

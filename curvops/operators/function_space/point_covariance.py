@@ -323,8 +323,8 @@ class Elementwise(Metric):
             _add(target, matrices, LayerMetric(group.layer.to_matrix(self.weights)), most_bytes)
             return True
         weights = torch.cat([self.weights[name].flatten() for name in group.names])
-        for part, rows in _rows(target, group, most_bytes):
-            _add_products(part, rows * weights, rows)
+        for block, rows in _rows(target, group, most_bytes):
+            _add_products(block, rows * weights, rows)
         return True
 
     def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
@@ -388,9 +388,9 @@ class InLayerBlocks(Metric):
         order = _order(entries, positions)
         if order is None or form is None:
             return False
-        for part, rows in _rows(target, group, most_bytes):
+        for target_block, rows in _rows(target, group, most_bytes):
             block = rows[..., order.to(rows.device)]
-            _add_products(part, form.solve(block.flatten(0, 1).mT).mT.reshape(block.shape), block)
+            _add_products(target_block, form.solve(block.flatten(0, 1).mT).mT.reshape(block.shape), block)
         return True
 
     @cached_property
@@ -402,7 +402,7 @@ class InLayerBlocks(Metric):
     def _blocks(self) -> dict[int, tuple[Tensor | range, ClosedForm]]:
         """The positions and the closed form of each block, by its first position."""
         parts = self.form.base.partition.parts
-        firsts = (int(part[0] if isinstance(part, range) else part.min()) for part in parts)
+        firsts = (int(positions[0] if isinstance(positions, range) else positions.min()) for positions in parts)
         return dict(zip(firsts, zip(parts, self.form.forms)))
 
     def finish(self) -> None:
@@ -414,12 +414,15 @@ class InLayerBlocks(Metric):
             while self.waiting:
                 names, waiting = self.waiting.popitem()
                 form, targets = self.few[names], [target for target, _ in waiting]
-                lengths, rows = [len(part) for _, part in waiting], torch.cat([part for _, part in waiting])
+                lengths, rows = (
+                    [len(point_rows) for _, point_rows in waiting],
+                    torch.cat([point_rows for _, point_rows in waiting]),
+                )
                 waiting.clear()
                 with hold(memories, work_bytes(form, rows)):
                     for root in half_solved(form, rows):
-                        for target, part in zip(targets, root.split(lengths)):
-                            block = part.unflatten(0, target.shape[:2])
+                        for target, point_rows in zip(targets, root.split(lengths)):
+                            block = point_rows.unflatten(0, target.shape[:2])
                             _add_products(target, block, block)
                 steps.advance(1, f"a matrix of {max(form.base.sizes):,} rows")
 
@@ -430,8 +433,8 @@ class InLayerBlocks(Metric):
             return True
         if len(names) == 1 or not all((name,) in self.layers for name in names.values()):
             return False
-        for local, part in PARTS.items():
-            _add_last(target, self.layers[(names[local],)], inputs[:, part])
+        for local, columns in PARTS.items():
+            _add_last(target, self.layers[(names[local],)], inputs[:, columns])
         return True
 
 

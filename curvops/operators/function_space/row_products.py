@@ -78,9 +78,9 @@ def add_row_products(
         scale: the scale of each weight, in the order of `Layer.to_matrix`; not negative.
         most_bytes: the memory for what is formed at a time.
     """
-    same, each = one is other, most_bytes // (2 if one is other else 4)
-    one = one.held(each)
-    other = one if same else other.held(each)
+    same, side_bytes = one is other, most_bytes // (2 if one is other else 4)
+    one = one.held(side_bytes)
+    other = one if same else other.held(side_bytes)
     reused: list[Tensor | None] = [None, None]
     for block in _blocks(one, other, most_bytes):
         rows = reused[0] = _rows(one, block, most_bytes, reused[0])
@@ -100,8 +100,8 @@ def add_gram(
         target.addmm_(rows, others.mT)
         return
     cut = len(rows) // 2
-    for part in (slice(0, cut), slice(cut, None)):
-        add_gram(target[part, part], rows[part], others[part], half)
+    for half_rows in (slice(0, cut), slice(cut, None)):
+        add_gram(target[half_rows, half_rows], rows[half_rows], others[half_rows], half)
     target[:cut, cut:].addmm_(rows[:cut], others[cut:].mT)
 
 
@@ -132,18 +132,18 @@ class _RowProducts(Function):
         one, other = _sides_of(tensors)
         same, needed = one is other, ctx.needs_input_grad
         gradient = gradient + gradient.mT if same else gradient
-        found = [torch.zeros_like(tensor) if asked else None for tensor, asked in zip(tensors, needed[2:])]
+        gradients = [torch.zeros_like(tensor) if wanted else None for tensor, wanted in zip(tensors, needed[2:])]
         of_scale = torch.zeros_like(scale) if needed[1] else None
         for block in _blocks(one, other, ctx.most_bytes):
             rows, factor = _rows(one, block, ctx.most_bytes), block.of(scale)
             against = gradient @ (rows if same else _rows(other, block, ctx.most_bytes))
             if of_scale is not None:
-                part = of_scale[block.groups, block.channels]
-                part += (rows * against).sum(0).view_as(part) / (2 if same else 1)
-            _add_gradient(found[:2], tensors[:2], block, against.mul_(factor))
+                view = of_scale[block.groups, block.channels]
+                view += (rows * against).sum(0).view_as(view) / (2 if same else 1)
+            _add_gradient(gradients[:2], tensors[:2], block, against.mul_(factor))
             if not same:
-                _add_gradient(found[2:], tensors[2:], block, (gradient.mT @ rows).mul_(factor))
-        return None, of_scale, *found
+                _add_gradient(gradients[2:], tensors[2:], block, (gradient.mT @ rows).mul_(factor))
+        return None, of_scale, *gradients
 
 
 def matrix_of_scales(layer: Layer, scales: Mapping[str, Tensor]) -> Float[Tensor, "g p q"]:
@@ -202,7 +202,7 @@ def _add_gradient(
     shape = len(a[0, block.groups]), -1, a.shape[3]
     rows = rows.unflatten(0, left.shape[:2]).unflatten(2, shape).transpose(1, 2).flatten(2, 3)  # (n, g, r·p, q)
     if of_left is not None:
-        found = (rows @ a[:, block.groups].mT).unflatten(2, (left.shape[1], -1))  # (n, g, r, p, t)
-        of_left[:, :, block.groups, :, block.channels] += found.permute(0, 2, 1, 4, 3)
+        of_block = (rows @ a[:, block.groups].mT).unflatten(2, (left.shape[1], -1))  # (n, g, r, p, t)
+        of_left[:, :, block.groups, :, block.channels] += of_block.permute(0, 2, 1, 4, 3)
     if of_a is not None:
         of_a[:, block.groups] += _positions(left, block).mT @ rows

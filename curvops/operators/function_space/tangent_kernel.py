@@ -190,11 +190,11 @@ class TangentKernel(UserOperator, Operator):
 
         def compute(walk: JacobianRows | None, precision: Tensor) -> Tensor:
             weights = precision.reciprocal().expand(left.shape[-1])
-            found = point_covariances(left, Diagonal(weights), rows, diagonals, walk)
-            if found is not None:
-                return found
-            each = torch.cat([*(left.passes if walk is None else walk).selected_rows()]).unflatten(0, (-1, rows))
-            return (each * each * weights).sum(-1) if diagonals else (each * weights) @ each.mT
+            blocks = point_covariances(left, Diagonal(weights), rows, diagonals, walk)
+            if blocks is not None:
+                return blocks
+            J = torch.cat([*(left.passes if walk is None else walk).selected_rows()]).unflatten(0, (-1, rows))
+            return (J * J * weights).sum(-1) if diagonals else (J * weights) @ J.mT
 
         if apart:
             return self._args[0].passes.line_up([compute(None, prior)])
@@ -210,7 +210,7 @@ class TangentKernel(UserOperator, Operator):
             return gram_with_graph(left, right, _scales(left, prior))
         if carries_graph((prior,)):
             unit = torch.eye(self.shape[-1], dtype=self.dtype, device=self.device)
-            return torch.cat([self._product(part.mT) for part in unit.split(COLUMN_BLOCK)], 1)
+            return torch.cat([self._product(columns.mT) for columns in unit.split(COLUMN_BLOCK)], 1)
         return gram_matrix(left, right, prior)
 
 

@@ -75,8 +75,8 @@ class LayerBlocks(DirectSum):
         progress: Progress = None,
         memory: Memory | None = None,
     ) -> None:
-        told = {"progress": progress, "memory": memory}
-        self._store(blocks, positions, cache, space=space, names=names, sources=sources, **told)
+        ambient = {"progress": progress, "memory": memory}
+        self._store(blocks, positions, cache, space=space, names=names, sources=sources, **ambient)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -99,9 +99,9 @@ class LayerBlocks(DirectSum):
         return not carries_graph((*beside, *self.representation())) and not in_transform()
 
     def _times(self, factor: Tensor) -> LinearOperator:
-        kept = {name: self._kwargs[name] for name in ("positions", "space", "names", *TOLD)}
+        options = {name: self._kwargs[name] for name in ("positions", "space", "names", *TOLD)}
         blocks = (block._mul_constant(factor) for block in self.blocks)
-        return LayerBlocks(*blocks, **kept, sources=scale_sources(self.sources, factor))
+        return LayerBlocks(*blocks, **options, sources=scale_sources(self.sources, factor))
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         if isinstance(diag, Tensor) and diag.ndim == 2 and diag.shape == self.shape and len(diag) > 1:
@@ -143,9 +143,9 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
         operators = {block.names: block.operator for block in blocks}
         names = tuple(operators)
         del blocks  # so that factors can be freed before the walk is over
-        found = self._operators(lin, output, operators)
-        told: dict[str, Any] = {"progress": lin.passes.progress, "memory": lin.memory}
-        super().__init__(*found, positions=positions, names=names, **told, **lin.origin)
+        corrected = self._operators(lin, output, operators)
+        ambient: dict[str, Any] = {"progress": lin.passes.progress, "memory": lin.memory}
+        super().__init__(*corrected, positions=positions, names=names, **ambient, **lin.origin)
 
     @staticmethod
     def _operators(

@@ -72,12 +72,12 @@ class OuterSum:
         if self.total is None and self.count <= few and not half:
             self.rows.append(rows.clone())
             return
-        self._add_kept()
+        self._add_waiting_rows()
         self._add_rows(rows)
 
     def add_hessian(self, h: Float[Tensor, "m p"], u: Float[Tensor, "m p"] | None) -> None:
         """Add the sum over all positions of H, given by its diagonal and −u uᵀ beside it, by one product."""
-        self._add_kept()
+        self._add_waiting_rows()
         p = h.shape[1]
         total = h.new_zeros(1, p, p) if self.total is None else self.total.double()
         diagonal = total[0].diagonal() + h.sum(0)
@@ -86,10 +86,10 @@ class OuterSum:
         total[0].diagonal().copy_(diagonal)
         self.total = total
 
-    def _add_kept(self) -> None:
+    def _add_waiting_rows(self) -> None:
         """Sum the rows that have been kept so far."""
-        kept, self.rows = self.rows, []
-        for rows in kept:
+        blocks, self.rows = self.rows, []
+        for rows in blocks:
             self._add_rows(rows)
 
     def _add_rows(self, rows: Float[Tensor, "g m p"]) -> None:
@@ -107,7 +107,7 @@ class OuterSum:
     def join(self, passes: Passes) -> None:
         """End the walk: extend the sum, or the kept rows, over all points of all ranks."""
         if passes.is_shared:
-            self._add_kept()  # ranks with many points keep none
+            self._add_waiting_rows()  # ranks with many points keep none
         self.rows = [passes.line_up(self.rows, 1)] if self.rows else []
         self.total = None if self.total is None else passes.add_up(self.total)
 
@@ -130,9 +130,9 @@ class OuterSum:
             self._add_rows(rows)
         assert self.total is not None
         total, self.total = _divided(mirror(self.total), divisor), None
-        found, rest = round_with_rest(total, dtype)
+        matrix, rest = round_with_rest(total, dtype)
         rounding = ROUNDING_UNITS * torch.finfo(dtype).eps if total.dtype != torch.float64 else 0.0
-        return found, Details(rest, rounding=rounding, of_rows=rounding_of_rows(dtype))
+        return matrix, Details(rest, rounding=rounding, of_rows=rounding_of_rows(dtype))
 
 
 def rounding_of_rows(dtype: torch.dtype) -> float:
@@ -164,8 +164,8 @@ def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"]) -> N
         return
     half = p // 2
     _add_upper(total[:, :half, :half], rows[..., :half])
-    for each, group in zip(total, rows):
-        each[:half, half:].addmm_(group[:, :half].mT, group[:, half:])
+    for group_total, group in zip(total, rows):
+        group_total[:half, half:].addmm_(group[:, :half].mT, group[:, half:])
     _add_upper(total[:, half:, half:], rows[..., half:])
 
 
@@ -234,10 +234,10 @@ class BlockSums:
             whole = Kronecker(left, right, details=(of_left, of_right))
             yield KroneckerBlock(self.names, self.positions.flatten(), whole)
             return
-        for local, part in PARTS.items():
-            its_right, of_its_right = of_right.block(right, part)
-            own = Kronecker(left, its_right, details=(of_left, of_its_right))
-            yield KroneckerBlock((self.apart[local],), self.positions[..., part].flatten(), own)
+        for local, columns in PARTS.items():
+            its_right, of_its_right = of_right.block(right, columns)
+            product = Kronecker(left, its_right, details=(of_left, of_its_right))
+            yield KroneckerBlock((self.apart[local],), self.positions[..., columns].flatten(), product)
 
 
 def exact_block(total: Tensor, dtype: torch.dtype) -> Dense:
@@ -276,8 +276,8 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
     for block in blocks.values():
         block.join(lin.passes)
     _warn_of_diagonals(lin, blocks.values())
-    found = [*blocks.values(), *_silent(lin, positions, blocks)]
-    return [part for block in found for part in block.kronecker_blocks(bias == "separate")]
+    sums = [*blocks.values(), *_silent(lin, positions, blocks)]
+    return [kronecker_block for block in sums for kronecker_block in block.kronecker_blocks(bias == "separate")]
 
 
 class SummedWalk:
@@ -289,23 +289,23 @@ class SummedWalk:
     def __init__(self, lin: Linearization, fisher: OutputFisher, name: str) -> None:
         self.lin, self.fisher = lin, fisher
         # These are sums over this process's own points; they can be reused for the same points in the same batches.
-        own = lin.data.own_prints
-        mark = digest([torch.tensor([own.order, *lin.data.sizes])])[:16]
-        self.kept = kept = part_of_rank(f"{name} {mark}", lin.theta.device)
-        state = kept.state or {"points": 0, "chunk": lin.passes.chunk_bytes, "sums": kept.outcome}
+        prints = lin.data.own_prints
+        mark = digest([torch.tensor([prints.order, *lin.data.sizes])])[:16]
+        self.saved = saved = part_of_rank(f"{name} {mark}", lin.theta.device)
+        state = saved.state or {"points": 0, "chunk": lin.passes.chunk_bytes, "sums": saved.outcome}
         self.points, self.chunk, self.sums = (state[name] for name in ("points", "chunk", "sums"))
-        fisher.resume(kept, lin.theta.device)
+        fisher.resume(saved, lin.theta.device)
 
     def groups(self, sums: Callable[[], Any], apart: bool = False) -> Iterator[Group]:
         """Yield the groups that were not summed before; `sums` holds the sums whenever some points are done."""
-        if self.kept.done:
+        if self.saved.done:
             return
         # A resumed run does not compute the log-likelihoods of the earlier one, and must give the same bits.
-        walk = self.lin.passes if self.kept else self.lin
+        walk = self.lin.passes if self.saved else self.lin
         for points, groups in walk.root_pieces(self.fisher, self.chunk, apart, self.points):
             yield from groups
-            self.kept.save(lambda: {"points": points, "chunk": self.chunk, "sums": sums()})  # noqa: B023
-        self.kept.finish(sums())
+            self.saved.save(lambda: {"points": points, "chunk": self.chunk, "sums": sums()})  # noqa: B023
+        self.saved.finish(sums())
 
 
 def _warn_of_diagonals(lin: Linearization, blocks: Iterable[BlockSums]) -> None:
@@ -323,9 +323,9 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[BlockSums]) -> None:
         )
 
 
-def _has_positions(each: Tensor, right: Tensor) -> bool:
+def _has_positions(mask: Tensor, right: Tensor) -> bool:
     """Return whether each of the layer's positions t is a position of the sequence, with its own value."""
-    return each.ndim == 2 and each.shape[1] == right.shape[2]
+    return mask.ndim == 2 and mask.shape[1] == right.shape[2]
 
 
 def _places(of_rows: Tensor | None, inside: Tensor | None) -> Tensor | None:
@@ -335,25 +335,25 @@ def _places(of_rows: Tensor | None, inside: Tensor | None) -> Tensor | None:
     return inside & (of_rows.unsqueeze(1) if of_rows.ndim == 1 else of_rows)
 
 
-def _counted(each: Tensor | None, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
+def _counted(mask: Tensor | None, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
     """Return the inputs without the points, or without the positions if t is the sequence, that do not count."""
-    if each is None:
+    if mask is None:
         return right
-    if not _has_positions(each, right):
-        return right[each if each.ndim == 1 else each.any(1)]
-    return right.transpose(1, 2)[each].unsqueeze(2)
+    if not _has_positions(mask, right):
+        return right[mask if mask.ndim == 1 else mask.any(1)]
+    return right.transpose(1, 2)[mask].unsqueeze(2)
 
 
-def _mean_input(each: Tensor | None, right: Float[Tensor, "n g t q"]) -> Float[Tensor, "n g 1 q"]:
+def _mean_input(mask: Tensor | None, right: Float[Tensor, "n g t q"]) -> Float[Tensor, "n g 1 q"]:
     """Return the mean over the positions, or over those that count if t is the sequence."""
-    if each is None or not _has_positions(each, right):
+    if mask is None or not _has_positions(mask, right):
         return right.mean(2, keepdim=True)
-    inside = each[:, None, :, None].to(right.dtype)
+    inside = mask[:, None, :, None].to(right.dtype)
     return (right * inside).sum(2, keepdim=True) / inside.sum(2, keepdim=True).clamp_min(1)
 
 
 def _input_weights(
-    weights: Tensor | None, each: Tensor | None, right: Shaped[Tensor, "n g t *q"]
+    weights: Tensor | None, mask: Tensor | None, right: Shaped[Tensor, "n g t *q"]
 ) -> Float[Tensor, "m 1 s"] | None:
     """Return the sample weight of each input that counts: a point of weight two counts as two."""
     if weights is None:
@@ -361,7 +361,7 @@ def _input_weights(
     if weights.ndim == 2 and not _has_positions(weights, right):
         weights = weights.amax(1)
     of_inputs = weights.unsqueeze(1) if weights.ndim == 1 else weights
-    return _counted(each, of_inputs.unsqueeze(1).expand(-1, 1, right.shape[2]))
+    return _counted(mask, of_inputs.unsqueeze(1).expand(-1, 1, right.shape[2]))
 
 
 def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
@@ -372,17 +372,17 @@ def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
     """
     assert group.layer is not None
     of_parts = [None if group.positions is None else part.of_rows(group.positions) for part in group.parts]
-    inputs = [(part.right(), _places(mask, part.inside)) for part, mask in zip(group.parts, of_parts)]
+    inputs = [(part.right(), _places(row_mask, part.inside)) for part, row_mask in zip(group.parts, of_parts)]
     weights = [None if group.weights is None else part.of_rows(group.weights) for part in group.parts]
     if sharing == "reduce" and inputs[0][0].is_floating_point():
         inputs = _mean_inputs(inputs, any(part.inside is not None for part in group.parts))
-    for (right, each), of_rows in zip(inputs, weights):
-        kept, of_inputs = _counted(each, right), _input_weights(of_rows, each, right)
-        if kept.is_floating_point():
-            block.count += kept.shape[0] * kept.shape[2] if of_inputs is None else float(of_inputs.sum())
-            block.right.add(kept if of_inputs is None else kept * of_inputs.sqrt().unsqueeze(-1))
+    for (right, mask), of_rows in zip(inputs, weights):
+        counted, of_inputs = _counted(mask, right), _input_weights(of_rows, mask, right)
+        if counted.is_floating_point():
+            block.count += counted.shape[0] * counted.shape[2] if of_inputs is None else float(of_inputs.sum())
+            block.right.add(counted if of_inputs is None else counted * of_inputs.sqrt().unsqueeze(-1))
         else:
-            counts = _token_counts(kept, group.layer.module, of_inputs)
+            counts = _token_counts(counted, group.layer.module, of_inputs)
             block.count += float(counts.sum())
             block.tokens = _plus(block.tokens, counts.unsqueeze(0))
 
@@ -401,16 +401,16 @@ def _mean_inputs(inputs: Sequence[MaskedInput], ragged: bool) -> list[MaskedInpu
 
 def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any, weights: Tensor | None = None) -> Shaped[Tensor, " V"]:
     """Return how often each row of the table is looked up; the padding row, which has no gradient, does not count."""
-    each = None if weights is None else weights.flatten()
-    counts = torch.bincount(tokens.flatten(), each, minlength=table.weight.shape[0])
+    token_weights = None if weights is None else weights.flatten()
+    counts = torch.bincount(tokens.flatten(), token_weights, minlength=table.weight.shape[0])
     return counts if table.padding_idx is None else counts.index_fill(0, tokens.new_tensor([table.padding_idx]), 0)
 
 
 def _add_exact(block: BlockSums, group: Group, positions: dict[str, Tensor], chunk_bytes: int) -> None:
-    kept = kept_entries(positions, group.names)
+    entries = selected_entries(positions, group.names)
     for rows in group.pieces(chunk_bytes):
         flat = torch.cat([rows[name].reshape(rows[name].shape[0] * rows[name].shape[1], -1) for name in group.names], 1)
-        flat = flat[:, kept]
+        flat = flat[:, entries]
         if flat.shape[1] <= MOST_DENSE:
             flat = flat.double()
             if block.exact is None:
@@ -441,13 +441,13 @@ def eigenvalue_corrected(
     of_rows = 3 * rounding_of_rows(lin.theta.dtype)  # the errors of two sides and of their rotation
     factored.clear()
     corrected = {
-        names: EigenKronecker(*each, rounding, of_rows) for (names, rounding), each in zip(roundings.items(), sums)
+        names: EigenKronecker(*sum_, rounding, of_rows) for (names, rounding), sum_ in zip(roundings.items(), sums)
     }
     for group in walk.groups(lambda: sums):
         for names, matrices in members(group, corrected):
             corrected[names].values.add_(_second_moments(matrices, corrected[names], walk.chunk))
-    for each in corrected.values():
-        each.values.copy_(lin.passes.add_up(each.values))
+    for sum_ in corrected.values():
+        sum_.values.copy_(lin.passes.add_up(sum_.values))
     found = others | corrected
     return [found[names] for names in order]
 
@@ -467,7 +467,7 @@ def members(group: Group, blocks: Container[tuple[str, ...]]) -> list[tuple[tupl
     layer = layer_with_bias(group)
     if layer is None or (layer.names["weight"],) not in blocks:
         return []
-    return [((layer.names[name],), [(l, r[..., part]) for l, r in matrices]) for name, part in PARTS.items()]
+    return [((layer.names[name],), [(l, r[..., columns]) for l, r in matrices]) for name, columns in PARTS.items()]
 
 
 def _second_moments(matrices: list[FactorPair], base: EigenKronecker, chunk_bytes: int) -> Float[Tensor, "g p q"]:
@@ -504,8 +504,8 @@ def rotate(side: Tensor, vectors: Tensor) -> Tensor:
     return torch.bmm(by_group.flatten(1, -2), vectors).unflatten(1, by_group.shape[1:-1]).movedim(0, -3)
 
 
-def _plus(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total + part
+def _plus(total: Tensor | None, term: Tensor) -> Tensor:
+    return term if total is None else total + term
 
 
 def _positions(positions: dict[str, Tensor], group: Group, kronecker: bool, partial: bool) -> Tensor:
@@ -514,15 +514,15 @@ def _positions(positions: dict[str, Tensor], group: Group, kronecker: bool, part
     `partial` means that the selection may take some entries of a tensor and leave others.
     """
     if not kronecker:
-        return torch.cat([positions[name].flatten() for name in group.names])[kept_entries(positions, group.names)]
+        return torch.cat([positions[name].flatten() for name in group.names])[selected_entries(positions, group.names)]
     assert group.layer is not None
-    found = group.layer.to_matrix(positions)
-    if partial and bool((found < 0).any()):
+    matrix = group.layer.to_matrix(positions)
+    if partial and bool((matrix < 0).any()):
         raise ValueError("the selection splits a Kronecker block: select whole layers, or use co.DiagonalGGN(lin).")
-    return found
+    return matrix
 
 
-def kept_entries(positions: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
+def selected_entries(positions: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
     """Return which entries of these tensors, concatenated, are selected."""
     return torch.cat([positions[name].flatten() for name in names]) >= 0
 
@@ -532,9 +532,9 @@ def _silent(
 ) -> list[BlockSums]:
     """Return zero blocks for the parameters that no output depends on."""
     seen = {name for names in blocks for name in names}
-    found = []
+    silent = []
     for name in (name for name in positions if name not in seen):
-        kept = positions[name][positions[name] >= 0]
-        if len(kept):
-            found.append(BlockSums((name,), kept, lin.theta.dtype, exact=lin.theta.new_zeros(len(kept))))
-    return found
+        entries = positions[name][positions[name] >= 0]
+        if len(entries):
+            silent.append(BlockSums((name,), entries, lin.theta.dtype, exact=lin.theta.new_zeros(len(entries))))
+    return silent

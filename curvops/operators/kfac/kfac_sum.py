@@ -57,22 +57,22 @@ def kfac_sum(*terms: LayerBlocks) -> KFACSum:
             members.setdefault(names, []).append(block)
             places.setdefault(names, positions)
     reached = {names: [block for block in blocks if not _is_silent(block)] for names, blocks in members.items()}
-    kept = {names: blocks for names, blocks in reached.items() if blocks}
-    seen = [name for names in kept for name in names]
+    blocks_by_names = {names: blocks for names, blocks in reached.items() if blocks}
+    seen = [name for names in blocks_by_names for name in names]
     for names in members:
-        if names not in kept and not set(names) & set(seen):
-            kept[names], seen = members[names][:1], [*seen, *names]
+        if names not in blocks_by_names and not set(names) & set(seen):
+            blocks_by_names[names], seen = members[names][:1], [*seen, *names]
     if len(set(seen)) < len(seen):
         twice = sorted({name for name in seen if seen.count(name) > 1})
         raise ValueError(f"the curvatures divide {twice} into different blocks: build both with one bias= of co.KFAC.")
-    order = [names for names in members if names in kept]
-    found = [_block_sum(kept[names]) for names in order]
-    error, size = (torch.stack([each[i] for each in found]).sum() for i in (1, 2))
+    order = [names for names in members if names in blocks_by_names]
+    sums = [_block_sum(blocks_by_names[names]) for names in order]
+    error, size = (torch.stack([block_sum[i] for block_sum in sums]).sum() for i in (1, 2))
     value = (error / size).sqrt() if bool(size > 0) else torch.zeros_like(size)
     sources = merge_sources(*(term.sources for term in terms))
     parts = Partition(tuple(places[names] for names in order))
     operator = LayerBlocks(
-        *(each[0] for each in found),
+        *(block_sum[0] for block_sum in sums),
         positions=parts,
         space=space,
         names=tuple(order),
@@ -130,7 +130,7 @@ def nearest_kronecker(terms: Sequence[Kronecker]) -> Nearest:
     if len({(term.sizes, *(factor.ndim for factor, *_ in term.factors)) for term in terms}) != 1:
         raise ValueError(f"the factors differ in their sizes: {[term.sizes for term in terms]}.")
     both = [[to_double(factor, details) for factor, details, _ in term.factors] for term in terms]
-    lefts, rights = (torch.stack(each, 1) for each in zip(*both))  # (g, k, …)
+    lefts, rights = (torch.stack(factors, 1) for factors in zip(*both))  # (g, k, …)
     of_lefts, of_rights = _inner_products(lefts), _inner_products(rights)
     values, vectors = torch.linalg.eigh(of_lefts)
     root = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)) @ vectors.mT
@@ -158,6 +158,6 @@ def _combine(
 ) -> tuple[Tensor, Details]:
     """Return Σ_i w_i F_i in the terms' dtype, with the part lost in rounding."""
     total = (weights.unsqueeze(1) @ factors.flatten(2)).squeeze(1).unflatten(1, factors.shape[2:])
-    kept, rest = round_with_rest(total, terms[0].dtype)
+    rounded, rest = round_with_rest(total, terms[0].dtype)
     rounding, of_rows = (max(getattr(t.details[side], name) for t in terms) for name in ("rounding", "of_rows"))
-    return kept, Details(rest if total.ndim == 3 else None, None, rounding, of_rows)
+    return rounded, Details(rest if total.ndim == 3 else None, None, rounding, of_rows)

@@ -144,11 +144,11 @@ class Jacobian(NetworkOperator):
 
     def _rows_of_ranks_at(self, index: Int[Tensor, " b"]) -> Float[Tensor, "D b"]:
         """Return rows, each taken from the rank that has its point. One all-reduce of D·b numbers."""
-        own, rows_there = self.apart(), zero_block(self.theta.unsqueeze(1), len(index))
+        own_jacobian, rows_there = self.apart(), zero_block(self.theta.unsqueeze(1), len(index))
         rows = self.passes.own_rows
         inside = ((index >= rows.start) & (index < rows.stop)).nonzero()[:, 0]
         if len(inside):
-            put_columns(rows_there, inside, own.rows_at(index[inside] - rows.start))
+            put_columns(rows_there, inside, own_jacobian.rows_at(index[inside] - rows.start))
         return self.passes.add_up(rows_there)
 
     def _size(self) -> torch.Size:

@@ -42,14 +42,14 @@ class UserOperator(LinearOperator):
 
     The `__init__` of a subclass is for users: it takes `lin` and options, and passes tensors and keywords on to the
     next class, which stores them. A rebuild skips it. `STORED` is a keyword of every stored form and marks a rebuild;
-    only a user's call sets `asked`. Under a Gaussian noise that requires a gradient, the call returns a `ScaledByNoise`
-    if the class itself has no gradient for it.
+    only a user's call sets `arguments`. Under a Gaussian noise that requires a gradient, the call returns a
+    `ScaledByNoise` if the class itself has no gradient for it.
     """
 
     STORED: str = ""
     CARRIED: bool = False
     """Whether the operator has gradients for the likelihood's hyperparameters, or does not depend on them."""
-    asked: Mapping[str, Any] | None = None
+    arguments: Mapping[str, Any] | None = None
     """The arguments of the user's call without those in `ASIDE`; None for a rebuild."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -85,7 +85,7 @@ class UserOperator(LinearOperator):
             bound = self._bound(args, kwargs)
             self._require_equal_on_ranks(bound)
             written(self, *args, **kwargs)
-            self.asked = {key: value for key, value in bound.arguments.items() if key not in ASIDE}
+            self.arguments = {key: value for key, value in bound.arguments.items() if key not in ASIDE}
 
         return init
 
@@ -94,16 +94,16 @@ class UserOperator(LinearOperator):
 
         The `generator` is the source of the draws.
         """
-        if self.asked is None:
+        if self.arguments is None:
             return None
         takes = {"generator": generator} if "generator" in inspect.signature(type(self)).parameters else {}
-        return type(self)(lin, **self.asked, **takes)
+        return type(self)(lin, **self.arguments, **takes)
 
     def _made_of(self) -> str:
         """Also return what the tensors of an operator do not show: its data, and the options of the user's call."""
         words = [super()._made_of()]
         if (sources := self._kwargs.get("sources")) is not None:
-            options = (self.asked or {}).items()
+            options = (self.arguments or {}).items()
             words += [f"on {sum(source.num_data for source in sources.counts)} points"]
             words += [f"{name}={value!r}" for name, value in options if isinstance(value, str | int)]
         return ", ".join(filter(None, words))
@@ -114,9 +114,9 @@ class UserOperator(LinearOperator):
         lin = bound.arguments["lin"]
         if not lin.passes.is_shared:
             return
-        given = inspect.BoundArguments(bound.signature, bound.arguments.copy())
-        given.apply_defaults()
-        options = {name: value for name, value in given.arguments.items() if name not in ("lin", "checkpoint")}
+        call = inspect.BoundArguments(bound.signature, bound.arguments.copy())
+        call.apply_defaults()
+        options = {name: value for name, value in call.arguments.items() if name not in ("lin", "checkpoint")}
         name, facts = f"co.{cls.__name__}", {"the likelihood": identify(lin.likelihood)}
         facts |= {f"{option} of {name}": identify(value) for option, value in options.items()}
         lin.passes.agree({"the operator": name} | facts)
@@ -154,7 +154,7 @@ class ScaledByNoise(UserOperator, Scaled):
 
     def __init__(self, base: LinearOperator, noise: Tensor, *, reference: float, power: int) -> None:
         LinearOperator.__init__(self, base, noise, reference=reference, power=power)
-        self.asked = getattr(base, "asked", None)
+        self.arguments = getattr(base, "arguments", None)
 
     @property
     def likelihood(self) -> likelihoods.Likelihood:
@@ -192,8 +192,8 @@ def scale_by_noise(kind: type[UserOperator], *args: Any, **kwargs: Any) -> Scale
         return None
     fixed = lin.with_likelihood(lin.likelihood.with_hyperparameters([noise.detach().clone()]))
     base = kind(fixed, *args[1:], **kwargs) if args else kind(**kwargs | {"lin": fixed})
-    assert base.asked is not None  # a user's call
-    power = 2 if base.asked.get("fisher") == "empirical" else 1
+    assert base.arguments is not None  # a user's call
+    power = 2 if base.arguments.get("fisher") == "empirical" else 1
     return ScaledByNoise(base, noise, reference=float(noise.detach()), power=power)
 
 

@@ -110,13 +110,13 @@ class CurvatureCache:
         As long as the value exists, its bytes count as used in the memory budget.
         """
         with self.lock:
-            known: Any = self.known(name)
-            if known is None or (fits is not None and not fits(known)):
-                known = compute()
-                if known is not None:
-                    self._store(name, known, nbytes)
-            found: Known = known
-            return found
+            value: Any = self.known(name)
+            if value is None or (fits is not None and not fits(value)):
+                value = compute()
+                if value is not None:
+                    self._store(name, value, nbytes)
+            typed: Known = value
+            return typed
 
     @property
     def hyperparameters(self) -> list[tuple[Likelihood, Tensor]]:
@@ -157,7 +157,7 @@ class CurvatureCache:
     def gram_cost(self) -> float:
         """Return the gradients that J Jᵀ takes; ∞ unless the curvature is the exact GGN of these data alone."""
         curvature = self.curvature
-        exact = isinstance(curvature, GGN) and curvature.asked == {} and curvature.lin is self.lin
+        exact = isinstance(curvature, GGN) and curvature.arguments == {} and curvature.lin is self.lin
         return gram_cost(self.lin.plan, self.lin.num_data) if exact else math.inf
 
     def known_data(self, what: str) -> tuple[Linearization, ...]:
@@ -205,10 +205,10 @@ class CurvatureCache:
         """Return what tuning reuses at the next prior, for checkpoints: sketches, their source, and a quadrature."""
         sketches, source = {}, self.generator
         for space in SKETCHES:
-            if (known := self.known(space)) is not None:
-                of, columns, made = known
+            if (sketch := self.known(space)) is not None:
+                diagonal, columns, made = sketch
                 scale, inner = (made.scale, made.inner) if isinstance(made, ScaledPreconditioner) else (None, made)
-                sketches[space] = {"of": of, "columns": columns, "scale": scale, "inner": inner}
+                sketches[space] = {"of": diagonal, "columns": columns, "scale": scale, "inner": inner}
         quadrature = self.known("quadrature")
         return {
             "sketches": sketches,
@@ -220,11 +220,11 @@ class CurvatureCache:
         """Restore the values that were drawn for the same curvature."""
         if self.generator is not None:
             self.generator.set_state(state["generator"].cpu())
-        for space, each in state["sketches"].items():
-            inner: Any = from_record(LowRankPreconditioner, each["inner"])
+        for space, sketch in state["sketches"].items():
+            inner: Any = from_record(LowRankPreconditioner, sketch["inner"])
             keep(self.curvature, inner, inner.U.nbytes)
-            made = inner if each["scale"] is None else ScaledPreconditioner(each["scale"], inner)
-            self.put(space, (each["of"], each["columns"], made))
+            made = inner if sketch["scale"] is None else ScaledPreconditioner(sketch["scale"], inner)
+            self.put(space, (sketch["of"], sketch["columns"], made))
         if state["quadrature"] is not None:
             smallest, rtol, record = state["quadrature"]
             self.put("quadrature", (smallest, rtol, from_record(SpectralQuadrature, record)))
@@ -234,12 +234,12 @@ class CurvatureCache:
         """Return whether a value belongs to the state of the current run, which computed it."""
         return current().whole.held.get("cache") is self
 
-    def keep_in(self, kept: Checkpoint) -> None:
+    def keep_in(self, saved: Checkpoint) -> None:
         """Save a value with this step of its run; if the step has ended, restore the value that it left."""
         if self.is_kept:
-            known = kept.attach("known", self.state)
-            if kept.done:
-                self.recall(known)
+            state = saved.attach("known", self.state)
+            if saved.done:
+                self.recall(state)
 
     def _require_followed(self) -> None:
         """Raise ValueError if hyperparameters have changed and the curvature does not follow them."""
@@ -264,42 +264,44 @@ def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Lineariza
     built from a linearisation, or from such operators, record their data and how often they count them. A user's own
     matrix does not; if it stands alone, it counts as a curvature of `lin`.
     """
-    found = sources_of(curvature)
-    if found is None:
+    sources = sources_of(curvature)
+    if sources is None:
         return (lin,)
-    if found.detached:
+    if sources.detached:
         return "a part of the curvature was detached from its weights, so it belongs to no likelihood at these weights."
-    counts, own = found.counts, lin.source
-    if not counts.get(own):
+    counts, source_of_lin = sources.counts, lin.source
+    if not counts.get(source_of_lin):
         return (
             "the curvature belongs to other data, or another likelihood, than the linearisation given to co.laplace; "
             "linearise once with all data, or add up the curvatures of both."
         )
-    if found.partial:
+    if sources.partial:
         return (
             "in addition to the part that belongs to these data, the curvature holds an operator (a matrix, say) "
             "that does not record which data it belongs to."
         )
-    uneven = [count for count in counts.values() if abs(count - counts[own]) > 1e-12]
-    if (found.repeated or uneven or counts[own] < 0) and (
+    uneven = [count for count in counts.values() if abs(count - counts[source_of_lin]) > 1e-12]
+    if (sources.repeated or uneven or counts[source_of_lin] < 0) and (
         not_once := [c for c in counts.values() if abs(c - 1) > 1e-12]
     ):
         return f"the curvature counts data {not_once[0]:.4g} times, but their likelihood counts them once."
-    known: dict[Hashable, Linearization] = {each.source: each for each in _linearizations(curvature)}
-    known[own] = lin
-    if not counts.keys() <= known.keys():
+    linearizations: dict[Hashable, Linearization] = {
+        linearization.source: linearization for linearization in _linearizations(curvature)
+    }
+    linearizations[source_of_lin] = lin
+    if not counts.keys() <= linearizations.keys():
         return (
             "a part of it belongs to other data than the linearisation given to co.laplace, and does not keep them "
             "(as KFAC, diagonals, blocks and low rank); linearise once with all data, or use a GGN, Fisher or "
             "Hessian of those data."
         )
-    return tuple(known[source] for source in counts)
+    return tuple(linearizations[source] for source in counts)
 
 
 def power_of(lin: Linearization, curvature: LinearOperator) -> float:
     """Return the power of a curvature's likelihood: 1/T if it is tempered, otherwise 1."""
-    found = sources_of(curvature)
-    count = 1.0 if found is None else found.counts.get(lin.source, 1.0)
+    sources = sources_of(curvature)
+    count = 1.0 if sources is None else sources.counts.get(lin.source, 1.0)
     return 1.0 if abs(count - 1) <= 1e-12 else count
 
 
@@ -308,9 +310,9 @@ def _linearizations(operator: LinearOperator) -> Iterator[Linearization]:
     lin = getattr(operator, "lin", None)
     if isinstance(lin, Linearization):
         yield lin
-    for part in operator._args:
-        if isinstance(part, LinearOperator):
-            yield from _linearizations(part)
+    for argument in operator._args:
+        if isinstance(argument, LinearOperator):
+            yield from _linearizations(argument)
 
 
 class WithCurvature(NamedTuple):
@@ -440,20 +442,20 @@ def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior:
     return Prior(precision, read_mean(prior_mean, network))
 
 
-def _checked_operator(given: LinearOperator, network: Model, definite: bool) -> LinearOperator:
+def _checked_operator(prior: LinearOperator, network: Model, definite: bool) -> LinearOperator:
     """Return a precision operator (D, D), after checking that it belongs to these weights or to none."""
-    kind = type(given).__name__
-    if not isinstance(given, Operator):
+    kind = type(prior).__name__
+    if not isinstance(prior, Operator):
         raise TypeError(f"prior_precision is a {kind}; pass an operator of curvops, or co.linalg.Dense(matrix).")
-    check_operator("prior_precision", given, network)
-    if not (definite or is_psd(given)):
+    check_operator("prior_precision", prior, network)
+    if not (definite or is_psd(prior)):
         raise ValueError(
             f"prior_precision {kind} is not known to be positive semidefinite; pass co.linalg.Dense(matrix, psd=True), "
             "a curvature plus a number, or a subclass of co.linalg.Operator with psd = True."
         )
-    if carries_graph(given.representation()):
+    if carries_graph(prior.representation()):
         raise ValueError(
             f"prior_precision {kind} has tensors that require a gradient, and a prior given as an operator carries "
             "none: detach them, or pass a number or a vector."
         )
-    return given
+    return prior

@@ -207,8 +207,8 @@ class GaussianWeights(Predictive):
         """Return P / T as the precision of a prior for other data, and the error of its form."""
         if lin is not None:
             require_new_data(lin, self.precision)
-        kept, error = compress_precision(form, self.precision.detached_from_weights(), rank, generator)
-        return (kept if self.temperature == 1 else kept * (1 / self.temperature)), error
+        compressed, error = compress_precision(form, self.precision.detached_from_weights(), rank, generator)
+        return (compressed if self.temperature == 1 else compressed * (1 / self.temperature)), error
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -292,9 +292,9 @@ class GaussianPosterior(GaussianWeights):
         root = self.covariance.low_rank_root if isinstance(self.covariance, Operator) else None
         if root is not None and root.shape[1] < len(self.mean):
             raise ValueError(f"a covariance of rank {root.shape[1]} has no density over {len(self.mean):,} weights.")
-        known, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)
-        exact = len(self.mean) <= routes.WHOLE or isinstance(known, Dense)
-        return logdet(known, rtol=rtol, max_matvecs=len(self.mean) if exact else None, generator=generator) * sign
+        matrix, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)
+        exact = len(self.mean) <= routes.WHOLE or isinstance(matrix, Dense)
+        return logdet(matrix, rtol=rtol, max_matvecs=len(self.mean) if exact else None, generator=generator) * sign
 
     def prior_for(
         self,
@@ -326,13 +326,13 @@ def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Te
     """
     rows = torch.atleast_2d(gap)
     if carries_graph(precision.representation()):
-        found = 0.5 * (rows * precision.matmul(rows.mT).mT).double().sum(-1)
+        values = 0.5 * (rows * precision.matmul(rows.mT).mT).double().sum(-1)
     else:
         with torch.no_grad():
             product = precision._matmul(rows.detach().mT).mT
-        found = (rows * product).double().sum(-1)
-        found = found - 0.5 * found.detach()
-    return found.reshape(gap.shape[:-1])
+        values = (rows * product).double().sum(-1)
+        values = values - 0.5 * values.detach()
+    return values.reshape(gap.shape[:-1])
 
 
 def flatten_weights(lin: Linearization, params: Any, rows: bool = False) -> Float[Tensor, "*k D"]:
@@ -349,8 +349,8 @@ def flatten_weights(lin: Linearization, params: Any, rows: bool = False) -> Floa
 
 def require_new_data(lin: Linearization, precision: LinearOperator) -> None:
     """Raise ValueError if an earlier posterior, or its prior, has the same data, which would count twice."""
-    known = sources_of(precision)
-    if known is not None and lin.source in known.counts:
+    sources = sources_of(precision)
+    if sources is not None and lin.source in sources.counts:
         raise ValueError("the earlier posterior has these data, which would count twice: linearise with the new data.")
 
 
@@ -367,8 +367,8 @@ def compress_precision(
         if not has_kronecker_blocks(curvature):
             raise ValueError("form='kronecker' needs a KFAC: start with curvature=co.KFAC, or use form='low_rank'.")
         return precision, None
-    found = low_rank(curvature, rank, generator=generator)
+    sketch = low_rank(curvature, rank, generator=generator)
     if form == "low_rank":
-        return found.add_diagonal(precision.shift), found.error
-    kept = found.with_diagonal(curvature.diagonal())
-    return kept.add_diagonal(precision.shift), relative_distance(curvature, kept, generator)
+        return sketch.add_diagonal(precision.shift), sketch.error
+    corrected = sketch.with_diagonal(curvature.diagonal())
+    return corrected.add_diagonal(precision.shift), relative_distance(curvature, corrected, generator)

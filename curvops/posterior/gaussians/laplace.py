@@ -85,8 +85,8 @@ class Laplace(GaussianWeights):
 
     def _facts(self) -> tuple[str, ...]:
         tempered = () if self.temperature == 1 else (f"temperature {self.temperature:.6g}",)
-        each = [member.of_position for member in self.lin.likelihood.members]
-        noise = [gaussian.printed_noise for gaussian in each if isinstance(gaussian, Gaussian)]
+        likelihoods = [member.of_position for member in self.lin.likelihood.members]
+        noise = [gaussian.printed_noise for gaussian in likelihoods if isinstance(gaussian, Gaussian)]
         return (as_part(self.curvature), f"prior precision {self.prior.printed}", *noise, *tempered)
 
     @property
@@ -288,13 +288,13 @@ class Laplace(GaussianWeights):
             check_tensor("x0", x0)
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         most = checked_whole("maxiter", maxiter)
-        kept = begin(
+        saved = begin(
             "linear_mode", checkpoint, partial(problem_of_mode, self.terms), self.mean.device, True, self.lin.ranks
         )
-        self.cache.keep_in(kept)
-        if kept.done:
-            return kept.result(LinearMode)
-        return kept.finish(find_mode(self.terms, start, float(rtol), most))
+        self.cache.keep_in(saved)
+        if saved.done:
+            return saved.result(LinearMode)
+        return saved.finish(find_mode(self.terms, start, float(rtol), most))
 
     def plan(self, columns: int = 1) -> SolvePlan:
         """Return how draws, rows of J in predictions, and the evidence would be computed, and why.
@@ -409,10 +409,10 @@ class Laplace(GaussianWeights):
         """
         check_accuracy(rtol, generator)
         at = checked_mode(mode, self.lin)
-        found = find_evidence(self.terms, None, rtol, generator, at)
+        evidence = find_evidence(self.terms, None, rtol, generator, at)
         if at == "map":
             warn_of_mode(self)
-        return found
+        return evidence
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """Compute tr(P⁻¹G), the number of directions in weight space that the data determine.
@@ -491,7 +491,7 @@ def checked_mode(mode: Any, lin: Linearization) -> str:
     check_choice("mode", mode, ("auto", "map", "linear"))
     if mode != "auto":
         return str(mode)
-    kinds = {kind.__name__ for part in lin.model.paths for kind in type(part).__mro__}
+    kinds = {kind.__name__ for module in lin.model.paths for kind in type(module).__mro__}
     return "linear" if any(map(NORMALISATION.search, kinds)) else "map"
 
 

@@ -136,7 +136,9 @@ def load(
     lin = network(record["linearization"])
     if version == OF_GAUSSIANS:
         saved = {name: record[name] for name in ("covariance", "precision") if record[name] is not None}
-        return GaussianPosterior.of(lin, **{name: operator_of_record(each, lin) for name, each in saved.items()})
+        return GaussianPosterior.of(
+            lin, **{name: operator_of_record(operator_record, lin) for name, operator_record in saved.items()}
+        )
     return _read_laplace(record, lin)
 
 

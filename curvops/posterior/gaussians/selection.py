@@ -54,18 +54,22 @@ class Ingredients:
         return 1 / (self.curvature + self.prior)
 
 
-def _marginal(given: Ingredients) -> Tensor:
-    precision = GGN(given.lin).add_diagonal(given.prior)
-    found = diagonal(precision.inverse(), method="bekas", max_matvecs=MARGINAL_SOLVES, generator=given.generator)
-    return found.value.clamp_min(given.variance)  # [P⁻¹]_dd ≥ 1 / P_dd, whatever the probes give
+def _marginal(ingredients: Ingredients) -> Tensor:
+    precision = GGN(ingredients.lin).add_diagonal(ingredients.prior)
+    estimate = diagonal(
+        precision.inverse(), method="bekas", max_matvecs=MARGINAL_SOLVES, generator=ingredients.generator
+    )
+    return estimate.value.clamp_min(ingredients.variance)  # [P⁻¹]_dd ≥ 1 / P_dd, whatever the probes give
 
 
-def _swag(given: Ingredients) -> Tensor:
-    if given.snapshots is None:
+def _swag(ingredients: Ingredients) -> Tensor:
+    if ingredients.snapshots is None:
         raise ValueError("score='swag' needs snapshots=, the weights after each epoch of SGD.")
-    count, mean, squares = 0, torch.zeros_like(given.lin.theta), torch.zeros_like(given.lin.theta)
-    for snapshot in given.snapshots:
-        weights = given.lin.flatten(snapshot) if isinstance(snapshot, Mapping) else torch.as_tensor(snapshot).to(mean)
+    count, mean, squares = 0, torch.zeros_like(ingredients.lin.theta), torch.zeros_like(ingredients.lin.theta)
+    for snapshot in ingredients.snapshots:
+        weights = (
+            ingredients.lin.flatten(snapshot) if isinstance(snapshot, Mapping) else torch.as_tensor(snapshot).to(mean)
+        )
         if weights.shape != mean.shape:
             raise ValueError(f"a snapshot has shape {tuple(weights.shape)}, expected ({len(mean)},).")
         count, gap = count + 1, weights.detach() - mean
@@ -76,8 +80,8 @@ def _swag(given: Ingredients) -> Tensor:
     return squares / (count - 1)
 
 
-def _random(given: Ingredients) -> Tensor:
-    theta, generator = given.lin.theta, given.generator
+def _random(ingredients: Ingredients) -> Tensor:
+    theta, generator = ingredients.lin.theta, ingredients.generator
     device = theta.device if generator is None else generator.device
     return torch.rand(len(theta), generator=generator, device=device).to(theta)
 
@@ -159,13 +163,13 @@ def select(
         raise ValueError("prior_precision is an operator; scores need a number, a vector or a mapping.")
     allowed = _within(lin, modules)
     k = checked_whole("k", k, 1, len(allowed), "a whole number of weights (for a share, int(share * D))")
-    given = Ingredients(lin, prior.detach(), x, snapshots, generator)
+    ingredients = Ingredients(lin, prior.detach(), x, snapshots, generator)
     with torch.no_grad():
-        values = SCORES[score](given)[allowed]
+        values = SCORES[score](ingredients)[allowed]
         order = values.argsort(descending=True, stable=True)
         chosen = allowed[order[: int(k)]].sort().values
         if score not in WITHOUT_CURVATURE:
-            _warn_of_inert(given, chosen, score)
+            _warn_of_inert(ingredients, chosen, score)
     return chosen
 
 
@@ -180,12 +184,12 @@ def _within(lin: Linearization, modules: str | Sequence[str] | None) -> Int[Tens
     for glob in globs:
         if not isinstance(glob, str) or not lin.model.selection.matching(glob):
             raise ValueError(f"modules={glob!r} matches none of the parameters {list(places)}.")
-    found = torch.cat([places[name].flatten() for name in lin.model.selection.matching(*globs)])
-    return found[found >= 0].sort().values.to(lin.theta.device)
+    positions = torch.cat([places[name].flatten() for name in lin.model.selection.matching(*globs)])
+    return positions[positions >= 0].sort().values.to(lin.theta.device)
 
 
-def _warn_of_inert(given: Ingredients, chosen: Tensor, score: str) -> None:
-    curvature = given.curvature
+def _warn_of_inert(ingredients: Ingredients, chosen: Tensor, score: str) -> None:
+    curvature = ingredients.curvature
     inert = curvature[chosen] <= torch.finfo(curvature.dtype).eps * curvature.max()
     if bool(inert.any()):
         share = float(inert.double().mean())
@@ -257,11 +261,11 @@ def wasserstein(
         _solve_in_place(factor, whitened.mT)
         cross = torch.linalg.eigvalsh(whitened).clamp_min(0).sqrt().sum()
         sizes += _solve_in_place(factor, whitened.zero_().fill_diagonal_(1)).square_().sum()
-        found = left_out + (sizes - 2 * cross).clamp_min(0)
+        estimate = left_out + (sizes - 2 * cross).clamp_min(0)
         error = torch.finfo(P.dtype).eps * sizes
-        if found.reason is Reason.CONVERGED and float(error) > rtol * float(found.value):
-            found = replace(found, reason=Reason.PRECISION_LIMIT, stderr=found.stderr.clamp_min(error))
-        return replace(found, bias_bound=found.bias_bound + error) * T
+        if estimate.reason is Reason.CONVERGED and float(error) > rtol * float(estimate.value):
+            estimate = replace(estimate, reason=Reason.PRECISION_LIMIT, stderr=estimate.stderr.clamp_min(error))
+        return replace(estimate, bias_bound=estimate.bias_bound + error) * T
 
 
 def _parts_of_inverse(
@@ -281,7 +285,7 @@ def _parts_of_inverse(
     block = principal_block(inverse, chosen).double()
     if form is not None:
         variances, errors = (
-            each.double()[rest].sum() for each in (form.inverse_diagonal(), form.inverse_diagonal_error())
+            entries.double()[rest].sum() for entries in (form.inverse_diagonal(), form.inverse_diagonal_error())
         )
         return Estimate.rounded(variances, errors, rtol), block
     only = Diagonal(rest.to(P.dtype))
@@ -291,6 +295,6 @@ def _parts_of_inverse(
 def _solve_in_place(factor: Float[Tensor, "S S"], block: Float[Tensor, "S K"]) -> Float[Tensor, "S K"]:
     """Replace B by L⁻¹ B, some columns at a time, since matrices of S² numbers may be large."""
     for start in range(0, block.shape[1], COLUMNS):
-        part = slice(start, start + COLUMNS)
-        block[:, part] = torch.linalg.solve_triangular(factor, block[:, part], upper=False)
+        columns = slice(start, start + COLUMNS)
+        block[:, columns] = torch.linalg.solve_triangular(factor, block[:, columns], upper=False)
     return block

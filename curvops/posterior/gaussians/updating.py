@@ -103,11 +103,11 @@ def _with_noise(likelihood: Likelihood, noise: Any, num_outputs: int, theta: Ten
         if noise.shape not in ((), (1,), (num_outputs,)):
             shape = tuple(noise.shape)
             raise ValueError(f"noise must be a number or a tensor ({num_outputs},), got one of shape {shape}.")
-        given = Gaussian(noise).noise
+        variance = Gaussian(noise).noise
     else:
         check_accuracy(noise, name="noise")
-        given = torch.tensor(float(noise), dtype=torch.float64)
-    return likelihood.with_hyperparameters([given.detach().to(theta)])
+        variance = torch.tensor(float(noise), dtype=torch.float64)
+    return likelihood.with_hyperparameters([variance.detach().to(theta)])
 
 
 MOST_ROWS = 2000
@@ -129,12 +129,12 @@ def with_left_out_noise(lin: Linearization) -> Linearization:
         return lin
     if isinstance(lin.likelihood, Multitask):
         return lin
-    sums, known = lin.squared_residuals(), lin.results_now()
-    if (squares := known.get("left-out squares")) is None:
+    sums, results = lin.squared_residuals(), lin.results_now()
+    if (squares := results.get("left-out squares")) is None:
         squares = left_out_squares(lin.gathered(), sums)
         if lin.ranks is not None:
             squares = squares.new_tensor(lin.ranks.gather(squares.tolist())[0])
-        known["left-out squares"] = squares
+        results["left-out squares"] = squares
     sums[0] = sums[0].maximum(squares.where(sums[2] > 0, 0))  # an output without targets has errors of rounding
     return lin.with_likelihood(estimated_noise(lin.likelihood, sums, lin.theta))
 
@@ -162,12 +162,12 @@ def left_out_squares(lin: Linearization, sums: Float[Tensor, "3 C"]) -> Float[Te
     turned, blocks = vectors.mT @ t, vectors.view(*shape, -1)
     least = len(K) * torch.finfo(lin.theta.dtype).eps
     squares = blocks.square() if shape[1] == 1 else blocks  # bmm is slow for single rows
-    found = []
+    errors_by_shift = []
     for power in torch.linspace(math.log10(least), 3, GRID).tolist():
         inverse = 1 / (values + largest * 10**power)
-        own = (squares @ inverse).unsqueeze(2) if shape[1] == 1 else torch.bmm(blocks * inverse, blocks.mT)
-        found.append(torch.linalg.solve(own, (vectors @ (inverse * turned)).view(*shape)).flatten())
-    errors = min(found, key=lambda errors: float(errors.square().sum()))
+        point_blocks = (squares @ inverse).unsqueeze(2) if shape[1] == 1 else torch.bmm(blocks * inverse, blocks.mT)
+        errors_by_shift.append(torch.linalg.solve(point_blocks, (vectors @ (inverse * turned)).view(*shape)).flatten())
+    errors = min(errors_by_shift, key=lambda errors: float(errors.square().sum()))
     return (errors * units).square().view(-1, len(sums[0])).sum(0)
 
 
@@ -177,7 +177,7 @@ def warn_of_noise(lin: Linearization) -> None:
     An estimated noise, one that is being learned, and one without data or with an exact fit are left alone.
     """
     gaussians = [member.of_position for member in lin.likelihood.members if isinstance(member.of_position, Gaussian)]
-    if all(needs_noise(each) or each.noise.requires_grad for each in gaussians):
+    if all(needs_noise(gaussian) or gaussian.noise.requires_grad for gaussian in gaussians):
         return
     if not lin.data.is_present or not lin.data.labelled:
         return
@@ -191,19 +191,19 @@ def _warn_of_one_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: 
     assert isinstance(gaussian, Gaussian)
     if needs_noise(gaussian) or gaussian.noise.requires_grad:
         return
-    found = mean_squares(likelihood, sums, eps)
-    if found is None:
+    squares = mean_squares(likelihood, sums, eps)
+    if squares is None:
         return
-    ratios = (gaussian.noise.detach().double() / found).nan_to_num(1.0).flatten()  # of outputs that have targets
+    ratios = (gaussian.noise.detach().double() / squares).nan_to_num(1.0).flatten()  # of outputs that have targets
     worst = float(ratios[ratios.log().abs().argmax()])
     if 1 / FAR_NOISE <= worst <= FAR_NOISE:
         return
     error = f"{worst**0.5:.2g} times too wide" if worst > 1 else f"{worst**-0.5:.2g} times too narrow"
     warn(
         f"the noise of {gaussian!r} is {worst:.2g} times the mean squared residual of the training data, "
-        f"{summary(found if len(found) > 1 else found[0])}: if these residuals show the noise, error bars are {error}. "
-        "'regression' and co.likelihoods.Gaussian() estimate it. Keep a noise that is known; check_mode=False skips "
-        "this check.",
+        f"{summary(squares if len(squares) > 1 else squares[0])}: if these residuals show the noise, error bars are "
+        f"{error}. 'regression' and co.likelihoods.Gaussian() estimate it. Keep a noise that is known; "
+        "check_mode=False skips this check.",
         NoiseWarning,
     )
 
@@ -222,8 +222,8 @@ def add_data(
         lin = with_left_out_noise(lin)
     form = checked_form(form, rank)
     chosen = remake_curvature(post.curvature, lin, generator, BY_DATA) if curvature is None else curvature
-    kept, error = post.prior_for(lin, form, rank, generator)
-    prior = read_prior(kept, post.mean, lin.model, posterior=True)
+    compressed, error = post.prior_for(lin, form, rank, generator)
+    prior = read_prior(compressed, post.mean, lin.model, posterior=True)
     if form == "kronecker":
         prior = KroneckerPrior(prior.precision, prior.mean)
     operator = checked_curvature(chosen, lin)
@@ -235,10 +235,10 @@ def remake_curvature(
     curvature: LinearOperator, lin: Linearization, generator: torch.Generator | None, remedy: str
 ) -> LinearOperator:
     """Build the curvature of `lin` with an earlier one's class and options, or raise ValueError with the remedy."""
-    found = curvature.of(lin, generator) if isinstance(curvature, UserOperator) else None
-    if found is None:
+    remade = curvature.of(lin, generator) if isinstance(curvature, UserOperator) else None
+    if remade is None:
         raise ValueError(f"this {type(curvature).__name__} does not record how it was built: {remedy}")
-    return found
+    return remade
 
 
 def checked_form(form: Any, rank: Any) -> str | None:

@@ -59,9 +59,9 @@ def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean
 
 def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
     """Return the targets of test data by position; raise TypeError or ValueError for unsuitable ones."""
-    given, y = y, targets_of(y)
+    argument, y = y, targets_of(y)
     if y is None or (isinstance(y, Tensor) and not y.ndim):
-        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(given)}.")
+        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(argument)}.")
     device, dtype = lin.theta.device, lin.theta.dtype
     points = num_points(lin.inputs_of(x))
     if sizes_of(y) != {points}:
@@ -109,13 +109,15 @@ def gaussian_log_density(
     mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], y: Float[Tensor, "N C"]
 ) -> Float[Tensor, " N"]:
     """Return log N(y; mean, covariance) of each point, in nats, over the targets that are not NaN."""
-    known = ~y.isnan()
+    present = ~y.isnan()
     # A missing target counts as one of its own, with the variance 1 and equal to its mean.
-    both = known.unsqueeze(-1) & known.unsqueeze(-2)
+    both = present.unsqueeze(-1) & present.unsqueeze(-2)
     L = torch.linalg.cholesky(covariance.where(both, torch.diag_embed(torch.ones_like(y))))
-    gap = (y - mean).where(known, 0)
+    gap = (y - mean).where(present, 0)
     whitened = torch.linalg.solve_triangular(L, gap.unsqueeze(-1), upper=False).squeeze(-1)
-    half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + known.sum(-1, dtype=y.dtype) * math.log(2 * math.pi) / 2
+    half_logdet = (
+        L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + present.sum(-1, dtype=y.dtype) * math.log(2 * math.pi) / 2
+    )
     return -whitened.square().sum(-1) / 2 - half_logdet
 
 
@@ -175,7 +177,7 @@ def _entropies(log_p: Float[Tensor, "k *N c"], error: ErrorOfMean) -> tuple[Tens
 def join_uncertainties(parts: Sequence[Uncertainty]) -> Uncertainty:
     """Concatenate the uncertainties of groups of points."""
     names = ("mean", "total", "aleatoric", "epistemic", "stderr")
-    tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    tensors: dict[str, Any] = {name: torch.cat([getattr(uncertainty, name) for uncertainty in parts]) for name in names}
     return Uncertainty(unit=parts[0].unit, **tensors)
 
 
@@ -317,8 +319,8 @@ def bridge(
     rows = covariance.sum(-1)
     total = rows.sum(-1, keepdim=True)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
-    known = total > c * eps * variance.sum(-1, keepdim=True)
-    share = torch.where(known, rows / torch.where(known, total, 1.0), 1 / c)
+    resolved = total > c * eps * variance.sum(-1, keepdim=True)
+    share = torch.where(resolved, rows / torch.where(resolved, total, 1.0), 1 / c)
     f = mean - share * mean.sum(-1, keepdim=True)
     v = torch.maximum(variance - share * rows, eps * variance).clamp_min(least)  # the rounding error of the difference
     if normalised:

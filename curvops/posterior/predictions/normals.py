@@ -39,7 +39,7 @@ class Normal(MultivariateNormal):
         if self.mean.ndim != 2 or isinstance(self, MultitaskMultivariateNormal):
             return super().__repr__()
         count, few = len(self.mean), zip(self.mean[:FIRST].tolist(), self.stddev[:FIRST].tolist())
-        rows = [", ".join(f"{m:.4g} ± {s:.2g}" for m, s in zip(*each)) for each in few]
+        rows = [", ".join(f"{m:.4g} ± {s:.2g}" for m, s in zip(*row)) for row in few]
         more = [f"… {count} points"] if count > FIRST else []
         return f"{type(self).__name__}({'; '.join([*rows, *more])})"
 
@@ -63,16 +63,16 @@ class MultitaskNormal(MultitaskMultivariateNormal, Normal):
         return super().log_prob(value)
 
     def __getitem__(self, index: Any) -> MultivariateNormal:
-        found = super().__getitem__(index)
-        mean, covariance = found.mean, found.lazy_covariance_matrix
-        if isinstance(found, MultitaskMultivariateNormal):
-            return MultitaskNormal(mean, covariance, interleaved=found._interleaved)
+        normal = super().__getitem__(index)
+        mean, covariance = normal.mean, normal.lazy_covariance_matrix
+        if isinstance(normal, MultitaskMultivariateNormal):
+            return MultitaskNormal(mean, covariance, interleaved=normal._interleaved)
         return Normal(mean, covariance)
 
     def to_data_independent_dist(self, jitter_val: float = 0.0) -> MultivariateNormal:
         """Return each point's own distribution over its outputs, without the 1e-4 that gpytorch adds to variances."""
-        found = super().to_data_independent_dist(jitter_val)
-        return Normal(found.mean, Dense(found.covariance_matrix, psd=True))
+        normal = super().to_data_independent_dist(jitter_val)
+        return Normal(normal.mean, Dense(normal.covariance_matrix, psd=True))
 
 
 class SampledNormal(Normal):

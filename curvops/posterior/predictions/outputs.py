@@ -283,7 +283,7 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
     if draw_bytes > LARGE and samples.device.type == "cpu":
         return None
     draws = max(1, int(max(0, lin.memory.room()) // (SHARE * max(1, draw_bytes))))
-    run, pieces = torch.func.vmap(lin.model, (0, None)), [part for _, part in cut(inputs, points)]
+    run, pieces = torch.func.vmap(lin.model, (0, None)), [batch for _, batch in cut(inputs, points)]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # detects operations that vmap runs one by one
@@ -293,7 +293,7 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
             if not bool(((mapped - alone).abs() <= slack).all()):
                 return None
             named = [_named(lin, some) for some in samples.split(draws)]
-            parts = [[run(some, part) for part in pieces] for some in named]
+            parts = [[run(some, batch) for batch in pieces] for some in named]
     except (RuntimeError, TypeError, ValueError, Warning):  # no rule, control flow by values, randomness, memory
         return None
     return torch.cat([torch.cat(row, 1) for row in parts])

@@ -167,7 +167,7 @@ class _LinearModel(Point):
         self.prior, self.delta = prior, delta
         self.eps = torch.finfo(delta.dtype).eps
         self.parts = [DisplacedGGN.at(lin, lin.push(delta)) for lin in lins]
-        of_data = power * reduce(add, (part.gradient() for part in self.parts))
+        of_data = power * reduce(add, (displaced.gradient() for displaced in self.parts))
         of_prior = prior.gradient(self.theta)
         scale = float(_norm(of_data) + _norm(of_prior))
         self.gradient = of_data.add_(of_prior)
@@ -184,8 +184,8 @@ class _LinearModel(Point):
         return self.prior.plus(total if self.power == 1 else self.power * total).precision
 
     def log_likelihood(self, steps: Sequence[Tensor | float] = ()) -> float:
-        given = steps or [0.0] * len(self.parts)
-        return self.power * sum(float(part.log_likelihood(step)) for part, step in zip(self.parts, given))
+        shifts = steps or [0.0] * len(self.parts)
+        return self.power * sum(float(displaced.log_likelihood(step)) for displaced, step in zip(self.parts, shifts))
 
     @cached_property
     def loss(self) -> float:
@@ -195,7 +195,7 @@ class _LinearModel(Point):
     @property
     def rounding(self) -> float:
         """The rounding of the loss: each log-likelihood is rounded in units of one, however small it is itself."""
-        terms = sum(part.lin.num_data * part.lin.num_outputs for part in self.parts)
+        terms = sum(displaced.lin.num_data * displaced.lin.num_outputs for displaced in self.parts)
         return ROUNDINGS * self.eps * (abs(self.loss) + math.sqrt(terms))
 
     def slope(self, step: Tensor) -> float:
@@ -203,7 +203,7 @@ class _LinearModel(Point):
 
     def losses(self, step: Tensor) -> Callable[[float], float]:
         pushes = [lin.push(step) for lin in self.lins]
-        return lambda share: self._loss([share * each for each in pushes], share * step)
+        return lambda share: self._loss([share * push for push in pushes], share * step)
 
     def move(self, step: Tensor, share: float) -> _LinearModel:
         return _LinearModel(self.lins, self.prior, self.power, self.delta + share * step)
@@ -227,24 +227,24 @@ def find_mode(
     If J Jᵀ is formed, Newton's method starts at the mode in function space, and its steps are solved there if memory
     has no room for CG. The current run saves the steps.
     """
-    kept, cache, prior, theta = current(), terms.cache, terms.prior, terms.lin.theta
+    saved, cache, prior, theta = current(), terms.cache, terms.prior, terms.lin.theta
     lins = cache.known_data("the mode of the linear model")
-    for lin in lins if kept else ():
+    for lin in lins if saved else ():
         lin.memory.expect_many()  # one engine is used from the first product of the run to the last
     J = terms.lin.jacobian()
     beside = NEWTON_VECTORS * describe(J).vector_bytes
 
     def counted() -> AbstractContextManager[None]:
         # Bits of a run that is saved must not depend on which engines are freed.
-        return nullcontext() if kept else holding(J, beside)
+        return nullcontext() if saved else holding(J, beside)
 
     def at(delta: Tensor) -> _LinearModel:
         with counted():
             return _LinearModel(lins, prior, cache.power, delta)
 
     matvecs, steps = 2, 0
-    if kept.state is not None:
-        delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
+    if saved.state is not None:
+        delta, steps, matvecs = (saved.state[name] for name in ("delta", "steps", "matvecs"))
     elif (kernel := solving_kernel(terms)) is not None:
         near = dual_mode(kernel, float(prior.precision), prior.mean, 0.01 * rtol, MOST_DUAL_STEPS)
         delta, matvecs = near.theta - theta, near.matvecs + 3
@@ -253,10 +253,10 @@ def find_mode(
         delta = torch.zeros_like(theta) if start is None else start - theta
     model = at(delta)
     del delta  # the model's own alone
-    if kept.state is None:
-        kept.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
+    if saved.state is None:
+        saved.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
     ours = is_psd(terms.curvature) and terms.closed_form is None
-    few = None if kept or theta.nbytes * SOLVE_VECTORS <= terms.lin.memory_budget else solving_kernel(terms)
+    few = None if saved or theta.nbytes * SOLVE_VECTORS <= terms.lin.memory_budget else solving_kernel(terms)
     sketch = None
 
     def step_at(model: _LinearModel, steps: int) -> Tensor:
@@ -271,18 +271,18 @@ def find_mode(
         if not ours:
             M, spent = precision.preconditioner(1), 0
         else:
-            if sketch is None or not kept:  # one for all steps of a run with a checkpoint
-                with kept.name_part("preconditioner"):
+            if sketch is None or not saved:  # one for all steps of a run with a checkpoint
+                with saved.name_part("preconditioner"):
                     sketch = _preconditioner(terms)
             M, spent = sketch
-            spent = 0 if kept and steps else spent
-        found = cg(precision, -model.gradient, preconditioner=M, rtol=goal)
-        found.raise_if_failed(goal, REMEDIES)
-        matvecs += found.matvecs + spent + 2
-        return found.x
+            spent = 0 if saved and steps else spent
+        solution = cg(precision, -model.gradient, preconditioner=M, rtol=goal)
+        solution.raise_if_failed(goal, REMEDIES)
+        matvecs += solution.matvecs + spent + 2
+        return solution.x
 
     def save(model: _LinearModel, steps: int) -> None:
-        kept.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs})
+        saved.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs})
 
     with counted():
         model, reason, steps = minimise(model, step_at, rtol, maxiter, steps, save)
@@ -406,15 +406,15 @@ def problem_of_mode(terms: PrecisionTerms) -> dict[str, Any]:
     """Return by name what distinguishes this problem from others in a checkpoint."""
     total: LinearOperator = reduce(add, map(GGN, terms.cache.known_data("the mode of the linear model")))
     P, prior = terms.prior.plus(total).precision, terms.prior
-    given = {"the prior's mean": digest([prior.mean]), "the power": terms.cache.power}
-    return terms.lin.facts() | problem_of(P) | given
+    facts = {"the prior's mean": digest([prior.mean]), "the power": terms.cache.power}
+    return terms.lin.facts() | problem_of(P) | facts
 
 
 def linear_log_likelihood(cache: CurvatureCache, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
     """Return the log-likelihood of the linear model at other weights, with its gradient in hyperparameters."""
     delta = theta - cache.lin.theta
     parts = [DisplacedGGN.at(lin, lin.push(delta)) for lin in cache.known_data("the log evidence")]
-    return cache.power * torch.stack([part.log_likelihood() for part in parts]).sum()
+    return cache.power * torch.stack([displaced.log_likelihood() for displaced in parts]).sum()
 
 
 TOLERATED = 1.0
@@ -439,11 +439,11 @@ def nats_below_mode(terms: PrecisionTerms, enough: float) -> tuple[float, float]
         return 0.0, bound
     rtol = 1e-3 if A is None else min(0.1, math.sqrt(0.1 * enough / bound))
     M = None if terms.closed_form is None else terms.precision.preconditioner(1)
-    found = cg(terms.precision, gradient, preconditioner=M, rtol=rtol, maxiter=MOST_STEPS)
-    lower = 0.5 * float(inner(gradient.unsqueeze(1), found.x.unsqueeze(1)))
+    solution = cg(terms.precision, gradient, preconditioner=M, rtol=rtol, maxiter=MOST_STEPS)
+    lower = 0.5 * float(inner(gradient.unsqueeze(1), solution.x.unsqueeze(1)))
     if A is None:
         return lower, lower
-    residual = found.relative_residuals.to(gradient.device) * norm(gradient.unsqueeze(1))
+    residual = solution.relative_residuals.to(gradient.device) * norm(gradient.unsqueeze(1))
     return lower, min(bound, lower + 0.5 * float((residual.square() / A.min()).sum()))
 
 

@@ -60,7 +60,9 @@ LOOKED_AT = 20
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
-def posterior_system(terms: PrecisionTerms, columns: int = 1, asked: str | None = None, whole: bool = True) -> System:
+def posterior_system(
+    terms: PrecisionTerms, columns: int = 1, requested: str | None = None, whole: bool = True
+) -> System:
     """Return the facts about P X = B from which its routes follow; without `whole`, only those that cost nothing.
 
     Room in memory is measured by passes over a few points, if a route needs it.
@@ -77,7 +79,7 @@ def posterior_system(terms: PrecisionTerms, columns: int = 1, asked: str | None 
         closed_form=closed,
         recorded=carries_graph(P.representation()),
         room=lin.memory.room() if whole and not closed else math.inf,
-        asked=asked,
+        requested=requested,
         posterior=PosteriorFacts(
             name=type(terms.curvature).__name__,
             psd=is_psd(base),
@@ -94,20 +96,20 @@ def posterior_system(terms: PrecisionTerms, columns: int = 1, asked: str | None 
     )
 
 
-def route_of(terms: PrecisionTerms, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
+def route_of(terms: PrecisionTerms, columns: int, requested: str | None = None) -> tuple[Route | None, str]:
     """Return the route of a system, or None and the reason if the requested method is not possible.
 
     A closed form comes first for every method that allows it; the other facts are then skipped. J Jᵀ is formed here if
     it may be used: only its eigenvalues show whether it can be.
     """
-    if terms.closed_form is not None and (asked is None or CLOSED_FORM in METHODS[asked]):
+    if terms.closed_form is not None and (requested is None or CLOSED_FORM in METHODS[requested]):
         return Route(CLOSED_FORM, 0, 0), ""
-    table = routes(posterior_system(terms, columns, asked))
+    table = routes(posterior_system(terms, columns, requested))
     first = chosen(table)
     if first is not None and first.name == "formed kernel" and not _resolves(kernel_of(terms), terms):
-        table = routes(posterior_system(terms, columns, asked))
+        table = routes(posterior_system(terms, columns, requested))
         first = chosen(table)
-    return first, next((route.why_not for route in table if route.name == asked), "")
+    return first, next((route.why_not for route in table if route.name == requested), "")
 
 
 def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
@@ -227,12 +229,12 @@ def preconditioner(
     diagonal: Any = precision.shift if dual is None else A
     with cache.lock:
         if (sketch := cache.known(space)) is not None:
-            of, served, made_before = sketch
-            factors = diagonal.detach() / of
+            sketched, served, made_before = sketch
+            factors = diagonal.detach() / sketched
             low, high = float(factors.min()), float(factors.max())
             if served * SKETCH_SERVES >= columns and low >= 1 / 3 and high <= UNEVEN * low:
-                scalar = of.ndim == 0 and dual is None  # otherwise the sketched matrix is whitened
-                return made_before.shifted((float(of) if scalar else 1.0) * float(factors.log().mean().exp())), 0
+                scalar = sketched.ndim == 0 and dual is None  # otherwise the sketched matrix is whitened
+                return made_before.shifted((float(sketched) if scalar else 1.0) * float(factors.log().mean().exp())), 0
         made = precision.preconditioner(columns, generator)
         if made is not None and not isinstance(made, ClosedFormPreconditioner):  # another prior needs no products
             cache.put(space, (diagonal.detach().clone(), columns, made))

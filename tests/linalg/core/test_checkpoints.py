@@ -9,7 +9,7 @@ import torch
 import curvops as co
 from curvops.records import record_of
 from tests.linalg.interrupted import counted, equal, goes_on
-from tests.linalg.matrices import symmetric
+from tests.linalg.matrices import generator, symmetric
 from tests.linalg.systems import right_hand_sides
 
 N = 40
@@ -19,25 +19,21 @@ B = right_hand_sides(N, 5)
 B[:, 2] = 0
 
 
-def seeded(seed=1):
-    return torch.Generator().manual_seed(seed)
-
-
 def cg(A, folder, sides=B, **options):
     return record_of(co.linalg.cg(A, sides, rtol=1e-6, checkpoint=folder, **options))
 
 
 def eigsh(A, folder, **options):
-    return record_of(co.linalg.eigsh(A, rtol=1e-8, generator=seeded(), checkpoint=folder, **options))
+    return record_of(co.linalg.eigsh(A, rtol=1e-8, generator=generator(1), checkpoint=folder, **options))
 
 
 def low_rank(A, folder, **options):
-    found = co.low_rank(A, generator=seeded(), checkpoint=folder, **options)
+    found = co.low_rank(A, generator=generator(1), checkpoint=folder, **options)
     return [*found.representation(), record_of(found.error)]
 
 
 def nystrom(A, folder, **options):
-    return record_of(co.linalg.nystrom(A, generator=seeded(), checkpoint=folder, **options))
+    return record_of(co.linalg.nystrom(A, generator=generator(1), checkpoint=folder, **options))
 
 
 RUNS = {
@@ -125,10 +121,10 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(tmp_p
 def test_a_source_of_random_numbers_ends_as_that_of_the_whole_run(tmp_path, saved_at_each_step):
     states = []
     for _ in range(2):  # the second has nothing to do
-        source = seeded()
+        source = generator(1)
         co.linalg.eigsh(CLUSTERED, 4, generator=source, checkpoint=tmp_path)
         states.append(source.get_state())
-    source = seeded()
+    source = generator(1)
     co.linalg.eigsh(CLUSTERED, 4, generator=source)
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], source.get_state())
 

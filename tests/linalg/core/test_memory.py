@@ -14,14 +14,10 @@ from curvops.linalg import Reason, draw
 from curvops.linalg.core.memory import CALLER_VECTORS, in_parts, memories_of, solve_width, working
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from tests.linalg.faulty import without_room_beyond
-from tests.linalg.matrices import symmetric
+from tests.linalg.matrices import generator, symmetric
 
 D, N, C = 303, 6, 3
 VECTOR = 8 * D
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def linearized(vectors):

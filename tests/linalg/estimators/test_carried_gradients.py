@@ -5,11 +5,7 @@ import torch
 
 from curvops.linalg import Dense, Diagonal, logdet, trace
 from curvops.linalg.operators.base import Operator
-from tests.linalg.matrices import symmetric
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.linalg.matrices import generator, symmetric
 
 
 def random(*shape, seed=0):

@@ -10,13 +10,9 @@ from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.diagonal import METHODS, Bekas, XDiag, XNysDiag, diagonal
 from tests.linalg.faulty import nan_from_the_seventh_product
-from tests.linalg.matrices import SPECTRA, symmetric
+from tests.linalg.matrices import SPECTRA, generator, symmetric
 
 STOCHASTIC = METHODS[:-1]
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def probed(A, seed=0):

@@ -14,11 +14,7 @@ from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.dense_spectrum import dense_spectrum
 from curvops.linalg.estimators.quadrature import effective_dimension
 from tests.linalg.faulty import nan_from_the_seventh_product
-from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 
 
 def dense(G, prior):

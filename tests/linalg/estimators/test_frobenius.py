@@ -8,11 +8,7 @@ from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.frobenius import METHODS, XNorm, frobenius_norm
 from tests.linalg.faulty import nan_from_the_seventh_product
-from tests.linalg.matrices import SPECTRA, symmetric
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.linalg.matrices import SPECTRA, generator, symmetric
 
 
 def probed(A, seed=0):

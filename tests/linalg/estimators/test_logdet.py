@@ -12,12 +12,7 @@ from curvops.linalg.operators.dense import Dense
 from curvops.linalg.preconditioners.jacobi import diagonal_preconditioner
 from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.known import Rooted
-from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
+from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 
 # Exact for small matrices and for budgets of n products.
 

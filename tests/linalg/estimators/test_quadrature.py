@@ -11,11 +11,7 @@ from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.estimators.quadrature import SpectralQuadrature, log_ratio, spectral_quadrature, stack
 from curvops.linalg.spectra.lanczos import LockStep
-from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 
 
 def signs(n, k, seed):

@@ -4,12 +4,8 @@ import pytest
 import torch
 
 from curvops.linalg import Dense, Reason, spectral_density
-from tests.linalg.matrices import SPECTRA, symmetric
+from tests.linalg.matrices import SPECTRA, generator, symmetric
 from tests.linalg.rooted import rooted
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def broadened(found, values):

@@ -15,13 +15,9 @@ from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.exchangeable import XNysTrace, XTrace
 from curvops.linalg.estimators.trace import METHODS, HutchPlusPlus, trace
 from tests.linalg.faulty import nan_from_the_seventh_product
-from tests.linalg.matrices import SPECTRA, rotation, symmetric
+from tests.linalg.matrices import SPECTRA, generator, rotation, symmetric
 
 STOCHASTIC = METHODS[:-1]
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def probed(A, seed=0):

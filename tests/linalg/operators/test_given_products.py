@@ -13,15 +13,11 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from torch import Tensor
 
 from curvops import linalg
-from tests.linalg.matrices import log_spaced, symmetric
+from tests.linalg.matrices import generator, log_spaced, symmetric
 
 N = 300  # above the size that is formed
 MATRIX = symmetric(log_spaced(N, 30))
 B = torch.randn(N, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
 
 
 FUNCTION = lambda V: MATRIX @ V  # noqa: E731
@@ -46,18 +42,18 @@ WITH_B: dict[str, Callable[[Any, Tensor], Any]] = {
     "inverse_sqrt": lambda A, b: linalg.inverse_sqrt(A, b).value,
 }
 WITHOUT_B: dict[str, Callable[[Any], Any]] = {
-    "trace": lambda A: linalg.trace(A, max_matvecs=60, generator=seeded()).value,
-    "diagonal": lambda A: linalg.diagonal(A, max_matvecs=60, generator=seeded()).value,
-    "frobenius_norm": lambda A: linalg.frobenius_norm(A, max_matvecs=60, generator=seeded()).value,
-    "logdet": lambda A: linalg.logdet(A, shift=1.0, generator=seeded()).value,
-    "effective_dimension": lambda A: linalg.effective_dimension(A, 1.0, generator=seeded()).value,
-    "spectral_density": lambda A: linalg.spectral_density(A, generator=seeded()).matvecs,
-    "spectral_quadrature": lambda A: linalg.spectral_quadrature(A, shift=1.0, generator=seeded()).logdet(1.0).value,
-    "eigsh": lambda A: linalg.eigsh(A, 3, generator=seeded()).values,
-    "svds": lambda A: linalg.svds(A, 3, generator=seeded()).values,
-    "lanczos": lambda A: linalg.lanczos(A, 20, generator=seeded()).T,
-    "nystrom": lambda A: linalg.nystrom(A, 20, generator=seeded()).eigenvalues,
-    "low_rank": lambda A: linalg.low_rank(A, 20, generator=seeded()).values,
+    "trace": lambda A: linalg.trace(A, max_matvecs=60, generator=generator(1)).value,
+    "diagonal": lambda A: linalg.diagonal(A, max_matvecs=60, generator=generator(1)).value,
+    "frobenius_norm": lambda A: linalg.frobenius_norm(A, max_matvecs=60, generator=generator(1)).value,
+    "logdet": lambda A: linalg.logdet(A, shift=1.0, generator=generator(1)).value,
+    "effective_dimension": lambda A: linalg.effective_dimension(A, 1.0, generator=generator(1)).value,
+    "spectral_density": lambda A: linalg.spectral_density(A, generator=generator(1)).matvecs,
+    "spectral_quadrature": lambda A: linalg.spectral_quadrature(A, shift=1.0, generator=generator(1)).logdet(1.0).value,
+    "eigsh": lambda A: linalg.eigsh(A, 3, generator=generator(1)).values,
+    "svds": lambda A: linalg.svds(A, 3, generator=generator(1)).values,
+    "lanczos": lambda A: linalg.lanczos(A, 20, generator=generator(1)).T,
+    "nystrom": lambda A: linalg.nystrom(A, 20, generator=generator(1)).eigenvalues,
+    "low_rank": lambda A: linalg.low_rank(A, 20, generator=generator(1)).values,
 }
 
 

@@ -9,12 +9,8 @@ import curvops as co
 from curvops.errors import NotPositiveSemidefiniteError, RankWarning
 from curvops.linalg import Damped, Dense, LowRank, draw
 from tests.linalg.known import Known
-from tests.linalg.matrices import SPECTRA, rotation, symmetric
+from tests.linalg.matrices import SPECTRA, generator, rotation, symmetric
 from tests.linalg.operands import positive, random, uniform
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def close(actual, expected, tolerance=1e-10):

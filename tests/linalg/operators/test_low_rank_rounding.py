@@ -10,15 +10,12 @@ from mpmath import mp, mpf
 from curvops import linalg
 from curvops.linalg import Dense, LowRank
 from curvops.linalg.core.results import Reason
+from tests.linalg.matrices import generator
 
 DIGITS = 40
 N, R = 7, 3
 ORDINARY = 1e-4
 """The relative width below which an interval in single precision is of use."""
-
-
-def generator():
-    return torch.Generator().manual_seed(0)
 
 
 def orthonormal():

@@ -10,15 +10,11 @@ from linear_operator.operators import DenseLinearOperator
 from linear_operator.utils.errors import NotPSDError
 
 from curvops.linalg import Dense, Reason, cg, cholesky
-from tests.linalg.matrices import EXPONENTIAL, SPECTRA, log_spaced, symmetric
+from tests.linalg.matrices import EXPONENTIAL, SPECTRA, generator, log_spaced, symmetric
 from tests.linalg.operands import random
 
 N = 120
 EYE = torch.eye(N, dtype=torch.float64)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 class Products(DenseLinearOperator):

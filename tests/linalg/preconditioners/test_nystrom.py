@@ -7,11 +7,7 @@ from linear_operator.operators import DenseLinearOperator
 from curvops.linalg.core.results import Reason
 from curvops.linalg.preconditioners.nystrom import nystrom
 from curvops.linalg.solvers.cg import cg
-from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 
 
 def low_rank(rank, dtype=torch.float64):

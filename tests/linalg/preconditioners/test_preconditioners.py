@@ -28,16 +28,12 @@ from curvops.linalg import (
     nystrom,
 )
 from curvops.linalg.core.partition import partition
-from tests.linalg.matrices import SPECTRA, symmetric
+from tests.linalg.matrices import SPECTRA, generator, symmetric
 from tests.linalg.operands import positive, random, uniform
 
 N, MU = 120, 0.01
 EYE = torch.eye(N, dtype=torch.float64)
 SHUFFLED = torch.randperm(N, generator=torch.Generator().manual_seed(5))
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 class Products(DenseLinearOperator):

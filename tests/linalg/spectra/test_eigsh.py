@@ -15,17 +15,13 @@ import curvops as co
 from curvops.linalg import Dense, eigsh
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.solvers.cg import cg
-from tests.linalg.matrices import EXPONENTIAL, SPECTRA, symmetric
+from tests.linalg.matrices import EXPONENTIAL, SPECTRA, generator, symmetric
 from tests.linalg.rooted import rooted
 
 FLAWLESS = {Reason.CONVERGED}
 EXACT = {Reason.CONVERGED, Reason.PRECISION_LIMIT}
 BULK = torch.linspace(0, 0.5, 113, dtype=torch.float64)
 CLUSTER = torch.tensor([2.0, *[1 + 1e-9] * 5, 1.0], dtype=torch.float64)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def ends(values, which, k):

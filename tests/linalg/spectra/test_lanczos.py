@@ -5,11 +5,7 @@ import torch
 
 from curvops.linalg.core.results import Reason
 from curvops.linalg.spectra.lanczos import LockStep, lanczos
-from tests.linalg.matrices import SPECTRA, symmetric
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.linalg.matrices import SPECTRA, generator, symmetric
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

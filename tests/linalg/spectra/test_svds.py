@@ -8,14 +8,10 @@ from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg import Dense, svds
 from curvops.linalg.core.results import Reason
-from tests.linalg.matrices import SPECTRA, rotation
+from tests.linalg.matrices import SPECTRA, generator, rotation
 
 EXACT = {Reason.CONVERGED, Reason.PRECISION_LIMIT}
 SHAPES = [(150, 120), (120, 150), (120, 120)]
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def rectangular(values, m, n, seed=0):

@@ -49,5 +49,5 @@ def rule_for(layer: nn.Module) -> Rule | None:
     rule = rule_of(type(layer))
     if rule is None or has_hooks(layer):
         return None
-    own = {name for name, parameter in layer._parameters.items() if parameter is not None}
-    return rule if own <= {"weight", "bias"} and rule.supports(layer) else None
+    parameter_names = {name for name, parameter in layer._parameters.items() if parameter is not None}
+    return rule if parameter_names <= {"weight", "bias"} and rule.supports(layer) else None

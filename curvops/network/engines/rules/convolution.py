@@ -42,20 +42,20 @@ class ConvolutionRule(Rule):
 
         return SingleRows(PatchRule(), patches.transpose(1, 2).flatten(0, 1), split)
 
-    def push(self, layer: _ConvNd, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+    def push(self, layer: _ConvNd, inputs: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         weight, bias = tangents.get("weight"), tangents.get("bias")
         if weight is None:
-            bias, size = tangents["bias"], self._output_size(layer, kept.shape[2:])
-            return bias.view(1, *bias.shape, *(1,) * len(size)).expand(kept.shape[0], *bias.shape, *size)
+            bias, size = tangents["bias"], self._output_size(layer, inputs.shape[2:])
+            return bias.view(1, *bias.shape, *(1,) * len(size)).expand(inputs.shape[0], *bias.shape, *size)
         with unfused():  # in full precision, as the passes that J is made of
-            z = torch.convolution(kept, self._wide(layer, weight), None, *self._geometry(layer))
+            z = torch.convolution(inputs, self._wide(layer, weight), None, *self._geometry(layer))
         z = z.unflatten(1, (layer.groups, weight.shape[0], -1)).transpose(1, 2).flatten(2, 3)
         return z if bias is None else z + bias.view(1, *bias.shape, *(1,) * (z.ndim - 3))
 
     def _geometry(self, layer: _ConvNd) -> tuple[Any, ...]:
         """Return the arguments of torch's convolution that follow input, weight and bias."""
-        stride, dilation = _each(layer, layer.stride), _each(layer, layer.dilation)
-        output_padding = _each(layer, getattr(layer, "output_padding", 0))
+        stride, dilation = _per_dimension(layer, layer.stride), _per_dimension(layer, layer.dilation)
+        output_padding = _per_dimension(layer, getattr(layer, "output_padding", 0))
         return stride, _padding(layer), dilation, self.transposed, output_padding, layer.groups
 
     def _wide(self, layer: _ConvNd, weight: Tensor) -> Tensor:
@@ -63,44 +63,44 @@ class ConvolutionRule(Rule):
         return weight.unflatten(1, (layer.groups, -1)).transpose(0, 1).flatten(0, 2)
 
     def _output_size(self, layer: _ConvNd, size: Sequence[int]) -> tuple[int, ...]:
-        sides = zip(size, _padding(layer), _spans(layer), _each(layer, layer.stride))
+        sides = zip(size, _padding(layer), _spans(layer), _per_dimension(layer, layer.stride))
         return tuple((length + 2 * pad - span) // stride + 1 for length, pad, span, stride in sides)
 
-    def pull(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def pull(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         sums = (0, *range(3, s.ndim))
-        return {name: self._weight_gradient(layer, kept, s) if name == "weight" else s.sum(sums) for name in names}
+        return {name: self._weight_gradient(layer, inputs, s) if name == "weight" else s.sum(sums) for name in names}
 
-    def _weight_gradient(self, layer: _ConvNd, kept: Tensor, s: Tensor) -> Tensor:
-        gradient = self._adjoint(layer, kept, s, (s.shape[1] * layer.weight.shape[0], *layer.weight.shape[1:]))
+    def _weight_gradient(self, layer: _ConvNd, inputs: Tensor, s: Tensor) -> Tensor:
+        gradient = self._adjoint(layer, inputs, s, (s.shape[1] * layer.weight.shape[0], *layer.weight.shape[1:]))
         return gradient.unflatten(0, (layer.groups, s.shape[1], -1)).transpose(0, 1).flatten(1, 2)
 
-    def _adjoint(self, layer: _ConvNd, kept: Tensor, s: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _adjoint(self, layer: _ConvNd, inputs: Tensor, s: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return the gradient of a wide weight of that shape."""
         wide = s.unflatten(2, (layer.groups, -1)).transpose(1, 2).flatten(1, 3).contiguous()
         weight = s.new_empty(shape)  # only its shape is read, and a view of one number would be copied to memory
         return torch.ops.aten.convolution_backward(
-            wide, kept, weight, None, *self._geometry(layer), (False, True, False)
+            wide, inputs, weight, None, *self._geometry(layer), (False, True, False)
         )[1]
 
-    def rows(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def rows(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         sums = tuple(range(3, s.ndim))
-        return {name: self._weight_rows(layer, kept, s) if name == "weight" else s.sum(sums) for name in names}
+        return {name: self._weight_rows(layer, inputs, s) if name == "weight" else s.sum(sums) for name in names}
 
-    def _weight_rows(self, layer: _ConvNd, kept: Tensor, s: Tensor) -> Tensor:
-        patches = _patches(layer, kept)
+    def _weight_rows(self, layer: _ConvNd, inputs: Tensor, s: Tensor) -> Tensor:
+        patches = _patches(layer, inputs)
         n, columns, groups = s.shape[0], s.shape[1], layer.groups
         patches = patches.view(n * groups, -1, patches.shape[-1])
         s = s.flatten(3).unflatten(2, (groups, -1)).transpose(1, 2).reshape(n * groups, -1, patches.shape[-1])
         rows = torch.bmm(s, patches.mT).view(n, groups, columns, -1, *layer.weight.shape[1:])
         return rows.transpose(1, 2).flatten(2, 3)
 
-    def left(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+    def left(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
         """Return the left side: groups as in the layer, t the output's pixels, p the group's channels."""
         return s.flatten(3).unflatten(2, (layer.groups, -1)).mT if "weight" in names else None
 
-    def right(self, layer: _ConvNd, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+    def right(self, layer: _ConvNd, inputs: Tensor, names: tuple[str, ...]) -> Tensor:
         """Return the right side, with q the entries of a patch."""
-        return _grouped_patches(layer, kept, "bias" in names)
+        return _grouped_patches(layer, inputs, "bias" in names)
 
     def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
         return output.shape[1:].numel() * layer.weight[0].numel()
@@ -109,39 +109,39 @@ class ConvolutionRule(Rule):
 class PatchRule(Rule):
     """The rule of a convolution at T pixels a point, from their patches (n, T, g, q) and s (n, K, T, g, p)."""
 
-    def push(self, layer: _ConvNd, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+    def push(self, layer: _ConvNd, inputs: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         weight, bias = tangents.get("weight"), tangents.get("bias")
         terms = []
         if weight is not None:
             kernels = weight.flatten(2).unflatten(1, (layer.groups, -1))
-            terms.append(torch.einsum("ntgq,kgpq->nktgp", kept, kernels))
+            terms.append(torch.einsum("ntgq,kgpq->nktgp", inputs, kernels))
         if bias is not None:
             spread = bias.view(1, len(bias), 1, layer.groups, -1)
-            terms.append(spread.expand(len(kept), -1, kept.shape[1], -1, -1))
+            terms.append(spread.expand(len(inputs), -1, inputs.shape[1], -1, -1))
         return terms[0] + terms[1] if len(terms) == 2 else terms[0]
 
-    def pull(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def pull(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         gradients: Local = {}
         if "weight" in names:
-            gradients["weight"] = torch.einsum("nktgp,ntgq->kgpq", s, kept).reshape(-1, *layer.weight.shape)
+            gradients["weight"] = torch.einsum("nktgp,ntgq->kgpq", s, inputs).reshape(-1, *layer.weight.shape)
         if "bias" in names:
             gradients["bias"] = s.sum((0, 2)).flatten(1)
         return gradients
 
-    def rows(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def rows(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         rows: Local = {}
         if "weight" in names:
-            product = torch.einsum("nktgp,ntgq->nkgpq", s, kept)
+            product = torch.einsum("nktgp,ntgq->nkgpq", s, inputs)
             rows["weight"] = product.reshape(*s.shape[:2], *layer.weight.shape)
         if "bias" in names:
             rows["bias"] = s.sum(2).flatten(2)
         return rows
 
-    def left(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+    def left(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
         return s.transpose(2, 3) if "weight" in names else None
 
-    def right(self, layer: _ConvNd, kept: Tensor, names: tuple[str, ...]) -> Tensor:
-        right = kept.transpose(1, 2)
+    def right(self, layer: _ConvNd, inputs: Tensor, names: tuple[str, ...]) -> Tensor:
+        right = inputs.transpose(1, 2)
         return with_ones(right) if "bias" in names else right
 
 
@@ -159,32 +159,33 @@ class TransposedConvolutionRule(ConvolutionRule):
 
     def _output_size(self, layer: _ConvNd, size: Sequence[int]) -> tuple[int, ...]:
         return tuple(
-            (length - 1) * stride + one for length, stride, one in zip(size, _each(layer, layer.stride), _of_one(layer))
+            (length - 1) * stride + one
+            for length, stride, one in zip(size, _per_dimension(layer, layer.stride), _of_one(layer))
         )
 
-    def _weight_gradient(self, layer: _ConvNd, kept: Tensor, s: Tensor) -> Tensor:
-        inputs, outputs, *kernel = layer.weight.shape
-        gradient = self._adjoint(layer, kept, s, (inputs, s.shape[1] * outputs, *kernel))
-        return gradient.unflatten(1, (s.shape[1], outputs)).transpose(0, 1)
+    def _weight_gradient(self, layer: _ConvNd, inputs: Tensor, s: Tensor) -> Tensor:
+        in_channels, out_channels, *kernel = layer.weight.shape
+        gradient = self._adjoint(layer, inputs, s, (in_channels, s.shape[1] * out_channels, *kernel))
+        return gradient.unflatten(1, (s.shape[1], out_channels)).transpose(0, 1)
 
-    def _weight_rows(self, layer: _ConvNd, kept: Tensor, s: Tensor) -> Tensor:
+    def _weight_rows(self, layer: _ConvNd, inputs: Tensor, s: Tensor) -> Tensor:
         """Return each input pixel paired with the window of s that it writes to, one column at a time."""
-        a = kept.flatten(2).unflatten(1, (layer.groups, -1))
+        a = inputs.flatten(2).unflatten(1, (layer.groups, -1))
         sides = _both_sides(_padding(layer))
         rows = []
         for column in s.unbind(1):
             windows = _windows(layer, F.pad(column, sides))
-            for i, length in enumerate(kept.shape[2:]):  # output_padding may leave room for one more
-                windows = windows.narrow(i - kept.ndim + 2, 0, length)
+            for i, length in enumerate(inputs.shape[2:]):  # output_padding may leave room for one more
+                windows = windows.narrow(i - inputs.ndim + 2, 0, length)
             rows.append(torch.matmul(a, windows.reshape(len(a), layer.groups, -1, a.shape[-1]).mT))
         return torch.stack(rows, 1).view(*s.shape[:2], *layer.weight.shape)
 
-    def left(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
+    def left(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
         """Return None: the input's pixels do not share the windows of s that they write to."""
         return None
 
     def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
-        sides = zip(output.shape[2:], _each(layer, layer.stride), _of_one(layer))
+        sides = zip(output.shape[2:], _per_dimension(layer, layer.stride), _of_one(layer))
         pixels = math.prod((length - one) // stride + 1 for length, stride, one in sides)
         return pixels * layer.weight.numel()
 
@@ -193,7 +194,7 @@ def _kernel(layer: _ConvNd) -> tuple[int, ...]:
     return tuple(layer.weight.shape[2:])
 
 
-def _each(layer: _ConvNd, setting: Any) -> tuple[int, ...]:
+def _per_dimension(layer: _ConvNd, setting: Any) -> tuple[int, ...]:
     """Return a setting for each dimension; if it was set after construction, one number may stand for all."""
     numbers = (setting,) if isinstance(setting, int) else tuple(setting)
     return numbers * len(_kernel(layer)) if len(numbers) == 1 else numbers
@@ -205,7 +206,7 @@ def _sides(layer: _ConvNd) -> list[int]:
         return list(layer._reversed_padding_repeated_twice)  # torch does not read `padding`, which may have changed
     if layer.padding == "same":
         return [side for span in reversed(_spans(layer)) for side in ((span - 1) // 2, span // 2)]
-    return _both_sides(_each(layer, 0 if layer.padding == "valid" else layer.padding))
+    return _both_sides(_per_dimension(layer, 0 if layer.padding == "valid" else layer.padding))
 
 
 def _is_kept_padded(layer: _ConvNd) -> bool:
@@ -221,37 +222,39 @@ def _padding(layer: _ConvNd) -> tuple[int, ...]:
 
 def _spans(layer: _ConvNd) -> tuple[int, ...]:
     """Return the number of pixels from a kernel's first to its last entry, both included."""
-    return tuple(dilation * (kernel - 1) + 1 for dilation, kernel in zip(_each(layer, layer.dilation), _kernel(layer)))
+    return tuple(
+        dilation * (kernel - 1) + 1 for dilation, kernel in zip(_per_dimension(layer, layer.dilation), _kernel(layer))
+    )
 
 
 def _steps(layer: _ConvNd) -> Iterable[tuple[int, int, int]]:
     """Return span, stride and dilation of each dimension."""
-    return zip(_spans(layer), _each(layer, layer.stride), _each(layer, layer.dilation))
+    return zip(_spans(layer), _per_dimension(layer, layer.stride), _per_dimension(layer, layer.dilation))
 
 
 def _of_one(layer: Any) -> tuple[int, ...]:
     """Return the size of the output of a transposed convolution for one pixel."""
-    sides = zip(_spans(layer), _padding(layer), _each(layer, layer.output_padding))
+    sides = zip(_spans(layer), _padding(layer), _per_dimension(layer, layer.output_padding))
     return tuple(span - 2 * pad + further for span, pad, further in sides)
 
 
-def _patches(layer: _ConvNd, kept: Tensor) -> Tensor:
+def _patches(layer: _ConvNd, inputs: Tensor) -> Tensor:
     """Return the patch of the kept input under each output pixel, (n, channels · kernel, pixels)."""
-    windows = _windows(layer, F.pad(kept, _both_sides(_padding(layer))))
+    windows = _windows(layer, F.pad(inputs, _both_sides(_padding(layer))))
     return windows.flatten(1, 1 + len(_kernel(layer))).flatten(2)
 
 
-def _grouped_patches(layer: _ConvNd, kept: Tensor, ones: bool) -> Tensor:
+def _grouped_patches(layer: _ConvNd, inputs: Tensor, ones: bool) -> Tensor:
     """Return the patches by group, (n, g, pixels, q), with a last column of ones where `ones` is set.
 
     Points and pixels lie next to each other in memory, so that products summed over both copy nothing.
     """
     kernel = _kernel(layer)
-    windows = _windows(layer, F.pad(kept, _both_sides(_padding(layer)))).transpose(0, 1)
+    windows = _windows(layer, F.pad(inputs, _both_sides(_padding(layer)))).transpose(0, 1)
     windows = windows.unflatten(0, (layer.groups, -1))  # (g, channels, n, *kernel, *pixels)
     windows = windows.movedim(2, 2 + len(kernel))
     entries, pixels = math.prod(layer.weight.shape[1:]), windows.shape[-len(kernel) :]
-    result = kept.new_empty(layer.groups, entries + ones, kept.shape[0], math.prod(pixels))
+    result = inputs.new_empty(layer.groups, entries + ones, inputs.shape[0], math.prod(pixels))
     result[:, entries:] = 1
     result[:, :entries].unflatten(1, (-1, *kernel)).unflatten(-1, pixels).copy_(windows)
     return result.permute(2, 0, 3, 1)

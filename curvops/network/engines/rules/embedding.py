@@ -24,9 +24,9 @@ class TableRule(Rule):
     def keep(self, layer: Any, a: Tensor) -> Tensor:
         return a.long()  # torch counts, scatters and fills only with this dtype
 
-    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+    def right(self, layer: Any, inputs: Tensor, names: tuple[str, ...]) -> Tensor:
         """Return the indices (n, 1, t)."""
-        return kept.reshape(kept.shape[0], 1, -1)
+        return inputs.reshape(inputs.shape[0], 1, -1)
 
 
 class EmbeddingRule(TableRule):
@@ -36,23 +36,23 @@ class EmbeddingRule(TableRule):
         (indices,) = args
         return SingleRows(self, self.keep(layer, indices).flatten(), lambda s: s.reshape(len(s), -1, s.shape[-1]))
 
-    def push(self, layer: nn.Embedding, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
-        looked_up = tangents["weight"][:, kept].transpose(0, 1)
-        counted = _find_padding(layer, kept)
+    def push(self, layer: nn.Embedding, inputs: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        looked_up = tangents["weight"][:, inputs].transpose(0, 1)
+        counted = _find_padding(layer, inputs)
         return looked_up if counted is None else looked_up.masked_fill(~counted[:, None, ..., None], 0)
 
-    def pull(self, layer: nn.Embedding, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        left = _per_position(layer, kept, s).transpose(0, 1).flatten(1, 2)
-        return {"weight": s.new_zeros(s.shape[1], *layer.weight.shape).index_add_(1, kept.flatten(), left)}
+    def pull(self, layer: nn.Embedding, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        left = _per_position(layer, inputs, s).transpose(0, 1).flatten(1, 2)
+        return {"weight": s.new_zeros(s.shape[1], *layer.weight.shape).index_add_(1, inputs.flatten(), left)}
 
-    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        left = _per_position(layer, kept, s)
-        index = self.right(layer, kept, names).unsqueeze(-1).expand(-1, s.shape[1], -1, s.shape[-1])
+    def rows(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        left = _per_position(layer, inputs, s)
+        index = self.right(layer, inputs, names).unsqueeze(-1).expand(-1, s.shape[1], -1, s.shape[-1])
         return {"weight": s.new_zeros(*s.shape[:2], *layer.weight.shape).scatter_add_(2, index, left)}
 
-    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor:
+    def left(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor:
         """Return the left side (n, R, 1, t, E), zero at padding."""
-        return _per_position(layer, kept, s).unsqueeze(2)
+        return _per_position(layer, inputs, s).unsqueeze(2)
 
 
 class EmbeddingBagRule(TableRule):
@@ -80,25 +80,25 @@ class EmbeddingBagRule(TableRule):
             shares = shares * weights.flatten()
         return SingleRows(EmbeddingRule(), indices, lambda s: s[:, bags] * shares.unsqueeze(1))
 
-    def push(self, layer: nn.EmbeddingBag, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+    def push(self, layer: nn.EmbeddingBag, inputs: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         mode, padding = layer.mode, layer.padding_idx
-        return torch.stack([F.embedding_bag(kept, v, mode=mode, padding_idx=padding) for v in tangents["weight"]], 1)
+        return torch.stack([F.embedding_bag(inputs, v, mode=mode, padding_idx=padding) for v in tangents["weight"]], 1)
 
-    def pull(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def pull(self, layer: nn.EmbeddingBag, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         total = s.new_zeros(s.shape[1], *layer.weight.shape)
-        columns, weights = s.transpose(0, 1), _weights(layer, kept, s.dtype)
-        for index, weight in zip(kept.unbind(1), weights.unbind(1)):  # one by one: less memory
+        columns, weights = s.transpose(0, 1), _weights(layer, inputs, s.dtype)
+        for index, weight in zip(inputs.unbind(1), weights.unbind(1)):  # one by one: less memory
             total.index_add_(1, index, columns * weight.unsqueeze(1))
         return {"weight": total}
 
-    def rows(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        counts = s.new_zeros(len(kept), layer.weight.shape[0])
-        counts.scatter_add_(1, kept, _weights(layer, kept, s.dtype))
+    def rows(self, layer: nn.EmbeddingBag, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        counts = s.new_zeros(len(inputs), layer.weight.shape[0])
+        counts.scatter_add_(1, inputs, _weights(layer, inputs, s.dtype))
         return {"weight": counts[:, None, :, None] * s.unsqueeze(2)}
 
-    def left(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor:
+    def left(self, layer: nn.EmbeddingBag, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor:
         """Return the left side (n, R, 1, t, E), s at every position with its share of the mean."""
-        return s[:, :, None, None] * _weights(layer, kept, s.dtype)[:, None, None, :, None]
+        return s[:, :, None, None] * _weights(layer, inputs, s.dtype)[:, None, None, :, None]
 
 
 def _find_padding(layer: Any, indices: Tensor) -> Tensor | None:
@@ -106,14 +106,14 @@ def _find_padding(layer: Any, indices: Tensor) -> Tensor | None:
     return None if layer.padding_idx is None else indices != layer.padding_idx % layer.weight.shape[0]
 
 
-def _per_position(layer: Any, kept: Tensor, s: Tensor) -> Tensor:
+def _per_position(layer: Any, inputs: Tensor, s: Tensor) -> Tensor:
     """Return s (n, K, *positions, E) as (n, K, t, E), zero at padding."""
-    flat, counted = s.reshape(*s.shape[:2], -1, s.shape[-1]), _find_padding(layer, kept)
-    return flat if counted is None else flat * counted.reshape(len(kept), 1, -1, 1)
+    flat, counted = s.reshape(*s.shape[:2], -1, s.shape[-1]), _find_padding(layer, inputs)
+    return flat if counted is None else flat * counted.reshape(len(inputs), 1, -1, 1)
 
 
-def _weights(layer: nn.EmbeddingBag, kept: Tensor, dtype: torch.dtype) -> Tensor:
+def _weights(layer: nn.EmbeddingBag, inputs: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight of each position in its bag (n, t), zero at padding."""
-    counted = _find_padding(layer, kept)
-    weights = torch.ones_like(kept, dtype=dtype) if counted is None else counted.to(dtype)
+    counted = _find_padding(layer, inputs)
+    weights = torch.ones_like(inputs, dtype=dtype) if counted is None else counted.to(dtype)
     return weights / weights.sum(1, keepdim=True).clamp_min(1) if layer.mode == "mean" else weights

@@ -19,9 +19,9 @@ class LinearRule(Rule):
         (a,) = args
         return SingleRows(self, a.reshape(-1, a.shape[-1]), lambda s: s.reshape(len(s), -1, s.shape[-1]))
 
-    def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
-        n, positions = kept.shape[0], kept.shape[1:-1]
-        a = kept.reshape(-1, kept.shape[-1])
+    def push(self, layer: Any, inputs: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        n, positions = inputs.shape[0], inputs.shape[1:-1]
+        a = inputs.reshape(-1, inputs.shape[-1])
         weight, bias = tangents.get("weight"), tangents.get("bias")
         columns, out = (weight if weight is not None else tangents["bias"]).shape[:2]
         if weight is None:
@@ -33,10 +33,10 @@ class LinearRule(Rule):
             return z.reshape(n, columns, *positions, out)
         return z.reshape(n, -1, columns, out).transpose(1, 2).reshape(n, columns, *positions, out)
 
-    def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        a = kept.reshape(-1, kept.shape[-1])
+    def pull(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        a = inputs.reshape(-1, inputs.shape[-1])
         columns, out = s.shape[1], s.shape[-1]
-        if kept.ndim > 2:
+        if inputs.ndim > 2:
             s = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2)
         flat = s.reshape(-1, columns * out)
         gradients: Local = {}
@@ -46,8 +46,8 @@ class LinearRule(Rule):
             gradients["bias"] = flat.sum(0).view(columns, out)
         return gradients
 
-    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        a = kept.reshape(kept.shape[0], -1, kept.shape[-1])
+    def rows(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        a = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
         s = s.reshape(s.shape[0], s.shape[1], -1, s.shape[-1])
         rows: Local = {}
         if "weight" in names:
@@ -59,13 +59,13 @@ class LinearRule(Rule):
     def multiply_adds(self, layer: Any, output: Tensor) -> int:
         return output.shape[1:].numel() * layer.weight.numel() // output.shape[-1]
 
-    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+    def left(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
         """Return the left side: one group, t the product of the dimensions in between, p outputs."""
         return s.reshape(s.shape[0], s.shape[1], 1, -1, s.shape[-1]) if "weight" in names else None
 
-    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+    def right(self, layer: Any, inputs: Tensor, names: tuple[str, ...]) -> Tensor:
         """Return the right side with q inputs."""
-        right = kept.reshape(kept.shape[0], 1, -1, kept.shape[-1])
+        right = inputs.reshape(inputs.shape[0], 1, -1, inputs.shape[-1])
         return with_ones(right) if "bias" in names else right
 
 
@@ -77,14 +77,14 @@ class TransposedLinearRule(LinearRule):
     def supports(self, layer: Any) -> bool:
         return layer.weight.ndim == 2 and layer.bias.shape == layer.weight.shape[1:]
 
-    def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
-        return super().push(layer, kept, _transpose(tangents))
+    def push(self, layer: Any, inputs: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        return super().push(layer, inputs, _transpose(tangents))
 
-    def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        return _transpose(super().pull(layer, kept, s, names))
+    def pull(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        return _transpose(super().pull(layer, inputs, s, names))
 
-    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        return _transpose(super().rows(layer, kept, s, names))
+    def rows(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        return _transpose(super().rows(layer, inputs, s, names))
 
 
 def _transpose(tensors: Mapping[str, Tensor]) -> Local:

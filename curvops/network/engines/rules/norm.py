@@ -39,35 +39,37 @@ class ScaleRule(Rule):
         return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
 
     def single_rows(self, layer: Any, *args: Tensor) -> SingleRows | None:
-        kept, last = self.keep(layer, *args), 1
+        inputs, last = self.keep(layer, *args), 1
         if not self.leading:
             last = len(layer.normalized_shape)
-            return SingleRows(self, kept.flatten(0, -1 - last), lambda s: s.flatten(1, -1 - last))
+            return SingleRows(self, inputs.flatten(0, -1 - last), lambda s: s.flatten(1, -1 - last))
         channels_last = ScaleRule(leading=False)
-        return SingleRows(channels_last, kept.movedim(1, -1).flatten(0, -2), lambda s: s.movedim(2, -1).flatten(1, -2))
+        return SingleRows(
+            channels_last, inputs.movedim(1, -1).flatten(0, -2), lambda s: s.movedim(2, -1).flatten(1, -2)
+        )
 
-    def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+    def push(self, layer: Any, inputs: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         terms = []
         for name, tangent in tangents.items():
-            spread = self._spread(tangent, kept)
-            terms.append(kept.unsqueeze(1) * spread if name == "weight" else spread.expand(-1, -1, *kept.shape[1:]))
-        return (terms[0] + terms[1] if len(terms) == 2 else terms[0]).expand(kept.shape[0], -1, *kept.shape[1:])
+            spread = self._spread(tangent, inputs)
+            terms.append(inputs.unsqueeze(1) * spread if name == "weight" else spread.expand(-1, -1, *inputs.shape[1:]))
+        return (terms[0] + terms[1] if len(terms) == 2 else terms[0]).expand(inputs.shape[0], -1, *inputs.shape[1:])
 
-    def _spread(self, tangent: Tensor, kept: Tensor) -> Tensor:
-        trailing = kept.ndim - 2 if self.leading else 0
-        leading = 0 if self.leading else kept.ndim - tangent.ndim
+    def _spread(self, tangent: Tensor, inputs: Tensor) -> Tensor:
+        trailing = inputs.ndim - 2 if self.leading else 0
+        leading = 0 if self.leading else inputs.ndim - tangent.ndim
         return tangent.reshape(1, tangent.shape[0], *(1,) * leading, *tangent.shape[1:], *(1,) * trailing)
 
-    def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        return {name: rows.sum(0) for name, rows in self.rows(layer, kept, s, names).items()}
+    def pull(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        return {name: rows.sum(0) for name, rows in self.rows(layer, inputs, s, names).items()}
 
-    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def rows(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         weight: Tensor = layer.weight
         if self.leading:
             shared = tuple(range(3, s.ndim))
         else:
             shared = tuple(range(2, s.ndim - weight.ndim))
-        return {name: _sum(s * kept.unsqueeze(1) if name == "weight" else s, shared) for name in names}
+        return {name: _sum(s * inputs.unsqueeze(1) if name == "weight" else s, shared) for name in names}
 
 
 def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:

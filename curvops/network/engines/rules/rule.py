@@ -26,7 +26,10 @@ class SingleRows:
 
 
 class Rule(ABC):
-    """The products of a kind of layer with its own parameters, for one call with one tensor of n points."""
+    """The products of a kind of layer with its own parameters, for one call with one tensor of n points.
+
+    `inputs` is what `keep` makes of this tensor.
+    """
 
     matrix_is_transposed = False
 
@@ -35,7 +38,7 @@ class Rule(ABC):
         return True
 
     def keep(self, layer: Any, a: Tensor) -> Tensor:
-        """Turn the layer's input into the tensor that is stored."""
+        """Turn the layer's input into the tensor that is stored, the `inputs` of the products."""
         return a
 
     def single_rows(self, layer: Any, *args: Tensor) -> SingleRows | None:
@@ -43,22 +46,22 @@ class Rule(ABC):
         return None
 
     @abstractmethod
-    def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+    def push(self, layer: Any, inputs: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         """Return the change of the output (n, K, *out) for K tangents of weight and bias, (K, *shape) each."""
 
     @abstractmethod
-    def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def pull(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         """Return the gradients (K, *shape) for K sensitivities of the output, (n, K, *out)."""
 
     @abstractmethod
-    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def rows(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         """Return `pull` point by point, (n, K, *shape): the layer's own Jacobian."""
 
     def multiply_adds(self, layer: Any, output: Tensor) -> int:
         """Count the multiply-adds of one forward pass of one point."""
         return output.shape[1:].numel()
 
-    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+    def left(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
         """Return the left side of the rows as sums of outer products over positions t that share the weight, or None.
 
         Left (n, R, g, t, p) comes from the sensitivities (n, R, *out), `right` (n, g, t, q) from the input: for point
@@ -68,7 +71,7 @@ class Rule(ABC):
         """
         return None
 
-    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+    def right(self, layer: Any, inputs: Tensor, names: tuple[str, ...]) -> Tensor:
         """Return the right side, if a left side exists.
 
         If the names contain "bias", it ends in a column of ones: q is larger by one, and column q − 1 is the gradient
