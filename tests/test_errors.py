@@ -5,9 +5,6 @@ Tests `errors.py`.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops import sampling as S
+from tests.ranks.processes import alone
 
 ROOT = Path(__file__).parents[1]
 X, LABELS = torch.linspace(-1, 1, 24).reshape(8, 3), torch.arange(8) % 2
@@ -93,28 +91,22 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-def shown(name: str) -> list[str]:
-    """The file at which each warning of a case's category is shown."""
-    category, call = CASES[name]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [each.filename for each in caught if each.category is getattr(co.errors, category)]
+def shown() -> dict[str, set[str]]:
+    """The files at which the warnings of each case's category are shown."""
+    found = {}
+    for name, (category, call) in CASES.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        found[name] = {each.filename for each in caught if each.category is getattr(co.errors, category)}
+    return found
 
 
 def test_warnings_point_at_the_line_of_the_user() -> None:
     """In another process: here the frames of the shape checks stand between the user and the library."""
-    run = subprocess.run([sys.executable, __file__], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    files = json.loads(run.stdout)
-    assert {name: sorted(set(found)) for name, found in files.items()} == {name: [__file__] for name in CASES}
+    assert alone(shown) == {name: {__file__} for name in CASES}
 
 
 def test_every_warning_goes_through_one_function() -> None:
     files = [path for path in (ROOT / "curvops").rglob("*.py") if "warnings.warn(" in path.read_text(encoding="utf-8")]
     assert [path.name for path in files] == ["errors.py"]
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    print(json.dumps({name: shown(name) for name in CASES}))

@@ -195,23 +195,22 @@ def test_a_logdet_without_a_bound_is_a_note(module, tmp_path):
     assert result.output.count("logdet failed") == 1  # not once a budget
 
 
-@pytest.mark.parametrize("name", ["dense", "vector", "damped"])
-def test_a_problem_of_ones_own(module, name, tmp_path):
-    result = invoke("--problem", f"{module}:{name}", "--method", "block-cg", "--output", tmp_path / "out")
-    assert result.exit_code == 0 and f"{module}:{name}" in result.output, result.output
-    assert (tmp_path / "out" / f"solves-{module}-{name}.png").exists() and "converged" in result.output
-    p = build(f"{module}:{name}", 0, 0, torch.float64)
-    assert p.shift == p.lower == (0.5 if name == "damped" else 0.0)
-    assert p.kind == "positive semidefinite"
-
-
-def test_an_asymmetric_problem(module, tmp_path):
-    arguments = ["--method", "cg", "--method", "lsmr", "--method", "diagonal-xdiag", "--budget", 20]
-    result = invoke("--problem", f"{module}:turned", *arguments, "--output", tmp_path)
-    assert result.exit_code == 0 and "converged" in result.output, result.output
-    assert f"{module}:turned is only square; skipped: " in result.output
-    (row,) = json.loads((tmp_path / "results.json").read_text())["solves"]
-    assert row["method"] == "lsmr" and row["true_residual"] <= 1e-6
+def test_problems_of_ones_own(module, tmp_path):
+    """An operator, one vector, a shift, and a matrix that is not symmetric."""
+    names = ("dense", "vector", "damped", "turned")
+    arguments = [word for name in names for word in ("--problem", f"{module}:{name}")]
+    arguments += ["--method", "block-cg", "--method", "lsmr", "--method", "diagonal-xdiag", "--budget", 20]
+    result = invoke(*arguments, "--output", tmp_path / "out")
+    assert result.exit_code == 0 and f"{module}:turned is only square; skipped: " in result.output, result.output
+    solves = json.loads((tmp_path / "out" / "results.json").read_text())["solves"]
+    asked = [(f"{module}:{name}", method) for name in names for method in ("block-cg", "lsmr")]
+    assert {(row["problem"], row["method"]) for row in solves} == {*asked} - {(f"{module}:turned", "block-cg")}
+    assert all(row["outcome"].startswith("converged") and row["true_residual"] <= 1e-6 for row in solves)
+    for name in names:
+        assert (tmp_path / "out" / f"solves-{module}-{name}.png").exists()
+        p = build(f"{module}:{name}", 0, 0, torch.float64)
+        assert p.shift == p.lower == (0.5 if name == "damped" else 0.0)
+        assert p.kind == ("square" if name == "turned" else "positive semidefinite")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""What is marked `gpu` runs on any machine with a compiler: in a process of its own, on tensors that say `cuda:0`."""
+"""What is marked `gpu` runs on any machine with a compiler: in a process of its own, on tensors that say `cuda:0`.
+
+So do the stages of the run that is prepared for a GPU (`rehearsal.py`): one start serves them all.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.skipif(which("g++") is None, reason="no g++, which compiles the stand-in for CUDA")
 def test_tests_marked_gpu_pass_on_the_stand_in() -> None:
     marked = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "pytest.mark.gpu" in path.read_text("utf-8")]
+    marked.append(Path(__file__).with_name("rehearsal.py"))
     options = [
         "-o",
         "addopts=--import-mode=importlib --strict-markers",

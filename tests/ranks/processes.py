@@ -35,7 +35,6 @@ def largest(truth: np.ndarray) -> float:
 def by_problem(found: dict[int, Any]) -> dict[str, dict[int, Any]]:
     """The answers of all ranks to each problem."""
     for rank, own in found.items():
-        assert not isinstance(own, str), f"rank {rank}: {own}"
         assert own.keys() == found[0].keys(), rank
     return {problem: {rank: own[problem] for rank, own in found.items()} for problem in found[0]}
 
@@ -44,24 +43,32 @@ def assert_those_of_one_process(
     found: dict[int, Any],
     expected: dict[str, np.ndarray],
     in_part: bool = False,
+    within: float = 1e-10,
     size_of: Callable[[np.ndarray], float] = largest,
 ) -> None:
-    """The answers of all ranks are equal to the bit, and to 1e-10 of their size those of one process.
+    """The answers of all ranks are equal to the bit, and `within` this share of their size those of one process.
 
     To some of its questions only, if they were asked `in_part`.
     """
     wrong = []
     for rank, own in found.items():
-        assert not isinstance(own, str), f"rank {rank}: {own}"
         assert own.keys() < expected.keys() if in_part else own.keys() == expected.keys(), rank
         for name, value in own.items():
             truth = expected[name]
             assert value.shape == truth.shape, (rank, name)
             assert np.array_equal(value, found[0][name]), (rank, name)
             error = np.abs(value - truth).max() / max(1e-300, size_of(truth))
-            if not error < 1e-10:
+            if not error < within:
                 wrong.append(f"rank {rank} of {len(found)}: {name} is off by {error:.2g}")
     assert not wrong, "\n".join(wrong)
+
+
+def assert_said(found: dict[int, dict[str, str]], words: dict[str, str]) -> None:
+    """Each rank was told these words, by what was asked of it."""
+    for rank, told in found.items():
+        assert told.keys() == words.keys()
+        wrong = [f"{name}: {said[:300]}" for name, said in told.items() if words[name] not in said]
+        assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
 
 
 @contextlib.contextmanager
@@ -84,7 +91,7 @@ def environment(rank: int, size: int, port: int) -> Iterator[tuple[()]]:
 
 
 def run_on_ranks(size: int, function: Callable[..., Any], *given: Any) -> dict[int, Any]:
-    """Return what `function(group, *given)` returned on each rank, or the error that it raised there, as text.
+    """Return what `function(group, *given)` returned on each rank; raise AssertionError with the errors of the others.
 
     By processes that stay, and form a new group for each call: what they imported and proved serves the next one. Where
     a call fails on a rank, or leaves the ranks out of step, they end, and the next call begins with others.
@@ -101,14 +108,14 @@ def run_on_ranks(size: int, function: Callable[..., Any], *given: Any) -> dict[i
         if not together:
             while _standing:
                 _standing.pop().process.kill()
+    errors = [f"rank {rank}: {answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
+    assert not errors, "\n".join(errors)
     return {rank: answer for rank, (_, answer) in enumerate(answers)}
 
 
 def alone(function: Callable[..., Any], *given: Any) -> Any:
     """Return what `function(*given)` returns in one of these processes, without a group or checks of shapes."""
-    answer = run_on_ranks(1, _apply, function, *given)[0]
-    assert not isinstance(answer, str), answer
-    return answer
+    return run_on_ranks(1, _apply, function, *given)[0]
 
 
 def _apply(group: Any, function: Callable[..., Any], *given: Any) -> Any:
@@ -153,7 +160,7 @@ def _serve(connection: Any) -> None:
 
 
 def run_apart(size: int, function: Callable[..., Any], *given: Any, expected: int | None = None) -> dict[int, Any]:
-    """Return what `run_on_ranks` does, by processes that end with the call: for what leaves ranks out of step.
+    """Return what `run_on_ranks` does, or an error's text, by processes that end: for what leaves ranks out of step.
 
     Of `expected` ranks, where some are meant to end without a word.
     """

@@ -31,6 +31,21 @@ def data(problem: str, seed: int = 1) -> tuple[Tensor, Tensor]:
     return x, torch.randint(3, (N,), generator=generator)
 
 
+def own_slice(size: int, rank: int, shards: dict[int, tuple[int, ...]] = SHARDS) -> slice:
+    """Which points a rank has."""
+    return slice(sum(shards[size][:rank]), sum(shards[size][: rank + 1]))
+
+
+def own_points(problem: str, size: int, rank: int) -> tuple[Tensor, Tensor]:
+    x, y = data(problem)
+    return x[own_slice(size, rank)], y[own_slice(size, rank)]
+
+
+def place_of(group: Any) -> tuple[int, int]:
+    """The size of a group and the rank in it; of one process, without a group, (1, 0)."""
+    return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+
+
 def linearise(
     problem: str, shards: tuple[int, ...] = (N,), group: Any = None, rank: int = 0, seed: int = 1
 ) -> co.operators.Linearization:
@@ -114,23 +129,19 @@ def of_posteriors(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[
         yield f"{name}: draws", lambda p=post: p.sample(3, seeded(), rtol=1e-12)
         yield f"{name}: effective parameters", lambda p=post: p.effective_parameters(generator=seeded()).value
         yield f"{name}: penalty", lambda p=post: p.penalty(lin.theta + 1)
-    held_out = x, x[:, :2] if lin.likelihood.hyperparameters else torch.arange(6) % 3
     for curvature in (None, co.GGN):
         yield f"chosen prior, {curvature}", lambda c=curvature: co.laplace(lin, c, check_mode=False).prior_precision
     # The search for the best score is sensitive to rounding, and this score is not.
-    yield "validated", lambda: torch.tensor(max(co.laplace(lin, validation=held_out).tuning.scores))
+    yield "validated", lambda: torch.tensor(max(co.laplace(lin, validation=(x, x[:, :2])).tuning.scores))
     post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
-    source = {} if lin.likelihood.hyperparameters else {"generator": seeded()}
     yield "functions", lambda: post.functions(x, 3, generator=seeded())
-    yield "uncertainty", lambda: post.uncertainty(x, **source).total
-    yield "trace", lambda: post.trace(co.GGN(lin), samples=4, generator=seeded()).value
+    yield "uncertainty", lambda: post.uncertainty(x).total
+    yield "posterior: trace", lambda: post.trace(co.GGN(lin), samples=4, generator=seeded()).value
     yield "linear mode", lambda: post.linear_mode(rtol=1e-10).theta
     yield "evidence at the linear mode", lambda: post.log_evidence(mode="linear", generator=seeded()).value
     yield "selection", lambda: co.select(lin, 5)
     yield "selection by prediction", lambda: co.select(lin, 5, score="predictive")
     yield "distance", lambda: co.wasserstein(post, co.select(lin, 5), generator=seeded()).value
-    if not lin.likelihood.hyperparameters:
-        yield "dual draws", lambda: post.deviations(3, generator=seeded(), method="dual", rtol=1e-12).draws
 
 
 def of_processes(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
@@ -138,13 +149,22 @@ def of_processes(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[s
     yield "kernel of gpytorch", lambda: co.gp.LinearizedKernel(lin)(x).to_dense()
     reduced = lambda **form: co.gp.reduced_posterior(lin, 3, prior_precision=3.0, generator=seeded(), **form)  # noqa: E731
     yield "reduced posterior", lambda: reduced().predict(x).covariance_matrix
-    if lin.likelihood.hyperparameters:
-        yield "exact process: inputs", lambda: co.gp.LinearizedGP(lin).train_inputs[0]
-        yield "exact process: targets", lambda: co.gp.LinearizedGP(lin).train_targets
-        post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
-        yield "model of BoTorch", lambda: co.gp.LaplaceModel(post).posterior(x).variance
-    else:
-        yield "Laplace's process", lambda: co.gp.laplace_gp(lin, prior_precision=3.0).predict(x).covariance_matrix
+    yield "exact process: inputs", lambda: co.gp.LinearizedGP(lin).train_inputs[0]
+    yield "exact process: targets", lambda: co.gp.LinearizedGP(lin).train_targets
+    post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
+    yield "model of BoTorch", lambda: co.gp.LaplaceModel(post).posterior(x).variance
+
+
+def of_classes(lin: co.operators.Linearization) -> Iterator[tuple[str, Question]]:
+    """What cannot be asked of a regression, or differs there."""
+    x = torch.randn(6, 4, generator=seeded(), dtype=DOUBLE)
+    post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
+    yield "dual draws", lambda: post.deviations(3, generator=seeded(), method="dual", rtol=1e-12).draws
+    yield "Laplace's process", lambda: co.gp.laplace_gp(lin, prior_precision=3.0).predict(x).covariance_matrix
+    yield "uncertainty", lambda: post.uncertainty(x, generator=seeded()).total
+    for curvature in (None, co.GGN):
+        yield f"chosen prior, {curvature}", lambda c=curvature: co.laplace(lin, c, check_mode=False).prior_precision
+    yield "validated", lambda: torch.tensor(max(co.laplace(lin, validation=(x, torch.arange(6) % 3)).tuning.scores))
 
 
 def of_tuning(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
@@ -153,9 +173,8 @@ def of_tuning(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str,
     yield "maximize over layers", lambda: co.evidence.maximize(post, over="layers", generator=seeded()).prior_precision
     yield "mackay", lambda: co.evidence.mackay(post, samples=4, steps=3, generator=seeded()).prior_precision
     yield "grid", lambda: torch.stack([e.value for e in co.evidence.grid(post, [0.1, 1.0], generator=seeded())])
-    if lin.likelihood.hyperparameters:
-        tuned = lambda: co.evidence.maximize(post, over=("scalar", "noise"), generator=seeded()).lin.likelihood  # noqa: E731
-        yield "maximize over the noise", lambda: tuned().hyperparameters[0]
+    tuned = lambda: co.evidence.maximize(post, over=("scalar", "noise"), generator=seeded()).lin.likelihood  # noqa: E731
+    yield "maximize over the noise", lambda: tuned().hyperparameters[0]
 
 
 def of_gradients(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
@@ -184,6 +203,7 @@ def answered(questions: Iterable[tuple[str, Question]]) -> dict[str, np.ndarray]
     """The answers, as NumPy arrays by the question's name, DTensors as a whole; an error says which question it was."""
     found = {}
     for name, ask in questions:
+        assert name not in found, f"{name}: asked twice"
         try:
             value = ask()
         except Exception as error:
@@ -205,10 +225,11 @@ def answers(lin: co.operators.Linearization, later: co.operators.Linearization) 
     return found | answered(of_gradients(lin, B))
 
 
-def answers_of_rank(group: Any, size: int) -> dict[str, dict[str, np.ndarray]]:
-    """The answers of one rank of two to the first and the last problem, of one of three to the second."""
-    rank = dist.get_rank(group)
-    return {
-        problem: answers(*(linearise(problem, SHARDS[size], group, rank, seed) for seed in (1, 2)))
-        for problem in list(WIDTHS)[{2: slice(0, None, 2), 3: slice(1, 2)}[size]]
-    }
+def all_answers(group: Any = None) -> dict[str, dict[str, np.ndarray]]:
+    """The answers to all questions about numbers, and to those about labels alone: of one process or a rank."""
+    size, rank = place_of(group)
+    given = SHARDS[size], group, rank
+    lin = linearise("labels", *given)
+    with torch.no_grad():
+        of_labels = answered(of_classes(lin))
+    return {"numbers": answers(*(linearise("numbers", *given, seed=seed) for seed in (1, 2))), "labels": of_labels}

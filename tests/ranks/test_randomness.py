@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import curvops as co
-from tests.ranks.processes import LONGEST, alone, run_on_ranks
-from tests.ranks.questions import DOUBLE, SHARDS, answered, data, linearise, seeded
+from tests.ranks.processes import LONGEST, alone, assert_said, run_on_ranks
+from tests.ranks.questions import DOUBLE, answered, linearise, own_points, seeded
 from tests.ranks.test_refusals import outcome
 
 N = 14
@@ -27,8 +27,7 @@ N = 14
 def linearisation(size: int = 1, rank: int = 0, group: Any = None, batch: int = N) -> co.operators.Linearization:
     """The problem "labels" of `questions.py`, in batches of so many points."""
     model = linearise("labels").model.module
-    own = slice(sum(SHARDS[size][:rank]), sum(SHARDS[size][: rank + 1]))
-    x, y = (part[own] for part in data("labels"))
+    x, y = own_points("labels", size, rank)
     batches: Any = list(zip(x.split(batch), y.split(batch))) if len(x) else (x, y)
     return co.linearize(model, batches, "classification", process_group=group)
 
@@ -129,14 +128,12 @@ def answers_of_rank(group: Any, size: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("size", LONGEST)
 def test_ranks_change_nothing(expected, weights, size) -> None:
     for rank, found in run_on_ranks(size, answers_of_rank, size).items():
-        assert not isinstance(found, str), f"rank {rank}: {found}"
         assert_equal(found, expected | weights, f"rank {rank} of {size}")
 
 
 def trained(size: int = 1, rank: int = 0, group: Any = None) -> dict[str, np.ndarray]:
     """Weights and hyperparameters of training that tunes itself, on all data, by minibatches and of a Dataset."""
-    own = slice(sum(SHARDS[size][:rank]), sum(SHARDS[size][: rank + 1]))
-    x, y = (part[own] for part in data("labels"))
+    x, y = own_points("labels", size, rank)
     found = {}
     settings: dict[str, tuple[Any, dict[str, Any]]] = {
         "all points": ((x, y), {}),
@@ -157,8 +154,7 @@ def trained(size: int = 1, rank: int = 0, group: Any = None) -> dict[str, np.nda
 
 def refusals_of_training(group: Any) -> dict[str, str]:
     rank = dist.get_rank(group)
-    own = slice(*((0, 9), (9, 14))[rank])
-    x, y = (part[own] for part in data("labels"))
+    x, y = own_points("labels", 2, rank)
 
     def train(points: Any = (x, y), model: nn.Module | None = None, **options: Any) -> Tensor:
         torch.manual_seed(0)
@@ -190,7 +186,4 @@ REFUSED = {
 
 
 def test_training_that_differs_between_ranks_is_named() -> None:
-    for rank, found in run_on_ranks(2, refusals_of_training).items():
-        assert not isinstance(found, str), found
-        wrong = {name: found[name] for name, said in REFUSED.items() if said not in found[name]}
-        assert not wrong, (rank, wrong)
+    assert_said(run_on_ranks(2, refusals_of_training), REFUSED)

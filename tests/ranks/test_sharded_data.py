@@ -8,40 +8,26 @@ from __future__ import annotations
 import contextlib
 import io
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import curvops as co
 from tests.ranks.processes import alone, assert_those_of_one_process, by_problem, run_on_ranks, run_programs
-from tests.ranks.questions import SHARDS, WIDTHS, answers, answers_of_rank, data, linearise
+from tests.ranks.questions import all_answers, data, own_slice, place_of
 
 
-def whole() -> dict[str, Any]:
-    """The answers of one process."""
-    return {problem: answers(linearise(problem), linearise(problem, seed=2)) for problem in WIDTHS}
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    return alone(whole)
-
-
-def test_answers_are_those_of_one_process(expected) -> None:
-    for problem, found in by_problem(run_on_ranks(3, answers_of_rank, 3)).items():
+def test_answers_are_those_of_one_process() -> None:
+    expected = alone(all_answers)
+    for problem, found in by_problem(run_on_ranks(3, all_answers)).items():
         assert_those_of_one_process(found, expected[problem])
 
 
-def noises(group: Any, size: int) -> list[float]:
+def noises(group: Any) -> list[float]:
     """The noises that a regression has, and that its posterior has, of a network that almost fits its targets."""
-    rank, shards = (0, (14,)) if group is None else (dist.get_rank(group), SHARDS[size])
-    own = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
+    own = own_slice(*place_of(group))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 2)).double()
     x, y = data("numbers")
@@ -56,10 +42,10 @@ def noises(group: Any, size: int) -> list[float]:
 
 
 def test_the_noise_of_a_regression_is_that_of_one_process() -> None:
-    one = alone(noises, None, 1)
+    one = alone(noises, None)
     assert len(one) == 6 and one[1] > 10 * one[0]
     for size in (2, 3):
-        assert list(run_on_ranks(size, noises, size).values()) == [one] * size
+        assert list(run_on_ranks(size, noises).values()) == [one] * size
 
 
 PROGRAM = Path(__file__).resolve().parents[2] / "docs" / "many_machines.py"
@@ -73,9 +59,10 @@ def printed() -> str:
 
 
 def test_the_program_of_the_page_gives_the_same_numbers_for_any_number_of_ranks() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM]
-    two = subprocess.run(torchrun, capture_output=True, text=True, check=True).stdout.splitlines()
-    one = run_programs(1, printed)[0].splitlines()
+    one, (two, other) = (
+        run_programs(1, printed)[0].splitlines(),
+        (text.splitlines() for text in run_programs(2, printed)),
+    )
     assert one[0] == "1 processes, 301 points, this one has 301"
     assert two[0] == "2 processes, 301 points, this one has 151"
-    assert one[1:] == two[1:] and len(two) == 3
+    assert one[1:] == two[1:] and len(two) == 3 and not other

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import curvops as co
 from curvops import linalg
-from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, by_problem, run_on_ranks
+from tests.ranks.processes import LONGEST, alone, assert_said, assert_those_of_one_process, by_problem, run_on_ranks
 from tests.ranks.questions import DOUBLE, answered, seeded
 from tests.ranks.questions import data as few_data
 from tests.ranks.sharded_models import data, network, sharded
@@ -68,15 +68,12 @@ def questions(problem: str, lin: Any, mesh: Any = None) -> Iterator[Question]:
             lambda f=fisher: co.DiagonalGGN(lin, f, generator=seeded() if f == "mc" else None) @ V,
         )
     P = G.add_diagonal(0.5)
-    yield "cg", lambda: linalg.cg(P, V, rtol=1e-12).x
     yield "draws", lambda: linalg.draw(G, 3, generator=seeded())
     if problem != "transformer":  # what follows knows of the network its products alone; 1,077 rows: odd
         return
     yield "sum: product", lambda: (0.3 * G + F).add_diagonal(torch.linspace(0.5, 2, D, dtype=DOUBLE)) @ V
-    yield "minres", lambda: linalg.minres(P, V, rtol=1e-12).x
-    yield "lanczos", lambda: linalg.lanczos(P, 6, generator=seeded()).T
+    yield "cg", lambda: linalg.cg(P, V, rtol=1e-12).x
     yield "eigsh", lambda: linalg.eigsh(P, 3, rtol=1e-12, generator=seeded()).values
-    yield "trace", lambda: linalg.trace(G, max_matvecs=12, generator=seeded()).value
     yield "diagonal", lambda: linalg.diagonal(G, max_matvecs=12, generator=seeded()).value
     yield "logdet", lambda: linalg.logdet(G, shift=0.5, max_matvecs=40, generator=seeded()).value
     yield "low rank", lambda: co.low_rank(G, 20, generator=seeded()) @ V
@@ -193,7 +190,6 @@ def variations_on_rank(group: Any) -> dict[str, Any]:
 def test_any_way_to_shard_and_whatever_is_done_to_the_model_gives_the_same_product() -> None:
     truths = whole_variations()
     for rank, found in run_on_ranks(2, variations_on_rank).items():
-        assert not isinstance(found, str), f"rank {rank}: {found}"
         for name, product in found.items():
             truth = truths.get(name, truths[""])
             assert np.abs(product - truth).max() < 1e-10 * np.abs(truth).max(), f"rank {rank}: {name}"
@@ -332,9 +328,6 @@ REFUSED = {
 
 
 def test_what_is_not_known_is_refused_by_name() -> None:
-    for rank, answers in run_on_ranks(2, refused_on_rank).items():
-        assert isinstance(answers, dict), f"rank {rank}: {answers}"
-        assert answers.keys() == REFUSED.keys()
-        wrong = [f"{name}: {said}" for name, said in answers.items() if "Error" not in said.partition(":")[0]]
-        wrong += [f"{name}: {said}" for name, said in answers.items() if REFUSED[name] not in said]
-        assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
+    found = run_on_ranks(2, refused_on_rank)
+    assert_said(found, REFUSED)
+    assert all("Error" in said.partition(":")[0] for told in found.values() for said in told.values()), found

@@ -157,7 +157,6 @@ def test_predictions_are_those_of_one_process(expected, size) -> None:
     kinds = {problem: {n: k for n, k, _ in questions(linearise(problem), problem)} for problem in PROBLEMS}
     found, wrong = run_on_ranks(size, on_rank, size), []
     for rank, by_case in found.items():
-        assert not isinstance(by_case, str), f"rank {rank}: {by_case}"
         for (problem, how), own in by_case.items():
             for name, values in own.items():
                 kind = kinds[problem][name]
@@ -236,7 +235,6 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
     }
     found = run_on_ranks(2, refusals)
     for rank, told in found.items():
-        assert not isinstance(told, str), told
         assert told.keys() == words.keys()
         for name, text in told.items():
             found_it = text == words[name][rank] if name.startswith("messages") else words[name][rank] in text
