@@ -1,18 +1,17 @@
-"""Reduced posteriors against the formulas of inducing points, ELLA and gpytorch, and against the exact posterior."""
+"""Reduced posteriors against the formulas of inducing points and ELLA, and against the exact posterior."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
 
-import gpytorch
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
-from curvops.gp import LinearizedKernel, LinearizedMean, reduced_posterior
+from curvops.gp import reduced_posterior
 from tests.memory import peak_of
 
 DOUBLE = torch.float64
@@ -80,14 +79,19 @@ def covariance(post: Any, x: Tensor = X) -> Tensor:
     return post.predict(x, joint=True).covariance_matrix
 
 
-@pytest.mark.parametrize(("prior", "temperature"), [(0.7, 1.0), ("vector", 0.5)])
+@pytest.mark.parametrize(("prior", "temperature"), [(0.7, 1.0), ("vector", 0.5), ("points", 1.0)])
 @pytest.mark.parametrize("problem", ["regression", "classes", "counts", "a subnetwork"])
 def test_inducing_points_have_the_covariances_of_their_formulas(problem, prior, temperature):
     lin = linearized(problem)
-    prior = torch.linspace(0.5, 2, lin.num_parameters, dtype=DOUBLE) if prior == "vector" else prior
-    post, A = make(lin, 6, prior, temperature=temperature), precision(lin, prior)
     J, Jx = lin.jacobian().to_dense(), lin.jacobian(X).to_dense()
-    JZ = J[post.rows[:, 0] * lin.num_outputs + post.rows[:, 1]]
+    if prior == "points":  # the user's own
+        Z, prior = torch.linspace(-1, 1, 6, dtype=DOUBLE).view(2, 3), 0.7
+        post, JZ = make(lin, prior_precision=prior, points=Z), lin.jacobian(Z).to_dense()
+    else:
+        prior = torch.linspace(0.5, 2, lin.num_parameters, dtype=DOUBLE) if prior == "vector" else prior
+        post = make(lin, 6, prior, temperature=temperature)
+        JZ = J[post.rows[:, 0] * lin.num_outputs + post.rows[:, 1]]
+    A = precision(lin, prior)
     K = lambda a, b: (a / A) @ b.mT  # noqa: E731
     inner = torch.linalg.inv(K(JZ, JZ) + K(JZ, J) @ outputs_hessian(lin) @ K(J, JZ))
     of_features = K(Jx, JZ) @ inner @ K(JZ, Jx)
@@ -179,65 +183,6 @@ def test_more_inducing_points_know_more():
         assert float(more.error) < float(fewer.error)
         grown = more.without_rest().covariance.to_dense() - fewer.without_rest().covariance.to_dense()
         assert float(torch.linalg.eigvalsh(grown).min()) > -1e-12
-
-
-def test_gpytorch_has_the_same_covariance_and_the_same_trace():
-    """`InducingPointKernel` over our kernel: its predictions are those without the rest, its added loss is −t/2."""
-    lin, Z = linearized(), torch.linspace(-1, 1, 12, dtype=DOUBLE).view(4, 3)
-    x = next(iter(lin.data)).inputs
-    y = next(iter(lin.data)).targets.squeeze(1)
-    post = make(lin, prior_precision=0.7, points=Z)
-    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
-    likelihood.noise = 0.3
-
-    class Process(gpytorch.models.ExactGP):
-        def __init__(self) -> None:
-            super().__init__(x, y, likelihood)
-            self.mean_module = LinearizedMean(lin, lin.theta)
-            kernel = LinearizedKernel(lin, prior_precision=0.7)
-            self.covar_module = gpytorch.kernels.InducingPointKernel(kernel, Z.clone(), likelihood)
-
-        def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-    process = Process()
-    with gpytorch.settings.sgpr_diagonal_correction(False):
-        process.train()
-        _ = process(x).covariance_matrix  # which evaluates the kernel
-        (term,) = process.added_loss_terms()
-        torch.testing.assert_close(term.loss(), -post.remainder.value / 2, rtol=1e-6, atol=0)
-        found = process.eval()(X).covariance_matrix
-    torch.testing.assert_close(found, covariance(post.without_rest()), rtol=0, atol=1e-6)
-
-
-def test_it_is_the_optimum_of_svgp():
-    """gpytorch's `VariationalStrategy` over our kernel has Titsias' optimal q: whitened (I + L⁻¹K_Zn H K_nZ L⁻ᵀ)⁻¹."""
-    lin, Z = linearized(), torch.linspace(-1, 1, 12, dtype=DOUBLE).view(4, 3)
-    post = make(lin, prior_precision=0.7, points=Z)
-
-    class Process(gpytorch.models.ApproximateGP):
-        def __init__(self) -> None:
-            q = gpytorch.variational.CholeskyVariationalDistribution(4)
-            super().__init__(gpytorch.variational.VariationalStrategy(self, Z.clone(), q))
-            self.mean_module = LinearizedMean(lin, lin.theta)
-            self.covar_module = LinearizedKernel(lin, prior_precision=0.7)
-
-        def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-    process = Process().double().eval()
-    J, JZ = lin.jacobian().to_dense(), lin.jacobian(Z).to_dense()
-    L = torch.linalg.cholesky(JZ @ JZ.mT / 0.7)
-    B = torch.linalg.solve_triangular(L, JZ @ J.mT / 0.7, upper=False)
-    S = torch.linalg.inv(torch.eye(4, dtype=DOUBLE) + B @ B.mT / 0.3)
-    strategy = process.variational_strategy
-    strategy.variational_params_initialized.fill_(1)
-    q = strategy._variational_distribution
-    q.variational_mean.data.zero_()
-    q.chol_variational_covar.data = torch.linalg.cholesky(S)
-    found = process(X)
-    torch.testing.assert_close(found.mean, lin.predict(X).squeeze(1), rtol=0, atol=1e-8)
-    torch.testing.assert_close(found.covariance_matrix, covariance(post), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("features", FEATURES)

@@ -15,9 +15,9 @@ NOISE = 0.05
 class Curve(nn.Module):
     """f = v tanh(u x): two weights, so that integrals over them can be taken on a grid."""
 
-    def __init__(self, outputs: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(1, 1, bias=False), nn.Linear(1, outputs, bias=False)
+        self.body, self.head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:

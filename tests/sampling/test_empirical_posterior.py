@@ -175,12 +175,8 @@ def test_many_draws_in_one_pass_or_one_by_one_give_one_answer(name: str) -> None
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
-def test_what_is_no_linearisation_is_refused() -> None:
-    model, lin, draws, _ = setting()
-    with pytest.raises(TypeError, match="linearised network"):
-        co.sampling.empirical(model, draws)
-    with pytest.raises(ValueError, match="at least 1"):
-        co.sampling.empirical(lin, draws).sample(0)
+def test_one_draw_has_no_spread() -> None:
+    _, lin, draws, _ = setting()
     with pytest.raises(ValueError, match="one draw has no spread"):
         co.sampling.empirical(lin, {name: t[:1, :1] for name, t in draws.items()})
     chains = co.sampling.empirical(lin, {name: t[:, :1] for name, t in draws.items()})  # the last state of each

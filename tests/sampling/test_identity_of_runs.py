@@ -77,11 +77,6 @@ TARGETS: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
         lambda: posterior(likelihood=cross_entropy(weight=CLASSES + 1e-9)),
     ),
     "smoothing": (LIKELIHOOD, posterior, lambda: posterior(likelihood=co.likelihoods.Categorical(label_smoothing=0.1))),
-    "smoothing of a loss": (
-        LIKELIHOOD,
-        lambda: posterior(likelihood=cross_entropy(label_smoothing=0.1)),
-        lambda: posterior(likelihood=cross_entropy(label_smoothing=0.2)),
-    ),
     "ignore_index": (
         LIKELIHOOD,
         lambda: posterior(likelihood=cross_entropy()),

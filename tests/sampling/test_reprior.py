@@ -37,12 +37,14 @@ def dense_log_density(model, data, theta, prior, noise=NOISE):
     return likelihood + sum(priors)
 
 
-@pytest.mark.parametrize("reg", [None, 0.4, 1e10])
+@pytest.mark.parametrize("reg", [None, 0.4, 1e13])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_log_determinant_is_that_of_the_jacobian(form, reg):
     rep = built(form, reg)
     phi = one(rep)
     torch.testing.assert_close(rep.logdet(phi), torch.linalg.slogdet(jacobian(rep, phi))[1], **close)
+    if reg == 1e13:  # T is the prior's scale alone
+        torch.testing.assert_close(flat(rep.map(phi)), flat(built(None, math.inf).map(phi)), **close)
 
 
 @pytest.mark.parametrize("reg", [None, 0.4, math.inf])
@@ -155,14 +157,6 @@ def test_in_float32_the_gradient_is_that_of_float64_to_the_condition_number(n):
     gap = flat(slope(short, rounded)).double() - expected
     kappa = 1 + float(torch.linalg.matrix_norm(exact._change.features(phi), 2)) ** 2 / NOISE
     assert float(gap.norm() / expected.norm()) < kappa * torch.finfo(torch.float32).eps < 0.01
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_large_reg_is_the_identity(form):
-    rep = built(form, 1e13, prior=1.0)
-    phi = one(rep)
-    torch.testing.assert_close(flat(rep.map(phi)), flat(phi), **close)
-    torch.testing.assert_close(rep.logdet(phi), torch.zeros((), dtype=torch.float64), **close)
 
 
 def test_an_infinite_reg_is_the_prior_scale_alone():
