@@ -16,7 +16,7 @@ from torch import nn
 
 import curvops as co
 from curvops import metrics
-from curvops.errors import ModeWarning, UndeterminedWarning
+from curvops.errors import ModeWarning, NoiseWarning, UndeterminedWarning
 
 DOUBLE = torch.float64
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
@@ -224,6 +224,26 @@ def test_regression_far_from_a_mode_takes_the_evidence_of_the_linear_model_witho
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "by the evidence, noise" in repr(co.laplace(unknown)) and "(estimated)" in repr(co.laplace(unknown))
+
+
+def test_a_noise_that_held_out_data_choose_is_not_called_far_off() -> None:
+    """The network fits its training targets, so that their residuals are a tenth of the noise."""
+    torch.manual_seed(0)
+    x, noise = torch.randn(24, 3), 0.5 * torch.randn(24, 1)
+    features = torch.randn(3, 24)
+    with torch.no_grad():
+        model = nn.Sequential(nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 1))
+        model[0].weight.copy_(features.mT)
+        hidden, y = model[:2](x), x[:, :1].sin() + noise
+        fit = hidden[:12].mT @ torch.linalg.solve(hidden[:12] @ hidden[:12].mT + 0.01 * torch.eye(12), y[:12])
+        model[2].weight.copy_(fit.mT)
+        model[2].bias.zero_()
+    lin = co.linearize(model, (x[:12], y[:12]), "regression")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoiseWarning)
+        post = co.laplace(lin, validation=(x[12:], y[12:]))
+    residuals = float((lin.predict(x[:12]) - y[:12]).square().mean())
+    assert float(post.observation_noise) > 3 * residuals
 
 
 def test_what_chose_the_prior_is_saved_and_further_data_forget_it(tmp_path: Any) -> None:

@@ -120,3 +120,9 @@ def test_temperature_stops_at_its_bounds() -> None:
     logits = torch.eye(4, dtype=torch.float64)
     assert float(metrics.temperature(logits, torch.arange(4), bounds=(0.5, 2.0))) == pytest.approx(0.5)
     assert float(metrics.temperature(logits, (torch.arange(4) + 1) % 4, bounds=(0.5, 2.0))) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0, 1]), torch.tensor([[0], [1]]), torch.tensor([0.0, 1.0])])
+def test_one_column_of_probabilities_is_refused_with_the_line_to_write(labels: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"pass torch\.cat\(\[1 - q, q\], 1\)"):
+        metrics.nll(torch.tensor([[0.2], [0.7]]), labels)

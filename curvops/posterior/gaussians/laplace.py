@@ -145,7 +145,7 @@ class Laplace(GaussianWeights):
         return replace_prior(self, prior_precision, prior_mean)
 
     def with_noise(
-        self, noise: float | Float[Tensor, " C"] | Mapping[Any, Any], generator: torch.Generator | None = None
+        self, noise: float | Float[Tensor, "*C"] | Mapping[Any, Any], generator: torch.Generator | None = None
     ) -> Laplace:
         """Return the posterior under another observation noise (variance of a Gaussian likelihood) and the same prior.
 
