@@ -9,7 +9,7 @@ import torch
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.estimators.quadrature import SpectralQuadrature, spectral_quadrature, stack
+from curvops.linalg.estimators.quadrature import SpectralQuadrature, log_ratio, spectral_quadrature, stack
 from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 
 
@@ -209,3 +209,15 @@ def test_an_exact_null_space_beside_one_direction_leaves_the_radau_rule_regular(
         found = logdet(A, shift=1.0, max_matvecs=20, generator=generator(seed))
         low, high = found.interval()
         assert low - 1e-9 <= math.log1p(1e3) <= high + 1e-9
+
+
+@pytest.mark.parametrize(("largest", "missed"), [((0.3, 1.1), -0.3), ((1.5, 2.3), -0.1), ((0.1, 0.3), -0.8)])
+def test_what_the_largest_eigenvalue_s_weight_misses_is_its_distance_from_the_multiplicity(largest, missed):
+    """A whole number of at least 1; nothing is said where two probes found other largest eigenvalues."""
+    weights = torch.tensor([[w, 10 - w] for w in largest], dtype=torch.float64)
+    for top, times in ((5.0, missed), (5.1, 0.0)):
+        nodes = torch.tensor([[5.0, 1.0], [top, 0.9]], dtype=torch.float64)
+        empty = torch.zeros(2, 0, dtype=torch.float64)
+        q = SpectralQuadrature(nodes, weights, nodes, weights, empty[0], empty, 4, Reason.CONVERGED)
+        expected = (math.log1p(5) - math.log1p(1)) * times
+        assert float(q._top_weight_error(log_ratio(1.0))) == pytest.approx(expected, rel=1e-10, abs=1e-14)

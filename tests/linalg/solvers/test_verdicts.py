@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from curvops.linalg.core.results import Reason
-from curvops.linalg.solvers.systems import Goal, Records, Verdict
+from curvops.linalg.solvers.systems import CHECK_EVERY, Goal, Records, Verdict, raise_norm
 
 RTOL, LEVEL = 1e-6, 1e-14
 
@@ -56,3 +56,31 @@ def test_a_recurrence_at_its_end_begins_anew_while_that_halves_the_residual() ->
     assert found.judge(0, 0.19, ended=True, null=False) is Verdict.RESTART
     assert found.judge(0, 0.01, ended=False, null=False) is Verdict.CONTINUE
     assert found.judge(0, math.nan, ended=False, null=False) is Verdict.STOP
+
+
+@pytest.mark.parametrize(("null", "maxiter", "most"), [(False, 100, 500), (False, 4000, 2000), (True, 4000, 150)])
+def test_a_column_without_a_gain_is_given_up_after_its_patience(null: bool, maxiter: int, most: int) -> None:
+    """Half of the iterations and at least 500; three looks where the residual is a null vector."""
+    found = records(maxiter)
+    assert CHECK_EVERY == 50
+    found.measure(0, 1.0)
+    for found.iteration in range(1, most + 1):
+        found.measure(0, 0.995)
+    assert found.judge(0, 0.995, ended=False, null=null) is Verdict.CONTINUE
+    found.iteration += 1
+    assert found.judge(0, 0.995, ended=False, null=null) is Verdict.STOP
+    found.measure(0, 0.98)
+    assert found.judge(0, 0.98, ended=False, null=null) is Verdict.CONTINUE
+
+
+def test_slow_progress_adds_up_to_a_gain() -> None:
+    found, size = records(), 1.0
+    for found.iteration in range(1, 1000):
+        size *= 0.999
+        found.measure(0, size)
+        assert found.idle(0) <= 11
+
+
+def test_the_norm_ignores_zero_vectors_and_what_overflowed() -> None:
+    assert raise_norm(2.0, [0.0, math.inf, math.nan, 6.0, 1.0], [0.0, 1.0, 1.0, 2.0, 1.0]) == 3.0
+    assert raise_norm(5.0, [6.0], [2.0]) == 5.0
