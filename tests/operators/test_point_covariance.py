@@ -32,6 +32,7 @@ NETWORKS = [
     "mapping_inputs",
 ]
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+GAUSSIAN = co.likelihoods.Gaussian(noise=1.0)
 
 
 @functools.cache
@@ -39,13 +40,15 @@ def plain(name):
     return linearized(name, memory_budget=None)
 
 
-def linearized(name, **options):
+def linearized(name, likelihood=GAUSSIAN, **options):
     if not options:
         return plain(name)
     model, inputs = ZOO[name].build()
     y = torch.zeros_like(call(model, inputs))
+    if likelihood == "classification":
+        y = torch.arange(y[..., 0].numel()).view(y.shape[:-1]) % y.shape[-1]
     data = [(part, y[start : start + 3]) for start, (part, _) in zip((0, 3), batches(inputs))]
-    return co.linearize(model, data, co.likelihoods.Gaussian(noise=1.0), **options), inputs
+    return co.linearize(model, data, likelihood, **options), inputs
 
 
 def by_solves(J, inverse, outputs):
@@ -177,11 +180,12 @@ def test_linear_operations_after_a_position_wise_layer(end, structure):
 
 @pytest.mark.parametrize(("name", "structure"), [*(("mlp", s) for s in STRUCTURES), ("sequence_layernorm", "KFAC")])
 def test_a_last_layer_takes_its_inputs_alone(name, structure):
-    """Outputs, covariances and products; of sequences by position."""
-    lin, inputs = linearized(name, parameters="last_layer")
+    """Outputs, covariances and products; of sequences by position. Of classes, which mix the outputs' axes."""
+    classes = functools.partial(linearized, name, "classification", parameters="last_layer")
+    lin, inputs = classes()
     assert lin.plan.is_last_layer
     C, inverse, J = lin.output_shape[-1], STRUCTURES[structure](lin).inverse(), lin.jacobian(inputs)
-    expected = by_solves(linearized(name, parameters="last_layer", engine="autodiff")[0].jacobian(inputs), inverse, C)
+    expected = by_solves(classes(engine="autodiff")[0].jacobian(inputs), inverse, C)
     torch.testing.assert_close(J.outputs(), lin.predict(inputs), **TIGHT)
     torch.testing.assert_close(point_covariances(J, inverse, C), expected, **TIGHT)
     variances = point_covariances(J, inverse, C, diagonals=True)
