@@ -199,6 +199,14 @@ def test_a_half_precision_base_hides_no_wrong_rule_and_refuses_no_right_one() ->
     assert any(differences)
 
 
+def test_what_is_far_from_linear_is_not_taken_for_rounding() -> None:
+    value = torch.ones(4).double()
+    assert allowance(value) == 10 * 2**-26 * 2
+    assert torch.isclose(allowance(value, torch.tensor(0.01)), torch.tensor(0.08).double())
+    assert torch.isclose(allowance(value, torch.tensor(9.0)), torch.tensor(0.2).double())
+    assert not torch.tensor(0.01) <= allowance(value, torch.tensor(torch.nan))
+
+
 def test_a_layer_whose_points_are_squeezed_away_is_left_to_autodiff() -> None:
     class Squeezed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
