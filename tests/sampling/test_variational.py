@@ -166,6 +166,8 @@ def test_misfits_are_zero_at_the_optimum_and_relative_errors_of_the_precision_el
         if family == "dense":
             state.spread["factor"].copy_(1.5 * state.spread["factor"].tril(-1))
             state.spread["factor"].diagonal().copy_(0.4 + 0.2 * torch.arange(8) / 8)
+        if family == "diagonal":
+            state.spread["log_scale"].add_(0.1)
         state.theta.add_(0.1)
     mean, parts = misfits()
     if family == "dense":
@@ -174,6 +176,8 @@ def test_misfits_are_zero_at_the_optimum_and_relative_errors_of_the_precision_el
         assert torch.allclose(parts["factor"], L.mT @ P @ L / 0.5 - torch.eye(8).double(), atol=1e-9)
     else:
         assert float(mean.abs().max()) > 0.1
+    if family == "diagonal":
+        assert torch.allclose(parts["log_scale"], torch.full_like(mean, math.expm1(0.2)), atol=1e-9)
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
