@@ -227,15 +227,15 @@ def test_regression_far_from_a_mode_takes_the_evidence_of_the_linear_model_witho
 
 
 def test_a_noise_that_held_out_data_choose_is_not_called_far_off() -> None:
-    """The network fits its training targets, so that their residuals are a tenth of the noise."""
+    """The network fits its training targets, so that their residuals are far below the noise."""
     torch.manual_seed(0)
     x, noise = torch.randn(24, 3), 0.5 * torch.randn(24, 1)
-    features = torch.randn(3, 24)
+    features = torch.randn(3, 40)
     with torch.no_grad():
-        model = nn.Sequential(nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 1))
+        model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 1))
         model[0].weight.copy_(features.mT)
         hidden, y = model[:2](x), x[:, :1].sin() + noise
-        fit = hidden[:12].mT @ torch.linalg.solve(hidden[:12] @ hidden[:12].mT + 0.01 * torch.eye(12), y[:12])
+        fit = hidden[:12].mT @ torch.linalg.solve(hidden[:12] @ hidden[:12].mT + 0.001 * torch.eye(12), y[:12])
         model[2].weight.copy_(fit.mT)
         model[2].bias.zero_()
     lin = co.linearize(model, (x[:12], y[:12]), "regression")
