@@ -11,7 +11,7 @@ from botorch.acquisition import LogExpectedImprovement, qUpperConfidenceBound
 from botorch.acquisition.acquisition import AcquisitionFunction
 from botorch.acquisition.knowledge_gradient import qKnowledgeGradient
 from botorch.acquisition.logei import qLogNoisyExpectedImprovement
-from botorch.acquisition.max_value_entropy_search import qMaxValueEntropy
+from botorch.acquisition.max_value_entropy_search import qLowerBoundMaxValueEntropy, qMaxValueEntropy
 from botorch.acquisition.monte_carlo import qSimpleRegret
 from botorch.acquisition.objective import GenericMCObjective, ScalarizedPosteriorTransform
 from botorch.exceptions.errors import DeprecationError
@@ -253,6 +253,7 @@ ACQUISITIONS: dict[str, Callable[[LaplaceModel], AcquisitionFunction]] = {
         model, torch.rand(4, 2, dtype=DOUBLE), sampler=SobolQMCNormalSampler(torch.Size([8]))
     ),
     "qMES": lambda model: qMaxValueEntropy(model, torch.rand(20, 2, dtype=DOUBLE), num_fantasies=2, num_y_samples=8),
+    "GIBBON": lambda model: qLowerBoundMaxValueEntropy(model, torch.rand(20, 2, dtype=DOUBLE)),
     "qKG": lambda model: qKnowledgeGradient(model, num_fantasies=2),
     "Thompson": lambda model: qSimpleRegret(model.draw_function(torch.Generator().manual_seed(0))),
 }
@@ -263,7 +264,7 @@ def test_acquisition_functions_are_optimised(name: str) -> None:
     torch.manual_seed(0)
     acquisition = ACQUISITIONS[name](LaplaceModel(posterior()))
     q = 1 if name in ("LogEI", "Thompson") else 2
-    options, one_by_one = {"maxiter": 3}, name == "qMES"
+    options, one_by_one = {"maxiter": 3}, name in ("qMES", "GIBBON")
     candidates, value = optimize_acqf(
         acquisition, BOUNDS, q=q, num_restarts=2, raw_samples=4, options=options, sequential=one_by_one
     )
