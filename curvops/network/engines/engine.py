@@ -29,7 +29,7 @@ from curvops.network.engines.self_check import (
     random_root,
     try_recording,
 )
-from curvops.network.engines.shared_rows import SharedRows, find_shared_rows
+from curvops.network.engines.shared_rows import SharedLayers, find_shared_layers
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import MAPPED_BYTES, Blocks
@@ -70,7 +70,7 @@ class Engines:
         self._choice, self.memory_budget = choice, memory_budget
         self._owned = owners_of(model)
         self.ragged: frozenset[str] = frozenset()  # parameters of layers whose rows belong to points unevenly
-        self._shared: SharedRows | None = None  # layers called once for all points; None if it was not asked
+        self._shared: SharedLayers | None = None  # layers called once for all points; None if it was not asked
         self._run: Any = None
         self._probe(model, first, whole)
 
@@ -110,7 +110,7 @@ class Engines:
             _, calls, misfits = self._record(model, self._few, self._owned)
         if self._shared is None and (left := misfits | alone):
             layers = [module for module, names in self._owned.items() if not left.isdisjoint(names.values())]
-            self._shared = find_shared_rows(model, self._few, layers)
+            self._shared = find_shared_layers(model, self._few, layers)
             if self._shared:
                 self.ragged, self._run = frozenset(), None
                 return self._probe(model, first, whole)

@@ -28,7 +28,7 @@ from curvops.network.engines.ragged_rows import (
 )
 from curvops.network.engines.rules import Rule, SingleRows, rule_for, rule_of
 from curvops.network.engines.rules.linear import LinearRule
-from curvops.network.engines.shared_rows import SharedRows, for_each_point
+from curvops.network.engines.shared_rows import SharedLayers, for_each_point
 from curvops.network.model.model import NOTHING, Model
 from curvops.network.model.parameters import Blocks
 
@@ -149,7 +149,7 @@ def record(
     owners: Owners,
     graph: bool = False,
     ragged: Collection[str] | None = None,
-    shared: SharedRows = MappingProxyType({}),
+    shared: SharedLayers = MappingProxyType({}),
 ) -> Recording:
     """Return one forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from curvops.network.data.inputs import first_of, num_points
 from curvops.network.model.model import Model
 
-SharedRows = Mapping[nn.Module, torch.Size]
+SharedLayers = Mapping[nn.Module, torch.Size]
 """Layers that are called once for all points, with the shape of their output."""
 ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
 """What a model may raise whose layer gives another shape than usual."""
@@ -33,7 +33,7 @@ def for_each_point(tensors: tuple[Any, ...], output: Tensor, shape: torch.Size, 
     return tuple(t.expand(points, *t.shape[1:]) if isinstance(t, Tensor) else t for t in every)
 
 
-def find_shared_rows(model: Model, inputs: Any, layers: Collection[nn.Module]) -> SharedRows:
+def find_shared_layers(model: Model, inputs: Any, layers: Collection[nn.Module]) -> SharedLayers:
     """Return those of the layers that are called once for all points, if each point uses its own copy of their rows.
 
     Then the outputs are the same with copies, and those of a point do not change if another point's copy is zero.
