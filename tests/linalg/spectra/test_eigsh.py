@@ -106,11 +106,11 @@ def test_every_member_of_a_tight_cluster_is_found(block_size, columns):
     assert_honest(A, pairs, 1e-6)
 
 
-@pytest.mark.parametrize(("block_size", "which", "seed"), [(1, "LA", 0), (2, "SA", 1), (4, "BE", 0)])
+@pytest.mark.parametrize(("block_size", "which", "seed"), [(1, "LA", 0), (2, "SA", 1), (4, "BE", 0), (2, "LM", 0)])
 def test_exact_multiplicities_larger_than_the_block(block_size, which, seed):
     many = torch.full((12,), 3.0, dtype=torch.float64)
     bulk = 2 * 0.95 ** torch.arange(96, dtype=torch.float64) - 1
-    values = torch.cat([many, bulk, -many])
+    values = torch.cat([bulk, -many] if which == "LM" else [many, bulk, -many])
     A = symmetric(values, seed)
     k = 28 if which == "BE" else 14
     pairs = eigsh(
@@ -336,3 +336,28 @@ def test_by_default_float32_pairs_converge_where_they_have_what_float32_gives():
 def test_by_default_values_that_rounding_hides_do_not_converge_in_float32():
     A = torch.diag(torch.cat([torch.ones(1), 1e-7 * torch.linspace(1, 2, 60)]))
     assert set(eigsh(A, 5, generator=generator()).reasons[1:]) == {Reason.PRECISION_LIMIT}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_tiny_and_huge_operators(size, dtype):
+    values = torch.linspace(-1, 2, 60, dtype=torch.float64)
+    A = (symmetric(values) * size).to(dtype)
+    pairs = eigsh(A, 4, "LM", generator=generator())
+    eps = torch.finfo(dtype).eps
+    expected = values.flip(0)[:4] * size
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-10 + 20 * eps, atol=0)
+    assert set(pairs.reasons) <= EXACT
+    assert (pairs.residuals <= 20 * eps * 2 * size + 1e-6 * expected).all()
+
+
+def test_a_small_negative_eigenvalue_is_found():
+    values = torch.cat([torch.tensor([-0.243]).double(), torch.linspace(0.1, 5, 49, dtype=torch.float64)])
+    pairs = eigsh(symmetric(values), 1, "SA", rtol=1e-8, generator=generator())
+    torch.testing.assert_close(pairs.values, values[:1], rtol=1e-10, atol=0)
+    assert pairs.reasons == (Reason.CONVERGED,)
+
+
+def test_nilpotent_matrix_is_no_success():
+    pairs = eigsh(torch.tensor([[0.0, 1.0], [0.0, 0.0]]).double(), 2, generator=generator())
+    assert set(pairs.reasons) == {Reason.NOT_SYMMETRIC} and pairs.residuals.min() > 0.1
