@@ -278,8 +278,8 @@ def solved_at_large(lin: co.operators.Linearization, on: Mesh) -> Iterator[Quest
 
 def peak_of_sketch(mesh: Any = None) -> int:
     """The most bytes of a rank while a sketch of 40 columns is made and solved with."""
-    A = Whole(torch.linspace(1, 0, 150_000, dtype=DOUBLE).square())
-    B = Mesh(mesh).place(right_hand_sides(150_000)[:, :1].contiguous())
+    A = Whole(torch.linspace(1, 0, 300_000, dtype=DOUBLE).square())
+    B = Mesh(mesh).place(right_hand_sides(300_000)[:, :1].contiguous())
 
     def work() -> None:
         low = co.low_rank(A if mesh is None else A.sharded(mesh), 40, generator=seeded())
