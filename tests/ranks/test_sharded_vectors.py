@@ -279,7 +279,7 @@ def solved_at_large(lin: co.operators.Linearization, on: Mesh) -> Iterator[Quest
 def peak_of_sketch(mesh: Any = None) -> int:
     """The most bytes of a rank while a sketch of 40 columns is made and solved with.
 
-    Of ranks the least of three runs: on a busy machine the buffers of messages are freed a panel or two late.
+    Of ranks the least of six runs: the buffers of messages may be freed some panels late, by chance.
     """
     A = Whole(torch.linspace(1, 0, 300_000, dtype=DOUBLE).square())
     B = Mesh(mesh).place(right_hand_sides(300_000)[:, :1].contiguous())
@@ -288,7 +288,7 @@ def peak_of_sketch(mesh: Any = None) -> int:
         low = co.low_rank(A if mesh is None else A.sharded(mesh), 40, generator=seeded())
         low.add_diagonal(0.1).solve(B)
 
-    return min(peak_of(work)[0] for _ in range(1 if mesh is None else 3))
+    return min(peak_of(work)[0] for _ in range(1 if mesh is None else 6))
 
 
 class Whole(linalg.Operator):
