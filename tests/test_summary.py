@@ -91,7 +91,7 @@ EXPECTED = {
     "sum": "Sum(14 × 14, GGN(of Categorical on 6 points) + Dense, float32, cpu)",
     "inverse, square": "Inverse(14 × 14, (GGN(of Gaussian on 40 points) + 1 · I)⁻¹, float32, cpu)",
     "low_rank": "LowRank(7 × 7, of rank 3, float32, cpu)",
-    "kronecker": "Kronecker(12 × 12, 2 groups of 2 × 2 ⊗ 3 × 3, float32, cpu)",
+    "kronecker, square": "Kronecker(12 × 12, 2 groups of 2 × 2 ⊗ 3 × 3, float32, cpu)",
     "tangent_kernel": "TangentKernel(12 × 12, Jacobian(of 6 points), prior 1, float32, cpu)",
     "damped_low_rank_vector, square": "Damped(7 × 7, LowRank(of rank 3) + diag(d), float32, cpu)",
     "many terms": "Sum(14 × 14, GGN(of Categorical on 6 points) + Dense + Dense + Dense + … (7 in all), float32, cpu)",

@@ -269,7 +269,7 @@ def _table() -> Iterator[Network]:
     yield row("transformer_encoder", lambda: _encoder(True), _sequences)
     yield row("sequence_first", lambda: _encoder(False), _sequences)
     yield row("flattened_positions", lambda: parts.Pooled(_flattened(), 5), _sequences)
-    yield row("one_query", _wired(lambda m, x: m.head(m.fc1(x) * m.fc2(torch.ones_like(x[:1])))), _vectors, ("fc2*",))
+    yield row("one_query", _wired(lambda m, x: m.head(m.fc1(x) * m.fc2(torch.ones_like(x[:1])))), _vectors)
     yield row("fused_attention", parts.FusedAttention, _sequences)
     yield row("attention", parts.Attention, _sequences)
     yield row("attention_of_two", lambda: parts.Attention(cross=True), _sequences, ("attention.in_proj*",))

@@ -1,5 +1,8 @@
 """Small networks trained to a mode of their posterior."""
 
+import copy
+import functools
+
 import torch
 from torch import nn
 
@@ -25,11 +28,12 @@ class Counted(co.linalg.Operator):
         return self._args[0] @ block
 
 
-def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300, width=6):
-    """A tanh network trained to a mode of its posterior by L-BFGS; D = 51 at three outputs."""
+@functools.cache
+def trained(likelihood, n, outputs, prior, steps, width):
+    """The network at its mode, the data, and the state of torch's generator afterwards."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).double()
-    x = torch.randn(n, 4, dtype=torch.float64)
+    x = torch.randn(n, 4, dtype=DOUBLE)
     y = (x[:, :outputs].argmax(1)) if likelihood == "classification" else x[:, :outputs].sin()
     optimizer = torch.optim.LBFGS(
         model.parameters(), max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-9
@@ -44,7 +48,14 @@ def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300, 
         return value
 
     optimizer.step(loss)
-    return model, x, y
+    return model, x, y, torch.get_rng_state()
+
+
+def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300, width=6):
+    """A tanh network trained, once, to a mode of its posterior by L-BFGS; D = 51 at three outputs."""
+    model, x, y, state = trained(likelihood, n, outputs, prior, steps, width)
+    torch.set_rng_state(state)
+    return copy.deepcopy(model), x.clone(), y.clone()
 
 
 def linear_problem():

@@ -66,12 +66,12 @@ TAKEN = {
     "one column in little memory": (posterior(replace(FEW, gram_cost=math.inf), room=0, columns=1), "cg with a sketch"),
     "many outputs in little memory": (posterior(room=0), "cg with a sketch"),
     "a costly kernel in little memory": (posterior(replace(FEW, gram_cost=200.0), room=0), "formed kernel"),
-    "asked for the dual": (posterior(asked="dual"), "dual"),
-    "asked for the dual of few outputs": (posterior(replace(FEW, gram_cost=200.0), asked="dual"), "formed kernel"),
-    "asked for cg": (posterior(FEW, asked="cg"), "cg with a sketch"),
-    "asked for cg on a closed form": (posterior(closed_form=True, asked="cg"), "closed form"),
-    "asked for descent": (posterior(FEW, asked="sgd"), "sgd"),
-    "asked for a closed form": (posterior(rows=2048, columns=256, asked="closed form"), "formed matrix"),
+    "asked for the dual": (posterior(requested="dual"), "dual"),
+    "asked for the dual of few outputs": (posterior(replace(FEW, gram_cost=200.0), requested="dual"), "formed kernel"),
+    "asked for cg": (posterior(FEW, requested="cg"), "cg with a sketch"),
+    "asked for cg on a closed form": (posterior(closed_form=True, requested="cg"), "closed form"),
+    "asked for descent": (posterior(FEW, requested="sgd"), "sgd"),
+    "asked for a closed form": (posterior(rows=2048, columns=256, requested="closed form"), "formed matrix"),
 }
 
 
@@ -92,10 +92,10 @@ REFUSED = {
 @pytest.mark.parametrize("asked", REFUSED)
 def test_a_method_that_is_not_open_says_why(asked):
     system, why = REFUSED[asked]
-    found = routes.routes(replace(system, asked=asked))
+    found = routes.routes(replace(system, requested=asked))
     assert chosen(found) is None
     assert why in next(route.why_not for route in found if route.name == asked)
-    operator = posterior(replace(NETWORK, diagonal=False, scalar=False), asked="dual")
+    operator = posterior(replace(NETWORK, diagonal=False, scalar=False), requested="dual")
     assert "number or a vector" in routes.routes(operator)[-1].why_not
 
 

@@ -103,10 +103,10 @@ def test_the_tolerance_is_relative_to_the_part_known_and_the_value(known, reason
     """Two probes of tr f(G) = 4 ± 1 at rtol 1e-3: within it beside a large known part, not alone."""
     nodes, weights = torch.ones(2, 1).double(), torch.tensor([[3.0], [5.0]]).double()
     nothing, none = torch.zeros(0).double(), torch.zeros(2, 0).double()
-    q = SpectralQuadrature(nodes, weights, nodes, weights, nothing, none, 2, Reason.CONVERGED, rtol=1e-3, known=known)
+    q = SpectralQuadrature(nodes, weights, nodes, weights, nothing, none, 2, Reason.CONVERGED, rtol=1e-3, offset=known)
     found = q.trace(lambda x: x)
     assert found.value == 4 and found.reason is reason
-    opposite = replace(q, rtol=0.3, known=-5.0)  # 0.3 of |−5 + 4|, not of |−5 − 4|
+    opposite = replace(q, rtol=0.3, offset=-5.0)  # 0.3 of |−5 + 4|, not of |−5 − 4|
     assert opposite.trace(lambda x: x).reason is Reason.MATVEC_LIMIT
 
 
