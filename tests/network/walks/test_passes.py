@@ -190,3 +190,15 @@ def test_the_users_model_is_as_it_was(name: str, way: str) -> None:
     assert [(key, value.requires_grad) for key, value in model.named_parameters()] == flags
     assert [part.training for part in model.modules()] == modes
     assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
+
+
+def test_a_cast_walk_is_the_same_walk_in_another_dtype() -> None:
+    passes = walk("resnet_batchnorm", "layerwise", torch.float32)
+    source = [(inputs.double(), None) for inputs, _ in passes.source]
+    wide = passes.over(source, passes.model.cast(torch.float64, None))
+    J = reference("resnet_batchnorm")
+    V = columns(J.shape[1], 2)
+    # parameters, buffers and inputs were rounded to float32 before they were cast
+    assert agree(push(wide, V), J @ V, 1e-4)
+    assert push(wide, V).dtype == torch.float64
+    assert push(passes, V.float()).dtype == torch.float32
