@@ -135,8 +135,8 @@ class LaplaceProcess(Summarised, Predictive):
         """
         check_accuracy(rtol, generator)
         if self._dual is None:
-            question = self._terms, rtol, generator
-            ratio, count = log_ratio(*question), partial(count_parameters, *question)
+            arguments = self._terms, rtol, generator
+            ratio, count = log_ratio(*arguments), partial(count_parameters, *arguments)
         else:
             factor = self._dual[0]
             ratio, count = Estimate.exact(2 * factor.diagonal().log().sum()), partial(_count, factor)

@@ -42,12 +42,8 @@ class Metropolis(Transition):
 
     def _refresh(self, state: MetropolisState, batch: Any) -> None:
         """Evaluate unless the state already has the value for this function and batch."""
-        question = [self.log_posterior, batch, _versions(batch)]
-        if (
-            state.seen
-            and all(old is new for old, new in zip(state.seen[:2], question))
-            and state.seen[2] == question[2]
-        ):
+        seen = [self.log_posterior, batch, _versions(batch)]
+        if state.seen and all(old is new for old, new in zip(state.seen[:2], seen)) and state.seen[2] == seen[2]:
             return
         if isinstance(self.log_posterior, LogPosterior):
             self.log_posterior.require_all_data(batch)
@@ -55,7 +51,7 @@ class Metropolis(Transition):
         state.value.copy_(self._evaluate(state, batch))
         if not bool(state.value.isfinite().all()):
             raise self._not_finite(state.value, 0)
-        state.seen[:] = question
+        state.seen[:] = seen
 
     @abstractmethod
     def _evaluate(self, state: Any, batch: Any) -> Tensor:

@@ -100,7 +100,7 @@ class EigenKroneckerForm(Spectral):
     def _with_bounds(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield parts of the spectrum, (g, m) in float64, with the smallest and largest value of each within rounding.
 
-        Rows R + E instead of R move the roots of the lam of RᵀR by at most ‖E‖ (Weyl): small lam by far
+        Rows R + E instead of R move the roots of the eigenvalues of RᵀR by at most ‖E‖ (Weyl): small eigenvalues by far
         less than large ones. The errors of the sum and of the decomposition are the same for all.
         """
         spectrum = self.definite_spectrum.detach().view(self.base.sizes[0], -1)
@@ -117,10 +117,7 @@ class EigenKroneckerForm(Spectral):
             below = ((roots - moved).clamp_min(0).square() - noise).clamp_min(0)
             above = (roots + moved).square() + noise
             if not psd:  # an indefinite matrix in an eigenbasis is not a sum of squares
-                below, above = (
-                    torch.where(lam > 0, below, lam - noise),
-                    above + lam.clamp_max(0),
-                )
+                below, above = torch.where(lam > 0, below, lam - noise), above + lam.clamp_max(0)
             yield shifted.double(), (below + level).clamp_min(torch.finfo(self.base.dtype).tiny), above + level
 
     def logdet_error(self) -> float:

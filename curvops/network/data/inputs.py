@@ -113,6 +113,11 @@ def components(inputs: Inputs) -> list[tuple[str, Tensor]]:
     return [(f"inputs[{name!r}]", tensor) for name, tensor in inputs.items()]
 
 
+def components_with_gradient(inputs: Inputs) -> list[tuple[str, Tensor]]:
+    """Return the tensors of the inputs that require a gradient, if gradients are being recorded."""
+    return [pair for pair in components(inputs) if torch.is_grad_enabled() and pair[1].requires_grad]
+
+
 def rows_of(inputs: Inputs) -> list[tuple[str, Tensor]]:
     """Return tensors whose rows identify the points, by name: the inputs themselves, or the prints of objects."""
     return [("inputs", inputs.prints())] if isinstance(inputs, Objects) else components(inputs)

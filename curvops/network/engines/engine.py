@@ -140,15 +140,10 @@ class Engines:
             return outputs, calls, misfits | wrong
 
     def _record(
-        self,
-        model: Model,
-        inputs: Any,
-        owners: Owners,
-        graph: bool = False,
-        ragged: Collection[str] | None = None,
+        self, model: Model, inputs: Any, owners: Owners, graph: bool = False, ragged: Collection[str] | None = None
     ) -> Recording:
         """Return a pass over these points, unchecked; by default with the ragged rows known so far."""
-        return record(model, inputs, owners, graph, self.ragged if ragged is None else ragged, self._shared or {})
+        return record(model, inputs, owners, graph, self.ragged if ragged is None else ragged, self._shared)
 
     def _record_checked(
         self, inputs: Any, check: Callable[[Recording], Set[str]], graph: bool = False

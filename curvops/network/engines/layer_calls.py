@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -149,7 +148,7 @@ def record(
     owners: Owners,
     graph: bool = False,
     ragged: Collection[str] | None = None,
-    shared: SharedLayers = MappingProxyType({}),
+    shared: SharedLayers | None = None,
 ) -> Recording:
     """Return one forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
 
@@ -166,7 +165,7 @@ def record(
     misfits: set[str] = set()
     dtype, n, paths = model.theta.dtype, num_points(inputs), model.paths
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
-    names_of_ragged = frozenset(ragged or ())
+    names_of_ragged, shared = frozenset(ragged or ()), shared or {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Tensor, owner: nn.Module | None = None) -> None:
         """Note the call of a layer, or of a projection that the attention module `owner` computes."""

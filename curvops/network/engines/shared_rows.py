@@ -6,7 +6,7 @@ each point (a view without memory of its own), the outputs are the same, and δ 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from curvops.network.model.model import Model
 
 SharedLayers = Mapping[nn.Module, torch.Size]
 """Layers that are called once for all points, with the shape of their output."""
+Shapes = dict[nn.Module, torch.Size | None]
 ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
 """What a model may raise whose layer gives another shape than usual."""
 
@@ -36,53 +37,46 @@ def for_each_point(tensors: tuple[Any, ...], output: Tensor, shape: torch.Size, 
 def find_shared_layers(model: Model, inputs: Any, layers: Collection[nn.Module]) -> SharedLayers:
     """Return those of the layers that are called once for all points, if each point uses its own copy of their rows.
 
-    Then the outputs are the same with copies, and those of a point do not change if another point's copy is zero.
-    Cost: six forward passes at two points, `inputs`.
+    Then the outputs of a point are the same with copies, also if another point's copy is zero. Cost: four forward
+    passes at two points, `inputs`.
     """
     of_one, points = first_of(inputs, 1), num_points(inputs)
     if num_points(of_one) == points:
         return {}
-    several, one = (_output_shapes(model, some, layers) for some in (inputs, of_one))
-    shapes = {m: several[m].pop() for m in several if len(several[m]) == 1 and several[m] == one.get(m)}
-    shared = {module: shape for module, shape in shapes.items() if shape}
-    if not shared:
-        return {}
+    several: Shapes = {}
+    of_single: Shapes = {}
+    outputs = _run(model, inputs, layers, partial(_note_shape, several))
+    _run(model, of_one, layers, partial(_note_shape, of_single))
+    shared = {module: shape for module, shape in several.items() if shape and of_single.get(module) == shape}
 
-    def copies_but_one(point: int | None, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def copies_but_one(point: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         copies = for_each_point((), output, shared[module], points)[-1].clone()
-        if point is not None:
-            copies[point] = 0
+        copies[point] = 0
         return copies
 
-    with torch.no_grad():
-        outputs = model(model.values, inputs)
-        for point in (None, *range(points)):
-            handles = [module.register_forward_hook(partial(copies_but_one, point)) for module in shared]
-            try:
-                repeated = model(model.values, inputs)
-            except ERRORS:
-                return {}
-            finally:
-                for handle in handles:
-                    handle.remove()
-            others = [n for n in range(points) if n != point]
-            if not torch.allclose(repeated[others], outputs[others], model.eps**0.5, model.eps**0.5):
-                return {}
+    for point in range(points) if shared else ():
+        try:
+            changed = _run(model, inputs, shared, partial(copies_but_one, point))
+        except ERRORS:
+            return {}
+        others = [n for n in range(points) if n != point]
+        if not torch.allclose(changed[others], outputs[others], model.eps**0.5, model.eps**0.5):
+            return {}
     return shared
 
 
-def _output_shapes(model: Model, inputs: Any, layers: Collection[nn.Module]) -> dict[nn.Module, set[torch.Size]]:
-    """Return the shapes of the layers' outputs in one forward pass."""
-    shapes: dict[nn.Module, set[torch.Size]] = {}
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        shapes.setdefault(module, set()).add(output.shape if isinstance(output, Tensor) else torch.Size())
-
-    handles = [module.register_forward_hook(note) for module in layers]
+def _run(model: Model, inputs: Any, layers: Collection[nn.Module], hook: Callable[..., Any]) -> Tensor:
+    """Return the outputs of a pass without gradients, with a forward hook on these layers."""
+    handles = [module.register_forward_hook(hook) for module in layers]
     try:
         with torch.no_grad():
-            model(model.values, inputs)
+            return model(model.values, inputs)
     finally:
         for handle in handles:
             handle.remove()
-    return shapes
+
+
+def _note_shape(shapes: Shapes, module: nn.Module, args: Any, output: Any) -> None:
+    """Note the shape of a layer's output; None if it is no tensor, or if calls have different ones."""
+    shape = output.shape if isinstance(output, Tensor) else None
+    shapes[module] = shape if shapes.setdefault(module, shape) == shape else None

@@ -21,7 +21,7 @@ from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_sourc
 from curvops.network.data.inputs import (
     Inputs,
     as_inputs,
-    components,
+    components_with_gradient,
     copy,
     cut,
     first_of,
@@ -142,6 +142,7 @@ class NetworkOnData:
         """Return Σ_n log p(y_n | f(x_n, θ*)) in nats.
 
         Costs one forward pass; under no_grad it costs none once KFAC or a diagonal has been built.
+
         (A likelihood that is a function may contain tensors that require a gradient.)
         """
         if not torch.is_grad_enabled() and (value := self.results_now().get("log likelihood")) is not None:
@@ -277,8 +278,8 @@ class TrainedNetwork(NetworkOnData):
             batches.require_apart()
             engines.agree(next(iter(batches)).inputs, batches.ranks.gather)
         check_scores(network, probability, outputs, first_targets, likelihood)
-        token = None if ranks is None else ranks.gather(os.urandom(16).hex())[0]
         shape = output_shape(probability, layout)
+        token = None if ranks is None else ranks.gather(os.urandom(16).hex())[0]
         new = cls(network, batches, probability, shape, engine, memory, progress, token, engines)
         if not needs_noise(probability):
             return new
@@ -334,7 +335,7 @@ class TrainedNetwork(NetworkOnData):
         Raises as `admit`, and ValueError if J has no gradient in the inputs that is certain to be right.
         """
         inputs_copy, engines = copy(self.admit(x, differentiable)), self.passes.engines
-        names = tuple(name for name, _ in _require_gradient(inputs_copy)) if num_points(inputs_copy) else ()
+        names = tuple(name for name, _ in components_with_gradient(inputs_copy)) if num_points(inputs_copy) else ()
         graph = InputGraph(engines, inputs_copy, names) if names else None
         inputs = map_inputs(Tensor.detach, inputs_copy)
         batches = [(subset, None) for _, subset in cut(inputs, self.data.largest)]
@@ -354,7 +355,7 @@ class TrainedNetwork(NetworkOnData):
             return {name: self.output(name).predict(x, weights) for name in self.likelihood.likelihoods}
         inputs = self.admit(x, differentiable=True)
         values = self.model.values if weights is None else self.unflatten_weights(weights)
-        if num_points(inputs) and _require_gradient(inputs):
+        if num_points(inputs) and components_with_gradient(inputs):
             constants = {name: value.detach() for name, value in values.items()}
             return outputs_at(self.model, copy(inputs), constants).reshape(-1, self.output_shape[-1])
         with torch.no_grad():
@@ -367,7 +368,7 @@ class TrainedNetwork(NetworkOnData):
         self.model.refuse_modes()
         inputs = self.inputs_of(x)
         constant = isinstance(inputs, Objects)
-        for name, _ in () if differentiable and not constant else _require_gradient(inputs):
+        for name, _ in () if differentiable and not constant else components_with_gradient(inputs):
             if constant:
                 raise ValueError(f"{name} requires a gradient, which points joined by collate= do not get: detach it.")
             raise ValueError(f"{name} requires a gradient: use lin.jacobian(x, differentiable=True), or x.detach().")
@@ -385,7 +386,8 @@ class TrainedNetwork(NetworkOnData):
         inputs, place = self.model.calls.read(x), (self.theta.device, self.theta.dtype)
         if isinstance(inputs, WholeBatch) and inputs.size is None:
             with torch.no_grad():
-                inputs = inputs.of_size(len(self.model.raw(self.model.values, inputs.move(*place), explained="")))
+                outputs = self.model.raw(self.model.values, inputs.move(*place), explained="")
+            inputs = inputs.of_size(len(outputs))
         return as_inputs(inputs, *place)
 
     def gradient(self) -> Float[Tensor, " D"]:
@@ -578,11 +580,6 @@ class TrainedNetwork(NetworkOnData):
 
     def __repr__(self) -> str:
         return self._printed(self.theta.dtype, self.theta.device)
-
-
-def _require_gradient(inputs: Inputs) -> list[tuple[str, Tensor]]:
-    """Return the inputs that require a gradient, if gradients are being recorded."""
-    return [pair for pair in components(inputs) if torch.is_grad_enabled() and pair[1].requires_grad]
 
 
 class _Labelled:

@@ -144,10 +144,8 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
         return fisher_block(operator.lin, operator.output, indices)
     block = torch.empty(len(indices), len(indices), dtype=operator.dtype, device=operator.device)
     for start in range(0, len(indices), COLUMNS):
-        columns = slice(start, start + COLUMNS)
-        block[:, columns] = operator._matmul(unit_columns(indices[columns], operator.shape[-1], operator.dtype))[
-            indices
-        ]
+        some = slice(start, start + COLUMNS)
+        block[:, some] = operator._matmul(unit_columns(indices[some], operator.shape[-1], operator.dtype))[indices]
     return block
 
 
@@ -181,13 +179,9 @@ def fisher_blocks(
                     _add_above(totals[k], rows, rows)
     for k in sorted({*range(len(parts))} - {*by_rows}):
         for batch, J in lin.passes.each(len(parts[k])):
-            units = (
-                unit_columns(index_block, len(lin.theta), lin.theta.dtype) for index_block in parts[k].split(COLUMNS)
-            )
+            units = (unit_columns(index, len(lin.theta), lin.theta.dtype) for index in parts[k].split(COLUMNS))
             pushed = torch.cat([J.push(block) for block in units])
-            columns = [
-                output.root_transpose_product(J.outputs, index_block, batch) for index_block in pushed.split(ROWS)
-            ]
+            columns = [output.root_transpose_product(J.outputs, u, batch) for u in pushed.split(ROWS)]
             rows = torch.cat(columns).double().flatten(1).mT
             _add_above(totals[k], rows, rows)
     while totals:
@@ -227,10 +221,10 @@ def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, tuple[T
     order = torch.full((lin.num_parameters,), -1).index_copy(0, indices.cpu(), torch.arange(len(indices)))
     places = {}
     for name, positions in lin.model.selection.positions().items():
-        ranks = torch.where(positions >= 0, order[positions.clamp_min(0)], -1).flatten()
-        local = (ranks >= 0).nonzero().squeeze(1)
+        column = torch.where(positions >= 0, order[positions.clamp_min(0)], -1).flatten()
+        local = (column >= 0).nonzero().squeeze(1)
         if len(local):
-            places[name] = local.to(indices.device), ranks[local].to(indices.device)
+            places[name] = local.to(indices.device), column[local].to(indices.device)
     return places
 
 

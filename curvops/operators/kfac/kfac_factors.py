@@ -429,27 +429,28 @@ def eigenvalue_corrected(
     This empties `operators`: factors are freed once they are decomposed.
     """
     walk, others = SummedWalk(lin, fisher, "second moments"), dict(operators)
-    factored = {names: others.pop(names) for names, found in operators.items() if isinstance(found, Kronecker)}
-    order, roundings = list(operators), {names: found.rounding for names, found in factored.items()}
+    factored = {names: others.pop(names) for names, block in operators.items() if isinstance(block, Kronecker)}
+    order, roundings = list(operators), {names: block.rounding for names, block in factored.items()}
     operators.clear()
     if walk.sums is None:
         decompose(factored.values(), lin.passes.progress, lin.memory)
-        bases = [found.eigen() for found in factored.values()]
+        bases = [block.eigen() for block in factored.values()]
         sums = [(base.left_vectors, base.right_vectors, torch.zeros_like(base.values)) for base in bases]
     else:  # keep the bases, too: another machine may find other bases for equal eigenvalues
         sums = walk.sums
     of_rows = 3 * rounding_of_rows(lin.theta.dtype)  # the errors of two sides and of their rotation
     factored.clear()
     corrected = {
-        names: EigenKronecker(*sum_, rounding, of_rows) for (names, rounding), sum_ in zip(roundings.items(), sums)
+        names: EigenKronecker(*tensors, rounding, of_rows)
+        for (names, rounding), tensors in zip(roundings.items(), sums)
     }
     for group in walk.groups(lambda: sums):
         for names, matrices in members(group, corrected):
             corrected[names].values.add_(_second_moments(matrices, corrected[names], walk.chunk))
-    for sum_ in corrected.values():
-        sum_.values.copy_(lin.passes.add_up(sum_.values))
-    found = others | corrected
-    return [found[names] for names in order]
+    for block in corrected.values():
+        block.values.copy_(lin.passes.add_up(block.values))
+    blocks = others | corrected
+    return [blocks[names] for names in order]
 
 
 def layer_with_bias(group: Group) -> Layer | None:
