@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvops.checks import in_functorch
 from curvops.network.data.inputs import first_of, num_points
 from curvops.network.model.model import Model
 
@@ -37,8 +38,8 @@ def for_each_point(tensors: tuple[Any, ...], output: Tensor, shape: torch.Size, 
 def find_shared_layers(model: Model, inputs: Any, layers: Collection[nn.Module]) -> SharedLayers:
     """Return those of the layers that are called once for all points, if each point uses its own copy of their rows.
 
-    Then the outputs of a point are the same with copies, also if another point's copy is zero. Cost: four forward
-    passes at two points, `inputs`.
+    Then the outputs of a point are the same with copies, also if another point's copy is -2 times the row: neither the
+    sum nor the mean of such copies is the row. Cost: four forward passes at two points, `inputs`.
     """
     of_one, points = first_of(inputs, 1), num_points(inputs)
     if num_points(of_one) == points:
@@ -49,14 +50,14 @@ def find_shared_layers(model: Model, inputs: Any, layers: Collection[nn.Module])
     _run(model, of_one, layers, partial(_note_shape, of_single))
     shared = {module: shape for module, shape in several.items() if shape and of_single.get(module) == shape}
 
-    def copies_but_one(point: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def copies_and_another(point: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         copies = for_each_point((), output, shared[module], points)[-1].clone()
-        copies[point] = 0
+        copies[point] *= -2
         return copies
 
     for point in range(points) if shared else ():
         try:
-            changed = _run(model, inputs, shared, partial(copies_but_one, point))
+            changed = _run(model, inputs, shared, partial(copies_and_another, point))
         except ERRORS:
             return {}
         others = [n for n in range(points) if n != point]
@@ -77,6 +78,9 @@ def _run(model: Model, inputs: Any, layers: Collection[nn.Module], hook: Callabl
 
 
 def _note_shape(shapes: Shapes, module: nn.Module, args: Any, output: Any) -> None:
-    """Note the shape of a layer's output; None if it is no tensor, or if calls have different ones."""
-    shape = output.shape if isinstance(output, Tensor) else None
+    """Note the shape of a layer's output; None if it is no tensor, if calls have different ones, or within `vmap`.
+
+    A transform of `torch.func` takes the points' dimension away, and what is first then is none of points.
+    """
+    shape = output.shape if isinstance(output, Tensor) and not in_functorch() else None
     shapes[module] = shape if shapes.setdefault(module, shape) == shape else None

@@ -14,6 +14,8 @@ from tests.network.products import agree
 from tests.zoo import dense_jacobian
 
 N, TOKENS, WIDTH, CLASSES = 6, 7, 4, 3
+MIXED = {"the first row": lambda rows: rows[0], "sum": lambda rows: rows.sum(0), "mean": lambda rows: rows.mean(0)}
+"""What makes one row of all copies, so that no copy is that of a point."""
 
 
 class Network(nn.Module):
@@ -29,17 +31,17 @@ class Network(nn.Module):
         place = torch.arange(x.shape[1], device=x.device)
         if self.form == "copies":
             place = place.expand(len(x), -1)
-        elif self.form in ("a row of their own", "squeezed", "the first row"):
+        elif self.form in ("a row of their own", "squeezed", *MIXED):
             place = place.unsqueeze(0)
         positions = self.positions(place)
         positions = positions.squeeze(0) if self.form == "squeezed" else positions
-        positions = positions[0] if self.form == "the first row" else positions
+        positions = MIXED[self.form](positions) if self.form in MIXED else positions
         positions = self.map(positions.tanh()) if self.form == "two layers" else positions
         tokens = self.tokens(x) if self.form == "two layers" else self.map(self.tokens(x))
         return self.out((tokens + positions).tanh().mean(1))
 
 
-FORMS = ("no row of their own", "a row of their own", "two layers", "squeezed", "the first row")
+FORMS = ("no row of their own", "a row of their own", "two layers", "squeezed", *MIXED)
 
 
 def linearized(form: str, length: int = 5, batch_size: int = N) -> co.Linearization:
@@ -80,6 +82,7 @@ def test_every_layer_has_factors_whatever_the_size_of_the_batches(form: str) -> 
     assert not whole.plan.others and not batched.plan.others
 
 
-def test_a_layer_whose_copies_do_not_reach_their_points_is_left_to_autodiff() -> None:
-    """All points read the first copy: the outputs are the same, but not the rows of the Jacobian."""
-    assert linearized("the first row").plan.others == {"positions.weight": "its layer does not run as a layer"}
+@pytest.mark.parametrize("form", MIXED)
+def test_a_layer_whose_copies_do_not_reach_their_points_is_left_to_autodiff(form: str) -> None:
+    """The outputs may be the same with copies, but not the rows of the Jacobian."""
+    assert linearized(form).plan.others == {"positions.weight": "its layer does not run as a layer"}
