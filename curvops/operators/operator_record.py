@@ -17,9 +17,9 @@ from torch import Tensor
 
 from curvops.linalg import Damped, Dense, Diagonal, DirectSum, EigenKronecker, Estimate, Kronecker, LowRank
 from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.matrix_identity import Sources
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.sources import Sources
 from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
 from curvops.linalg.operators.damped import Inverse
 from curvops.linalg.operators.kronecker_factors import Details

@@ -16,10 +16,9 @@ from curvops.ambient import current_run
 from curvops.checkpoint import Place
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.matrix_identity import Sources, Spaces, common, merge_sources, scale_sources, spaces_of
 from curvops.linalg.core.memory import keep, room_in
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
-from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
-from curvops.linalg.core.spaces import Spaces, common, spaces_of
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import ShiftedParts

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from curvops.checks import check_tensor
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.sources import Sources, scale_sources
-from curvops.linalg.core.spaces import Space
+from curvops.linalg.core.matrix_identity import Sources, Space, scale_sources
 from curvops.linalg.functions.apply_function import inverse_root
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import (

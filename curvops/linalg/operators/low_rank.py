@@ -23,12 +23,10 @@ from curvops.checks import (
 )
 from curvops.errors import RankWarning, warn
 from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.matrix_identity import problem_of
+from curvops.linalg.core.matrix_identity import Sources, Space, problem_of, scale_sources, sources_of, spaces_of
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.probed import LEAST_VECTORS, Probed
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.sources import Sources, scale_sources, sources_of
-from curvops.linalg.core.spaces import Space, spaces_of
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import (
     CHUNK,

@@ -13,8 +13,7 @@ from torch import Tensor
 from curvops.argument_types import BlockChoice, Positions
 from curvops.checks import check_choice, check_kind, check_shape, require_no_graph
 from curvops.linalg import Damped, Dense, DirectSum
-from curvops.linalg.core.sources import sources_of
-from curvops.linalg.core.spaces import spaces_of
+from curvops.linalg.core.matrix_identity import sources_of, spaces_of
 from curvops.linalg.core.symmetry import is_psd, mirror
 from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.algebra import Scaled, Sum

@@ -15,10 +15,9 @@ from curvops.checks import carries_graph, check_choice, in_transform
 from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.matrix_identity import Sources, Space, scale_sources
 from curvops.linalg.core.memory import Memory
 from curvops.linalg.core.partition import whole_partition
-from curvops.linalg.core.sources import Sources, scale_sources
-from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm, decompose

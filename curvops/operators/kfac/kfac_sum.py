@@ -15,9 +15,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Dense, Diagonal, Estimate, Kronecker, Operator
+from curvops.linalg.core.matrix_identity import common, merge_sources
 from curvops.linalg.core.partition import Partition
-from curvops.linalg.core.sources import merge_sources
-from curvops.linalg.core.spaces import common
 from curvops.linalg.core.vectors import ROUNDINGS
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker_factors import Details, to_double

@@ -19,7 +19,7 @@ from curvops import storage
 from curvops.checks import carries_graph, check_accuracy, check_kind, check_like, checked_whole
 from curvops.linalg import Damped, Dense, Estimate, Inverse, Operator, logdet, low_rank
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.sources import sources_of
+from curvops.linalg.core.matrix_identity import sources_of
 from curvops.linalg.estimators.frobenius import relative_distance
 from curvops.linalg.operators.base import as_part
 from curvops.linalg.operators.draws import draw
