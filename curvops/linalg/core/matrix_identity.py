@@ -15,7 +15,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import digest, identify
-from curvops.linalg.core.memory import memories_of
+from curvops.linalg.core.algorithm import memories_of
 from curvops.linalg.core.vectors import Matrix, describe, norm, product
 from curvops.progress import aside
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import Vectors, norm
 

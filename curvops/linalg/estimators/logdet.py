@@ -25,8 +25,7 @@ from torch import Tensor
 
 from curvops.ambient import current_run
 from curvops.checks import checked_number
-from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, indefinite
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product

@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import current_run
+from curvops.ambient import columns_at_a_time, current_run
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.symmetry import is_psd, narrow_root

@@ -24,9 +24,8 @@ from torch.autograd import Function
 from curvops.ambient import current_run, running
 from curvops.checks import check_limits, checked_number
 from curvops.errors import PrecisionWarning, warn
-from curvops.linalg.core.algorithm import algorithm
+from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.cache import require_first_derivative
-from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason, indefinite
 from curvops.linalg.core.vectors import (
     Given,

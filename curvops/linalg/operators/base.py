@@ -19,13 +19,13 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
+from curvops.ambient import Memories
 from curvops.argument_types import Mesh
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
 from curvops.linalg.core.matrix_identity import Sources, Spaces
-from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.vectors import ROUNDINGS, Vectors, as_columns, has_rows, multiply_adds_of, product, shaped_as
 from curvops.linalg.estimators.spectral_density import spectral_density
 from curvops.linalg.estimators.trace import trace

@@ -26,9 +26,9 @@ from torch import Tensor
 from curvops.checks import carries_graph
 from curvops.errors import ManyProductsWarning, warn
 from curvops.linalg.core import solve_routes as routes
+from curvops.linalg.core.algorithm import holding, memories_of, solve_width
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import spaces_of
-from curvops.linalg.core.memory import holding, memories_of, solve_width
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.results import indefinite
 from curvops.linalg.core.symmetry import clearly_indefinite

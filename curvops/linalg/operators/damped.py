@@ -12,12 +12,12 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import current_run
+from curvops.ambient import current_run, room_in
 from curvops.checkpoint import Place
 from curvops.errors import NotPositiveSemidefiniteError
+from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import Sources, Spaces, common, merge_sources, scale_sources, spaces_of
-from curvops.linalg.core.memory import keep, room_in
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.core.vectors import describe, require_precision

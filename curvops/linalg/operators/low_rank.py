@@ -22,9 +22,8 @@ from curvops.checks import (
     require_no_graph,
 )
 from curvops.errors import RankWarning, warn
-from curvops.linalg.core.algorithm import algorithm
+from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.matrix_identity import Sources, Space, problem_of, scale_sources, sources_of, spaces_of
-from curvops.linalg.core.memory import working
 from curvops.linalg.core.probed import LEAST_VECTORS, Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.symmetry import is_psd

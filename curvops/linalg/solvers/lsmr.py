@@ -20,8 +20,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from curvops.checks import checked_number
-from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.vectors import (
     Given,

@@ -10,8 +10,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import carries_graph
+from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import keep
 from curvops.linalg.core.results import accept
 from curvops.linalg.core.solve_routes import FORMED_COPIES
 from curvops.linalg.operators.algebra import UnaryOperator

@@ -31,8 +31,8 @@ from torch.autograd import Function
 
 from curvops.checkpoint import NOTHING, Checkpoint, current, part_of_whole
 from curvops.linalg import Estimate, Inverse, Reason, solve
+from curvops.linalg.core.algorithm import holding, keep
 from curvops.linalg.core.cache import require_first_derivative
-from curvops.linalg.core.memory import holding, keep
 from curvops.linalg.core.solve_routes import FORMED_COPIES, KERNEL_COPIES, MOST_OUTPUTS, RESOLVED
 from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.core.vectors import check_finite

@@ -27,9 +27,10 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import Memories, hold
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Inverse, Operator
-from curvops.linalg.core.memory import Memories, hold, holding, solve_width
+from curvops.linalg.core.algorithm import holding, solve_width
 from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, ScaledForm
 from curvops.linalg.operators.dense import DenseForm

@@ -10,13 +10,13 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import Memory
 from curvops.checkpoint import Place, begin, seed_of
 from curvops.checks import carries_graph, check_choice, in_transform
 from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import Sources, Space, scale_sources
-from curvops.linalg.core.memory import Memory
 from curvops.linalg.core.partition import whole_partition
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import DirectSumForm

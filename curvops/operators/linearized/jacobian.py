@@ -11,9 +11,9 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from curvops.ambient import Memories
 from curvops.checks import carries_graph
 from curvops.linalg.core.matrix_identity import Space, Spaces
-from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, unit_columns, zero_block
 from curvops.network import Empirical, InputGraph, Passes, at_points, by_points, move
 from curvops.operators.linearized.network_operator import NetworkOperator

@@ -9,8 +9,8 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import Memories
 from curvops.linalg.core.matrix_identity import Sources, Space, Spaces
-from curvops.linalg.core.memory import Memories
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.contract import convert
 from curvops.network import Passes, likelihoods

@@ -17,7 +17,7 @@ from curvops.checkpoint import current
 from curvops.checks import carries_graph
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Damped, lanczos
-from curvops.linalg.core.memory import longest
+from curvops.linalg.core.algorithm import longest
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.solve_routes import (
     CLOSED_FORM,

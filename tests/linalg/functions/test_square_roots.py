@@ -8,8 +8,7 @@ import torch
 
 from curvops.errors import FunctionConvergenceError, NotPositiveSemidefiniteError
 from curvops.linalg import Reason, inverse_sqrt, sqrt
-from curvops.linalg.core.column_noise import ColumnNoise
-from curvops.linalg.operators.draws import DRAW_BLOCK, DRAW_RTOL
+from curvops.linalg.operators.draws import DRAW_BLOCK, DRAW_RTOL, ColumnNoise
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 from tests.linalg.systems import function_of as dense
