@@ -16,7 +16,7 @@ from torch import Tensor
 
 from curvops.ambient import Memories, Memory
 from curvops.linalg.core.algorithm import memories_of
-from curvops.linalg.core.entries import columns_of, rows
+from curvops.linalg.core.structure import columns_of, rows
 from curvops.linalg.core.vectors import Description, described_for_ranks, entries, gram, product, transposed_product
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator, by_columns

@@ -22,7 +22,7 @@ from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.symmetry import is_psd, narrow_root
+from curvops.linalg.core.structure import is_psd, narrow_root
 from curvops.linalg.core.vectors import NEAR_ZERO, Given, Matrix, as_matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep
 from curvops.progress import Progress

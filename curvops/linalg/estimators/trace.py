@@ -22,9 +22,9 @@ from torch import Tensor
 
 from curvops.checks import check_generator
 from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.entries import known_diagonal
 from curvops.linalg.core.probed import BLOCK, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate, Reason, caution
+from curvops.linalg.core.structure import known_diagonal
 from curvops.linalg.core.vectors import (
     ROUNDINGS,
     Given,

@@ -31,7 +31,7 @@ from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import spaces_of
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.results import indefinite
-from curvops.linalg.core.symmetry import clearly_indefinite
+from curvops.linalg.core.structure import clearly_indefinite
 from curvops.linalg.core.vectors import require_precision, unit_columns
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.estimators.logdet import logdet

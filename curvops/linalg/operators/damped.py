@@ -19,7 +19,7 @@ from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import Sources, Spaces, common, merge_sources, scale_sources, spaces_of
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
-from curvops.linalg.core.symmetry import is_psd, is_symmetric
+from curvops.linalg.core.structure import is_psd, is_symmetric
 from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import ShiftedParts
 from curvops.linalg.operators.algebra import Product, Sum, UnaryOperator

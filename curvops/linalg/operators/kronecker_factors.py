@@ -16,7 +16,7 @@ from torch import Tensor
 from curvops.ambient import Memories, Memory, hold, room_in
 from curvops.checks import carries_graph
 from curvops.errors import NotPositiveSemidefiniteError
-from curvops.linalg.core.symmetry import eigh_in_place
+from curvops.linalg.core.structure import eigh_in_place
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.progress import PATIENCE, Progress, progress_bar
 

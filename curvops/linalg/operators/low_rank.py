@@ -26,7 +26,7 @@ from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.matrix_identity import Sources, Space, problem_of, scale_sources, sources_of, spaces_of
 from curvops.linalg.core.probed import LEAST_VECTORS, Probed
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.structure import is_psd
 from curvops.linalg.core.vectors import (
     CHUNK,
     ROUNDINGS,

@@ -22,7 +22,7 @@ from torch import Tensor
 from curvops.checks import checked_number
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of
+from curvops.linalg.core.structure import MOST_SKEW, most_explained, rounding_of
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,

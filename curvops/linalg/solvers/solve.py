@@ -38,7 +38,7 @@ from curvops.linalg.core.algorithm import algorithm, longest
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.results import Reason, Solution, accept
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, SKETCHED, System, chosen, routes
-from curvops.linalg.core.symmetry import clearly_indefinite, is_psd, is_symmetric
+from curvops.linalg.core.structure import clearly_indefinite, is_psd, is_symmetric
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,

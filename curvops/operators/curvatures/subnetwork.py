@@ -14,7 +14,7 @@ from curvops.argument_types import BlockChoice, Positions
 from curvops.checks import check_choice, check_kind, check_shape, require_no_graph
 from curvops.linalg import Damped, Dense, DirectSum
 from curvops.linalg.core.matrix_identity import sources_of, spaces_of
-from curvops.linalg.core.symmetry import is_psd, mirror
+from curvops.linalg.core.structure import is_psd, mirror
 from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.algebra import Scaled, Sum
 from curvops.linalg.operators.dense import round_with_rest

@@ -34,7 +34,7 @@ from curvops.linalg import Estimate, Inverse, Reason, solve
 from curvops.linalg.core.algorithm import holding, keep
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.solve_routes import FORMED_COPIES, KERNEL_COPIES, MOST_OUTPUTS, RESOLVED
-from curvops.linalg.core.symmetry import eigh_in_place
+from curvops.linalg.core.structure import eigh_in_place
 from curvops.linalg.core.vectors import check_finite
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum, definite_logdet
 from curvops.linalg.functions.apply_function import inverse_root_product

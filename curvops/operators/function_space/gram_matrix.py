@@ -30,7 +30,7 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.algorithm import CACHE_BYTES
-from curvops.linalg.core.symmetry import mirror
+from curvops.linalg.core.structure import mirror
 from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.function_space.row_products import (
     Sides,

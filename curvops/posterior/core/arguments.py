@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvops.checks import check_choice, check_kind, check_like, check_shape, shown
 from curvops.linalg.core.matrix_identity import common, spaces_of
-from curvops.linalg.core.symmetry import is_symmetric
+from curvops.linalg.core.structure import is_symmetric
 from curvops.network import Model
 from curvops.operators import (
     EKFAC,

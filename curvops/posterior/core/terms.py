@@ -42,7 +42,7 @@ from curvops.checks import carries_graph
 from curvops.linalg import Damped, Estimate, Operator, SpectralQuadrature
 from curvops.linalg.core.algorithm import CACHE_BYTES, keep
 from curvops.linalg.core.matrix_identity import form_of, sources_of
-from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.structure import is_psd
 from curvops.linalg.operators.base import as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.damped import ScaledPreconditioner

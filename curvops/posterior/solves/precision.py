@@ -33,7 +33,7 @@ from curvops.linalg.core.solve_routes import (
     determinants,
     routes,
 )
-from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.structure import is_psd
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
 from curvops.operators.curvatures.formed import Formed
 from curvops.operators.curvatures.ggn import root_of
