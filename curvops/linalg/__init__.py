@@ -25,6 +25,7 @@ from curvops.linalg.estimators.spectral_density import SpectralDensity, spectral
 from curvops.linalg.estimators.trace import trace
 from curvops.linalg.functions.apply_function import apply_function, inverse_sqrt, sqrt
 from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
+from curvops.linalg.operators.closed_form import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.operators.damped import Damped, Inverse
 from curvops.linalg.operators.dense import Dense, Diagonal
 from curvops.linalg.operators.direct_sum import DirectSum
@@ -33,7 +34,6 @@ from curvops.linalg.operators.given_products import as_operator
 from curvops.linalg.operators.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.operators.low_rank import LowRank, low_rank
 from curvops.linalg.preconditioners.cholesky import PivotedCholesky, cholesky
-from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner, LowRankPreconditioner
 from curvops.linalg.preconditioners.jacobi import (
     BlockPreconditioner,

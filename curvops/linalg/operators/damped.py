@@ -24,10 +24,15 @@ from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import ShiftedParts
 from curvops.linalg.operators.algebra import Product, Sum, UnaryOperator
 from curvops.linalg.operators.base import Operator, as_part, number_of
-from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, closed_form
+from curvops.linalg.operators.closed_form import (
+    ClosedForm,
+    ClosedFormPreconditioner,
+    DiagonalPlusRoot,
+    as_preconditioner,
+    closed_form,
+)
 from curvops.linalg.operators.dense import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
-from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
 from curvops.linalg.solvers.solve import solve
 from curvops.ranks.sharded_vectors import RowLayout, over_ranks
