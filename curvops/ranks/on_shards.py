@@ -21,7 +21,7 @@ from curvops.linalg.core.vectors import Description, described_for_ranks, entrie
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator, by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, closed_form
-from curvops.linalg.operators.dense import Dense, Diagonal
+from curvops.linalg.operators.given_matrix import Dense, Diagonal
 from curvops.ranks.process_group import Ranks, is_dtensor
 from curvops.ranks.sharded_vectors import (
     LaidOut,

@@ -23,10 +23,10 @@ from curvops.linalg.core.matrix_identity import (
     spaces_of_sum,
 )
 from curvops.linalg.core.structure import is_psd, is_symmetric
-from curvops.linalg.functions.apply_function import inverse_root_product
 from curvops.linalg.operators.base import Operator, as_part, joined, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, ScaledForm, closed_form
 from curvops.linalg.operators.draws import draw_together, normal
+from curvops.linalg.spectra.apply_function import inverse_root_product
 from curvops.ranks.sharded_vectors import Layouts, layouts_of
 
 

@@ -31,8 +31,8 @@ from curvops.linalg.operators.closed_form import (
     as_preconditioner,
     closed_form,
 )
-from curvops.linalg.operators.dense import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
+from curvops.linalg.operators.given_matrix import Diagonal
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
 from curvops.linalg.solvers.solve import solve
 from curvops.ranks.sharded_vectors import RowLayout, over_ranks

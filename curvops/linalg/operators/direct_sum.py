@@ -18,8 +18,8 @@ from curvops.linalg.core.partition import ColumnMap, Partition, partition
 from curvops.linalg.core.structure import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator, joined
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis, closed_form
-from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.draws import draw
+from curvops.linalg.operators.given_matrix import DenseForm
 
 
 class DirectSumForm(ClosedForm):

@@ -17,7 +17,7 @@ from curvops.checks import drawn_seed, refuse_modes
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.algorithm import algorithm, memories_of, solve_width
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
-from curvops.linalg.functions.apply_function import sqrt
+from curvops.linalg.spectra.apply_function import sqrt
 from curvops.ranks.sharded_vectors import SEED, ranks_together
 
 # Draws of an operator without a root: the number of columns that run at once, and their relative error.

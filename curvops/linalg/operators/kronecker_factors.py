@@ -17,7 +17,7 @@ from curvops.ambient import Memories, Memory, hold, room_in
 from curvops.checks import carries_graph
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.structure import eigh_in_place
-from curvops.linalg.operators.dense import round_with_rest
+from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.progress import PATIENCE, Progress, progress_bar
 
 AT_ONCE = 2**26

@@ -47,12 +47,12 @@ from curvops.linalg.core.vectors import (
     unit_blocks,
 )
 from curvops.linalg.estimators.frobenius import PROBES
-from curvops.linalg.functions.apply_function import inverse_root, inverse_root_product
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
 from curvops.linalg.preconditioners.nystrom import KEPT, MOST_RANK, grow
 from curvops.linalg.solvers.solve import default_rtol
+from curvops.linalg.spectra.apply_function import inverse_root, inverse_root_product
 from curvops.progress import Progress
 from curvops.ranks.sharded_vectors import Sharded, block_of, stored
 

@@ -16,7 +16,7 @@ from curvops.linalg.core.results import accept
 from curvops.linalg.core.solve_routes import FORMED_COPIES
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.dense import DenseForm
+from curvops.linalg.operators.given_matrix import DenseForm
 from curvops.linalg.solvers.solve import certify_dense, default_rtol
 from curvops.operators.curvatures.subnetwork import principal_block
 

@@ -23,9 +23,9 @@ from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import Spaces
 from curvops.linalg.core.solve_routes import DENSE_BLOCK, DENSE_SIZE, FEWER_OUTPUTS, FORMED_COPIES
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.direct_sum import DirectSum, DirectSumForm
 from curvops.linalg.operators.draws import ColumnNoise
+from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.network import Empirical, Exact, OutputFisher, Passes, Plan, Sampled, shuffled
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator

@@ -17,7 +17,7 @@ from curvops.linalg.core.matrix_identity import sources_of, spaces_of
 from curvops.linalg.core.structure import is_psd, mirror
 from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.algebra import Scaled, Sum
-from curvops.linalg.operators.dense import round_with_rest
+from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.network import Exact, Group, OutputFisher
 from curvops.operators.curvatures.ggn import Curvature
 from curvops.operators.linearized.linearization import Linearization

@@ -33,8 +33,8 @@ from curvops.linalg import Damped, Inverse, Operator
 from curvops.linalg.core.algorithm import holding, solve_width
 from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, ScaledForm
-from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
+from curvops.linalg.operators.given_matrix import DenseForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
 from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows, work_bytes
 from curvops.network import Group, JacobianRows, Layer, OuterRows

@@ -16,7 +16,7 @@ from curvops.errors import NoFactorsWarning, warn
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.core.algorithm import CACHE_BYTES
 from curvops.linalg.core.structure import mirror
-from curvops.linalg.operators.dense import round_with_rest
+from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
 from curvops.linalg.operators.kronecker_factors import Details
 from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes

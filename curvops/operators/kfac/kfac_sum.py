@@ -18,7 +18,7 @@ from curvops.linalg import Dense, Diagonal, Estimate, Kronecker, Operator
 from curvops.linalg.core.matrix_identity import common, merge_sources
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.vectors import ROUNDINGS
-from curvops.linalg.operators.dense import round_with_rest
+from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.linalg.operators.kronecker_factors import Details, to_double
 from curvops.operators.kfac.kfac import LayerBlocks
 from curvops.operators.kfac.kfac_factors import exact_block

@@ -43,9 +43,9 @@ from curvops.linalg.core.vectors import (
     shaped_as,
     zero_block,
 )
-from curvops.linalg.functions.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
 from curvops.linalg.solvers.systems import Callback, UsableColumns, check
 from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, LEAST_VECTORS, LockStep
+from curvops.linalg.spectra.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
 from curvops.progress import Progress, as_step, remark
 
 # The number of steps from a random start that show the range of the spectrum.

@@ -10,7 +10,7 @@ import torch
 
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Dense, Reason, apply_function
-from curvops.linalg.functions.ritz import Approximants, SpectralFunction, _ends, random_signs
+from curvops.linalg.spectra.ritz import Approximants, SpectralFunction, _ends, random_signs
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 from tests.linalg.systems import function_of as dense
 from tests.linalg.systems import right_hand_sides as columns
