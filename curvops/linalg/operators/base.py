@@ -337,7 +337,7 @@ class Operator(LinearOperatorContract):
         if isinstance(other, Tensor):
             if other.shape[-2:] != self.matrix_shape:
                 raise ValueError(f"cannot add a matrix of shape {tuple(other.shape)} to one of {tuple(self.shape)}.")
-            other = dense.Dense(other)
+            other = given_matrix.Dense(other)
         if not isinstance(other, LinearOperator):
             raise TypeError(f"cannot add {type(other).__name__} to {type(self).__name__}; expected an operator.")
         return damped.add(self, other)
@@ -358,7 +358,7 @@ class Operator(LinearOperatorContract):
 
     def _mul_matrix(self, other: Any) -> LinearOperator:
         self.require_small("an elementwise product")
-        return dense.Dense(self.to_dense() * other.to_dense())
+        return given_matrix.Dense(self.to_dense() * other.to_dense())
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         """Return A + diag(d) as `Damped`, d a number, a 0-d tensor, or a vector (n,); a batch (..., n) broadcasts.
@@ -570,5 +570,5 @@ def number_of(value: Tensor, name: str) -> str:
 
 
 # The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here.
-from curvops.linalg.operators import algebra, damped, dense  # noqa: E402
+from curvops.linalg.operators import algebra, damped, given_matrix  # noqa: E402
 from curvops.ranks import on_shards  # noqa: E402

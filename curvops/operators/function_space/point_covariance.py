@@ -39,9 +39,9 @@ from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
 from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows, work_bytes
 from curvops.network import Group, JacobianRows, Layer, OuterRows
 from curvops.operators.curvatures.ggn import OutputBlocksForm
+from curvops.operators.curvatures.kfac import LayerBlocksForm
+from curvops.operators.curvatures.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
 from curvops.operators.function_space.function_space import DualInverse
-from curvops.operators.kfac.kfac import LayerBlocksForm
-from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.progress import progress_bar
 

@@ -50,8 +50,8 @@ from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.network import Model, read_mean, read_precision
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import GGN, Linearization
+from curvops.operators.curvatures.kfac import has_kronecker_blocks, kfac_sum
 from curvops.operators.function_space.gram_matrix import gram_cost
-from curvops.operators.kfac.kfac_sum import has_kronecker_blocks, kfac_sum
 from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.posterior.core.arguments import check_operator
 from curvops.records import from_record

@@ -25,7 +25,7 @@ from curvops.linalg.operators.base import as_part
 from curvops.linalg.operators.draws import draw
 from curvops.network import accumulate, record_of_network
 from curvops.operators import Linearization
-from curvops.operators.kfac.kfac_sum import has_kronecker_blocks
+from curvops.operators.curvatures.kfac import has_kronecker_blocks
 from curvops.operators.operator_record import record_of_operator
 from curvops.posterior.core.arguments import (
     check_linearization,

@@ -35,8 +35,8 @@ from curvops.linalg.core.solve_routes import (
 )
 from curvops.linalg.core.structure import is_psd
 from curvops.linalg.operators.closed_form import ClosedFormPreconditioner
-from curvops.operators.curvatures.formed import Formed
 from curvops.operators.curvatures.ggn import root_of
+from curvops.operators.curvatures.subnetwork import Formed
 from curvops.operators.function_space.function_space import DualInverse, FunctionSpace
 from curvops.posterior.core.terms import PrecisionTerms
 
