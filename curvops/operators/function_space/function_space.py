@@ -44,8 +44,8 @@ from curvops.linalg.spectra.apply_function import inverse_root_product
 from curvops.network import Exact, Passes
 from curvops.operators.curvatures.ggn import GGN, CurvatureRoot, DisplacedGGN
 from curvops.operators.function_space.gram_matrix import gram_matrix
-from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.network_operator import Jacobian
 
 NAME = "J Jᵀ"
 COPIES = 3

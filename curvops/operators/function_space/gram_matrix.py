@@ -39,7 +39,7 @@ from curvops.operators.function_space.row_products import (
     matrix_of_scales,
     row_products,
 )
-from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.network_operator import Jacobian
 
 STRIPES = 16
 """The most steps in which pairs of points of a symmetric matrix are walked over, each from the diagonal on."""

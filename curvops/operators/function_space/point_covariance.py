@@ -42,7 +42,7 @@ from curvops.operators.curvatures.ggn import OutputBlocksForm
 from curvops.operators.curvatures.kfac import LayerBlocksForm
 from curvops.operators.curvatures.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
 from curvops.operators.function_space.function_space import DualInverse
-from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.network_operator import Jacobian
 from curvops.progress import progress_bar
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}

@@ -29,7 +29,7 @@ from curvops.checks import (
 from curvops.errors import warn
 from curvops.linalg.core.matrix_identity import Sources
 from curvops.network import EngineChoice, TrainedNetwork
-from curvops.operators.linearized.jacobian import Gradients, Jacobian
+from curvops.operators.linearized.network_operator import Gradients, Jacobian
 from curvops.progress import Progress, check_progress
 from curvops.ranks.process_group import holds_shards
 from curvops.ranks.sharded_linearization import ShardedLinearization
