@@ -122,7 +122,9 @@ class LaplaceModel(Model, FantasizeMixin):
         self.eval()
         posterior: Posterior = GPyTorchPosterior(self._distribution(X, output_indices, observation_noise))
         if hasattr(self, "outcome_transform"):
-            posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
+            transform = self.outcome_transform
+            transform = transform if output_indices is None else transform.subset_output(list(map(int, output_indices)))
+            posterior = transform.untransform_posterior(posterior, X=X)
         if posterior_transform is None:
             return posterior
         takes_points = "X" in signature(posterior_transform.forward).parameters  # from BoTorch 0.15 on
@@ -180,9 +182,12 @@ class LaplaceModel(Model, FantasizeMixin):
         return new
 
     def subset_output(self, idcs: Sequence[SupportsIndex]) -> LaplaceModel:
-        """Return the model of a subset of the outputs."""
+        """Return the model of a subset of the outputs, with that part of the outcome transform."""
         new = copy(self)
         new._outputs = [self._outputs[i] for i in idcs]
+        if hasattr(self, "outcome_transform"):
+            new._modules = dict(self._modules)  # a copy of a module shares this dict
+            new.outcome_transform = self.outcome_transform.subset_output(list(map(int, idcs)))
         return new
 
     def draw_function(self, generator: torch.Generator | None = None) -> GenericDeterministicModel:

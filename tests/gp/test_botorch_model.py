@@ -212,6 +212,14 @@ def test_noise_outputs_and_transforms() -> None:
     for some in (model.subset_output([2, 0]).posterior(X), model.posterior(X, output_indices=[2, 0])):
         torch.testing.assert_close(some.mean, plain.mean[..., [2, 0]])
         torch.testing.assert_close(some.variance, plain.variance[..., [2, 0]])
+    scale = Standardize(3)
+    scale(torch.randn(9, 3, dtype=DOUBLE) * torch.tensor([1.0, 2.0, 3.0]) + 4)
+    scaled = LaplaceModel(post, outcome_transform=scale)
+    whole = scaled.posterior(X)
+    for some in (scaled.subset_output([2, 0]).posterior(X), scaled.posterior(X, output_indices=[2, 0])):
+        torch.testing.assert_close(some.mean, whole.mean[..., [2, 0]])
+        torch.testing.assert_close(some.variance, whole.variance[..., [2, 0]])
+    torch.testing.assert_close(scaled.posterior(X).mean, whole.mean)  # the model itself keeps its transform
     single = model.subset_output([1]).posterior(X)
     torch.testing.assert_close(single.variance, plain.variance[..., [1]])
     weighted = model.posterior(X, posterior_transform=ScalarizedPosteriorTransform(torch.ones(3, dtype=DOUBLE)))
