@@ -33,7 +33,7 @@ from curvops.network.engines.ragged_rows import (
     points_of_rows,
 )
 from curvops.network.engines.rules import Rule, SingleRows, rule_for, rule_of
-from curvops.network.engines.rules.linear import LinearRule
+from curvops.network.engines.rules.layer_rules import LinearRule
 from curvops.network.engines.shared_rows import SharedLayers, for_each_point
 from curvops.network.model.model import NOTHING, Model
 from curvops.network.model.parameters import Blocks

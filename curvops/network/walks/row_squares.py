@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.network.data.batches import Batch
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layer_calls import Layer, sensitivities
-from curvops.network.engines.rules.linear import LinearRule
+from curvops.network.engines.rules.layer_rules import LinearRule
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.model import Model
