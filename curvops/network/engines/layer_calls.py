@@ -24,17 +24,18 @@ from torch.overrides import TorchFunctionMode
 from curvops.checks import in_functorch
 from curvops.network.data.inputs import num_points
 from curvops.network.data.objects import WholeBatch
-from curvops.network.engines.ragged_rows import (
+from curvops.network.engines.rows_of_points import (
     MOST_PADDING,
     SEVERAL,
     RaggedRows,
+    SharedLayers,
     beside_others,
     digit_weights,
+    for_each_point,
     points_of_rows,
 )
 from curvops.network.engines.rules import Rule, SingleRows, rule_for, rule_of
 from curvops.network.engines.rules.layer_rules import LinearRule
-from curvops.network.engines.shared_rows import SharedLayers, for_each_point
 from curvops.network.model.model import NOTHING, Model
 from curvops.network.model.parameters import Blocks
 
