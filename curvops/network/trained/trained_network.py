@@ -38,12 +38,18 @@ from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, s
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.likelihoods.multitask import Multitask
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
-from curvops.network.model.joined_points import admit_all
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
-from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
+from curvops.network.trained.first_points import (
+    admit_all,
+    check_scores,
+    first_points,
+    likelihood_at,
+    output_shape,
+    reading_for,
+)
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.engine_cache import BatchMap, linear
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
