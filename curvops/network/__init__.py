@@ -12,8 +12,7 @@ from curvops.errors import (
 from curvops.network import likelihoods
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import move
-from curvops.network.data.point_normals import PointNormals
-from curvops.network.data.randomness import own_randomness
+from curvops.network.data.randomness import PointNormals, own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layer_calls import Layer
 from curvops.network.engines.plan import EngineChoice, Plan

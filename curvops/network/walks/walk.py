@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.data.point_normals import PointNormals
+from curvops.network.data.randomness import PointNormals
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.model import Model
 from curvops.ranks.shard import Shard
