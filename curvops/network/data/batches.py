@@ -45,8 +45,8 @@ from curvops.network.data.inputs import (
     rows_of,
     take,
 )
-from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order, stacked_items
 from curvops.network.data.objects import PointPairs, WholeBatch
+from curvops.network.data.point_sources import InputsAlone, LoaderPasses, in_order, stacked_items
 from curvops.network.data.randomness import items
 
 NONE = torch.zeros(())
