@@ -7,8 +7,7 @@ from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.gaussians.load import load, save
 from curvops.posterior.gaussians.selection import select, wasserstein
-from curvops.posterior.predictions.answers import Uncertainty
-from curvops.posterior.predictions.by_name import NamedPredictions
+from curvops.posterior.predictions.answers import NamedPredictions, Uncertainty
 from curvops.posterior.predictions.normals import SampledNormal
 from curvops.posterior.predictions.predictive import Predictions
 from curvops.posterior.solves.linear_mode import LinearMode
