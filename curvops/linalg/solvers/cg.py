@@ -60,7 +60,7 @@ from curvops.linalg.solvers.systems import (
     solve_in_groups,
 )
 from curvops.progress import Progress
-from curvops.records import restore, state_of
+from curvops.storage import restore, state_of
 
 STATE = (
     *("active", "x", "r", "norm_A", "last", "most", "nearest", "checked", "strikes", "drifted", "null_met"),

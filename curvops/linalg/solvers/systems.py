@@ -41,7 +41,7 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.progress import as_step, remark, time_left
-from curvops.records import from_record, restore, state_of
+from curvops.storage import from_record, restore, state_of
 
 Callback: TypeAlias = Callable[[int, Tensor], object]
 CHECK_EVERY = 50

@@ -42,7 +42,7 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.solvers.systems import Callback
 from curvops.progress import as_step, remark
-from curvops.records import restore, state_of
+from curvops.storage import restore, state_of
 
 Which: TypeAlias = Literal["LM", "LA", "SA", "BE"]
 

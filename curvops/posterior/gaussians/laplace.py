@@ -58,7 +58,7 @@ from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
 from curvops.posterior.solves.precision import inverse_for, plan
 from curvops.progress import Progress
-from curvops.records import from_record
+from curvops.storage import from_record
 
 NORMALISATION = re.compile(r"Norm(\d+d)?$")
 """Names of classes that normalise activations or weights: BatchNorm2d, LayerNorm, GroupNorm, LlamaRMSNorm, …"""
