@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvops.ambient import Progress, as_step, check_progress, progress_bar
 from curvops.argument_types import GivenBatch, SamplingMethod, Start
 from curvops.checkpoint import Checkpoint, Place, begin, identify, seed_of
 from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole
 from curvops.errors import DivergenceError
 from curvops.linalg.core.algorithm import algorithm
-from curvops.progress import Progress, as_step, check_progress, progress_bar
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.spread_chains import Spread
 from curvops.sampling.chain_draws import Chain

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.ambient import as_step
 from curvops.linalg.core.vectors import Matrix, columns, product, unit_columns
-from curvops.progress import as_step
 
 
 @singledispatch

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import Progress
 from curvops.checks import check_generator
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.entries import known_diagonal
@@ -41,7 +42,6 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.estimators.carried_gradients import attach_gradient, needs_gradient
 from curvops.linalg.estimators.exchangeable import RangeSketch, XNysTrace, XTrace
-from curvops.progress import Progress
 
 METHODS = ("xtrace", "xnystrace", "hutch++", "hutchinson", "exact")
 

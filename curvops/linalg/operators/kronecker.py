@@ -14,6 +14,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import Progress
 from curvops.checks import carries_graph, check_tensor
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import CACHE_BYTES, Memory
@@ -29,7 +30,6 @@ from curvops.linalg.operators.kronecker_factors import (
     operations,
     to_double,
 )
-from curvops.progress import Progress
 
 
 class EigenKroneckerForm(Spectral):

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from curvops.ambient import current_run, hold
+from curvops.ambient import Progress, current_run, hold
 from curvops.checkpoint import NOTHING, Place, begin
 from curvops.checks import check_flag, checked_whole
 from curvops.linalg.core.algorithm import algorithm
@@ -59,7 +59,6 @@ from curvops.linalg.solvers.systems import (
     check,
     solve_in_groups,
 )
-from curvops.progress import Progress
 from curvops.storage import restore, state_of
 
 STATE = (

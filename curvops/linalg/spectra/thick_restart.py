@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import as_step, remark
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import (
@@ -41,7 +42,6 @@ from curvops.linalg.core.vectors import (
     tall_qr,
 )
 from curvops.linalg.solvers.systems import Callback
-from curvops.progress import as_step, remark
 from curvops.storage import restore, state_of
 
 Which: TypeAlias = Literal["LM", "LA", "SA", "BE"]

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from curvops.ambient import Progress
 from curvops.argument_types import Collate
 from curvops.checkpoint import identify
 from curvops.checks import check_tensor
@@ -58,7 +59,6 @@ from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
 from curvops.network.walks.walk import accumulate
-from curvops.progress import Progress
 from curvops.ranks.process_group import Ranks, warn_without_group
 from curvops.ranks.shard import Shard
 from curvops.storage import WRITTEN_BY

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from curvops.ambient import Progress, Steps, progress_bar
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import cut, join, num_points, take
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
@@ -27,7 +28,6 @@ from curvops.network.walks.budget import Budget
 from curvops.network.walks.engine_cache import BatchMap, EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.network.walks.walk import Walk
-from curvops.progress import Progress, Steps, progress_bar
 from curvops.ranks.shard import Shard
 
 CACHES = ("_kept", "_vectors_by_width", "_vectors_when_chosen", "_complete", "_recorded", "_outputs", "_gathered")

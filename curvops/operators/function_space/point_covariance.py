@@ -27,6 +27,7 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import progress_bar
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Inverse, Operator
 from curvops.linalg.core.memory import Memories, hold, holding, solve_width
@@ -42,7 +43,6 @@ from curvops.operators.function_space.function_space import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
 from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
 from curvops.operators.linearized.jacobian import Jacobian
-from curvops.progress import progress_bar
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""

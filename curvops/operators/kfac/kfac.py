@@ -10,6 +10,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import Progress
 from curvops.checkpoint import Place, begin, seed_of
 from curvops.checks import carries_graph, check_choice, in_transform
 from curvops.linalg import DirectSum, Kronecker, Operator
@@ -31,7 +32,6 @@ from curvops.operators.kfac.kfac_factors import (
 )
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
-from curvops.progress import Progress
 
 TOLD = "progress", "memory"
 """The keywords of layer blocks that belong to the linearisation, not to the matrix."""

@@ -11,13 +11,13 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from curvops.ambient import Progress
 from curvops.checks import carries_graph
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.spaces import Space, Spaces
 from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, unit_columns, zero_block
 from curvops.network import Empirical, InputGraph, Passes, at_points, by_points, move
 from curvops.operators.linearized.network_operator import NetworkOperator
-from curvops.progress import Progress
 
 
 class Jacobian(NetworkOperator):

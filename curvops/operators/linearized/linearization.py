@@ -11,13 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from curvops.ambient import Progress, check_progress
 from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, Points
 from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
 from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
 from curvops.network import EngineChoice, TrainedNetwork
 from curvops.operators.linearized.jacobian import Gradients, Jacobian
-from curvops.progress import Progress, check_progress
 from curvops.ranks.process_group import holds_shards
 from curvops.ranks.sharded_linearization import ShardedLinearization
 

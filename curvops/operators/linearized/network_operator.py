@@ -9,13 +9,13 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import Progress
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Space, Spaces
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.contract import convert
 from curvops.network import Passes, likelihoods
-from curvops.progress import Progress
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.sharded_vectors import RowLayout
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import Progress, Steps, check_progress, progress_bar
 from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checks import checked_number, checked_whole
 from curvops.errors import ConvergenceError, ModeWarning, warn
@@ -20,7 +21,6 @@ from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
 from curvops.posterior.solves.linear_mode import TOLERATED, LinearMode, in_words, nats_below_mode, nats_of_prior
-from curvops.progress import Progress, Steps, check_progress, progress_bar
 from curvops.ranks.process_group import holds_shards
 from curvops.summary import Summarised
 

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import Progress
 from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import Place, begin
 from curvops.checks import check_accuracy, check_choice, check_kind, check_tensor, checked_number, checked_whole
@@ -57,7 +58,6 @@ from curvops.posterior.log_evidence import (
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
 from curvops.posterior.solves.precision import inverse_for, plan
-from curvops.progress import Progress
 from curvops.storage import from_record
 
 NORMALISATION = re.compile(r"Norm(\d+d)?$")
