@@ -41,7 +41,7 @@ from curvops.network.likelihoods.multitask import Multitask
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
-from curvops.network.model.tangent_space import TangentSpace
+from curvops.network.model.parameters import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
 from curvops.network.trained.first_points import (
     admit_all,
