@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from curvops.checks import check_accuracy, check_kind
+from curvops.posterior.core.linear_mode import warn_of_mode
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.log_evidence import Evidence, find_evidence, prepare
-from curvops.posterior.solves.linear_mode import warn_of_mode
 from curvops.summary import Table, Tabular, by_columns_of, summary
 
 

@@ -35,6 +35,8 @@ from curvops.posterior.core.arguments import (
     checked_curvature,
     checked_draws,
 )
+from curvops.posterior.core.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
+from curvops.posterior.core.precision import inverse_for, plan
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.posterior.deviations import Deviations, Noise, StochasticDescent, draw_deviations
 from curvops.posterior.gaussians.gaussian_posterior import OF_LAPLACE, GaussianWeights
@@ -56,8 +58,6 @@ from curvops.posterior.log_evidence import (
     log_determinant,
 )
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
-from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
-from curvops.posterior.solves.precision import inverse_for, plan
 from curvops.storage import from_record
 
 NORMALISATION = re.compile(r"Norm(\d+d)?$")
