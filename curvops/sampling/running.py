@@ -20,10 +20,9 @@ from curvops.errors import DivergenceError
 from curvops.linalg.core.algorithm import algorithm
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.spread_chains import Spread
-from curvops.sampling.chain_draws import Chain
 from curvops.sampling.feed import Feed, require_repeatable
 from curvops.sampling.log_density import LogPosterior
-from curvops.sampling.state import Info, State
+from curvops.sampling.state import Chain, Info, State
 from curvops.sampling.transition import Constant, Transition
 from curvops.storage import from_record
 
