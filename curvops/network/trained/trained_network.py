@@ -33,8 +33,10 @@ from curvops.network.data.inputs import (
 from curvops.network.data.named_outputs import Name, NamedLayout
 from curvops.network.data.objects import Objects, WholeBatch
 from curvops.network.data.point_sources import with_collate
+from curvops.network.engines.autodiff import hessian_product
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
+from curvops.network.engines.self_check import require_symmetric
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.likelihoods.multitask import Multitask
@@ -57,7 +59,6 @@ from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import sum_squares
-from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
 from curvops.network.walks.walk import accumulate
 from curvops.ranks.process_group import Ranks, warn_without_group
 from curvops.ranks.shard import Shard
