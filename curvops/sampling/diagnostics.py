@@ -22,7 +22,7 @@ from curvops.argument_types import Density, Draws, GivenBatch
 from curvops.checkpoint import digest
 from curvops.checks import check_choice, check_generator, check_kind, checked_number, checked_whole
 from curvops.linalg import Estimate
-from curvops.ranks.spread_chains import Spread
+from curvops.ranks.process_group import Spread
 from curvops.sampling.log_density import Evaluation, LogPosterior
 from curvops.sampling.state import Chain, checked_draws
 from curvops.summary import Summarised

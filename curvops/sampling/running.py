@@ -18,8 +18,7 @@ from curvops.checkpoint import Checkpoint, Place, begin, identify, seed_of
 from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole
 from curvops.errors import DivergenceError
 from curvops.linalg.core.algorithm import algorithm
-from curvops.ranks.process_group import Ranks
-from curvops.ranks.spread_chains import Spread
+from curvops.ranks.process_group import Ranks, Spread
 from curvops.sampling.feed import Feed, require_repeatable
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Chain, Info, State

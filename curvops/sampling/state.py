@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from curvops.argument_types import SamplingMethod
 from curvops.checks import check_kind, check_like
 from curvops.network.model.parameters import FlatLayout
-from curvops.ranks.spread_chains import Spread
+from curvops.ranks.process_group import Spread
 from curvops.summary import Summarised
 
 
