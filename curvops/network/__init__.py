@@ -33,9 +33,8 @@ from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.engine_cache import BatchMap
 from curvops.network.walks.input_graphs import InputGraph
 from curvops.network.walks.layer_roots import Group, JacobianRows
-from curvops.network.walks.passes import Passes, at_points, by_points, shuffled
 from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns
-from curvops.network.walks.walk import accumulate
+from curvops.network.walks.walk import Passes, accumulate, at_points, by_points, shuffled
 
 __all__ = [
     "LEAST_ROOM",

@@ -57,9 +57,8 @@ from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.engine_cache import BatchMap, linear
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import sum_squares
-from curvops.network.walks.walk import accumulate
+from curvops.network.walks.walk import Passes, accumulate
 from curvops.ranks.process_group import Ranks, warn_without_group
 from curvops.ranks.shard import Shard
 from curvops.storage import WRITTEN_BY

@@ -19,7 +19,7 @@ from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, groups_of_calls
-from curvops.network.walks.passes import Passes, chunk_bytes_within
+from curvops.network.walks.walk import Passes, chunk_bytes_within
 
 # On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
 CACHE_BYTES = 2**23
