@@ -48,7 +48,7 @@ from curvops.network.trained.first_points import (
     reading_for,
 )
 from curvops.network.trained.trained_network import N, TrainedNetwork
-from curvops.network.walks.budget import Budget, default_budget
+from curvops.network.walks.engine_cache import Budget, default_budget
 
 STORED: dict[str, type[Likelihood]] = {
     kind.__name__: kind

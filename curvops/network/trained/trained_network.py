@@ -53,8 +53,7 @@ from curvops.network.trained.first_points import (
     output_shape,
     reading_for,
 )
-from curvops.network.walks.budget import Budget, default_budget
-from curvops.network.walks.engine_cache import BatchMap, linear
+from curvops.network.walks.engine_cache import BatchMap, Budget, default_budget, linear
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.row_squares import sum_squares

@@ -30,8 +30,7 @@ from curvops.network.engines.layerwise import Features, Layerwise
 from curvops.network.engines.plan import EngineChoice
 from curvops.network.likelihoods.output_fisher import OutputFisher, Root, RootJacobian, Unit
 from curvops.network.model.model import Model
-from curvops.network.walks.budget import Budget
-from curvops.network.walks.engine_cache import BatchMap, EngineCache
+from curvops.network.walks.engine_cache import BatchMap, Budget, EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.ranks.shard import Shard
 
