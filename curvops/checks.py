@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -184,6 +185,23 @@ def check_like(name: str, value: Any, like: Any, owner: str) -> None:
         raise ValueError(
             f"{name} is {value.dtype} on {value.device}, but {owner} {like.dtype} on {like.device}: convert it."
         )
+
+
+def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
+    """Return indices or a boolean mask as distinct positions below `size`; raise ValueError or TypeError for others."""
+    index = torch.as_tensor(indices)
+    if index.dtype == torch.bool:
+        check_shape("the mask", index, (size,))
+        index = index.nonzero().squeeze(1)
+    if index.numel() == 0:
+        raise ValueError("indices select nothing; choose at least one weight.")
+    if index.is_floating_point() or index.ndim != 1:
+        raise TypeError(f"indices must be a vector of integers, got {index.dtype} of shape {tuple(index.shape)}.")
+    if int(index.min()) < 0 or int(index.max()) >= size:
+        raise ValueError(f"indices must be at least 0 and less than {size}, the number of rows.")
+    if len(index.unique()) != len(index):
+        raise ValueError("the indices contain a position twice; each weight can be selected once.")
+    return index.long().clone()
 
 
 def carries_graph(tensors: Sequence[Tensor]) -> bool:

@@ -1,9 +1,8 @@
 """Tuning a posterior's hyperparameters by its evidence; every function returns a new posterior."""
 
 from curvops.errors import MaxStepsWarning, OscillationWarning, UndeterminedWarning
-from curvops.evidence.grid import Grid, grid
 from curvops.evidence.mackay import mackay
-from curvops.evidence.maximize import maximize
+from curvops.evidence.maximize import Grid, grid, maximize
 from curvops.evidence.train import train
 from curvops.evidence.validate import validate
 from curvops.posterior.log_evidence import Ending, Evidence, Tuning, TuningStep, Validation

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed
 from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
-from curvops.evidence.grid import checked_precisions
+from curvops.evidence.maximize import checked_precisions
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of, targets_of
 from curvops.network.data.batches import Batches, as_source
 from curvops.network.data.inputs import batch_inputs, join

@@ -16,7 +16,7 @@ from curvops.argument_types import PriorMean, PriorPrecision
 from curvops.checks import carries_graph, check_accuracy, checked_whole
 from curvops.errors import ModeNotFoundError
 from curvops.linalg import Estimate, Reason
-from curvops.linalg.core.memory import keep
+from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.solve_routes import KERNEL_COPIES
 from curvops.linalg.solvers.solve import default_rtol
 from curvops.operators import GGN, Linearization

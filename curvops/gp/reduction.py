@@ -21,10 +21,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.ambient import columns_at_a_time
 from curvops.argument_types import Points, PriorMean, PriorPrecision
 from curvops.checks import check_choice, check_generator, checked_number, checked_whole
 from curvops.linalg import Diagonal, Estimate, LowRank, Operator, cholesky, nystrom
-from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.vectors import combine, gram, independent_basis, part, rounding_level
 from curvops.linalg.operators.algebra import Product
 from curvops.network import LEAST_ROOM, Exact, read_precision

@@ -23,17 +23,15 @@ from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.estimators.quadrature import SpectralQuadrature, effective_dimension, spectral_quadrature
 from curvops.linalg.estimators.spectral_density import SpectralDensity, spectral_density
 from curvops.linalg.estimators.trace import trace
-from curvops.linalg.functions.apply_function import apply_function, inverse_sqrt, sqrt
 from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
+from curvops.linalg.operators.closed_form import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.operators.damped import Damped, Inverse
-from curvops.linalg.operators.dense import Dense, Diagonal
 from curvops.linalg.operators.direct_sum import DirectSum
 from curvops.linalg.operators.draws import draw
-from curvops.linalg.operators.given_products import as_operator
+from curvops.linalg.operators.given_matrix import Dense, Diagonal, as_operator
 from curvops.linalg.operators.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.operators.low_rank import LowRank, low_rank
 from curvops.linalg.preconditioners.cholesky import PivotedCholesky, cholesky
-from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner, LowRankPreconditioner
 from curvops.linalg.preconditioners.jacobi import (
     BlockPreconditioner,
@@ -47,6 +45,7 @@ from curvops.linalg.solvers.dual_descent import dual_descent
 from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.solve import method_for, solve
+from curvops.linalg.spectra.apply_function import apply_function, inverse_sqrt, sqrt
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds

@@ -1,14 +1,12 @@
 """The operators of a network, one file each, built from a linearisation."""
 
 from curvops.errors import NoFactorsWarning
-from curvops.operators.curvatures.ggn import GGN, DiagonalGGN, EmpiricalFisher
-from curvops.operators.curvatures.hessian import Hessian
+from curvops.operators.curvatures.ggn import GGN, DiagonalGGN, EmpiricalFisher, Hessian
+from curvops.operators.curvatures.kfac import EKFAC, KFAC
 from curvops.operators.curvatures.subnetwork import BlockDiagonal, Subnetwork
 from curvops.operators.function_space.tangent_kernel import TangentKernel
-from curvops.operators.kfac.kfac import EKFAC, KFAC
-from curvops.operators.linearized.jacobian import Gradients, Jacobian
-from curvops.operators.linearized.linearization import Linearization, linearize
-from curvops.operators.subsample import subsample
+from curvops.operators.linearized.linearization import Linearization, linearize, subsample
+from curvops.operators.linearized.network_operator import Gradients, Jacobian
 from curvops.ranks import rows_over_ranks, sharded_curvature  # noqa: F401  (register what they add to operators)
 from curvops.ranks.sharded_linearization import ShardedLinearization
 

@@ -17,16 +17,15 @@ from torch import Tensor
 
 from curvops.linalg import Damped, Dense, Diagonal, DirectSum, EigenKronecker, Estimate, Kronecker, LowRank
 from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.matrix_identity import Sources
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.sources import Sources
 from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
 from curvops.linalg.operators.damped import Inverse
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.operators.curvatures.ggn import GGN, DiagonalGGN, EmpiricalFisher
-from curvops.operators.curvatures.hessian import Hessian
+from curvops.operators.curvatures.ggn import GGN, DiagonalGGN, EmpiricalFisher, Hessian
+from curvops.operators.curvatures.kfac import EKFAC, KFAC, TOLD, LayerBlocks
 from curvops.operators.curvatures.subnetwork import BlockDiagonal, Subnetwork
-from curvops.operators.kfac.kfac import EKFAC, KFAC, TOLD, LayerBlocks
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.user_operator import ScaledByNoise, UserOperator

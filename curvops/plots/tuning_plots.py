@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from curvops.checks import check_kind
-from curvops.evidence.grid import Grid
+from curvops.evidence.maximize import Grid
 from curvops.plots import style
 from curvops.plots.style import NumberSequence
 from curvops.posterior import Laplace

@@ -22,15 +22,15 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import as_step, remark, running
+from curvops.ambient import Memories, as_step, hold, remark, running
 from curvops.checkpoint import Checkpoint, current, named_part
 from curvops.checks import carries_graph, check_choice, check_kind, checked_number, checked_whole, drawn_seed
 from curvops.errors import DivergenceError, NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
-from curvops.linalg.core.memory import PRODUCT_VECTORS, Memories, hold, solve_width
+from curvops.linalg.core.algorithm import PRODUCT_VECTORS, solve_width
 from curvops.linalg.core.results import Reasoned
 from curvops.linalg.core.solve_routes import CLOSED_FORM, EPOCHS, METHOD_OF, METHODS, SKETCHED, directions_pay
-from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.structure import is_psd
 from curvops.linalg.core.vectors import inner, join, norm
 from curvops.linalg.estimators.trace import sample_mean
 from curvops.linalg.solvers.solve import solve

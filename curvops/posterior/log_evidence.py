@@ -25,8 +25,8 @@ from curvops.linalg import Damped, Estimate, effective_dimension, logdet, spectr
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.results import Reason, add_estimates
 from curvops.linalg.core.vectors import describe_square, product
-from curvops.linalg.estimators.carried_gradients import attach_gradient
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum, definite_logdet, dense_spectrum
+from curvops.linalg.estimators.trace import attach_gradient
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN

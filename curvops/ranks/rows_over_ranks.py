@@ -18,7 +18,7 @@ from curvops.network import Passes
 from curvops.operators.curvatures.ggn import Curvature
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.function_space.tangent_kernel import TangentKernel
-from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.network_operator import Jacobian
 from curvops.ranks.on_shards import BlockRows, columns_over_ranks, formed_over_ranks
 from curvops.ranks.sharded_vectors import PANEL_BYTES, RowLayout, Sharded, times_block, transposed_times_block
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from curvops.argument_types import Collate, Data, LikelihoodChoice, ParameterChoice
 from curvops.checkpoint import identify
 from curvops.checks import check_kind
-from curvops.linalg.core.sources import Sources
+from curvops.linalg.core.matrix_identity import Sources
 from curvops.network.data.batches import Reading, as_source
 from curvops.network.data.point_sources import with_collate
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise

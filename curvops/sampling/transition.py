@@ -23,8 +23,8 @@ from curvops.checkpoint import digest
 from curvops.checks import check_generator, check_kind, check_like, check_shape, checked_number, checked_whole
 from curvops.errors import DivergenceError
 from curvops.linalg import Diagonal, Inverse, Operator
-from curvops.linalg.core.spaces import spaces_of
-from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.matrix_identity import spaces_of
+from curvops.linalg.core.structure import is_psd
 from curvops.linalg.operators.closed_form import Eigenbasis
 from curvops.linalg.operators.draws import draw
 from curvops.network import TangentSpace

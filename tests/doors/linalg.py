@@ -36,7 +36,7 @@ from curvops.linalg import (
 )
 from curvops.linalg.core import vectors
 from curvops.linalg.core.partition import partition
-from curvops.operators.kfac.kfac_sum import nearest_kronecker
+from curvops.operators.curvatures.kfac import nearest_kronecker
 from tests.doors.door import Door
 from tests.linalg.known import Known, Rooted
 from tests.linalg.matrices import symmetric

@@ -1,6 +1,6 @@
 """What every public function says of inputs at the edge: empty, not symmetric, out of range, without a step to take.
 
-Tests `symmetry.py`.
+Tests `structure.py`.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from curvops import linalg
 from curvops.linalg import Dense, Kronecker, dual_descent, eigsh, inverse_sqrt, lanczos, logdet, nystrom, solve, sqrt
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.symmetry import IN_PLACE, eigh_in_place
+from curvops.linalg.core.structure import IN_PLACE, eigh_in_place
 from tests.linalg.matrices import generator, log_spaced, rotation, symmetric
 from tests.linalg.systems import function_of, right_hand_sides
 

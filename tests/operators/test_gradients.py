@@ -1,6 +1,6 @@
 """Per-example gradients, against a backward pass for each point; gradients of products and solves.
 
-Tests `jacobian.py`.
+Tests `network_operator.py`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from curvops.errors import NotPositiveSemidefiniteError, PrecisionWarning
 from curvops.linalg import Dense, Kronecker
 from curvops.linalg.core.results import Reason
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.operators.kfac import kfac_factors
+from curvops.operators.curvatures import kfac_factors
 from tests.threads import using_threads
 
 PRIORS = (1e-6, 1e-4, 1e-2)

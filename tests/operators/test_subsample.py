@@ -1,4 +1,7 @@
-"""Operators of a random part of the data are unbiased."""
+"""Operators of a random part of the data are unbiased.
+
+Tests `linearization.py`.
+"""
 
 from itertools import combinations
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.linalg.core.column_noise import ColumnNoise
+from curvops.linalg.operators.draws import ColumnNoise
 from curvops.network.data.randomness import PointNormals
 from curvops.network.likelihoods.output_fisher import Sampled
 from curvops.posterior.deviations import Noise

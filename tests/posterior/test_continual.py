@@ -1,6 +1,6 @@
 """Tasks one after another: penalties, and posteriors as priors.
 
-Tests `kfac_sum.py`, `updating.py`.
+Tests `kfac.py`, `updating.py`.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """The likelihood in the evidence, and at the mode, is that of the data which the curvature is of.
 
-Tests `sources.py`.
+Tests `matrix_identity.py`.
 """
 
 import copy

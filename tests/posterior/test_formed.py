@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.linalg.core.column_noise import ColumnNoise
-from curvops.linalg.operators.draws import normal
+from curvops.linalg.operators.draws import ColumnNoise, normal
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64

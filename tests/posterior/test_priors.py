@@ -1,6 +1,6 @@
 """Every kind of prior, and tempered posteriors, against the dense definition.
 
-Tests `grid.py`, `weight_vectors.py`.
+Tests `maximize.py`, `weight_vectors.py`.
 """
 
 from dataclasses import replace

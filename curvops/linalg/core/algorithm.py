@@ -1,21 +1,36 @@
-"""The door of every public algorithm: its options are put in force, and DTensors are blocks of rows inside."""
+"""The surroundings of an algorithm on a matrix: its options, in force until it returns, and the bytes for its vectors.
+
+Both are those of `curvops.ambient`. The `memories` of an operator are the budgets that its products draw on. An
+operator that is not built from a network has none, and without a `memory_budget` nothing limits an algorithm on it.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
+from linear_operator import LinearOperator
 
-from curvops.ambient import current_run, running
+from curvops.ambient import Groups, Memories, columns_at_a_time, current_run, hold, room_in, running, warn_below
+from curvops.linalg.core.solve_routes import SOLVE_VECTORS
+from curvops.linalg.core.vectors import Vectors, describe, empty_block, part, product, put
 from curvops.ranks.sharded_vectors import as_blocks, as_dtensors
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Multiply: TypeAlias = Callable[[Vectors], Vectors]
+
+CACHE_BYTES = 4 * 2**20
+"""The bytes, on a CPU, of numbers that are made and used at once: they stay in a cache."""
+CALLER_VECTORS = 3
+"""How many of the `SOLVE_VECTORS` vectors of a block solve its caller holds."""
+PRODUCT_VECTORS = 4
+"""Vectors per column that a product works with, in addition to its argument and its result."""
 
 
 def algorithm(work: Callable[P, R]) -> Callable[P, R]:
@@ -48,3 +63,82 @@ def algorithm(work: Callable[P, R]) -> Callable[P, R]:
         return cast(R, as_dtensors(result)) if distributed else result
 
     return cast(Callable[P, R], call)
+
+
+def memories_of(A: Any) -> Memories:
+    """Return the budgets of the networks in A; none for a tensor or a foreign operator."""
+    return getattr(A, "memories", frozenset())
+
+
+@contextmanager
+def working(A: Any, least: int = 0, multiply: Multiply | None = None) -> Iterator[tuple[Multiply, int | None]]:
+    """Yield A's product and the bytes for further vectors: the caller's bytes, else those left to A's networks.
+
+    In the second case the bytes count as used meanwhile and suffice for at least ``least`` vectors, and blocks are
+    multiplied in parts whose own vectors take at most a quarter of the bytes left. In both cases a product that runs
+    out of memory is repeated with half of the columns at a time.
+    """
+    memory_budget = current_run().memory_budget
+    multiply, memories = product(A) if multiply is None else multiply, memories_of(A)
+    if memory_budget is not None or not memories:
+        yield in_parts(multiply, sys.maxsize), memory_budget
+        return
+    vector = describe(A).vector_bytes
+    warn_below(min(memory.budget for memory in memories), least * vector)
+    room = room_in(memories, 0) or 0
+    inside = max(vector, longest(A) * A.dtype.itemsize)
+    width = max(1, room // (4 * PRODUCT_VECTORS * inside))
+    budget = max(least * vector, room - PRODUCT_VECTORS * width * inside)
+    with hold(memories, budget):
+        yield in_parts(multiply, width), budget
+
+
+def in_parts(multiply: Multiply, width: int) -> Multiply:
+    """Return ``multiply`` for blocks of any width, at most ``width`` columns at a time, halved when out of memory."""
+    groups = Groups("multiplied", width)
+
+    def apply(V: Vectors) -> Vectors:
+        K = V.shape[1]
+        result: Vectors | None = None
+
+        def multiply_part(start: int, stop: int) -> None:
+            nonlocal result
+            if stop - start == K:
+                result = multiply(V)
+                return
+            image = multiply(part(V, start, stop))
+            result = empty_block(image, K) if result is None else result
+            put(result, start, image)
+
+        groups.each(K, multiply_part)
+        assert result is not None
+        return result
+
+    return apply
+
+
+def holding(A: Any, nbytes: int) -> AbstractContextManager[Any]:
+    """Return a context in which ``nbytes`` bytes of A's budgets count as used."""
+    return hold(memories_of(A), nbytes)
+
+
+def keep(A: Any, owner: object, nbytes: int) -> None:
+    """Count ``nbytes`` bytes of A's budgets as used as long as the owner exists."""
+    for memory in memories_of(A):
+        memory.keep(owner, nbytes)
+
+
+def longest(A: Any) -> int:
+    """Return the longest side of A and of the operators it is made of, the length of vectors in its products."""
+    arguments = (argument for argument in getattr(A, "_args", ()) if isinstance(argument, LinearOperator))
+    return max([*A.shape[-2:], *map(longest, arguments)])
+
+
+def solve_width(A: Any, count: int, memories: Memories | None = None) -> tuple[int, int]:
+    """Return how many of ``count`` columns block solves take at once, and the bytes to hold for the caller."""
+    memories = memories_of(A) if memories is None else memories
+    if not memories:
+        return max(1, count), 0
+    column = longest(A) * A.dtype.itemsize
+    width = columns_at_a_time(count, SOLVE_VECTORS * column, room_in(memories, 0))
+    return width, CALLER_VECTORS * width * column

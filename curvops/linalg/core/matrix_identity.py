@@ -1,8 +1,14 @@
-"""The description of a matrix in a checkpoint, by which a later run checks that its matrix is the same."""
+"""The identity of a matrix beside its entries: the meaning of its rows and columns, its data, and its description.
+
+Spaces keep different vectors of equal length from being mixed. Sources are the data that an operator sums over, and how
+often it counts them. By the description in a checkpoint a later run checks that its matrix is the same.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from linear_operator import LinearOperator
@@ -10,9 +16,111 @@ from torch import Tensor
 
 from curvops.ambient import aside
 from curvops.checkpoint import digest, identify
-from curvops.linalg.core.memory import memories_of
-from curvops.linalg.core.sources import sources_of
+from curvops.linalg.core.algorithm import memories_of
 from curvops.linalg.core.vectors import Matrix, describe, norm, product
+
+
+@runtime_checkable
+class Space(Protocol):
+    """A vector space with its own meaning, such as the weights of one network at one point."""
+
+    def difference(self, other: Any) -> str | None:
+        """Return a clause that says why vectors of the other space are not vectors of this one; None if they are."""
+        ...
+
+    def join(self, other: Any) -> Any:
+        """Return the space with the facts known about either, if the two do not differ."""
+        ...
+
+    def part(self, indices: Tensor) -> Any:
+        """Return the space of the entries at these positions."""
+        ...
+
+    def detached(self) -> Any:
+        """Return the space without the point at which it was built, which no longer distinguishes it from others."""
+        ...
+
+
+Spaces = tuple[Space | None, Space | None]
+"""The spaces of an operator's rows and columns; None if unknown."""
+
+
+def common(*spaces: Space | None) -> Space | None:
+    """Join all that is known about these spaces, None if nothing is; raise ValueError if two of them differ."""
+    joint: Space | None = None
+    for space in spaces:
+        if joint is None or space is None or space is joint:
+            joint = space if joint is None else joint
+            continue
+        why = joint.difference(space)
+        if why is not None:
+            raise ValueError(f"these operators do not fit together: {why}")
+        joint = joint.join(space)
+    return joint
+
+
+def spaces_of(operator: Any) -> Spaces:
+    """Return the spaces of an operator's rows and columns, (None, None) for a tensor or a foreign operator."""
+    return getattr(operator, "spaces", (None, None))
+
+
+def spaces_of_sum(terms: Sequence[Any]) -> Spaces:
+    """Return the spaces of the rows and columns of a sum; raise ValueError if the terms differ."""
+    rows, columns = zip(*map(spaces_of, terms))
+    return common(*rows), common(*columns)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The data of an operator by name, with the factor of each; equal names mean the same data.
+
+    `partial`: the data of a further part are unknown. `detached`: a part was detached from the weights at which it was
+    built. `repeated`: several terms of a sum have the same data, so that their factor is not a temperature.
+    """
+
+    counts: Mapping[Hashable, float] = field(default_factory=dict)
+    partial: bool = False
+    detached: bool = False
+    repeated: bool = False
+
+    def detach(self) -> Sources:
+        """Return the sources of a copy that is detached from its weights."""
+        return replace(self, detached=True)
+
+
+def sources_of(operator: Any) -> Sources | None:
+    """Return the data of an operator; None if they are unknown, as for tensors and foreign operators."""
+    return getattr(operator, "sources", None)
+
+
+def scale_sources(sources: Sources | None, factor: Tensor) -> Sources | None:
+    """Return the sources of an operator times a number (a 0-d tensor, whose gradient does not matter)."""
+    if sources is None:
+        return None
+    scale = float(factor.detach())
+    return replace(sources, counts={name: scale * count for name, count in sources.counts.items()})
+
+
+def merge_sources(*sources: Sources | None) -> Sources | None:
+    """Return the sources of a sum in which a term of unknown sources, such as a prior, adds no data."""
+    with_data = [one for one in sources if one is not None]
+    if len(with_data) < 2:
+        return with_data[0] if with_data else None
+    counts: dict[Hashable, float] = {}
+    repeated = any(one.repeated for one in with_data)
+    for one in with_data:
+        repeated |= not counts.keys().isdisjoint(one.counts)
+        for name, count in one.counts.items():
+            counts[name] = counts.get(name, 0.0) + count
+    partial, detached = any(one.partial for one in with_data), any(one.detached for one in with_data)
+    return Sources(counts, partial, detached, repeated)
+
+
+def sources_of_sum(terms: Sequence[Any]) -> Sources | None:
+    """Return the sources of a sum of operators in which a term of unknown sources may have further data."""
+    of_terms = [sources_of(term) for term in terms]
+    total = merge_sources(*of_terms)
+    return total if total is None or None not in of_terms else replace(total, partial=True)
 
 
 @torch.no_grad()

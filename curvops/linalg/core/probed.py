@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import current_run, remark
+from curvops.ambient import columns_at_a_time, current_run, remark
 from curvops.checkpoint import derive_generator
 from curvops.checks import check_choice, check_generator, check_limits
-from curvops.linalg.core.memory import Multiply, columns_at_a_time, working
+from curvops.linalg.core.algorithm import Multiply, working
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import (

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.results import Estimate, Reason, indefinite
-from curvops.linalg.core.symmetry import require_symmetric, rounding_of
+from curvops.linalg.core.structure import require_symmetric, rounding_of
 from curvops.linalg.core.vectors import Description, ScalarFunction, check_finite
 
 ROUNDING_UNITS = 2.0

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from curvops.ambient import Progress
 from curvops.checks import check_generator
-from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.entries import known_diagonal
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import BLOCK, Estimator, Limits, Probed, estimate, require_finite
 from curvops.linalg.core.results import Estimate, Reason, caution
+from curvops.linalg.core.structure import known_diagonal
 from curvops.linalg.core.vectors import (
     ROUNDINGS,
     Given,

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.errors import NotPositiveSemidefiniteError
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.probed import Probed, ProbeKind
 from curvops.linalg.core.results import Estimate, Reason, caution
-from curvops.linalg.core.symmetry import require_symmetric, rounding_of
+from curvops.linalg.core.structure import require_symmetric, rounding_of
 from curvops.linalg.core.vectors import axpy, combine, empty_block, gram, join, norm, part, tall_qr
 
 

@@ -20,8 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import Progress
-from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.memory import working
+from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.probed import Estimator, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.vectors import (

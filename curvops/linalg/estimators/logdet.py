@@ -25,16 +25,17 @@ from torch import Tensor
 
 from curvops.ambient import Progress, current_run
 from curvops.checks import checked_number
-from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
-from curvops.linalg.core.results import Estimate, Reason, indefinite
+from curvops.linalg.core.results import Estimate, Reason, accept, indefinite
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
-from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum, log_ratio, stack
 from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, Sampler, run
+from curvops.linalg.estimators.trace import VectorPairs, attach_gradient, needs_gradient
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.preconditioners.nystrom import grow
+from curvops.linalg.solvers.cg import cg
+from curvops.linalg.solvers.systems import shifted
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
 
 MOST_RANK = 400
@@ -178,6 +179,30 @@ def _bound_and_levels(
     return bound, [bound + float(s or 0.0) for s in shifts]
 
 
+def _solve_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner | None, shift: float) -> VectorPairs:
+    """Make pairs for (A + shift I)⁻¹ from Lanczos probes z and the solves of z that Lanczos reached.
+
+    With l = (A + shift I)⁻¹P^½z and r = P^-½z, E l rᵀ = (A + shift I)⁻¹. Lanczos approximates (P^-½(A + shift
+    I)P^-½)⁻¹z; in the backward pass, conjugate gradients continue from there to a relative residual of 1e-6.
+
+    Raises:
+        ConvergenceError: a solve fails, in the backward pass.
+    """
+
+    def pairs(A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
+        total = sum(signs.shape[1] for signs, _ in solves)
+        base, rtol = shifted(A.detach(), shift), 1e-6
+        for signs, guess in solves:
+            Z = signs.to(guess.dtype)
+            right, target, start = Z, Z, guess
+            if P is not None:
+                right, target, start = P.sqrt_inverse(Z), P.sqrt(Z), P.sqrt_inverse(guess)
+            left = accept(cg(base, target, x0=start, preconditioner=P, rtol=rtol), rtol)
+            yield left / total, right
+
+    return pairs
+
+
 def _dense_pairs(spectrum: DenseSpectrum, mu: float, A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
     n, _, dtype, device = describe_square(A)
     yield spectrum.inverse(mu, dtype), torch.eye(n, dtype=dtype, device=device)
@@ -314,7 +339,7 @@ def _by_probes(
     sampler.add()
     estimate = sampler.quadrature().logdet(floor)
     estimate = replace(estimate + (logdet_of_P + n * math.log(mu)), matvecs=estimate.matvecs + spent)
-    return estimate, solve_pairs(sampler.solves, P, mu - bound) if solves else None
+    return estimate, _solve_pairs(sampler.solves, P, mu - bound) if solves else None
 
 
 def _worth(sampler: Sampler, most: int, mu: float) -> float:

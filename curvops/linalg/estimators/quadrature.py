@@ -23,10 +23,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from curvops.ambient import Progress, current_run
+from curvops.ambient import Progress, columns_at_a_time, current_run
 from curvops.checks import checked_whole
-from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.memory import Multiply, columns_at_a_time
+from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
 from curvops.linalg.core.solve_routes import EXACT_SIZE

@@ -1,4 +1,8 @@
-"""Estimates of the trace of a matrix known by its products.
+"""Estimates of the trace of a matrix known by its products, and the gradient of an estimate.
+
+The gradient for the tensors inside A is that of Σ lᵀ A r over pairs of fixed vectors. For tr A the pairs are the
+probes. For log det A they are A⁻¹z and z (`logdet`), so that d log det A = tr(A⁻¹ dA) is estimated with the probes and
+solves of the value.
 
 >>> import torch
 >>> from curvops.linalg import trace
@@ -13,19 +17,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import Function
 
 from curvops.ambient import Progress
-from curvops.checks import check_generator
+from curvops.checks import carries_graph, check_generator
 from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.entries import known_diagonal
+from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.probed import BLOCK, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate, Reason, caution
+from curvops.linalg.core.structure import known_diagonal
 from curvops.linalg.core.vectors import (
     ROUNDINGS,
     Given,
@@ -40,9 +47,10 @@ from curvops.linalg.core.vectors import (
     norm,
     unit_blocks,
 )
-from curvops.linalg.estimators.carried_gradients import attach_gradient, needs_gradient
 from curvops.linalg.estimators.exchangeable import RangeSketch, XNysTrace, XTrace
 
+VectorPairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
+"""The pairs (l, r) of the gradient, by blocks, for the matrix A in the backward pass."""
 METHODS = ("xtrace", "xnystrace", "hutch++", "hutchinson", "exact")
 
 
@@ -212,3 +220,43 @@ def _exact(probed: Probed) -> Estimate:
         total = total + torch.stack([inner(E, Y).sum(), norm(Y).sum()])
     rounding = ROUNDINGS * torch.finfo(probed.facts.dtype).eps
     return Estimate.rounded(total[0], rounding * total[1], probed.limits.tolerated, probed.facts.rows)
+
+
+def needs_gradient(A: Matrix) -> bool:
+    """Return whether a gradient for a tensor inside A is needed."""
+    return carries_graph((A,) if isinstance(A, Tensor) else A.representation())
+
+
+def attach_gradient(estimate: Estimate, A: Matrix, pairs: VectorPairs) -> Estimate:
+    """Attach to the estimate's value the gradient d value = Σ lᵀ dA r over the blocks of ``pairs(A)``.
+
+    ``pairs`` returns blocks (l, r); it is called in the backward pass, if there is one.
+    """
+    if not needs_gradient(A):
+        return estimate
+    if isinstance(A, Tensor):
+        value = _WithGradient.apply(estimate.value, None, pairs, A)  # type: ignore[no-untyped-call]
+    else:
+        tree, tensors = A.representation_tree(), A.representation()
+        value = _WithGradient.apply(estimate.value, tree, pairs, *tensors)  # type: ignore[no-untyped-call]
+    return replace(estimate, value=value)
+
+
+class _WithGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, tree: Any, pairs: VectorPairs, *tensors: Tensor) -> Tensor:
+        ctx.tree, ctx.pairs = tree, pairs
+        ctx.save_for_backward(*tensors)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_derivative()
+        tensors = ctx.saved_tensors
+        A = tensors[0] if ctx.tree is None else ctx.tree(*tensors)
+        total: list[Tensor | None] = [None] * len(tensors)
+        for left, right in ctx.pairs(A):
+            weighted = left * gradient.to(left)
+            parts = (weighted @ right.mT,) if ctx.tree is None else A._bilinear_derivative(weighted, right)
+            total = [new if old is None else old if new is None else old + new for old, new in zip(total, parts)]
+        return (None, None, None, *total)

@@ -12,13 +12,21 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.sources import Sources, scale_sources, sources_of, sources_of_sum
-from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
-from curvops.linalg.core.symmetry import is_psd, is_symmetric
-from curvops.linalg.functions.apply_function import inverse_root_product
+from curvops.linalg.core.matrix_identity import (
+    Sources,
+    Spaces,
+    common,
+    scale_sources,
+    sources_of,
+    sources_of_sum,
+    spaces_of,
+    spaces_of_sum,
+)
+from curvops.linalg.core.structure import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator, as_part, joined, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, ScaledForm, closed_form
 from curvops.linalg.operators.draws import draw_together, normal
+from curvops.linalg.spectra.apply_function import inverse_root_product
 from curvops.ranks.sharded_vectors import Layouts, layouts_of
 
 

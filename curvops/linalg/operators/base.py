@@ -19,15 +19,13 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from curvops.ambient import Progress
+from curvops.ambient import Memories, Progress
 from curvops.argument_types import Mesh
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
-from curvops.linalg.core.memory import Memories
-from curvops.linalg.core.sources import Sources
-from curvops.linalg.core.spaces import Spaces
+from curvops.linalg.core.matrix_identity import Sources, Spaces
 from curvops.linalg.core.vectors import ROUNDINGS, Vectors, as_columns, has_rows, multiply_adds_of, product, shaped_as
 from curvops.linalg.estimators.spectral_density import spectral_density
 from curvops.linalg.estimators.trace import trace
@@ -338,7 +336,7 @@ class Operator(LinearOperatorContract):
         if isinstance(other, Tensor):
             if other.shape[-2:] != self.matrix_shape:
                 raise ValueError(f"cannot add a matrix of shape {tuple(other.shape)} to one of {tuple(self.shape)}.")
-            other = dense.Dense(other)
+            other = given_matrix.Dense(other)
         if not isinstance(other, LinearOperator):
             raise TypeError(f"cannot add {type(other).__name__} to {type(self).__name__}; expected an operator.")
         return damped.add(self, other)
@@ -359,7 +357,7 @@ class Operator(LinearOperatorContract):
 
     def _mul_matrix(self, other: Any) -> LinearOperator:
         self.require_small("an elementwise product")
-        return dense.Dense(self.to_dense() * other.to_dense())
+        return given_matrix.Dense(self.to_dense() * other.to_dense())
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         """Return A + diag(d) as `Damped`, d a number, a 0-d tensor, or a vector (n,); a batch (..., n) broadcasts.
@@ -571,5 +569,5 @@ def number_of(value: Tensor, name: str) -> str:
 
 
 # The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here.
-from curvops.linalg.operators import algebra, damped, dense  # noqa: E402
+from curvops.linalg.operators import algebra, damped, given_matrix  # noqa: E402
 from curvops.ranks import on_shards  # noqa: E402

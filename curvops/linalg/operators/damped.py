@@ -12,23 +12,27 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import current_run
+from curvops.ambient import current_run, room_in
 from curvops.checkpoint import Place
 from curvops.errors import NotPositiveSemidefiniteError
+from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import keep, room_in
+from curvops.linalg.core.matrix_identity import Sources, Spaces, common, merge_sources, scale_sources, spaces_of
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
-from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
-from curvops.linalg.core.spaces import Spaces, common, spaces_of
-from curvops.linalg.core.symmetry import is_psd, is_symmetric
+from curvops.linalg.core.structure import is_psd, is_symmetric
 from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import ShiftedParts
 from curvops.linalg.operators.algebra import Product, Sum, UnaryOperator
 from curvops.linalg.operators.base import Operator, as_part, number_of
-from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, closed_form
-from curvops.linalg.operators.dense import Diagonal
+from curvops.linalg.operators.closed_form import (
+    ClosedForm,
+    ClosedFormPreconditioner,
+    DiagonalPlusRoot,
+    as_preconditioner,
+    closed_form,
+)
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
-from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
+from curvops.linalg.operators.given_matrix import Diagonal
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
 from curvops.linalg.solvers.solve import solve
 from curvops.ranks.sharded_vectors import RowLayout, over_ranks

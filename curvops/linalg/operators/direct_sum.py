@@ -13,14 +13,13 @@ from torch import Tensor
 from curvops.checks import carries_graph
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.matrix_identity import Sources, Space, scale_sources
 from curvops.linalg.core.partition import ColumnMap, Partition, partition
-from curvops.linalg.core.sources import Sources, scale_sources
-from curvops.linalg.core.spaces import Space
-from curvops.linalg.core.symmetry import is_psd, is_symmetric
+from curvops.linalg.core.structure import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator, joined
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis, closed_form
-from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.draws import draw
+from curvops.linalg.operators.given_matrix import DenseForm
 
 
 class DirectSumForm(ClosedForm):

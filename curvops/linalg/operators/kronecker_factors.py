@@ -13,12 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import PATIENCE, Progress, progress_bar
+from curvops.ambient import PATIENCE, Memories, Memory, Progress, hold, progress_bar, room_in
 from curvops.checks import carries_graph
 from curvops.errors import NotPositiveSemidefiniteError
-from curvops.linalg.core.memory import Memories, Memory, hold, room_in
-from curvops.linalg.core.symmetry import eigh_in_place
-from curvops.linalg.operators.dense import round_with_rest
+from curvops.linalg.core.structure import eigh_in_place
+from curvops.linalg.operators.given_matrix import round_with_rest
 
 AT_ONCE = 2**26
 """From this many operations on, eigendecompositions run in parallel, since LAPACK gains little from threads."""

@@ -23,14 +23,11 @@ from curvops.checks import (
     require_no_graph,
 )
 from curvops.errors import RankWarning, warn
-from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.memory import working
+from curvops.linalg.core.algorithm import algorithm, working
+from curvops.linalg.core.matrix_identity import Sources, Space, problem_of, scale_sources, sources_of, spaces_of
 from curvops.linalg.core.probed import LEAST_VECTORS, Probed
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.sources import Sources, scale_sources, sources_of
-from curvops.linalg.core.spaces import Space, spaces_of
-from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.structure import is_psd
 from curvops.linalg.core.vectors import (
     CHUNK,
     ROUNDINGS,
@@ -51,12 +48,12 @@ from curvops.linalg.core.vectors import (
     unit_blocks,
 )
 from curvops.linalg.estimators.frobenius import PROBES
-from curvops.linalg.functions.apply_function import inverse_root, inverse_root_product
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
 from curvops.linalg.preconditioners.nystrom import KEPT, MOST_RANK, grow
 from curvops.linalg.solvers.solve import default_rtol
+from curvops.linalg.spectra.apply_function import inverse_root, inverse_root_product
 from curvops.ranks.sharded_vectors import Sharded, block_of, stored
 
 

@@ -23,9 +23,8 @@ from curvops.ambient import Progress, current_run
 from curvops.checks import check_choice, check_limits, check_shape, check_tensor, checked_number, checked_whole
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.results import Reason, indefinite
-from curvops.linalg.core.symmetry import require_symmetric, skew_tolerance
+from curvops.linalg.core.structure import columns_of, diagonal_of, require_symmetric, skew_tolerance
 from curvops.linalg.core.vectors import (
     Matrix,
     as_columns,

@@ -24,10 +24,9 @@ from curvops.ambient import Progress, current_run
 from curvops.checks import checked_number
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.results import indefinite
-from curvops.linalg.core.symmetry import require_symmetric
+from curvops.linalg.core.structure import columns_of, diagonal_of, require_symmetric
 from curvops.linalg.core.vectors import Matrix, ScalarFunction, check_finite, describe_square, entries, put_entries
 from curvops.linalg.preconditioners.factored import FilteredPreconditioner
 from curvops.summary import Summarised

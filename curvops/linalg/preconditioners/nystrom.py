@@ -13,12 +13,11 @@ from torch import Tensor
 from curvops.ambient import Progress, current_run
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin
 from curvops.checks import checked_number, checked_whole
-from curvops.linalg.core.algorithm import algorithm
+from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
-from curvops.linalg.core.symmetry import is_psd, require_symmetric, rounding_of
+from curvops.linalg.core.structure import is_psd, require_symmetric, rounding_of
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,

@@ -21,9 +21,8 @@ from torch import Tensor
 from curvops.ambient import Progress, current_run, hold
 from curvops.checkpoint import NOTHING, Place, begin
 from curvops.checks import check_flag, checked_whole
-from curvops.linalg.core.algorithm import algorithm
+from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.vectors import (
     Given,

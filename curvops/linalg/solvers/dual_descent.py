@@ -19,8 +19,8 @@ from jaxtyping import Float, Shaped
 from curvops.ambient import Progress, as_step
 from curvops.checks import check_generator
 from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.entries import rows
 from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.structure import rows
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,

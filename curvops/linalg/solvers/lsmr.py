@@ -21,8 +21,7 @@ from torch import Tensor
 
 from curvops.ambient import Progress
 from curvops.checks import checked_number
-from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.vectors import (
     Given,

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from curvops.ambient import Progress
 from curvops.checks import checked_number
-from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of
+from curvops.linalg.core.structure import MOST_SKEW, most_explained, rounding_of
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,

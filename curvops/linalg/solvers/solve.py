@@ -34,12 +34,11 @@ from torch.autograd import Function
 
 from curvops.ambient import Progress, current_run, running
 from curvops.checks import carries_graph, check_choice, check_limits, check_tensor, in_forward_mode, refuse_tangents
-from curvops.linalg.core.algorithm import algorithm
+from curvops.linalg.core.algorithm import algorithm, longest
 from curvops.linalg.core.cache import require_first_derivative
-from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, SKETCHED, System, chosen, routes
-from curvops.linalg.core.symmetry import clearly_indefinite, is_psd, is_symmetric
+from curvops.linalg.core.structure import clearly_indefinite, is_psd, is_symmetric
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,

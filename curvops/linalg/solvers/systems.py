@@ -20,7 +20,7 @@ from torch import Tensor
 from curvops.ambient import Groups, as_step, columns_at_a_time, current_run, hold, remark, time_left
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_callable, check_tensor, checked_number, refuse_tangents, shown
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.results import Reason, Solution, join_histories
 from curvops.linalg.core.vectors import (
     Description,

@@ -1,1 +1,1 @@
-"""Krylov bases, eigenpairs and singular triplets."""
+"""Krylov bases, eigenpairs, singular triplets and functions of matrices."""

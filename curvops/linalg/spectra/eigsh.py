@@ -21,11 +21,10 @@ from torch import Tensor
 from curvops.ambient import Progress, current_run
 from curvops.checkpoint import Place, begin
 from curvops.checks import check_callable, check_choice, check_limits, check_tensor, checked_number, checked_whole
-from curvops.linalg.core.algorithm import algorithm
+from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
-from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, narrow_root, rounding_of, skew_tolerance
+from curvops.linalg.core.structure import MOST_SKEW, most_explained, narrow_root, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
     CACHED_CHUNK,
     NEAR_ZERO,

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from curvops.ambient import Progress, current_run
 from curvops.checks import check_tensor, checked_whole
-from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.memory import Multiply, working
+from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of, skew_tolerance
+from curvops.linalg.core.structure import MOST_SKEW, most_explained, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from curvops.ambient import Progress, current_run
 from curvops.checks import check_callable, check_choice, check_limits, checked_number, checked_whole
-from curvops.linalg.core.algorithm import algorithm
-from curvops.linalg.core.memory import working
+from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.results import Reason, SingularTriplets
 from curvops.linalg.core.vectors import (
     CHUNK,

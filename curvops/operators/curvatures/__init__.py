@@ -1,1 +1,1 @@
-"""Curvatures of the likelihood: GGN, Fishers, Hessian, their diagonals, roots and blocks."""
+"""Curvatures of the likelihood: GGN, Fishers, Hessian, KFAC, their diagonals, roots and blocks."""

@@ -1,8 +1,8 @@
-"""The GGN and the Fishers, Jᵀ H J with H on the outputs of each point: products, square root, diagonal, closed form.
+"""The GGN, the Fishers and the Hessian: products, square root, diagonal, closed form.
 
-A last layer whose outputs do not interact has a GGN with a block for each output, which Cholesky solves: with H
-diagonal, G = Σ_n H_n ⊗ a_n a_nᵀ is block-diagonal, with blocks G_c = Σ_n h_nc a_n a_nᵀ of the weights of output c and
-its bias.
+The GGN and the Fishers are Jᵀ H J with H on the outputs of each point. A last layer whose outputs do not interact has a
+GGN with a block for each output, which Cholesky solves: with H diagonal, G = Σ_n H_n ⊗ a_n a_nᵀ is block-diagonal, with
+blocks G_c = Σ_n h_nc a_n a_nᵀ of the weights of output c and its bias.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from curvops.checks import carries_graph, check_flag
 from curvops.linalg import Dense, Diagonal
+from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.column_noise import ColumnNoise
-from curvops.linalg.core.memory import keep
+from curvops.linalg.core.matrix_identity import Spaces
 from curvops.linalg.core.solve_routes import DENSE_BLOCK, DENSE_SIZE, FEWER_OUTPUTS, FORMED_COPIES
-from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.direct_sum import DirectSum, DirectSumForm
+from curvops.linalg.operators.draws import ColumnNoise
+from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.network import Empirical, Exact, OutputFisher, Passes, Plan, Sampled, shuffled
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
@@ -419,3 +419,37 @@ class EmpiricalFisher(Curvature):
     @property
     def rows(self) -> Passes | None:
         return self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])
+
+
+class Hessian(UserOperator, NetworkOperator):
+    """The Hessian (D, D) of −Σ_n log p(y_n | f(x_n, θ)) at θ*, which is the GGN + Σ_n Σ_c r_nc ∇²f_c.
+
+    Symmetric, in general indefinite. Choose it for sharpness and saddle points, and the GGN for posteriors; solve
+    shifted systems with `minres`, not CG. Cost to build: one product on two points. A product is a forward pass, a
+    backward pass that records its graph, and a further backward pass per vector (Pearlmutter 1994): about 4 gradients
+    for one vector, 2 for each further one. Memory: that graph for one batch; nothing is kept between products. The only
+    likelihood hyperparameter that has a gradient is the single noise of a Gaussian.
+
+    Args:
+        lin: the linearised network.
+
+    Raises:
+        RuntimeError: the model has no second derivatives, or wrong ones (those of torch's fused weight_norm are not
+            symmetric).
+
+    Examples:
+        >>> H = co.Hessian(lin)
+        >>> H.shape, (H @ torch.ones(17)).shape
+        (torch.Size([17, 17]), torch.Size([17]))
+    """
+
+    symmetric = True
+    STORED = "lin"
+
+    def __init__(self, lin: Linearization) -> None:
+        lin.require_symmetric_hessian()
+        super().__init__(lin.theta, lin=lin)
+
+    def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+        product: Tensor = self.lin.hessian_product(block)
+        return product

@@ -1,9 +1,10 @@
-"""Dense principal blocks of an operator: subnetworks, and block-diagonal approximations."""
+"""Dense principal blocks of an operator: subnetworks, block-diagonal approximations, and small operators as a whole."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -11,14 +12,19 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import BlockChoice, Positions
-from curvops.checks import check_choice, check_kind, check_shape, require_no_graph
+from curvops.checks import carries_graph, check_choice, check_kind, check_shape, checked_indices, require_no_graph
 from curvops.linalg import Damped, Dense, DirectSum
-from curvops.linalg.core.sources import sources_of
-from curvops.linalg.core.spaces import spaces_of
-from curvops.linalg.core.symmetry import is_psd, mirror
+from curvops.linalg.core.algorithm import keep
+from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.matrix_identity import sources_of, spaces_of
+from curvops.linalg.core.results import accept
+from curvops.linalg.core.solve_routes import FORMED_COPIES
+from curvops.linalg.core.structure import is_psd, mirror
 from curvops.linalg.core.vectors import unit_columns
-from curvops.linalg.operators.algebra import Scaled, Sum
-from curvops.linalg.operators.dense import round_with_rest
+from curvops.linalg.operators.algebra import Scaled, Sum, UnaryOperator
+from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.given_matrix import DenseForm, round_with_rest
+from curvops.linalg.solvers.solve import certify_dense, default_rtol
 from curvops.network import Exact, Group, OutputFisher
 from curvops.operators.curvatures.ggn import Curvature
 from curvops.operators.linearized.linearization import Linearization
@@ -110,23 +116,6 @@ class BlockDiagonal(UserOperator, DirectSum):
         parts = (round_with_rest(block, lin.theta.dtype) for block in fisher_blocks(lin, exact, positions))
         dense = (Dense(tensor, psd=True, rest=rest) for tensor, rest in parts)
         super().__init__(*dense, positions=positions, **lin.origin)
-
-
-def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
-    """Return indices or a boolean mask as distinct positions below `size`; raise ValueError or TypeError for others."""
-    index = torch.as_tensor(indices)
-    if index.dtype == torch.bool:
-        check_shape("the mask", index, (size,))
-        index = index.nonzero().squeeze(1)
-    if index.numel() == 0:
-        raise ValueError("indices select nothing; choose at least one weight.")
-    if index.is_floating_point() or index.ndim != 1:
-        raise TypeError(f"indices must be a vector of integers, got {index.dtype} of shape {tuple(index.shape)}.")
-    if int(index.min()) < 0 or int(index.max()) >= size:
-        raise ValueError(f"indices must be at least 0 and less than {size}, the number of rows.")
-    if len(index.unique()) != len(index):
-        raise ValueError("the indices contain a position twice; each weight can be selected once.")
-    return index.long().clone()
 
 
 @torch.no_grad()
@@ -263,3 +252,61 @@ def _require_room(lin: Linearization, positions: Sequence[Tensor]) -> None:
         raise ValueError(
             f"the dense blocks need {needed:,} bytes, the budget is {lin.memory_budget:,}: use co.KFAC(lin)."
         )
+
+
+class FormedCholesky(DenseForm):
+    """Cholesky factorisation of a formed operand; tensors inside the operand get no gradients."""
+
+    @property
+    def holds(self) -> bool:
+        return super().holds and not carries_graph(self.base.representation())
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """P as a dense matrix (n, n)."""
+        dense = self.base.formed()
+        return dense.diagonal_scatter(dense.diagonal() + self.shift.to(dense.dtype))
+
+    @cached_property
+    def chol(self) -> Tensor:
+        """The Cholesky factor, certified by solving for a right-hand side with one of the largest residuals.
+
+        This right-hand side is close to the lowest eigenvector of P. As in every other solve, a residual above the
+        default tolerance warns or raises.
+        """
+        L = super().chol
+        with torch.no_grad():
+            b = L.new_ones(len(L), 1)
+            for _ in range(4):  # inverse iterations towards the lowest eigenvector
+                b = torch.cholesky_solve(b / b.norm(), L)
+            rtol = default_rtol(self.base.dtype)
+            accept(certify_dense(self.dense, torch.cholesky_solve(b, L), b, torch.zeros(()), rtol), rtol)
+        return L
+
+
+class Formed(UnaryOperator):
+    """An operator A with few enough rows to be formed for repeated solves with a diagonal added.
+
+    Products are those of A. The first solve, draw or log-determinant, with any diagonal, costs as much as a
+    `Subnetwork` of all weights; each further diagonal costs a factorisation.
+    """
+
+    _damped_form: ClassVar[type[ClosedForm] | None] = FormedCholesky
+
+    def __init__(self, base: LinearOperator, cache: Cache | None = None) -> None:
+        super().__init__(base, cache=Cache() if cache is None else cache)
+
+    def _product(self, block: Tensor) -> Tensor:
+        product: Tensor = self.base._matmul(block)
+        return product
+
+    def formed(self) -> Tensor:
+        """Return A (n, n) in float64, formed once and kept while its tensors are unchanged."""
+        cache: Cache = self._kwargs["cache"]
+        return cache.get_or_compute("formed", self.representation(), self._formed_now)
+
+    def _formed_now(self) -> Tensor:
+        dense = principal_block(self.base, torch.arange(self.shape[-1], device=self.device)).double()
+        dense = (dense + dense.mT) / 2
+        keep(self, dense, FORMED_COPIES * 8 * len(dense) ** 2)
+        return dense

@@ -31,21 +31,21 @@ from torch.autograd import Function
 
 from curvops.checkpoint import NOTHING, Checkpoint, current, part_of_whole
 from curvops.linalg import Estimate, Inverse, Reason, solve
+from curvops.linalg.core.algorithm import holding, keep
 from curvops.linalg.core.cache import require_first_derivative
-from curvops.linalg.core.memory import holding, keep
 from curvops.linalg.core.solve_routes import FORMED_COPIES, KERNEL_COPIES, MOST_OUTPUTS, RESOLVED
-from curvops.linalg.core.symmetry import eigh_in_place
+from curvops.linalg.core.structure import eigh_in_place
 from curvops.linalg.core.vectors import check_finite
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum, definite_logdet
-from curvops.linalg.functions.apply_function import inverse_root_product
 from curvops.linalg.operators.base import by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
+from curvops.linalg.spectra.apply_function import inverse_root_product
 from curvops.network import Exact, Passes
 from curvops.operators.curvatures.ggn import GGN, CurvatureRoot, DisplacedGGN
 from curvops.operators.function_space.gram_matrix import gram_matrix
-from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.network_operator import Jacobian
 
 NAME = "J Jᵀ"
 COPIES = 3

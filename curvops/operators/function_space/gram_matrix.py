@@ -29,8 +29,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.linalg.core.memory import CACHE_BYTES
-from curvops.linalg.core.symmetry import mirror
+from curvops.linalg.core.algorithm import CACHE_BYTES
+from curvops.linalg.core.structure import mirror
 from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.function_space.row_products import (
     Sides,
@@ -39,7 +39,7 @@ from curvops.operators.function_space.row_products import (
     matrix_of_scales,
     row_products,
 )
-from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.network_operator import Jacobian
 
 STRIPES = 16
 """The most steps in which pairs of points of a symmetric matrix are walked over, each from the diagonal on."""

@@ -27,22 +27,22 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import progress_bar
+from curvops.ambient import Memories, hold, progress_bar
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Inverse, Operator
-from curvops.linalg.core.memory import Memories, hold, holding, solve_width
+from curvops.linalg.core.algorithm import holding, solve_width
 from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, ScaledForm
-from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
+from curvops.linalg.operators.given_matrix import DenseForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
 from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows, work_bytes
 from curvops.network import Group, JacobianRows, Layer, OuterRows
 from curvops.operators.curvatures.ggn import OutputBlocksForm
+from curvops.operators.curvatures.kfac import LayerBlocksForm
+from curvops.operators.curvatures.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
 from curvops.operators.function_space.function_space import DualInverse
-from curvops.operators.kfac.kfac import LayerBlocksForm
-from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
-from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.network_operator import Jacobian
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""

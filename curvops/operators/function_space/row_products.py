@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from curvops.linalg.core.memory import CACHE_BYTES
-from curvops.linalg.core.symmetry import mirror
+from curvops.linalg.core.algorithm import CACHE_BYTES
+from curvops.linalg.core.structure import mirror
 from curvops.network import Layer
 
 LEAST_HALVED = 128

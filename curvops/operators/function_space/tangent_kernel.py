@@ -20,8 +20,8 @@ from curvops.network import JacobianRows, read_precision
 from curvops.operators.function_space.function_space import WeightSpaceForm
 from curvops.operators.function_space.gram_matrix import gram_matrix, gram_with_graph
 from curvops.operators.function_space.point_covariance import point_covariances
-from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.network_operator import Jacobian
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.ranks.on_shards import BlockRows, formed_over_ranks
 from curvops.ranks.sharded_vectors import RowLayout

@@ -1,4 +1,7 @@
-"""A trained network, linearised at its weights: the object from which every network operator is built."""
+"""A trained network, linearised at its weights: the object from which every network operator is built.
+
+A random part of its data, weighted so that every sum over it is unbiased, makes another linearisation (`subsample`).
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,27 @@ from functools import partial
 from typing import Any, cast, get_args
 
 import numpy as np
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from curvops.ambient import Progress, check_progress
 from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, Points
-from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
+from curvops.checks import (
+    check_choice,
+    check_flag,
+    check_generator,
+    check_kind,
+    check_limits,
+    checked_indices,
+    checked_whole,
+    rounds_to_tf32,
+)
 from curvops.errors import warn
-from curvops.linalg.core.sources import Sources
+from curvops.linalg.core.matrix_identity import Sources
 from curvops.network import EngineChoice, TrainedNetwork
-from curvops.operators.linearized.jacobian import Gradients, Jacobian
+from curvops.operators.linearized.network_operator import Gradients, Jacobian
 from curvops.ranks.process_group import holds_shards
 from curvops.ranks.sharded_linearization import ShardedLinearization
 
@@ -243,3 +256,44 @@ def linearize(
     if rounds_to_tf32(lin.theta.dtype, lin.theta.device):
         warn(TF32, UserWarning)
     return lin
+
+
+def subsample(
+    lin: Linearization, m: int | Int[Tensor, " m"], generator: torch.Generator | None = None
+) -> Linearization:
+    """Linearise the network on m of its N points, each with N/m times its weight.
+
+    Curvatures, gradients and log-likelihoods of the result are unbiased estimates of those of all points: their mean
+    over all subsets of m points equals the full value. The posterior of one subset is not unbiased.
+
+    Args:
+        lin: the linearisation of all data.
+        m: the number of points to draw without replacement, or their positions (m,).
+        generator: the source of the draw.
+
+    Returns:
+        A linearisation with its own engines, within the memory budget of `lin`. Costs a pass over the data; the chosen
+        points are copied.
+
+    Raises:
+        TypeError, ValueError: `lin` is not a linearisation, m is not between 1 and N, or positions are out of range or
+            repeated.
+
+    Examples:
+        >>> few = co.subsample(lin, 4, generator=torch.Generator().manual_seed(0))
+        >>> few.num_data, co.GGN(few).shape
+        (4, torch.Size([17, 17]))
+    """
+    check_kind("lin", lin, Linearization, "a linearisation, co.linearize(…)")
+    chosen = _positions(m, lin.num_data, generator)
+    lin.passes.agree({"the chosen points, from m and generator": chosen.tolist()})
+    return lin.restrict(chosen, lin.num_data / len(chosen))
+
+
+def _positions(m: int | Tensor, num_data: int, generator: torch.Generator | None) -> Int[Tensor, " m"]:
+    check_generator(generator)
+    if isinstance(m, Tensor) and m.ndim:
+        return checked_indices(m, num_data).cpu().sort().values
+    count = checked_whole("m", m, 1, num_data, "a whole number of points or a vector of their positions")
+    device = None if generator is None else generator.device
+    return torch.randperm(num_data, generator=generator, device=device)[:count].cpu().sort().values

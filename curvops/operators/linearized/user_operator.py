@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvops.checkpoint import identify
 from curvops.checks import carries_graph, check_kind
-from curvops.linalg.core.sources import Sources, sources_of
+from curvops.linalg.core.matrix_identity import Sources, sources_of
 from curvops.linalg.operators.algebra import Scaled
 from curvops.network import likelihoods
 from curvops.operators.linearized.linearization import Linearization

@@ -10,8 +10,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_choice, check_kind, check_like, check_shape, shown
-from curvops.linalg.core.spaces import common, spaces_of
-from curvops.linalg.core.symmetry import is_symmetric
+from curvops.linalg.core.matrix_identity import common, spaces_of
+from curvops.linalg.core.structure import is_symmetric
 from curvops.network import Model
 from curvops.operators import (
     EKFAC,

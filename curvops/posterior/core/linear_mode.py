@@ -28,10 +28,10 @@ from torch import Tensor
 from curvops.checkpoint import current, digest
 from curvops.errors import ModeWarning, warn
 from curvops.linalg import Reason, cg
+from curvops.linalg.core.algorithm import PRODUCT_VECTORS, holding
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.memory import PRODUCT_VECTORS, holding
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
-from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.structure import is_psd
 from curvops.linalg.core.vectors import describe, inner, norm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization

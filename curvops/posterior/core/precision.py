@@ -17,7 +17,7 @@ from curvops.checkpoint import current
 from curvops.checks import carries_graph
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Damped, lanczos
-from curvops.linalg.core.memory import longest
+from curvops.linalg.core.algorithm import longest
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.solve_routes import (
     CLOSED_FORM,
@@ -33,10 +33,10 @@ from curvops.linalg.core.solve_routes import (
     determinants,
     routes,
 )
-from curvops.linalg.core.symmetry import is_psd
-from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
-from curvops.operators.curvatures.formed import Formed
+from curvops.linalg.core.structure import is_psd
+from curvops.linalg.operators.closed_form import ClosedFormPreconditioner
 from curvops.operators.curvatures.ggn import root_of
+from curvops.operators.curvatures.subnetwork import Formed
 from curvops.operators.function_space.function_space import DualInverse, FunctionSpace
 from curvops.posterior.core.terms import PrecisionTerms
 

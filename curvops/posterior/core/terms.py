@@ -40,10 +40,9 @@ from torch import Tensor
 from curvops.checkpoint import Checkpoint, current, identify
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Estimate, Operator, SpectralQuadrature
-from curvops.linalg.core.matrix_identity import form_of
-from curvops.linalg.core.memory import CACHE_BYTES, keep
-from curvops.linalg.core.sources import sources_of
-from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.algorithm import CACHE_BYTES, keep
+from curvops.linalg.core.matrix_identity import form_of, sources_of
+from curvops.linalg.core.structure import is_psd
 from curvops.linalg.operators.base import as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.damped import ScaledPreconditioner
@@ -51,8 +50,8 @@ from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.network import Model, read_mean, read_precision
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import GGN, Linearization
+from curvops.operators.curvatures.kfac import has_kronecker_blocks, kfac_sum
 from curvops.operators.function_space.gram_matrix import gram_cost
-from curvops.operators.kfac.kfac_sum import has_kronecker_blocks, kfac_sum
 from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.posterior.core.arguments import check_operator
 from curvops.storage import from_record

@@ -19,13 +19,13 @@ from curvops import storage
 from curvops.checks import carries_graph, check_accuracy, check_kind, check_like, checked_whole
 from curvops.linalg import Damped, Dense, Estimate, Inverse, Operator, logdet, low_rank
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.sources import sources_of
+from curvops.linalg.core.matrix_identity import sources_of
 from curvops.linalg.estimators.frobenius import relative_distance
 from curvops.linalg.operators.base import as_part
 from curvops.linalg.operators.draws import draw
 from curvops.network import accumulate, record_of_network
 from curvops.operators import Linearization
-from curvops.operators.kfac.kfac_sum import has_kronecker_blocks
+from curvops.operators.curvatures.kfac import has_kronecker_blocks
 from curvops.operators.operator_record import record_of_operator
 from curvops.posterior.core.arguments import (
     check_linearization,

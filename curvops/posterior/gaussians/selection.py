@@ -18,14 +18,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.argument_types import Points, PriorPrecision
-from curvops.checks import check_choice, check_generator, checked_number, checked_whole, shown
+from curvops.checks import check_choice, check_generator, checked_indices, checked_number, checked_whole, shown
 from curvops.errors import InertWeightsWarning, warn
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS
 from curvops.network import squared_columns
 from curvops.operators import GGN, DiagonalGGN, Linearization
-from curvops.operators.curvatures.subnetwork import checked_indices, principal_block
+from curvops.operators.curvatures.subnetwork import principal_block
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.core.precision import inverse_for
 from curvops.posterior.core.terms import read_prior

@@ -34,7 +34,7 @@ from curvops.network.data.inputs import Inputs, components, cut, first_of, num_p
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.operators.function_space.point_covariance import row_covariances
-from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.network_operator import Jacobian
 from curvops.posterior.predictions.answers import (
     NUMBERS,
     ErrorOfMean,

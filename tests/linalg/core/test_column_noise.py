@@ -1,4 +1,7 @@
-"""Noise by columns: draws do not depend on how many there are."""
+"""Noise by columns: draws do not depend on how many there are.
+
+Tests `draws.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.linalg import draw
-from curvops.linalg.core import memory
-from curvops.linalg.core.column_noise import ColumnNoise
+from curvops.linalg.core.algorithm import solve_width
+from curvops.linalg.operators.draws import ColumnNoise
 
 N = 12
 
@@ -99,4 +102,4 @@ def test_without_a_generator_draws_follow_torchs_own_seed() -> None:
         return draw(A, 2)
 
     assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
-    assert memory.solve_width(A, 2)[0] == 2
+    assert solve_width(A, 2)[0] == 2

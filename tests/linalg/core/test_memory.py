@@ -1,4 +1,7 @@
-"""Algorithms take their blocks and bases from what the networks behind an operator have left."""
+"""Algorithms take their blocks and bases from what the networks behind an operator have left.
+
+Tests `algorithm.py`.
+"""
 
 import warnings
 
@@ -11,7 +14,7 @@ from curvops import ambient
 from curvops.ambient import is_out_of_memory
 from curvops.errors import BlockSizeWarning, MemoryBudgetWarning
 from curvops.linalg import Reason, draw
-from curvops.linalg.core.memory import CALLER_VECTORS, memories_of, solve_width, working
+from curvops.linalg.core.algorithm import CALLER_VECTORS, memories_of, solve_width, working
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from tests.linalg.faulty import without_room_beyond
 from tests.linalg.matrices import generator, symmetric

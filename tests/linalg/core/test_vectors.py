@@ -1,6 +1,6 @@
 """Inner products, norms, orthonormal bases and entries of vectors against torch's own.
 
-Tests `entries.py`.
+Tests `structure.py`.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg import Dense
 from curvops.linalg.core import vectors
-from curvops.linalg.core.entries import columns_of, diagonal_of
+from curvops.linalg.core.structure import columns_of, diagonal_of
 
 
 def block(n, k, dtype=torch.float64, seed=0):

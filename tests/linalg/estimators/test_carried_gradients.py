@@ -1,4 +1,7 @@
-"""Gradients of traces and log-determinants for the tensors inside A."""
+"""Gradients of traces and log-determinants for the tensors inside A.
+
+Tests `trace.py`, `logdet.py`.
+"""
 
 import pytest
 import torch

@@ -8,7 +8,7 @@ from linear_operator.utils.errors import NotPSDError
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.results import Reason
 from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.operators.dense import Dense
+from curvops.linalg.operators.given_matrix import Dense
 from curvops.linalg.preconditioners.jacobi import diagonal_preconditioner
 from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.known import Rooted

@@ -1,6 +1,6 @@
 """Every structured operand, alone and damped, against its dense matrix.
 
-Tests `closed_form.py`, `dense.py`.
+Tests `closed_form.py`, `given_matrix.py`.
 """
 
 from unittest.mock import patch

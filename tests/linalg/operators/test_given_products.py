@@ -1,4 +1,7 @@
-"""A function or a SciPy LinearOperator in place of a matrix gives what the matrix gives."""
+"""A function or a SciPy LinearOperator in place of a matrix gives what the matrix gives.
+
+Tests `given_matrix.py`.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Kronecker
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.operators.kfac.kfac_sum import nearest_kronecker
+from curvops.operators.curvatures.kfac import nearest_kronecker
 from tests.linalg.operands import full, kron, positive, random, uniform
 
 

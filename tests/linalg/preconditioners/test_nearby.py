@@ -1,13 +1,13 @@
 """A closed form that holds under another diagonal, as the preconditioner of systems and determinants.
 
-Tests `closed_form_preconditioner.py`.
+Tests `closed_form.py`.
 """
 
 import pytest
 import torch
 
 from curvops.linalg import DirectSum, Kronecker, LowRank, cg, logdet
-from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
+from curvops.linalg.operators.closed_form import ClosedFormPreconditioner
 from tests.linalg.operands import positive, random, uniform
 
 DOUBLE = torch.float64

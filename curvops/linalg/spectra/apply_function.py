@@ -24,9 +24,8 @@ from torch.autograd import Function
 from curvops.ambient import Progress, as_step, current_run, remark, running
 from curvops.checks import check_limits, checked_number
 from curvops.errors import PrecisionWarning, warn
-from curvops.linalg.core.algorithm import algorithm
+from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.cache import require_first_derivative
-from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason, indefinite
 from curvops.linalg.core.vectors import (
     Given,
@@ -44,9 +43,9 @@ from curvops.linalg.core.vectors import (
     shaped_as,
     zero_block,
 )
-from curvops.linalg.functions.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
 from curvops.linalg.solvers.systems import Callback, UsableColumns, check
 from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, LEAST_VECTORS, LockStep
+from curvops.linalg.spectra.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
 
 # The number of steps from a random start that show the range of the spectrum.
 SEEN_DEPTH = 10

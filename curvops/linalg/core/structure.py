@@ -1,23 +1,26 @@
-"""Symmetry and definiteness of a matrix, by tags and by tests that distinguish a violation from rounding.
+"""The structure of a matrix: its tags, entries that it gives without products, and tests of symmetry and definiteness.
 
-Symmetry has one rule: for vectors X with known images AX, XᵀAX − (XᵀAX)ᵀ is compared with the size of the images. k
-random vectors show √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F; the formed matrix shows all of it. A difference that the dtype does not
-explain is compared with the rounding of the products themselves, which a deep network may have in any dtype.
+The tests distinguish a violation from rounding. Symmetry has one rule: for vectors X with known images AX, XᵀAX −
+(XᵀAX)ᵀ is compared with the size of the images. k random vectors show √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F; the formed matrix
+shows all of it. A difference that the dtype does not explain is compared with the rounding of the products themselves,
+which a deep network may have in any dtype.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import singledispatch
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.linalg.core.memory import Multiply
+from curvops.ambient import as_step
+from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.vectors import Vectors, norm
+from curvops.linalg.core.vectors import Matrix, Vectors, columns, norm, product, unit_columns
 
 MOST_SKEW = 0.1
 """A difference of more than this share of the images is not rounding: such products are random."""
@@ -41,6 +44,54 @@ def narrow_root(A: Any) -> Any:
     The eigenvalues of A are those of SᵀS and zeros, so that vectors of length m suffice to find them.
     """
     return getattr(A, "narrow_root", None)
+
+
+@singledispatch
+def rows(A: Matrix) -> Callable[[Tensor], Any]:
+    """Return the map index -> A[index, :], dense (b, n); for other `vectors` an object with ``@`` and ``diagonal()``.
+
+    Rows of a tensor cost nothing, rows of a lazy kernel cost their evaluation, and rows of an operator known by its
+    products cost one transposed product each.
+    """
+    if isinstance(A, Tensor):
+        dense = A.detach()
+        return lambda index: dense[index]
+
+    def take(index: Tensor) -> Tensor:
+        with torch.no_grad():
+            block = A[index, :]
+            result: Tensor = block if isinstance(block, Tensor) else block.to_dense()
+        return result.detach()
+
+    return take
+
+
+def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
+    """Return A[:, index], read from a tensor, or by one product each for an operator without a cheaper way."""
+    if isinstance(A, Tensor):
+        return as_step(len(index), columns, A.detach(), index)
+    if hasattr(A, "_columns"):
+        with torch.no_grad():
+            images: Tensor = as_step(len(index), A._columns, index)
+        return images.detach()
+    return product(A)(unit_columns(index, A.shape[-1], A.dtype))
+
+
+def known_diagonal(A: Matrix) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]] | None:
+    """Return the diagonal of an operator that knows it without products, and the change of its entries by rounding."""
+    if isinstance(A, Tensor) or getattr(A, "diagonal_matvecs", None) != 0 or A.ndim > 2:
+        return None
+    pair: tuple[Tensor, Tensor] = A._diagonal_and_error()
+    return pair
+
+
+def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:
+    """Return the diagonal of a square A, and the number of products it took (0 if they cannot be counted)."""
+    if isinstance(A, Tensor):
+        return A.detach().diagonal(), 0
+    with torch.no_grad():
+        diagonal: Tensor = as_step(spent := getattr(A, "diagonal_matvecs", 0), A._diagonal)
+    return diagonal.detach(), spent
 
 
 def skew_tolerance(eps: float) -> float:

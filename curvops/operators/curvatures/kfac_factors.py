@@ -14,9 +14,9 @@ from torch import Tensor
 from curvops.checkpoint import digest, part_of_rank
 from curvops.errors import NoFactorsWarning, warn
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
-from curvops.linalg.core.memory import CACHE_BYTES
-from curvops.linalg.core.symmetry import mirror
-from curvops.linalg.operators.dense import round_with_rest
+from curvops.linalg.core.algorithm import CACHE_BYTES
+from curvops.linalg.core.structure import mirror
+from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
 from curvops.linalg.operators.kronecker_factors import Details
 from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes

@@ -1,1 +1,0 @@
-"""Kronecker-factored curvatures: KFAC, EKFAC, and sums of them."""
