@@ -21,7 +21,7 @@ from curvops.evidence.maximize import maximize
 from curvops.evidence.validate import validate
 from curvops.linalg.core.solve_routes import WHOLE
 from curvops.network import needs_noise
-from curvops.network.data.inputs import join
+from curvops.network.data.inputs import group_alike, join
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, KFAC, Linearization
 from curvops.posterior import Laplace
@@ -175,16 +175,19 @@ def limit_variance(post: Laplace) -> Laplace:
     """
     from scipy.optimize import brentq  # a slow import, needed for tuning only
 
-    x = training_inputs(post.lin)
+    alike = training_inputs(post.lin)
     by_draws = post.precision._closed_form() is None and post.lin.num_parameters > WHOLE
 
     @cache
     def excess(power: float) -> float:
         trial = replace(post.with_prior(10.0**power), temperature=1.0)
         draws = trial.sample(DRAWS, _seeded(post)) if by_draws else None
-        predicted = trial.predict(x, samples=draws)
-        parts = predicted.values() if isinstance(predicted, dict) else [predicted]
-        variance = float(torch.cat([part.variance for part in parts], -1).mean())
+        variances = []
+        for inputs in alike:
+            predicted = trial.predict(inputs, samples=draws)
+            parts = predicted.values() if isinstance(predicted, dict) else [predicted]
+            variances += [part.variance.flatten() for part in parts]
+        variance = float(torch.cat(variances).mean())
         if not 0 < variance < math.inf:
             raise ValueError(f"the logits have a variance of {variance:.3g} at the training inputs.")
         return math.log(variance / VARIANCE)
@@ -198,12 +201,15 @@ def limit_variance(post: Laplace) -> Laplace:
     return tell_choice(post.with_prior(10.0**last), "the variance of the logits")
 
 
-def training_inputs(lin: Linearization) -> Any:
-    """Return training inputs of all ranks, `ROWS` outputs or at least `POINTS`, evenly spaced in their order."""
+def training_inputs(lin: Linearization) -> list[Any]:
+    """Return training inputs of all ranks, `ROWS` outputs or at least `POINTS`, evenly spaced in their order.
+
+    Those of one form, such as one length of texts, are together.
+    """
     total = lin.num_data
     count = min(total, max(POINTS, ROWS // lin.num_outputs))
     data = lin.restrict(torch.arange(count) * total // count, 1.0).gathered().data
-    return join([batch.inputs for batch in data])
+    return [join(kind) for kind in group_alike(batch.inputs for batch in data)]
 
 
 def _seeded(post: Laplace) -> torch.Generator:

@@ -18,7 +18,7 @@ from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
 from curvops.evidence.maximize import checked_precisions
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of, targets_of
 from curvops.network.data.batches import Batches, as_source
-from curvops.network.data.inputs import batch_inputs, join
+from curvops.network.data.inputs import batch_inputs, group_alike, join
 from curvops.network.data.randomness import items
 from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
@@ -103,17 +103,19 @@ def validate(
     parts = (over,) if isinstance(over, str) else over
     if not isinstance(parts, Sequence) or tuple(parts) not in PARTS:
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
-    if y is None:
-        x, y = _held_out_data(x, post)
-    data, inputs, labels = post.lin.data, post.lin.model.calls.read(x), targets_of(y)
-    if post.lin.ranks is None and labels is not None and not max(sizes_of(labels)):
+    data, alone = post.lin.data, post.lin.ranks is None
+    held_out = [(x, y)] if y is not None else _held_out_data(x, post)
+    held_out = [(post.lin.model.calls.read(x), y) for x, y in held_out]
+    if alone and all(_is_empty(targets_of(labels)) for _, labels in held_out):
         raise ValueError("the held-out data hold no points.")
-    if isinstance(data, Batches) and post.lin.ranks is None and data.are(inputs, y):
+    if isinstance(data, Batches) and alone and data.are(held_out):
         raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")
-    targets = partial(targets_by_position, post.lin, inputs, y)
-    split = split_points(post.lin, inputs, False, "validation", targets=targets)
+    is_split = False
+    for inputs, labels in held_out:
+        targets = partial(targets_by_position, post.lin, inputs, labels)
+        is_split = split_points(post.lin, inputs, False, "validation", targets=targets).is_split
     by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)
-    search = _Search(post, inputs, y, joint, "mc" if by_draws else link, generator, split.is_split)
+    search = _Search(post, held_out, joint, "mc" if by_draws else link, generator, is_split)
     with torch.no_grad():
         if prior_precisions is not None:
             if tuple(parts) != ("scalar",):
@@ -130,15 +132,19 @@ def validate(
         return search.result("held-out data" if "scalar" in parts else post.prior.chosen_by)
 
 
-def _held_out_data(data: Any, post: Laplace) -> tuple[Any, Any]:
-    """Return the inputs and targets of data in any form, as if they had been passed as two arguments."""
+def _held_out_data(data: Any, post: Laplace) -> list[tuple[Any, Any]]:
+    """Return the inputs and targets of data in any form; those of one form, such as one length of texts, together."""
     data = post.lin.model.calls.read_data(data)
     source = [data] if holds_all(data) else items(as_source(data, post.lin.data.largest), post.mean.device)
-    parts = [parts_of(item, False) for item in source]
+    parts = [(batch_inputs(x, max(sizes_of(y))), y) for x, y, _ in (parts_of(item, False) for item in source)]
     if not parts:
         raise ValueError("the held-out data hold no points.")
-    inputs = join([batch_inputs(x, max(sizes_of(y))) for x, y, _ in parts])
-    return inputs, tree_map(lambda *tensors: torch.cat(tensors), *(y for _, y, _ in parts))
+    kinds = group_alike(parts) if post.lin.ranks is None else [parts]
+    return [(join(inputs), tree_map(lambda *y: torch.cat(y), *labels)) for inputs, labels in (zip(*k) for k in kinds)]
+
+
+def _is_empty(labels: Any) -> bool:
+    return labels is not None and not max(sizes_of(labels))
 
 
 class _Trial(NamedTuple):
@@ -152,8 +158,7 @@ class _Trial(NamedTuple):
 @dataclass(eq=False)
 class _Search:
     post: Laplace
-    x: Any
-    y: Any
+    held_out: Sequence[tuple[Any, Any]]
     joint: bool
     link: str
     generator: torch.Generator | None
@@ -167,10 +172,10 @@ class _Search:
         """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""
         device = post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
-        scores = post.log_likelihood(self.x, self.y, self.joint, None, draws, self.gather, self.link)
-        value, count = float(scores.value.mean()), scores.value.numel()
-        error = float(torch.as_tensor(scores.stderr).norm()) / count
-        self.trials.append(_Trial(post, value, error))
+        parts = [post.log_likelihood(x, y, self.joint, None, draws, self.gather, self.link) for x, y in self.held_out]
+        scores, errors = (torch.cat([getattr(part, name) for part in parts]) for name in ("value", "stderr"))
+        value = float(scores.mean())
+        self.trials.append(_Trial(post, value, float(errors.norm()) / scores.numel()))
         return value
 
     @property

@@ -69,6 +69,28 @@ def test_covariances_equal_the_dense_definition(lin, curvature, prior):
     torch.testing.assert_close(post.probabilities(X), probit, **TIGHT)
 
 
+@pytest.mark.parametrize("curvature", ["ggn", "tempered", "damped"])
+def test_a_small_prior_in_single_precision_is_no_rounding(lin, curvature):
+    """Entries are summed in float64, so that 1e-4 beside an eigenvalue of 100 is known."""
+    single = lin.cast(torch.float32)
+    variances = [
+        co.laplace(network, CURVATURES[curvature](network), 1e-4, check_mode=False)
+        .predict(X.to(network.theta))
+        .variance
+        for network in (lin, single)
+    ]
+    torch.testing.assert_close(variances[1].double(), variances[0], rtol=2e-3, atol=0)
+
+
+def test_held_out_data_choose_the_prior_in_single_precision(lin):
+    single, y = lin.cast(torch.float32), lin.predict(X).argmax(-1)
+    y[::5] = (y[::5] + 1) % 3
+    priors = [
+        co.laplace(network, co.GGN, validation=(X.to(network.theta), y)).prior_precision for network in (lin, single)
+    ]
+    torch.testing.assert_close(priors[1].double(), priors[0], rtol=0.02, atol=0)
+
+
 @pytest.mark.parametrize("prior", PRIORS)
 def test_draws_have_the_covariance_of_the_dense_matrix(lin, prior):
     """An identity: Lᵀ of a deviation is the seed's noise. Equal seeds give equal draws whatever was asked before."""

@@ -50,6 +50,12 @@ class DenseForm(ClosedForm):
     def holds(self) -> bool:
         return bool(self.base.symmetric)
 
+    @property
+    def dtype_of_entries(self) -> torch.dtype:
+        """The dtype whose rounding the entries of the operand have."""
+        whole = isinstance(self.base, Dense) and self.base.rest is not None
+        return torch.float64 if whole else self.base.dtype
+
     @cached_property
     def dense(self) -> Tensor:
         """The matrix P, (n, n), in float64 up to `DENSE_BLOCK` rows."""
@@ -71,8 +77,7 @@ class DenseForm(ClosedForm):
     def _has_lost_pivot(self, L: Tensor) -> bool:
         """Return whether a pivot consists of rounding and is not dominated by a shift, so that its sign is random."""
         diagonal = self.dense.detach().diagonal()
-        exact = isinstance(self.base, Dense) and self.base.rest is not None
-        level = 2 * len(L) * torch.finfo(diagonal.dtype if exact else self.base.dtype).eps * diagonal
+        level = 2 * len(L) * torch.finfo(self.dtype_of_entries).eps * diagonal
         return bool(((L.detach().diagonal().square() <= level) & (self.shift.detach() <= level)).any())
 
     @property

@@ -8,7 +8,7 @@ on every later one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NoReturn
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
-from curvops.fingerprints import fingerprint, ordered_sum, point_prints
+from curvops.fingerprints import fingerprint, in_64_bits, ordered_sum, point_prints
 from curvops.network.data.batch_parts import (
     ACCEPTED,
     holds_all,
@@ -280,18 +280,20 @@ class Batches:
                 batches.append((take(batch.inputs, index), targets, weights))
         return batches
 
-    def are(self, inputs: object, targets: object) -> bool:
-        """Return whether all points are those of these inputs and targets, in any order; False if they have weights.
+    def are(self, batches: Sequence[tuple[object, object]]) -> bool:
+        """Return whether all points are those of these (inputs, targets), in any order; False if they have weights.
 
         Other numbers of points are told apart before anything is read or moved.
         """
-        x, y = normalise(inputs), targets_of(targets)
-        if isinstance(x, WholeBatch) or self.weighted or not self.labelled or y is None or 0 in sizes_of(y):
+        pairs = [(normalise(x), targets_of(y)) for x, y in batches]
+        if self.weighted or not self.labelled:
             return False
-        if {num_points(x), *sizes_of(y)} != {self.num_data}:
+        if any(isinstance(x, WholeBatch) or y is None or sizes_of(y) != {num_points(x)} for x, y in pairs):
             return False
-        batch = self._reading.read((x, y))
-        return int(point_prints(batch.rows).sum()) == self.prints.contents
+        if sum(num_points(x) for x, _ in pairs) != self.num_data:
+            return False
+        prints = [int(point_prints(self._reading.read(pair).rows).sum()) for pair in pairs]
+        return in_64_bits(sum(prints)) == in_64_bits(self.prints.contents)
 
     @property
     def print_of_batches(self) -> int:

@@ -12,7 +12,7 @@ fingerprints (`network.data.batches`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import unserializable_hook
 
@@ -162,6 +162,17 @@ def join(parts: Sequence[Inputs]) -> Inputs:
     if isinstance(parts[0], Objects):
         return join_objects([inputs for inputs in parts if isinstance(inputs, Objects)])
     return tree_map(lambda *tensors: torch.cat(tensors), *parts)
+
+
+def group_alike(parts: Iterable[Any]) -> list[list[Any]]:
+    """Return the parts that can be joined together: inputs, or pairs with targets, whose points have equal shapes."""
+    groups: dict[Any, list[Any]] = {}
+    for part in parts:
+        leaves = tree_leaves(part, is_leaf=lambda value: isinstance(value, WholeBatch))
+        alone = any(isinstance(leaf, WholeBatch) for leaf in leaves)
+        form = id(part) if alone else tuple(leaf.shape[1:] for leaf in leaves if isinstance(leaf, Tensor))
+        groups.setdefault(form, []).append(part)
+    return list(groups.values())
 
 
 def cut(inputs: Inputs, step: int) -> Iterator[tuple[slice, Inputs]]:

@@ -138,6 +138,17 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
     return block
 
 
+def dtype_of_sums(operator: LinearOperator) -> torch.dtype:
+    """Return the dtype whose rounding the entries of `principal_block` have."""
+    if isinstance(operator, Curvature):
+        return torch.float64
+    if isinstance(operator, (Damped, Scaled)):
+        return dtype_of_sums(operator.base)
+    if isinstance(operator, Sum) and all(dtype_of_sums(term) == torch.float64 for term in operator.terms):
+        return torch.float64
+    return operator.dtype
+
+
 def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
     """Return Σ_n (J_n E_S)ᵀ H_n (J_n E_S), summed in float64; see `fisher_blocks`."""
     return next(fisher_blocks(lin, output, [indices]))
@@ -260,6 +271,11 @@ class FormedCholesky(DenseForm):
     @property
     def holds(self) -> bool:
         return super().holds and not carries_graph(self.base.representation())
+
+    @property
+    def dtype_of_entries(self) -> torch.dtype:
+        """The dtype whose rounding the entries have."""
+        return dtype_of_sums(self.base.base)
 
     @cached_property
     def dense(self) -> Tensor:
