@@ -18,7 +18,7 @@ from curvops.argument_types import Collate
 from curvops.checkpoint import identify
 from curvops.checks import check_tensor
 from curvops.errors import MissingLabelsError
-from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_source
+from curvops.network.data.batches import AbsentBatches, Batch, Batches, LabelledSource, as_source
 from curvops.network.data.inputs import (
     Inputs,
     as_inputs,
@@ -233,7 +233,7 @@ class TrainedNetwork(NetworkOnData):
         self.output_shape, self.engine = output_shape, engine
         few, points = (None, sum(data.sizes)) if data.is_present else (data.few, 0)
         shard = data if isinstance(data, Shard) else None
-        self.passes = Passes(model, _Labelled(data), engine, memory_budget, engines, points, progress, few, shard)
+        self.passes = Passes(model, LabelledSource(data), engine, memory_budget, engines, points, progress, few, shard)
         self._theta = model.theta
         self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
@@ -585,18 +585,3 @@ class TrainedNetwork(NetworkOnData):
 
     def __repr__(self) -> str:
         return self._printed(self.theta.dtype, self.theta.device)
-
-
-class _Labelled:
-    """The training data as (inputs, batch without its inputs), so that a cached engine keeps little of a batch."""
-
-    def __init__(self, data: Batches | AbsentBatches) -> None:
-        self._data = data
-
-    def __iter__(self) -> Any:
-        start = self._data.start
-        for batch in self._data:
-            # Clone: stored parts of a batch must not change with the user's tensors.
-            weights = None if batch.weights is None else batch.weights.clone()
-            yield batch.inputs, Batch((), batch.any_targets.clone(), weights, start, batch.labelled)
-            start += batch.num_points
