@@ -24,7 +24,7 @@ from torch import Tensor
 import curvops as co
 from benchmarks.layers import linear_layers
 from curvops import checkpoint
-from curvops.records import record_of
+from curvops.storage import record_of
 
 KILLS = 20
 LONG = 8192

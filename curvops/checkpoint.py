@@ -40,7 +40,7 @@ from curvops import storage
 from curvops.ambient import current_run
 from curvops.errors import CheckpointWarning, warn
 from curvops.ranks.process_group import Ranks
-from curvops.records import from_record, record_of
+from curvops.storage import from_record, record_of
 
 KIND, VERSION = "checkpoint", 7
 PAUSE = 30.0

@@ -17,10 +17,10 @@ from torch import nn
 
 import curvops as co
 from curvops import storage
+from curvops.ambient import aside
 from curvops.checkpoint import KIND, Checkpoint, begin, current, identify, named_part
 from curvops.errors import CheckpointWarning
 from curvops.linalg.core.algorithm import algorithm
-from curvops.progress import aside
 from tests.linalg.interrupted import Killed
 from tests.ranks.processes import alone
 

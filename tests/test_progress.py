@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 import curvops as co
 from curvops import linalg
+from curvops.ambient import progress_bar
 from curvops.linalg.solvers.systems import Goal, Records
-from curvops.progress import progress_bar
 
 
 class Terminal(io.StringIO):

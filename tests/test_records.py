@@ -1,4 +1,7 @@
-"""Dataclasses come back from their records, through a file, as they were."""
+"""Dataclasses come back from their records, through a file, as they were.
+
+Tests `storage.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops import storage
-from curvops.records import from_record, record_of, restore, state_of
+from curvops.storage import from_record, record_of, restore, state_of
 
 
 class Colour(Enum):

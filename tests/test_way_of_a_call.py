@@ -92,14 +92,14 @@ def linearize() -> Callable[[], Any]:
 
 
 CALLS = {
-    "linearize": (linearize, 35, 280),
-    "G @ v": (product, 14, 58),
-    "P.solve(b)": (solve, 31, 185),
-    "co.linalg.cg(P, B)": (block_solve, 26, 163),
-    "co.linalg.trace(G)": (trace, 37, 170),
-    "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 58, 370),
-    "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 45, 200),
-    "post.sample(4), KFAC": (sample, 32, 108),
+    "linearize": (linearize, 30, 280),
+    "G @ v": (product, 13, 58),
+    "P.solve(b)": (solve, 28, 185),
+    "co.linalg.cg(P, B)": (block_solve, 23, 163),
+    "co.linalg.trace(G)": (trace, 35, 170),
+    "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 49, 370),
+    "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 41, 200),
+    "post.sample(4), KFAC": (sample, 27, 108),
     "sgld.update": (sgld, 11, 45),
 }
 """Each call with the files and functions that its third run enters."""

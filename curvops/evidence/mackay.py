@@ -22,7 +22,7 @@ from curvops.posterior.deviations import Deviations, Noise, StochasticDescent
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence import Ending, Tuning, TuningStep
-from curvops.records import restore, state_of
+from curvops.storage import restore, state_of
 
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}
 STATE = ("noise", "records", "past", "changes", "targets", "halved", "ending")

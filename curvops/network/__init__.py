@@ -12,8 +12,7 @@ from curvops.errors import (
 from curvops.network import likelihoods
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import move
-from curvops.network.data.point_normals import PointNormals
-from curvops.network.data.randomness import own_randomness
+from curvops.network.data.randomness import PointNormals, own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layer_calls import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
@@ -26,19 +25,15 @@ from curvops.network.likelihoods.gaussian import (
 )
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
 from curvops.network.model.model import Model, tensors_of
-from curvops.network.model.parameters import Blocks
-from curvops.network.model.tangent_space import TangentSpace
+from curvops.network.model.parameters import Blocks, TangentSpace
 from curvops.network.model.weight_vectors import read_mean, read_precision
 from curvops.network.trained.network_record import record_of_network, recorded_network
 from curvops.network.trained.trained_network import TrainedNetwork
-from curvops.network.walks.budget import LEAST_ROOM
-from curvops.network.walks.engine_cache import BatchMap
+from curvops.network.walks.engine_cache import LEAST_ROOM, BatchMap
 from curvops.network.walks.input_graphs import InputGraph
 from curvops.network.walks.layer_roots import Group, JacobianRows
-from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns
-from curvops.network.walks.some_points import at_points, by_points, shuffled
-from curvops.network.walks.walk import accumulate
+from curvops.network.walks.walk import Passes, accumulate, at_points, by_points, shuffled
 
 __all__ = [
     "LEAST_ROOM",

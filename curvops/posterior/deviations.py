@@ -22,7 +22,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import Memories, hold, running
+from curvops.ambient import Memories, as_step, hold, remark, running
 from curvops.checkpoint import Checkpoint, current, named_part
 from curvops.checks import carries_graph, check_choice, check_kind, checked_number, checked_whole, drawn_seed
 from curvops.errors import DivergenceError, NotSolvedError
@@ -38,9 +38,8 @@ from curvops.linalg.solvers.systems import join_solutions
 from curvops.network import PointNormals
 from curvops.operators import Linearization
 from curvops.operators.curvatures.ggn import CurvatureRoot, root_of
+from curvops.posterior.core.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
 from curvops.posterior.core.terms import PrecisionTerms, Prior
-from curvops.posterior.solves.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
-from curvops.progress import as_step, remark
 from curvops.ranks.sharded_vectors import SEED
 from curvops.summary import Summarised
 

@@ -24,8 +24,7 @@ from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls
 from curvops.network.model.fused_kernels import contexts_for
 from curvops.network.model.model import Model, form_of, require_all_finite, slots_of
-from curvops.network.model.parameters import Blocks, FlatLayout, Selection, select
-from curvops.network.model.tangent_space import TangentSpace, tangent_space
+from curvops.network.model.parameters import Blocks, FlatLayout, Selection, TangentSpace, select, tangent_space
 from curvops.ranks.process_group import Ranks, even_share, is_dtensor, is_fully_sharded
 
 

@@ -2,7 +2,6 @@
 
 from curvops.errors import FewDrawsWarning, NotVectorizedWarning, UnsettledWarning
 from curvops.sampling import diagnostics
-from curvops.sampling.chain_draws import Chain
 from curvops.sampling.empirical_posterior import EmpiricalPosterior, empirical
 from curvops.sampling.extended_kalman import ExtendedKalmanFilter, KalmanState, ekf
 from curvops.sampling.feed import Minibatches, minibatches
@@ -12,7 +11,7 @@ from curvops.sampling.metropolis import hmc, lmc, pcn
 from curvops.sampling.repriorisation.problem import ntk_precision
 from curvops.sampling.repriorisation.reprior import GradientGap, Reprior, reprior
 from curvops.sampling.running import chains, run
-from curvops.sampling.state import Info, MomentumState, State
+from curvops.sampling.state import Chain, Info, MomentumState, State
 from curvops.sampling.torch_optimizer import optimizer
 from curvops.sampling.transition import Constant, Cosine, RobbinsMonro, Transition
 from curvops.sampling.variational import FitEnding, Variational, VariationalInfo, VariationalState, vi

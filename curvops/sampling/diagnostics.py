@@ -22,9 +22,9 @@ from curvops.argument_types import Density, Draws, GivenBatch
 from curvops.checkpoint import digest
 from curvops.checks import check_choice, check_generator, check_kind, checked_number, checked_whole
 from curvops.linalg import Estimate
-from curvops.ranks.spread_chains import Spread
-from curvops.sampling.chain_draws import Chain, checked_draws
+from curvops.ranks.process_group import Spread
 from curvops.sampling.log_density import Evaluation, LogPosterior
+from curvops.sampling.state import Chain, checked_draws
 from curvops.summary import Summarised
 
 __all__ = ["RandomProjections", "ess", "random_projections", "rhat", "scores", "stein_discrepancy", "to_inference_data"]

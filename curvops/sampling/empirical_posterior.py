@@ -19,9 +19,9 @@ from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.predictions.answers import Uncertainty, decompose_drawn_numbers
 from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments, network_outputs
 from curvops.posterior.predictions.predictive import Predictive
-from curvops.sampling.chain_draws import checked_draws
 from curvops.sampling.diagnostics import effective_size
 from curvops.sampling.log_density import as_vectors
+from curvops.sampling.state import checked_draws
 
 THROUGH = ("network", "linearization")
 

@@ -36,7 +36,7 @@ from curvops.network.trained.first_points import (
     output_shape,
     reading_for,
 )
-from curvops.network.walks.budget import Budget, default_budget
+from curvops.network.walks.engine_cache import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.terms import Prior
 from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise

@@ -12,20 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvops.ambient import Progress, as_step, check_progress, progress_bar
 from curvops.argument_types import GivenBatch, SamplingMethod, Start
 from curvops.checkpoint import Checkpoint, Place, begin, identify, seed_of
 from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole
 from curvops.errors import DivergenceError
 from curvops.linalg.core.algorithm import algorithm
-from curvops.progress import Progress, as_step, check_progress, progress_bar
-from curvops.ranks.process_group import Ranks
-from curvops.ranks.spread_chains import Spread
-from curvops.records import from_record
-from curvops.sampling.chain_draws import Chain
+from curvops.ranks.process_group import Ranks, Spread
 from curvops.sampling.feed import Feed, require_repeatable
 from curvops.sampling.log_density import LogPosterior
-from curvops.sampling.state import Info, State
+from curvops.sampling.state import Chain, Info, State
 from curvops.sampling.transition import Constant, Transition
+from curvops.storage import from_record
 
 
 class Watch:

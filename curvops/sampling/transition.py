@@ -28,8 +28,7 @@ from curvops.linalg.core.structure import is_psd
 from curvops.linalg.operators.closed_form import Eigenbasis
 from curvops.linalg.operators.draws import draw
 from curvops.network import TangentSpace
-from curvops.ranks.process_group import Ranks
-from curvops.ranks.spread_chains import Spread
+from curvops.ranks.process_group import Ranks, Spread
 from curvops.sampling.log_density import Evaluation, LogDensity, LogPosterior
 from curvops.sampling.state import Info, NoiseSource, State, Structure, flatten, flatten_starts, generator_states
 from curvops.summary import Summarised

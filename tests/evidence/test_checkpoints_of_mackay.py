@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.records import record_of
+from curvops.storage import record_of
 from tests.linalg.interrupted import Killed, equal
 
 DOUBLE = torch.float64

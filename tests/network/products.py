@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.network.model.model import Model
-from curvops.network.walks.passes import Passes
+from curvops.network.walks.walk import Passes
 from tests.zoo import ZOO, Network, batches
 
 PLENTY = 10**9

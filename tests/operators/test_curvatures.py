@@ -2,7 +2,7 @@
 
 Every pair but network × likelihood stands in the table: J knows no likelihood, and H no network.
 
-Tests `ggn.py`, `subnetwork.py`, `output_fisher.py`, `row_squares.py`, `second_derivatives.py`.
+Tests `ggn.py`, `subnetwork.py`, `output_fisher.py`, `row_squares.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Operators linearised at different weights, or of different parameters, are never combined unseen.
 
-Tests `network_operator.py`, `tangent_space.py`.
+Tests `network_operator.py`, and the tangent space in `parameters.py`.
 """
 
 import pickle

@@ -14,7 +14,7 @@ import torch
 
 import curvops as co
 from curvops.posterior.core.terms import CurvatureCache
-from curvops.records import record_of
+from curvops.storage import record_of
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64

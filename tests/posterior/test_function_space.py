@@ -15,7 +15,7 @@ from curvops.checkpoint import begin
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.algorithm import algorithm
 from curvops.operators.function_space.function_space import NAME, FunctionSpace
-from curvops.posterior.solves.precision import solving_kernel
+from curvops.posterior.core.precision import solving_kernel
 from tests.linalg.interrupted import Killed
 
 DOUBLE = torch.float64

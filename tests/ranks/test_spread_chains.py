@@ -1,6 +1,6 @@
 """Chains spread over ranks, each on all data: they are the chains of one process, and so are their diagnostics.
 
-Tests `spread_chains.py`.
+Tests `process_group.py`.
 """
 
 from __future__ import annotations

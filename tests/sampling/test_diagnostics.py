@@ -1,6 +1,6 @@
 """Effective sample sizes, R̂ and Stein discrepancies against closed forms, quadrature and brute force.
 
-Tests `chain_draws.py`.
+Tests the draws of chains in `state.py`.
 """
 
 from __future__ import annotations

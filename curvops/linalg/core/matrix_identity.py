@@ -14,10 +14,10 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import aside
 from curvops.checkpoint import digest, identify
 from curvops.linalg.core.algorithm import memories_of
 from curvops.linalg.core.vectors import Matrix, describe, norm, product
-from curvops.progress import aside
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import columns_at_a_time, current_run
+from curvops.ambient import columns_at_a_time, current_run, remark
 from curvops.checkpoint import derive_generator
 from curvops.checks import check_choice, check_generator, check_limits
 from curvops.linalg.core.algorithm import Multiply, working
@@ -36,7 +36,6 @@ from curvops.linalg.core.vectors import (
     product,
     random_block,
 )
-from curvops.progress import remark
 
 ProbeKind: TypeAlias = Literal["signs", "spherical"]
 

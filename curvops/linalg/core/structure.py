@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.ambient import as_step
 from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import Matrix, Vectors, columns, norm, product, unit_columns
-from curvops.progress import as_step
 
 MOST_SKEW = 0.1
 """A difference of more than this share of the images is not rounding: such products are random."""

@@ -26,8 +26,8 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import as_step
 from curvops.checks import check_generator, drawn_seed, in_forward_mode, refuse_modes, refuse_tangents
-from curvops.progress import as_step
 
 Matrix: TypeAlias = Tensor | LinearOperator
 Given: TypeAlias = Callable[[Any], Any]

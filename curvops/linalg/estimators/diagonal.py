@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import Progress
 from curvops.checks import check_generator
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import BLOCK, Estimator, Limits, Probed, estimate, require_finite
@@ -36,7 +37,6 @@ from curvops.linalg.core.vectors import (
     unit_blocks,
 )
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, NystromSketch, RangeSketch
-from curvops.progress import Progress
 
 METHODS = ("xdiag", "xnysdiag", "bekas", "exact")
 # By the coverage of single entries in docs/estimators.md.

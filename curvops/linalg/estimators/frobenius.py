@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import Progress
 from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.probed import Estimator, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate
@@ -39,7 +40,6 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, RangeSketch, TwoLeftOut, leave_one_out, mean_over_pairs
 from curvops.linalg.estimators.trace import Hutchinson
-from curvops.progress import Progress
 
 METHODS = ("xtrace", "hutchinson", "exact")
 PROBES = 16

@@ -23,7 +23,7 @@ from jaxtyping import Shaped
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import current_run
+from curvops.ambient import Progress, current_run
 from curvops.checks import checked_number
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
@@ -37,7 +37,6 @@ from curvops.linalg.preconditioners.nystrom import grow
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.systems import shifted
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
-from curvops.progress import Progress
 
 MOST_RANK = 400
 """The largest rank of a preconditioner, and the deepest basis for an estimated lower bound."""

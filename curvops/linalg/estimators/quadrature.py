@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from curvops.ambient import columns_at_a_time, current_run
+from curvops.ambient import Progress, columns_at_a_time, current_run
 from curvops.checks import checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
@@ -42,7 +42,6 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, dense_spectrum, log_ratio, share, stack
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep
-from curvops.progress import Progress
 from curvops.summary import Summarised
 
 LEAST = 4

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import columns_at_a_time, current_run
+from curvops.ambient import Progress, columns_at_a_time, current_run
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.probed import Limits, Probed, probing
@@ -25,7 +25,6 @@ from curvops.linalg.core.results import Reason
 from curvops.linalg.core.structure import is_psd, narrow_root
 from curvops.linalg.core.vectors import NEAR_ZERO, Given, Matrix, as_matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep
-from curvops.progress import Progress
 from curvops.summary import Summarised
 
 Scale: TypeAlias = Literal["linear", "log"]

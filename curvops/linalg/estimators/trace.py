@@ -26,6 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
+from curvops.ambient import Progress
 from curvops.checks import carries_graph, check_generator
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import require_first_derivative
@@ -47,7 +48,6 @@ from curvops.linalg.core.vectors import (
     unit_blocks,
 )
 from curvops.linalg.estimators.exchangeable import RangeSketch, XNysTrace, XTrace
-from curvops.progress import Progress
 
 VectorPairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
 """The pairs (l, r) of the gradient, by blocks, for the matrix A in the backward pass."""

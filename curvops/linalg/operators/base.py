@@ -19,7 +19,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from curvops.ambient import Memories
+from curvops.ambient import Memories, Progress
 from curvops.argument_types import Mesh
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
@@ -37,7 +37,6 @@ from curvops.linalg.solvers.solve import solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
-from curvops.progress import Progress
 from curvops.ranks.process_group import is_dtensor
 from curvops.ranks.sharded_vectors import (
     Layouts,

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import Memory
+from curvops.ambient import Memory, Progress
 from curvops.checks import carries_graph, check_tensor
 from curvops.linalg.core.algorithm import CACHE_BYTES
 from curvops.linalg.core.cache import Cache
@@ -30,7 +30,6 @@ from curvops.linalg.operators.kronecker_factors import (
     operations,
     to_double,
 )
-from curvops.progress import Progress
 
 
 class EigenKroneckerForm(Spectral):

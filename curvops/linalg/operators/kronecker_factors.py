@@ -13,12 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import Memories, Memory, hold, room_in
+from curvops.ambient import PATIENCE, Memories, Memory, Progress, hold, progress_bar, room_in
 from curvops.checks import carries_graph
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.structure import eigh_in_place
 from curvops.linalg.operators.given_matrix import round_with_rest
-from curvops.progress import PATIENCE, Progress, progress_bar
 
 AT_ONCE = 2**26
 """From this many operations on, eigendecompositions run in parallel, since LAPACK gains little from threads."""

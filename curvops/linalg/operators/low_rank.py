@@ -12,6 +12,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import Progress
 from curvops.checkpoint import Place, begin, derive_generator
 from curvops.checks import (
     carries_graph,
@@ -53,7 +54,6 @@ from curvops.linalg.operators.draws import draw, normal, require_not_negative
 from curvops.linalg.preconditioners.nystrom import KEPT, MOST_RANK, grow
 from curvops.linalg.solvers.solve import default_rtol
 from curvops.linalg.spectra.apply_function import inverse_root, inverse_root_product
-from curvops.progress import Progress
 from curvops.ranks.sharded_vectors import Sharded, block_of, stored
 
 

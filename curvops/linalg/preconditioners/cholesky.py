@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.ambient import current_run
+from curvops.ambient import Progress, current_run
 from curvops.checks import check_choice, check_limits, check_shape, check_tensor, checked_number, checked_whole
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.algorithm import algorithm
@@ -42,7 +42,6 @@ from curvops.linalg.core.vectors import (
     tall_qr,
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
-from curvops.progress import Progress
 from curvops.summary import Summarised
 
 

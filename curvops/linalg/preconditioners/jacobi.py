@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.ambient import current_run
+from curvops.ambient import Progress, current_run
 from curvops.checks import checked_number
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.algorithm import algorithm
@@ -29,7 +29,6 @@ from curvops.linalg.core.results import indefinite
 from curvops.linalg.core.structure import columns_of, diagonal_of, require_symmetric
 from curvops.linalg.core.vectors import Matrix, ScalarFunction, check_finite, describe_square, entries, put_entries
 from curvops.linalg.preconditioners.factored import FilteredPreconditioner
-from curvops.progress import Progress
 from curvops.summary import Summarised
 
 BlockChoice: TypeAlias = int | Sequence[int] | Sequence[range | Tensor] | Partition

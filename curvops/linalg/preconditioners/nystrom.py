@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import current_run
+from curvops.ambient import Progress, current_run
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin
 from curvops.checks import checked_number, checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm
@@ -40,7 +40,6 @@ from curvops.linalg.core.vectors import (
     tall_qr,
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner, blockwise
-from curvops.progress import Progress
 from curvops.summary import Summarised
 
 MOST_RANK = 1024

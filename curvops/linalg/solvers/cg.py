@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from curvops.ambient import current_run, hold
+from curvops.ambient import Progress, current_run, hold
 from curvops.checkpoint import NOTHING, Place, begin
 from curvops.checks import check_flag, checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm
@@ -58,8 +58,7 @@ from curvops.linalg.solvers.systems import (
     check,
     solve_in_groups,
 )
-from curvops.progress import Progress
-from curvops.records import restore, state_of
+from curvops.storage import restore, state_of
 
 STATE = (
     *("active", "x", "r", "norm_A", "last", "most", "nearest", "checked", "strikes", "drifted", "null_met"),

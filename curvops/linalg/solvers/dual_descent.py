@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Shaped
 
+from curvops.ambient import Progress, as_step
 from curvops.checks import check_generator
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.results import Reason, Solution
@@ -34,7 +35,6 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.systems import Callback, Goal, Records, check, raise_norm, solve_in_groups
-from curvops.progress import Progress, as_step
 
 
 @algorithm

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from curvops.ambient import Progress
 from curvops.checks import checked_number
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.results import Reason, Solution
@@ -52,7 +53,6 @@ from curvops.linalg.solvers.short_recurrence import (
     to_host,
 )
 from curvops.linalg.solvers.systems import UNDECIDED, Callback, Records, check, raise_norm, solve_in_groups
-from curvops.progress import Progress
 
 
 @algorithm

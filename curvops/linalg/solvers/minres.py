@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from curvops.ambient import Progress
 from curvops.checks import checked_number
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.results import Reason, Solution
@@ -65,7 +66,6 @@ from curvops.linalg.solvers.systems import (
     raise_norm,
     solve_in_groups,
 )
-from curvops.progress import Progress
 
 
 @algorithm

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.ambient import as_step
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -24,7 +25,6 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.systems import Goal, UsableColumns, precision_limited
-from curvops.progress import as_step
 
 CorrectionSolver: TypeAlias = Callable[[Vectors, Goal], Solution]
 

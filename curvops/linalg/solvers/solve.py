@@ -32,7 +32,7 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 from torch.autograd import Function
 
-from curvops.ambient import current_run, running
+from curvops.ambient import Progress, current_run, running
 from curvops.checks import carries_graph, check_choice, check_limits, check_tensor, in_forward_mode, refuse_tangents
 from curvops.linalg.core.algorithm import algorithm, longest
 from curvops.linalg.core.cache import require_first_derivative
@@ -62,7 +62,6 @@ from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import Preconditioner, precision_limited
-from curvops.progress import Progress
 from curvops.ranks.sharded_vectors import Sharded
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]

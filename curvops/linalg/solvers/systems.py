@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import Groups, columns_at_a_time, current_run, hold
+from curvops.ambient import Groups, as_step, columns_at_a_time, current_run, hold, remark, time_left
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_callable, check_tensor, checked_number, refuse_tangents, shown
 from curvops.linalg.core.algorithm import Multiply
@@ -40,8 +40,7 @@ from curvops.linalg.core.vectors import (
     shaped_as,
     zero_block,
 )
-from curvops.progress import as_step, remark, time_left
-from curvops.records import from_record, restore, state_of
+from curvops.storage import from_record, restore, state_of
 
 Callback: TypeAlias = Callable[[int, Tensor], object]
 CHECK_EVERY = 50

@@ -21,7 +21,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.autograd import Function
 
-from curvops.ambient import current_run, running
+from curvops.ambient import Progress, as_step, current_run, remark, running
 from curvops.checks import check_limits, checked_number
 from curvops.errors import PrecisionWarning, warn
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
@@ -46,7 +46,6 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.solvers.systems import Callback, UsableColumns, check
 from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, LEAST_VECTORS, LockStep
 from curvops.linalg.spectra.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
-from curvops.progress import Progress, as_step, remark
 
 # The number of steps from a random start that show the range of the spectrum.
 SEEN_DEPTH = 10

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import current_run
+from curvops.ambient import Progress, current_run
 from curvops.checkpoint import Place, begin
 from curvops.checks import check_callable, check_choice, check_limits, check_tensor, checked_number, checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
@@ -65,7 +65,6 @@ from curvops.linalg.spectra.thick_restart import (
     verdicts,
     within_zeros,
 )
-from curvops.progress import Progress
 
 Solver: TypeAlias = Callable[..., Solution]
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import current_run
+from curvops.ambient import Progress, current_run
 from curvops.checks import check_tensor, checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.results import Reason
@@ -36,7 +36,6 @@ from curvops.linalg.core.vectors import (
     put_columns,
     random_block,
 )
-from curvops.progress import Progress
 from curvops.summary import Summarised
 
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import current_run
+from curvops.ambient import Progress, current_run
 from curvops.checks import check_callable, check_choice, check_limits, checked_number, checked_whole
 from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.results import Reason, SingularTriplets
@@ -54,7 +54,6 @@ from curvops.linalg.spectra.thick_restart import (
     verdicts,
     within_zeros,
 )
-from curvops.progress import Progress
 
 
 @algorithm

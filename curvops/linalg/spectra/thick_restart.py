@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import as_step, remark
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import (
@@ -41,8 +42,7 @@ from curvops.linalg.core.vectors import (
     tall_qr,
 )
 from curvops.linalg.solvers.systems import Callback
-from curvops.progress import as_step, remark
-from curvops.records import restore, state_of
+from curvops.storage import restore, state_of
 
 Which: TypeAlias = Literal["LM", "LA", "SA", "BE"]
 

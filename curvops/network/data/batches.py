@@ -45,8 +45,8 @@ from curvops.network.data.inputs import (
     rows_of,
     take,
 )
-from curvops.network.data.loaders import InputsAlone, LoaderPasses, in_order, stacked_items
 from curvops.network.data.objects import PointPairs, WholeBatch
+from curvops.network.data.point_sources import InputsAlone, LoaderPasses, in_order, stacked_items
 from curvops.network.data.randomness import items
 
 NONE = torch.zeros(())
@@ -479,3 +479,18 @@ def _in_batch(index: int) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"Batch {index}: {error}") from error
+
+
+class LabelledSource:
+    """The training data as (inputs, batch without its inputs), so that a cached engine keeps little of a batch."""
+
+    def __init__(self, data: Batches | AbsentBatches) -> None:
+        self._data = data
+
+    def __iter__(self) -> Any:
+        start = self._data.start
+        for batch in self._data:
+            # Clone: stored parts of a batch must not change with the user's tensors.
+            weights = None if batch.weights is None else batch.weights.clone()
+            yield batch.inputs, Batch((), batch.any_targets.clone(), weights, start, batch.labelled)
+            start += batch.num_points

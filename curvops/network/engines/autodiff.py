@@ -1,4 +1,4 @@
-"""The general engine: J of one batch by automatic differentiation, streamed or from a recorded graph."""
+"""Automatic differentiation: the general engine, J of one batch, streamed or recorded, and Hessian products."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from torch.utils.flop_counter import flop_registry
 
+from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import components, in_pieces, normalise, num_points, take
 from curvops.network.engines.replay import EagerMode, Recorder, Replay, bytes_beside, tensors_in
+from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks, FlatLayout, OneBlock, as_stored
@@ -280,6 +282,38 @@ def _own_storage(view: Tensor) -> Tensor:
 
 def _leave_inference(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
+
+
+def hessian_product(
+    model: Model, likelihood: Likelihood, block: Float[Tensor, "D K"], inputs: Any, batch: Batch
+) -> Float[Tensor, "D K"]:
+    """Return the Hessian of one batch's negative log-likelihood times a block of vectors."""
+    tangents, leaves = model.selection.split(block), model.leaves()
+    with model.differentiating(), model.holding(leaves):
+        loss = -likelihood.log_prob(model(leaves, inputs), batch.targets, batch.weights).sum()
+        gradients = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
+        used = {name: g for name, g in zip(leaves, gradients) if g is not None and g.requires_grad}
+        rows = [_derivative(used, leaves, {name: tangents[name][k] for name in used}) for k in range(block.shape[1])]
+        return model.selection.join({name: torch.stack([row[name] for row in rows]) for name in leaves})
+
+
+def _derivative(outputs: Blocks, leaves: Blocks, along: Blocks) -> Blocks:
+    """Return the gradient of Σ ⟨outputs, along⟩, by the leaves' names."""
+    if not outputs:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    cotangents = [along[name].clone() for name in outputs]
+    try:
+        gradients = torch.autograd.grad(
+            list(outputs.values()), list(leaves.values()), cotangents, retain_graph=True, materialize_grads=True
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"an operation of the model or the loss has no second derivatives: {error}. Write it out (torch's "
+            "hardsigmoid as (x + 3).clamp(0, 6) / 6), or use co.GGN(lin), which needs only the model's first ones."
+        ) from error
+    return {name: gradient.detach() for name, gradient in zip(leaves, gradients)}
 
 
 def saved_bytes(model: Model, inputs: Any) -> int:

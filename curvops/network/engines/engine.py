@@ -19,6 +19,7 @@ from curvops.network.engines.autodiff import KeptRows, Recorded, Streamed, recor
 from curvops.network.engines.layer_calls import Call, Owners, Recording, never_ran, owners_of, record
 from curvops.network.engines.layerwise import Layerwise
 from curvops.network.engines.plan import CPU, GPU, EngineChoice, EngineKind, Plan, Routes
+from curvops.network.engines.rows_of_points import SharedLayers, find_shared_layers
 from curvops.network.engines.self_check import (
     Checked,
     bypassed,
@@ -29,7 +30,6 @@ from curvops.network.engines.self_check import (
     random_root,
     try_recording,
 )
-from curvops.network.engines.shared_rows import SharedLayers, find_shared_layers
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import MAPPED_BYTES, Blocks

@@ -4,7 +4,7 @@ Autodiff is tried at a point or two: J v comes from forward mode, a replay of it
 or rows of J, and each must be the adjoint, ⟨u, Jv⟩ = ⟨Jᵀu, v⟩. If the backward of a custom `autograd.Function` leaves
 autograd (numpy, no_grad, a detached part), its double backward pass is not right; if it is another function's
 derivative (a straight-through estimator), it nevertheless defines a J. Layer rules must multiply by the same J as
-autograd does.
+autograd does. A Hessian must be symmetric.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from curvops.network.engines.autodiff import (
     Recorded,
     Streamed,
     count_saved,
+    hessian_product,
     record_graph,
     record_replay,
 )
@@ -230,6 +231,29 @@ def _close(value: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool
 
 def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
+
+
+# Second derivatives
+
+
+def require_symmetric(model: Model, inputs: Any) -> None:
+    """Raise RuntimeError unless uᵀHv equals vᵀHu for two random vectors, with H of squared distances to random targets.
+
+    Those at the likelihood's own targets may be rounding errors: a good fit has no residuals.
+    """
+    theta, layout = model.theta, model.layout
+    assert layout is not None
+    generator = torch.Generator(device=theta.device).manual_seed(0)
+    vectors = torch.randn(2, len(theta), dtype=theta.dtype, device=theta.device, generator=generator).mT
+    shape = num_points(inputs), layout.output_shape.numel()
+    targets = torch.randn(shape, dtype=theta.dtype, device=theta.device, generator=generator)
+    products = hessian_product(model, Gaussian(), vectors, inputs, Batch((), targets))
+    form = vectors.mT @ products
+    scale = vectors.norm() * products.norm()
+    if not bool((form[0, 1] - form[1, 0]).abs() <= tolerance(theta.dtype) * scale):
+        raise RuntimeError(
+            "the model's second derivatives are not symmetric: write that operation out, or use co.GGN(lin)."
+        )
 
 
 # Custom functions

@@ -22,7 +22,15 @@ from curvops.network.data.objects import Objects
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
 from curvops.network.model.fused_kernels import NORMS, ContiguousNorms, contexts_for, unfused
-from curvops.network.model.parameters import Blocks, Selection, as_real, at_even_place, select
+from curvops.network.model.parameters import (
+    Blocks,
+    Selection,
+    TangentSpace,
+    as_real,
+    at_even_place,
+    select,
+    tangent_space,
+)
 from curvops.network.model.skeleton import (
     TensorUse,
     changed_in,
@@ -32,7 +40,6 @@ from curvops.network.model.skeleton import (
     skeleton_of,
     state_of,
 )
-from curvops.network.model.tangent_space import TangentSpace, tangent_space
 from curvops.ranks.process_group import require_whole
 
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)

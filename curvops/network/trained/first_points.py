@@ -1,4 +1,7 @@
-"""The first points, at which the model, the data and the likelihood are checked against each other, once."""
+"""Checks of the model, the data and the likelihood against each other: at the first points once, and at joined points.
+
+Where a user's function joins points for the model, every batch is tried: the first points do not show all.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,21 @@ from torch import Tensor, nn
 from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
 from curvops.network.data.batch_parts import ACCEPTED, holds_all, split_batch
 from curvops.network.data.batches import Reading, as_source
-from curvops.network.data.inputs import Inputs, Layout, first_of, is_finite, move, move_tensor, num_points, take
+from curvops.network.data.contents import digest_of
+from curvops.network.data.inputs import (
+    Inputs,
+    Layout,
+    first_of,
+    in_pieces,
+    is_finite,
+    move,
+    move_tensor,
+    num_points,
+    take,
+    value_of,
+)
 from curvops.network.data.named_outputs import Name, NamedLayout, part_of
-from curvops.network.data.objects import WholeBatch
+from curvops.network.data.objects import Objects, WholeBatch
 from curvops.network.data.point_sources import LoaderOfPoints
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.likelihoods import (
@@ -35,7 +50,6 @@ from curvops.network.likelihoods import (
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
 from curvops.network.likelihoods.from_loss import shrunk
 from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Independent, Likelihood
-from curvops.network.model.joined_points import admit_all
 from curvops.network.model.model import Model, layout_of
 from curvops.ranks.process_group import Ranks
 
@@ -413,3 +427,54 @@ def checked_layout(
 def _random_state(device: torch.device) -> Tensor:
     """Return the state of the device's default generator, as bytes."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def admit_all(model: Model, inputs: Inputs, most: int = 0, in_order: bool = False) -> None:
+    """Try the model on inputs as `Model.admit` does, and on all of them if they are objects, `most` at a time.
+
+    What is inside an object is not looked at, but its outputs have to be finite. With `in_order`, the points must also
+    be joined in their order, and equally each time. Costs one forward pass for objects, or two, and none for tensors.
+    Raises ValueError or TypeError.
+    """
+    model.admit(inputs)
+    if not isinstance(inputs, Objects) or not num_points(inputs):
+        return
+    start = 0
+    with torch.no_grad():
+        for subset in in_pieces(inputs, most):
+            outputs = model.raw(model.values, subset)
+            _require_finite_outputs(outputs, start)
+            start += num_points(subset)
+            if in_order and not isinstance(subset, WholeBatch):
+                _require_order(model, subset, outputs)
+
+
+def _require_finite_outputs(outputs: Tensor, start: int) -> None:
+    if not is_finite(outputs):
+        finite = outputs.flatten(1).isfinite().all(1)
+        raise ValueError(
+            f"the model's outputs at point {start + int(finite.logical_not().nonzero()[0])} hold NaN or infinite "
+            "values: look for them in that point, and remove it or impute them."
+        )
+
+
+def _require_order(model: Model, points: Inputs, outputs: Tensor) -> None:
+    with own_randomness(model.theta.device):
+        differ = digest_of(value_of(points, apart=True)) != digest_of(value_of(points, apart=True))
+    # What differs may be without effect, such as a time.
+    if differ and any(not torch.equal(model.raw(model.values, points), outputs) for _ in range(2)):
+        raise ValueError(
+            "the function that joins the points (collate=, collate_fn) made something else of the same points when "
+            "called again. It must not be random, as cropping and other augmentation are: do that once, before."
+        )
+    turned = take(points, torch.arange(num_points(points) - 1, -1, -1))
+    try:
+        again = model.raw(model.values, turned)
+    except (RuntimeError, ValueError):  # packed sequences may have to come in order of their lengths
+        return
+    slack = model.eps**0.5 * (1 + outputs.abs().max())
+    if bool(((again.flip(0) - outputs).abs() > slack).any()):
+        raise ValueError(
+            "a point's outputs depend on its place among the points of its batch: the function that joins them "
+            "(collate=, collate_fn) has to keep their order. Sort inside the model, and restore the order there."
+        )

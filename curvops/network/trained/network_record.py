@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvops.ambient import Progress, check_progress
 from curvops.argument_types import Collate
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
@@ -47,8 +48,7 @@ from curvops.network.trained.first_points import (
     reading_for,
 )
 from curvops.network.trained.trained_network import N, TrainedNetwork
-from curvops.network.walks.budget import Budget, default_budget
-from curvops.progress import Progress, check_progress
+from curvops.network.walks.engine_cache import Budget, default_budget
 
 STORED: dict[str, type[Likelihood]] = {
     kind.__name__: kind

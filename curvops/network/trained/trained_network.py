@@ -13,11 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from curvops.ambient import Progress
 from curvops.argument_types import Collate
 from curvops.checkpoint import identify
 from curvops.checks import check_tensor
 from curvops.errors import MissingLabelsError
-from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_source
+from curvops.network.data.batches import AbsentBatches, Batch, Batches, LabelledSource, as_source
 from curvops.network.data.inputs import (
     Inputs,
     as_inputs,
@@ -32,27 +33,31 @@ from curvops.network.data.inputs import (
 from curvops.network.data.named_outputs import Name, NamedLayout
 from curvops.network.data.objects import Objects, WholeBatch
 from curvops.network.data.point_sources import with_collate
+from curvops.network.engines.autodiff import hessian_product
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
+from curvops.network.engines.self_check import require_symmetric
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.likelihoods.multitask import Multitask
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
-from curvops.network.model.joined_points import admit_all
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
-from curvops.network.model.tangent_space import TangentSpace
+from curvops.network.model.parameters import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
-from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
-from curvops.network.walks.budget import Budget, default_budget
-from curvops.network.walks.engine_cache import BatchMap, linear
+from curvops.network.trained.first_points import (
+    admit_all,
+    check_scores,
+    first_points,
+    likelihood_at,
+    output_shape,
+    reading_for,
+)
+from curvops.network.walks.engine_cache import BatchMap, Budget, default_budget, linear
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import sum_squares
-from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
-from curvops.network.walks.walk import accumulate
-from curvops.progress import Progress
+from curvops.network.walks.walk import Passes, accumulate
 from curvops.ranks.process_group import Ranks, warn_without_group
 from curvops.ranks.shard import Shard
 from curvops.storage import WRITTEN_BY
@@ -228,7 +233,7 @@ class TrainedNetwork(NetworkOnData):
         self.output_shape, self.engine = output_shape, engine
         few, points = (None, sum(data.sizes)) if data.is_present else (data.few, 0)
         shard = data if isinstance(data, Shard) else None
-        self.passes = Passes(model, _Labelled(data), engine, memory_budget, engines, points, progress, few, shard)
+        self.passes = Passes(model, LabelledSource(data), engine, memory_budget, engines, points, progress, few, shard)
         self._theta = model.theta
         self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
@@ -580,18 +585,3 @@ class TrainedNetwork(NetworkOnData):
 
     def __repr__(self) -> str:
         return self._printed(self.theta.dtype, self.theta.device)
-
-
-class _Labelled:
-    """The training data as (inputs, batch without its inputs), so that a cached engine keeps little of a batch."""
-
-    def __init__(self, data: Batches | AbsentBatches) -> None:
-        self._data = data
-
-    def __iter__(self) -> Any:
-        start = self._data.start
-        for batch in self._data:
-            # Clone: stored parts of a batch must not change with the user's tensors.
-            weights = None if batch.weights is None else batch.weights.clone()
-            yield batch.inputs, Batch((), batch.any_targets.clone(), weights, start, batch.labelled)
-            start += batch.num_points

@@ -13,14 +13,13 @@ from torch import Tensor
 from curvops.network.data.batches import Batch
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layer_calls import Layer, sensitivities
-from curvops.network.engines.rules.linear import LinearRule
+from curvops.network.engines.rules.layer_rules import LinearRule
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
-from curvops.network.walks.batch_rows import chunk_bytes_within
 from curvops.network.walks.layer_roots import Group, groups_of_calls
-from curvops.network.walks.passes import Passes
+from curvops.network.walks.walk import Passes, chunk_bytes_within
 
 # On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
 CACHE_BYTES = 2**23

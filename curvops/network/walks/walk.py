@@ -2,22 +2,48 @@
 
 Data that ranks share enter here alone: every sum over the data ends in `add_up`, every concatenation in `line_up`, what
 all ranks have enters a sum through `replicated`, for the sake of its gradient, and what must not differ is in `agree`.
+
+`Passes` is the walk with all parameters on each rank: engines and rows by layer, within the memory budget. Of another
+walk it takes a few points at a time, chosen ones, or minibatches (`by_points`, `at_points`, `shuffled`).
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.network.data.point_normals import PointNormals
-from curvops.network.likelihoods.output_fisher import OutputFisher
+from curvops.ambient import Progress, Steps, progress_bar
+from curvops.network.data.batches import Batch
+from curvops.network.data.inputs import cut, join, num_points, take
+from curvops.network.data.randomness import PointNormals
+from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
+from curvops.network.engines.layer_calls import COLUMN_BYTES, Recording
+from curvops.network.engines.layerwise import Features, Layerwise
+from curvops.network.engines.plan import EngineChoice
+from curvops.network.likelihoods.output_fisher import OutputFisher, Root, RootJacobian, Unit
 from curvops.network.model.model import Model
+from curvops.network.walks.engine_cache import BatchMap, Budget, EngineCache
+from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.ranks.shard import Shard
+
+CACHES = ("_kept", "_vectors_by_width", "_vectors_when_chosen", "_complete", "_recorded", "_outputs", "_gathered")
+# On a CPU larger pieces are slower, since memory for them is allocated anew, page by page, for each layer.
+MOST_CHUNK = 2**27
+FEW_POINTS, SHARE = 16, 16
+"""On a CPU pieces of more points than these take a share of a chunk, which is as fast: their activations and rows, and
+what is made of them, are then a few blocks of memory that are used again."""
+NO_LABELS = Batch((), torch.empty(0))
+"""The labels of a walk over rows of J, which needs none."""
+MOST_RECORDED = 2**20
+"""The bytes of a graph that may be kept until rows are used, or of outputs that a walk over rows finds."""
 
 
 class Walk(ABC):
@@ -110,3 +136,353 @@ def accumulate(total: Tensor | None, term: Tensor) -> Tensor:
     if total.requires_grad or term.requires_grad:
         return total + term
     return total.add_(term)
+
+
+class BatchRows(Walk, EngineCache, JacobianRows):
+    """The rows of the batches of a `source`, by layer: those of J, and those of a square root of the curvature."""
+
+    source: Iterable[tuple[Any, Any]]
+    progress: Progress
+
+    def forget(self) -> None:
+        super().forget()
+        self._recorded: Recording | None = None
+        self._outputs: Tensor | None = None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The bytes that rows may take at a time."""
+        return chunk_bytes_within(self.memory.budget, self.model.theta)
+
+    def root_pieces(
+        self,
+        fisher: OutputFisher,
+        chunk: int,
+        apart: bool = False,
+        first: int = 0,
+        score: Score | None = None,
+        names: Container[str] | None = None,
+    ) -> Iterator[tuple[int, Iterator[Group]]]:
+        """Yield rows of a square root of the curvature by layer: one forward pass, and one backward pass per column.
+
+        They come some points at a time, as (number of points in and before the piece, rows). Pieces take about `chunk`
+        bytes (their use takes several times that); those that end at or before point `first` are left out. `apart` is
+        for sums over columns: these may come in several groups, for more points at a time, and a last layer may come
+        with H itself (`Group.hessian`). With `names`, all columns of a point come together, and parameters without
+        layer rules only if they are among the names. `score` is called with the outputs of each piece and its batch.
+        """
+        total, columns = 0, fisher.num_columns(self.engines.plan.num_outputs)
+        with self._steps("rows of the curvature's root", columns) as steps:
+            for inputs, batch in self.source:
+                others = [n for n in self.engines.checked_others(inputs) if names is None or n in names]
+                width, most = columns, chunk if names is None else sys.maxsize
+                if apart and not others and not self.model.theta.is_cuda:
+                    width, most = 1, min(chunk, COLUMN_BYTES)
+                for points, subset in self._pieces(inputs, width, chunk):
+                    total += points.stop - points.start
+                    if total > first:
+                        arguments = self.engines, batch.labels(points), subset, fisher, others, most, score
+                        yield total, each_group(*arguments, advance=steps.advance, sums=apart)
+                    else:
+                        steps.advance((points.stop - points.start) * columns)
+
+    def jacobian_rows(
+        self, least: int = 0, names: Container[str] | None = None
+    ) -> Iterator[tuple[int, int, list[Group]]]:
+        """Yield the rows of J by layer, some points at a time: (first row, how many, groups), all columns of each.
+
+        Pieces whose first row is below `least`, and layers that have none of the `names`, are left out. A walk over all
+        rows keeps the outputs, if they are small, for `recorded_outputs`.
+        """
+        C, last = self.engines.plan.num_outputs, self.features()
+        total, seen = 0, list[Tensor]()
+
+        def see(outputs: Tensor, _: Batch) -> None:
+            if sum(tensor.nbytes for tensor in (*seen, outputs)) <= MOST_RECORDED:
+                seen.append(outputs)
+
+        def groups_at(points: slice, subset: Any) -> list[Group]:
+            if last is not None:
+                return groups_of(subset, C if self.model.layout is None else self.model.layout.num_outputs)
+            with self.model.lock:
+                recorded, self._recorded = self._recorded, None
+            if recorded is not None and len(recorded[0]) != points.stop - points.start:
+                recorded = None
+            arguments = self.engines, NO_LABELS, subset, Unit(), others, sys.maxsize, see, recorded
+            return list(each_group(*arguments, names=names))
+
+        with self._steps("rows of the Jacobian") as steps:
+            for index, (inputs, _) in enumerate(self.source):
+                if last is None:
+                    others = [n for n in self.engines.checked_others(inputs) if names is None or n in names]
+                    pieces = self._pieces(inputs, C, self.chunk_bytes, of_others=True)
+                else:
+                    pieces = self._pieces_of_last(last[index])
+                for points, subset in pieces:
+                    first, count = total + points.start * C, points.stop - points.start
+                    if first >= least:
+                        yield first, count * C, groups_at(points, subset)
+                    steps.advance(count)
+                total += num_points(inputs) * C
+        if seen and not self.is_shared and sum(map(len, seen)) * C == total:
+            with self.model.lock:
+                self._outputs = torch.cat(seen)
+
+    def _pieces_of_last(self, features: Features) -> Iterator[tuple[slice, Features]]:
+        """Yield (some points, their inputs of the last layer), as many at a time as fit into a chunk."""
+        step = max(1, self.chunk_bytes // max(1, self.engines.plan.sensitivity_bytes * features.outputs))
+        for start in range(0, len(features.kept), step):
+            points = slice(start, min(start + step, len(features.kept)))
+            yield points, features.at(points)
+
+    def recorded_outputs(self) -> Tensor | None:
+        """Return the outputs if a pass for the rows of J has them, or makes them, or None.
+
+        `jacobian_rows` has them after a walk over all rows; this hands them over once. Otherwise, if points are few, a
+        pass is made whose graph `jacobian_rows` uses next. Few means that one batch in memory has them all, and that
+        its graph takes at most `MOST_RECORDED` bytes. Every parameter needs a layer rule.
+        """
+        with self.model.lock:
+            if self._outputs is not None:
+                outputs, self._outputs = self._outputs, None
+                return outputs
+            plan, batches = self.engines.plan, self.source if isinstance(self.source, list) else []
+            if len(batches) != 1 or plan.is_last_layer or self._fisher is not None:
+                return None
+            inputs = batches[0][0]
+            if num_points(inputs) * plan.routes.saved_bytes > MOST_RECORDED or self.engines.checked_others(inputs):
+                return None
+            recorded = self.engines.record(inputs)
+            self._recorded = None if recorded[2] else recorded
+            return recorded[0].detach()
+
+    def features(self) -> list[Features] | None:
+        """Return the last layer's inputs by batch, if only that layer is selected and the budget has room for them.
+
+        Costs one forward pass, or none after an earlier walk.
+        """
+        with self.model.lock:
+            plan = self.engines.plan
+            if self._fisher is not None or not plan.is_last_layer or "layerwise" not in plan.candidates():
+                return None
+            for _ in self.each(0):  # a walk keeps the inputs
+                pass
+            engines = self.kept_engines if self._complete else []
+            batch_features = [engine.features for engine in engines if isinstance(engine, Layerwise)]
+            whole = [features for features in batch_features if features is not None]
+            return whole if whole and len(whole) == len(engines) else None
+
+    def _pieces(self, inputs: Any, columns: int, chunk: int, of_others: bool = False) -> Iterator[tuple[slice, Any]]:
+        """Yield (some points, their inputs), as many at a time as fit into a chunk with their graph and columns."""
+        plan = self.engines.plan
+        a_column = plan.sensitivity_bytes
+        if of_others:
+            a_column += self.model.selection.size_of(tuple(plan.others)) * plan.itemsize
+        step = max(1, chunk // max(1, a_column * columns + plan.routes.saved_bytes))
+        if not self.model.theta.is_cuda:
+            step = min(max(min(step, FEW_POINTS), step // SHARE), self.engines.forward_points)
+        yield from cut(inputs, step)
+
+    def _steps(self, what: str, rows: int | None = None) -> AbstractContextManager[Steps]:
+        """Return steps that count points, or the number of rows per point times points."""
+        self.model.refuse_modes()
+        return progress_bar(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
+
+
+def chunk_bytes_within(memory_budget: int, like: Tensor) -> int:
+    """Return the bytes that rows may take at a time, on the device of `like`."""
+    return max(LEAST_CHUNK, min(memory_budget if like.is_cuda else MOST_CHUNK, memory_budget // 16))
+
+
+class Passes(BatchRows):
+    """The walk over a source of batches, which multiplies by engines.
+
+    `source` is a re-iterable of (inputs, label); labels are passed through (targets, or None). `engines` may be
+    shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Budget`, by any walks.
+    `points`, if known, determine what keeping all engines would take; `few` are inputs to probe the model on if the
+    source has none. A walk `with_root` multiplies by Lᵀ J. Thread-safe: engines are built and run under the model's
+    lock.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        source: Iterable[tuple[Any, Any]],
+        engine: EngineChoice = "auto",
+        memory_budget: int | Budget = 2**30,
+        engines: Engines | None = None,
+        points: int = 0,
+        progress: Progress = None,
+        few: Any = None,
+        shard: Shard | None = None,
+        fisher: OutputFisher | None = None,
+    ) -> None:
+        self.source, self._choice, self._few, self.progress, self.shard = source, engine, few, progress, shard
+        self._engines: Engines | None = None
+        self._whole: Passes | None = None  # the walk whose engines this one uses, if it has a root
+        memory = memory_budget if isinstance(memory_budget, Budget) else Budget(memory_budget)
+        super().__init__(model, memory, points, memory.of_ranks is not None and shard is None, fisher)
+        self._engines = engines  # set after registering: type checks read `wanted_bytes`, which probes
+
+    def forget(self) -> None:
+        super().forget()
+        self._gathered: Passes | None = None
+
+    def with_root(self, fisher: OutputFisher) -> Passes:
+        """Return the walk that multiplies by Lᵀ J, with H = L Lᵀ, instead of J; its labels must be batches.
+
+        It keeps its own engines, within what this walk and all others leave of the memory budget that they share.
+        """
+        arguments = self.model, self.source, self._choice, self.memory
+        walk = Passes(*arguments, progress=self.progress, shard=self.shard, fisher=fisher)
+        walk._whole = self
+        return walk
+
+    @property
+    def engines(self) -> Engines:
+        """The builder of the engines, probed on the first batch unless it was given."""
+        if self._whole is not None:
+            return self._whole.engines
+        with self.model.lock:
+            if self._engines is None:
+                few = next(iter(self.source))[0] if self._few is None else self._few
+                self._engines = Engines(self.model, few, self._choice, self.memory_budget)
+            return self._engines
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The bytes that engines for all points would take, of the kind that takes most."""
+        plan = None if self._engines is None else self._engines.try_keeping()
+        return 0 if plan is None else self._points * plan.most_bytes
+
+    @property
+    def memory_budget(self) -> int:
+        """The bytes for engines and vectors together."""
+        return self.memory.budget
+
+    def each(self, columns: int, root: OutputFisher | None = None) -> Iterator[tuple[Any, Any]]:
+        """Yield (label, J of the batch) for every batch; a walk over kept engines does not read the data again."""
+        self.model.refuse_modes()
+        with self.model.lock:
+            vectors_by_width = Counter(self._vectors_by_width)
+            self._vectors_by_width[max(1, columns)] += columns
+            engines = self._chosen_engines(vectors_by_width, columns)
+        count, start = 0, 0 if self.shard is None else self.shard.start
+        if engines is not None:
+            for label, engine in engines:
+                stop = start + len(engine.outputs)
+                yield label, self._map(engine, slice(start, stop), label, root)
+                start = stop
+            return
+        try:
+            with self._steps("pass over the data") as steps:
+                for index, (inputs, label) in enumerate(self.source):
+                    with self.model.lock:
+                        engine = self._engine_for(index, inputs, label, vectors_by_width, columns)
+                    stop = start + num_points(inputs)
+                    yield label, self._map(engine, slice(start, stop), label, root)
+                    steps.advance(stop - start, engine.kind)
+                    count, start = index + 1, stop
+        except Exception:  # the data changed, so the kept engines are invalid
+            with self.model.lock:
+                self._kept.clear()
+                self._complete = False
+            raise
+        with self.model.lock:
+            self._complete = len(self._kept) == count
+
+    def _map(self, engine: Engine, points: slice, label: Any, root: OutputFisher | None) -> BatchMap | RootJacobian:
+        J = BatchMap(engine, self.model, points)
+        return J if root is None else RootJacobian(J, Root(root, label))
+
+    def over(
+        self, source: Iterable[tuple[Any, Any]], model: Model | None = None, engine: Engine | None = None
+    ) -> Passes:
+        """Return a walk over other batches with the same kinds of engines, or with those of another model.
+
+        `engine` is J of the only batch, if it is known.
+        """
+        if model is not None:
+            memory = self.memory.on(model.theta.device)
+            return Passes(model, source, self._choice, memory, progress=self.progress)
+        walk = Passes(self.model, source, self._choice, self.memory, self.engines)
+        if engine is not None:
+            walk._kept, walk._complete = {0: (None, engine)}, True
+        return walk
+
+    @property
+    def own_rows(self) -> slice:
+        """The rows of J at this rank's own points, among those of all ranks."""
+        if self.shard is None:
+            return slice(0, None)
+        C, start = self.engines.plan.num_outputs, self.shard.start
+        return slice(C * start, C * (start + self.shard.num_own))
+
+    def gathered(self) -> Passes:
+        """Return a walk over the inputs of all ranks on this one alone; this walk itself if it has no shard.
+
+        This is for function space, where points are few. It keeps a copy of the inputs as long as it exists.
+        """
+        if self.shard is None:
+            return self
+        with self.model.lock:
+            if self._gathered is None:
+                subsets = cut(self.shard.gathered().inputs, self.shard.largest)
+                self._gathered = self.over([(subset, None) for _, subset in subsets])
+            return self._gathered
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without caches, which are dropped when a linearisation is pickled or copied."""
+        state = {key: value for key, value in self.__dict__.items() if key not in CACHES}
+        return state | {"_engines": None, "progress": None}  # a function may not be picklable
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.forget()
+
+
+def by_points(walk: Passes, count: int, together: int = 1) -> Iterator[tuple[Passes, int]]:
+    """Yield walks over `count` points each (fewer at the end of a batch), and their number.
+
+    If a batch's layer inputs and sensitivities are kept, its walks share them. Each run of `together` points is in one
+    walk, whatever the batches are.
+    """
+    for index, inputs in _batches_of_whole(walk, together):
+        engine = walk.kept_engine(index)
+        for points, subset in cut(inputs, count):
+            view = engine.at(points) if isinstance(engine, Layerwise) else None
+            yield walk.over([(subset, None)], engine=view), num_points(subset)
+
+
+def _batches_of_whole(walk: Passes, together: int) -> Iterator[tuple[int, Any]]:
+    """Yield the inputs of each batch by its number, which is −1 if points of two batches are joined."""
+    if together == 1:
+        yield from ((index, inputs) for index, (inputs, _) in enumerate(walk.source))
+        return
+    rest = None
+    for inputs, _ in walk.source:
+        inputs = inputs if rest is None else join([rest, inputs])
+        whole = num_points(inputs) - num_points(inputs) % together
+        rest = take(inputs, slice(whole, None))
+        yield -1, take(inputs, slice(whole))
+
+
+def at_points(walk: Passes, chosen: Int[Tensor, " m"]) -> Passes:
+    """Return a walk over some points, in ascending order."""
+    batches, start = [], 0
+    for inputs, _ in walk.source:
+        count = num_points(inputs)
+        inside = chosen[(chosen >= start) & (chosen < start + count)] - start
+        if len(inside):
+            batches.append((take(inputs, inside), None))
+        start += count
+    return walk.over(batches)
+
+
+def shuffled(walk: Passes, size: int, generator: torch.Generator | None) -> Iterator[tuple[Int[Tensor, " n"], Passes]]:
+    """Yield (positions of some points, a walk over them): all points once, in random order within each batch."""
+    device = None if generator is None else generator.device
+    for inputs, batch in walk.source:
+        order = torch.randperm(num_points(inputs), generator=generator, device=device)
+        for chosen in order.to(batch.any_targets.device).split(size):
+            yield chosen + batch.start, walk.over([(take(inputs, chosen), batch.labels(chosen))])

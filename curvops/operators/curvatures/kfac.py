@@ -16,7 +16,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import Memory
+from curvops.ambient import Memory, Progress
 from curvops.checkpoint import Place, begin, seed_of
 from curvops.checks import carries_graph, check_choice, in_transform
 from curvops.linalg import Dense, Diagonal, DirectSum, Estimate, Kronecker, Operator
@@ -34,7 +34,6 @@ from curvops.network import OutputFisher
 from curvops.operators.curvatures.kfac_factors import Bias, Sharing, eigenvalue_corrected, exact_block, kfac_blocks
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
-from curvops.progress import Progress
 
 Names = tuple[str, ...]
 TOLD = "progress", "memory"

@@ -21,7 +21,7 @@ from curvops.linalg.operators.kronecker import decompose
 from curvops.linalg.operators.kronecker_factors import Details
 from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes
 from curvops.operators.linearized.linearization import Linearization
-from curvops.records import from_record
+from curvops.storage import from_record
 
 Sharing = Literal["expand", "reduce"]
 Bias = Literal["joint", "separate"]

@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import Memories, hold
+from curvops.ambient import Memories, hold, progress_bar
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Inverse, Operator
 from curvops.linalg.core.algorithm import holding, solve_width
@@ -43,7 +43,6 @@ from curvops.operators.curvatures.kfac import LayerBlocksForm
 from curvops.operators.curvatures.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
 from curvops.operators.function_space.function_space import DualInverse
 from curvops.operators.linearized.network_operator import Jacobian
-from curvops.progress import progress_bar
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""

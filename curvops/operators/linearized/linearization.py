@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from curvops.ambient import Progress, check_progress
 from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, Points
 from curvops.checks import (
     check_choice,
@@ -30,7 +31,6 @@ from curvops.errors import warn
 from curvops.linalg.core.matrix_identity import Sources
 from curvops.network import EngineChoice, TrainedNetwork
 from curvops.operators.linearized.network_operator import Gradients, Jacobian
-from curvops.progress import Progress, check_progress
 from curvops.ranks.process_group import holds_shards
 from curvops.ranks.sharded_linearization import ShardedLinearization
 

@@ -14,14 +14,13 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from curvops.ambient import Memories
+from curvops.ambient import Memories, Progress
 from curvops.checks import carries_graph
 from curvops.linalg.core.matrix_identity import Sources, Space, Spaces
 from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, unit_columns, zero_block
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.contract import convert
 from curvops.network import Empirical, InputGraph, Passes, at_points, by_points, likelihoods, move
-from curvops.progress import Progress
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.sharded_vectors import RowLayout
 

@@ -1,1 +1,1 @@
-"""Arguments, priors and the cache of a posterior, on which all its results are based."""
+"""The terms of a posterior: its arguments, its precision with a cache of values, systems with it, and its mode."""

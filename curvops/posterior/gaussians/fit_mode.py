@@ -10,17 +10,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import Progress, Steps, check_progress, progress_bar
 from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checks import checked_number, checked_whole
 from curvops.errors import ConvergenceError, ModeWarning, warn
 from curvops.linalg import Reason
 from curvops.network import tensors_of
 from curvops.operators import GGN, Linearization, linearize
+from curvops.posterior.core.linear_mode import TOLERATED, LinearMode, in_words, nats_below_mode, nats_of_prior
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
-from curvops.posterior.solves.linear_mode import TOLERATED, LinearMode, in_words, nats_below_mode, nats_of_prior
-from curvops.progress import Progress, Steps, check_progress, progress_bar
 from curvops.ranks.process_group import holds_shards
 from curvops.summary import Summarised
 

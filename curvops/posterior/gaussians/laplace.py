@@ -17,6 +17,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import Progress
 from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import Place, begin
 from curvops.checks import check_accuracy, check_choice, check_kind, check_tensor, checked_number, checked_whole
@@ -34,6 +35,8 @@ from curvops.posterior.core.arguments import (
     checked_curvature,
     checked_draws,
 )
+from curvops.posterior.core.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
+from curvops.posterior.core.precision import inverse_for, plan
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.posterior.deviations import Deviations, Noise, StochasticDescent, draw_deviations
 from curvops.posterior.gaussians.gaussian_posterior import OF_LAPLACE, GaussianWeights
@@ -55,10 +58,7 @@ from curvops.posterior.log_evidence import (
     log_determinant,
 )
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
-from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
-from curvops.posterior.solves.precision import inverse_for, plan
-from curvops.progress import Progress
-from curvops.records import from_record
+from curvops.storage import from_record
 
 NORMALISATION = re.compile(r"Norm(\d+d)?$")
 """Names of classes that normalise activations or weights: BatchNorm2d, LayerNorm, GroupNorm, LlamaRMSNorm, …"""

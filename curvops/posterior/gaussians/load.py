@@ -12,6 +12,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops import storage
+from curvops.ambient import Progress
 from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, Points
 from curvops.checks import check_flag, check_kind
 from curvops.network import record_of_network, recorded_network
@@ -21,7 +22,6 @@ from curvops.posterior.core.arguments import check_operator
 from curvops.posterior.core.terms import CurvatureCache, KroneckerPrior, Prior
 from curvops.posterior.gaussians.gaussian_posterior import KIND, OF_GAUSSIANS, VERSIONS, GaussianPosterior
 from curvops.posterior.gaussians.laplace import Laplace
-from curvops.progress import Progress
 
 OPERATOR, OF_OPERATORS = "operator", 1
 """The kind of an operator's folder, and the version of its schema."""

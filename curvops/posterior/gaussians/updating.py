@@ -21,9 +21,9 @@ from curvops.operators import Linearization
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.core.arguments import check_linearization, checked_curvature
+from curvops.posterior.core.precision import require_usable
 from curvops.posterior.core.terms import CurvatureCache, KroneckerPrior, PrecisionTerms, Prior, read_prior
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
-from curvops.posterior.solves.precision import require_usable
 from curvops.summary import summary
 
 FAR_NOISE = 3.0

@@ -28,12 +28,12 @@ from curvops.posterior.predictions import answers
 from curvops.posterior.predictions.answers import (
     NAMED,
     NUMBERS,
+    NamedPredictions,
     Uncertainty,
     decompose_drawn_numbers,
     decompose_labels,
     join_uncertainties,
 )
-from curvops.posterior.predictions.by_name import NamedPredictions
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
 from curvops.posterior.predictions.outputs import (
     CovarianceOverRanks,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.records import record_of
+from curvops.storage import record_of
 from tests.linalg.interrupted import counted, equal, goes_on
 from tests.linalg.matrices import generator, symmetric
 from tests.linalg.systems import right_hand_sides

@@ -1,4 +1,7 @@
-"""Data that are streamed from files by the workers of a DataLoader: the answers are those of data in memory."""
+"""Data that are streamed from files by the workers of a DataLoader: the answers are those of data in memory.
+
+Tests `point_sources.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Numbers of points belong to (seed, draw, point, output): no batch and no order changes them."""
+"""Numbers of points belong to (seed, draw, point, output): no batch and no order changes them.
+
+Tests `randomness.py`.
+"""
 
 import pytest
 import torch
 
-from curvops.network.data.point_normals import CHUNK, PointNormals
+from curvops.network.data.randomness import CHUNK, PointNormals
 
 LIKE = torch.zeros((), dtype=torch.float64)
 DRAWS, POINTS, OUTPUTS = range(3), slice(0, 50), 3

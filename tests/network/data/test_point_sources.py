@@ -1,6 +1,6 @@
 """Items of a DataLoader in any form, and batches that its collate_fn makes, against the same network on tensors.
 
-Tests `point_sources.py` and `joined_points.py`.
+Tests `point_sources.py`, and the checks of joined points in `first_points.py`.
 """
 
 import math

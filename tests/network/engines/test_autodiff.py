@@ -18,7 +18,7 @@ from curvops.network.engines.autodiff import Recorded, Streamed, record_graph, r
 from curvops.network.engines.plan import Routes
 from curvops.network.engines.self_check import find_routes, is_adjoint, tolerance
 from curvops.network.model.model import Model
-from curvops.network.walks.passes import Passes
+from curvops.network.walks.walk import Passes
 from tests.network.products import PLENTY, WAYS, agree, columns, push, require_products, walk
 from tests.zoo import UNSUPPORTED, ZOO, batches, points, reference
 

@@ -1,6 +1,6 @@
 """The table of layer rules: each against autograd on the layer alone.
 
-Tests `convolution.py`, `embedding.py`, `linear.py`, `norm.py`, `rule.py`.
+Tests `convolution.py` and `layer_rules.py`.
 """
 
 from __future__ import annotations

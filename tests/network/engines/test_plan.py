@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.gpu.counts import H100
 from curvops.network.engines.plan import CPU, GPU, Plan, Rates
 from curvops.network.model.model import Model
-from curvops.network.walks.passes import Passes
+from curvops.network.walks.walk import Passes
 from tests.network.products import PLENTY, columns, push, walk
 from tests.zoo import reference
 from tests.zoo_modules import Wired

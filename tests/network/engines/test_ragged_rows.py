@@ -1,6 +1,6 @@
 """Layers whose rows belong to points unevenly: the same curvature as by a dense Jacobian, from the layer rules.
 
-Tests `ragged_rows.py`.
+Tests `rows_of_points.py`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from curvops.network.engines.layerwise import Layerwise
 from curvops.network.engines.replay import Replay
 from curvops.network.engines.self_check import allowance, find_routes, mismatches, named_custom_functions
 from curvops.network.model.model import Model
-from curvops.network.walks.passes import Passes
+from curvops.network.walks.walk import Passes
 from tests.memory import peak_of
 from tests.network.products import PLENTY, agree, columns, linear_layers_off_by, push, walk
 from tests.zoo import ZOO, dense_jacobian, reference

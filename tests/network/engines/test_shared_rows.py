@@ -1,6 +1,6 @@
 """Layers that are called once for all points: the curvature of a dense Jacobian, and the factors of copies.
 
-Tests `shared_rows.py`.
+Tests `rows_of_points.py`.
 """
 
 from __future__ import annotations

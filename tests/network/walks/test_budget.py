@@ -1,4 +1,7 @@
-"""One memory budget for engines and vectors: what each may take, and who gives way."""
+"""One memory budget for engines and vectors: what each may take, and who gives way.
+
+Tests `engine_cache.py`.
+"""
 
 import copy
 import gc
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.network.walks.budget import LEAST_ROOM, Budget, default_budget
+from curvops.network.walks.engine_cache import LEAST_ROOM, Budget, default_budget
 
 MIB = 2**20
 

@@ -1,6 +1,6 @@
 """The walk over the data: what is kept, what is read again, who may share it, and what gradients pass through.
 
-Tests `walk.py`, `passes.py`, `some_points.py`, `batch_rows.py` and `engine_cache.py`.
+Tests `walk.py` and `engine_cache.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from curvops.network.model.model import Model
-from curvops.network.walks.passes import Passes
+from curvops.network.walks.walk import Passes
 from tests.network.products import PLENTY, WAYS, agree, columns, pull, push, walk
 from tests.zoo import ZOO, batches, reference
 

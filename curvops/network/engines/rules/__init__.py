@@ -1,13 +1,19 @@
-"""The table of layer rules, one file per family of layers; to add a layer, add a row to `RULES`."""
+"""The table of layer rules; to add a layer, add a row to `RULES`."""
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from curvops.network.engines.rules.convolution import ConvolutionRule, TransposedConvolutionRule
-from curvops.network.engines.rules.embedding import EmbeddingBagRule, EmbeddingRule
-from curvops.network.engines.rules.linear import LinearRule, TransposedLinearRule
-from curvops.network.engines.rules.norm import ScaleRule
-from curvops.network.engines.rules.rule import Local, Rule, SingleRows
+from curvops.network.engines.rules.layer_rules import (
+    EmbeddingBagRule,
+    EmbeddingRule,
+    LinearRule,
+    Local,
+    Rule,
+    ScaleRule,
+    SingleRows,
+    TransposedLinearRule,
+)
 from curvops.ranks.process_group import has_hooks, unsharded_class
 
 __all__ = ["RULES", "Local", "SingleRows", "Rule", "rule_for", "rule_of"]

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from curvops.network.engines.rules.linear import with_ones
-from curvops.network.engines.rules.rule import Local, Rule, SingleRows
+from curvops.network.engines.rules.layer_rules import Local, Rule, SingleRows, with_ones
 from curvops.network.model.fused_kernels import unfused
 
 

@@ -1,1 +1,0 @@
-"""Linear systems with a posterior's precision, and modes computed by solving them."""
