@@ -181,7 +181,7 @@ class NoiseWarning(UserWarning):
 
 
 class NotLogitsWarning(UserWarning):
-    """A warning that a classifier returns probabilities or their logarithms, whereas its likelihood takes logits."""
+    """A warning that a classifier's outputs are probabilities, or logits with a constant in common that a link sees."""
 
 
 class NotVectorizedWarning(UserWarning):

@@ -368,6 +368,11 @@ def _check_shapes(values: Tensor, labels: Tensor, some: bool = True) -> None:
     check_tensor("labels", labels)
     binary = "; for the probabilities q (N, 1) of label 1, pass torch.cat([1 - q, q], 1) and whole labels (N,)"
     remedy = binary if values.ndim == 2 and values.shape[1] == 1 else ""
+    if values.ndim == 2 and values.shape[1] > 1 and labels.shape == values.shape:
+        remedy = (
+            "; several labels of a point, with probabilities Q, are scored as N·C of their own: pass "
+            "torch.stack([1 - Q.flatten(), Q.flatten()], 1) and Y.flatten().long()"
+        )
     if values.ndim != 2 or labels.shape != values.shape[:1]:
         given = f"{tuple(values.shape)} and {tuple(labels.shape)}"
         raise ValueError(f"expected (N, C) values and (N,) labels, not {given}{remedy}")

@@ -126,3 +126,13 @@ def test_temperature_stops_at_its_bounds() -> None:
 def test_one_column_of_probabilities_is_refused_with_the_line_to_write(labels: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"pass torch\.cat\(\[1 - q, q\], 1\)"):
         metrics.nll(torch.tensor([[0.2], [0.7]]), labels)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_several_labels_of_a_point_are_refused_with_the_line_to_write() -> None:
+    Q, Y = torch.tensor([[0.9, 0.2], [0.4, 0.7]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    with pytest.raises(ValueError, match=r"torch.stack\(\[1 - Q.flatten\(\), Q.flatten\(\)\], 1\)"):
+        metrics.nll(Q, Y)
+    pairs = torch.stack([1 - Q.flatten(), Q.flatten()], 1)
+    expected = -torch.tensor([0.9, 0.8, 0.4, 0.7]).log().mean()
+    torch.testing.assert_close(metrics.nll(pairs, Y.flatten().long()), expected)

@@ -145,8 +145,11 @@ class FromDistribution(ByAutograd):
         return self._score(self.distribution(f), f, y)
 
     def _score(self, p: Distribution, f: Tensor, y: Tensor) -> Tensor:
+        base = _base(p)
         try:
-            log_p = _base(p).log_prob(y)
+            if "_validate_args" not in vars(base):  # left to torch, whose default torch.compile switches off
+                base._validate_sample(y)
+            log_p = base.log_prob(y)
         except NotImplementedError:
             raise  # the distribution has no log_prob
         except (ValueError, RuntimeError, IndexError) as error:

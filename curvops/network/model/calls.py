@@ -151,6 +151,7 @@ OF_VALUES = r"enforce_sorted|index out of range|shapes cannot be multiplied|must
 """Errors that depend on the values of inputs, or on shapes that differ between points of any kind, so that the first
 points may not show them."""
 OTHERWISE = "Call the model itself on these points: it must return the outputs (N, C)."
+PAIR = " If the second of these are targets: predictions take the inputs alone."
 MISSING = "forward looks up an entry that the inputs do not have: name the mapping's entries as forward does."
 
 
@@ -169,9 +170,9 @@ def explain(inputs: Inputs, pattern: str = "") -> Iterator[None]:
         if not re.search(pattern, str(error)):
             raise
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(
-            f"the model failed on {described(inputs)}: {type(error).__name__}: {_first_lines(error)} {_remedy(error)}"
-        ) from error
+        pair = PAIR if isinstance(inputs, tuple) and len(inputs) == 2 else ""
+        problem = f"{type(error).__name__}: {_first_lines(error)} {_remedy(error)}{pair}"
+        raise kind(f"the model failed on {described(inputs)}: {problem}") from error
 
 
 def _remedy(error: Exception) -> str:

@@ -416,12 +416,26 @@ def checked_layout(
                 f"the model rejects a single point ({error}): call model.eval(), and accept batches of any size."
             ) from error
         model.require_points_apart(outputs, alone)
+        _require_gradient(model, first_of(few, 1))
         try:
             turned = model.raw(model.values, take(points, torch.arange(total - 1, -1, -1)))
         except (RuntimeError, ValueError):  # packed sequences may have to come in order of their lengths
             return layout, outputs
         model.require_points_apart(turned.flip(0), alone)
     return layout, outputs
+
+
+def _require_gradient(model: Model, point: Inputs) -> None:
+    """Raise ValueError if the outputs have no gradient in any selected parameter, so that J would be zero."""
+    with torch.enable_grad():
+        outputs = model.raw(model.leaves(), point)
+    if not outputs.requires_grad:
+        names = model.selection.names
+        raise ValueError(
+            f"the outputs have no gradient in the {len(names)} selected parameters ({names[0]!r}, ...), so that they "
+            "would have no uncertainty: leave torch.no_grad, inference_mode, detach and NumPy out of the model's "
+            "forward, or select parameters that it uses."
+        )
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from curvops.argument_types import Points
 from curvops.checks import check_choice, shown
+from curvops.errors import NotLogitsWarning, warn
 from curvops.linalg import Estimate
 from curvops.metrics import divergences
 from curvops.network.data.batch_parts import sizes_of, targets_of
@@ -39,6 +40,8 @@ from curvops.network.likelihoods import (
 )
 from curvops.operators import Linearization
 
+MOST_MOVED = 1.0
+"""The most, in nats, by which a constant in all logits may move one against another without a warning."""
 COPIES = 10
 """The number of copies of its two points in each pair of the dyadic score."""
 
@@ -284,8 +287,23 @@ def probit_logits(
     if isinstance(likelihood, BradleyTerry):
         blocks = covariance.to_dense()
         return preference(mean(), blocks)
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    return scale_logits(mean(), variance)
+    variance, logits = covariance.diagonal(dim1=-2, dim2=-1), mean()
+    if isinstance(likelihood, Categorical):
+        _warn_of_common_part(logits.detach(), variance.detach())
+    return scale_logits(logits, variance)
+
+
+def _warn_of_common_part(logits: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> None:
+    """Warn if a constant in all logits of a point, which the softmax ignores, decides its probabilities by "probit"."""
+    common, kappa = logits.mean(-1), scale_logits(torch.ones_like(variance), variance)
+    moved = common.abs() * (kappa.amax(-1) - kappa.amin(-1))
+    if len(moved) and bool(moved.median() > MOST_MOVED):
+        warn(
+            f"the logits of a point have a constant in common, {float(common.median()):.3g}, which changes no softmax. "
+            "But link='probit' divides each logit by a number of its own, and then it does: pass link='mc', also to "
+            "co.evidence.validate, or subtract the mean of the logits in the model's forward.",
+            NotLogitsWarning,
+        )
 
 
 def scale_logits(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:

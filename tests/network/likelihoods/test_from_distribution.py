@@ -233,6 +233,19 @@ def test_the_door_takes_a_function() -> None:
         as_likelihood(distributions.Bernoulli)
 
 
+def test_targets_outside_the_support_are_refused_after_a_compiled_model_too() -> None:
+    """`torch.compile` switches torch's own check off, in the whole process."""
+    before, x = Distribution._validate_args, torch.ones(3, 2)
+    Distribution.set_default_validate_args(False)
+    try:
+        with pytest.raises(ValueError, match="within the support"):
+            co.linearize(nn.Linear(2, 1), (x, -torch.ones(3)), lambda f: distributions.Poisson(f[:, 0].exp()))
+        unchecked = lambda f: distributions.Normal(f, 1.0, validate_args=False)  # noqa: E731
+        co.linearize(nn.Linear(2, 1), (x, torch.ones(3, 1)), unchecked)
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
 def test_heteroscedastic_distributions_have_their_own_likelihood() -> None:
     general = FromDistribution(lambda f: distributions.Normal(f[:, :2], (0.5 * f[:, 2:]).exp()))
     f, y = normal(N, 4), REALS[:, :2]

@@ -221,3 +221,42 @@ def test_a_sampler_warns_of_probabilities_too() -> None:
     log_posterior = co.sampling.log_posterior(ended_by(nn.Softmax(-1)), "classification", data_size=7)
     with pytest.warns(co.errors.NotLogitsWarning, match="probabilities"):
         log_posterior(log_posterior.params, (X, Y))
+
+
+@pytest.mark.parametrize("offset", [3.0, 100.0])
+def test_a_constant_in_all_logits_warns_where_probit_takes_it_for_a_difference(offset: float) -> None:
+    shifted = net()
+    with torch.no_grad():
+        shifted[-1].bias.add_(offset)  # type: ignore[index]
+    post = co.laplace(co.linearize(shifted, (X, Y), "classification"), co.GGN, 1.0, check_mode=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", co.errors.NotLogitsWarning)
+        post.probabilities(X, link="mc", generator=torch.Generator().manual_seed(0))
+        assert not caught
+        post.probabilities(X)
+    assert [("a constant in common" in str(each.message)) for each in caught] == [True] * (offset == 100)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, "detach"])
+def test_outputs_without_a_gradient_are_refused(mode: Any) -> None:
+    inner = net()
+
+    class Closed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            if mode == "detach":
+                return self.inner(x).detach()
+            with mode():
+                return self.inner(x)
+
+    with pytest.raises(ValueError, match=r"no gradient in the 4 selected parameters.*detach"):
+        co.linearize(Closed(), (X, Y), "classification")
+
+
+def test_inputs_with_their_targets_are_called_by_name() -> None:
+    post = co.laplace(co.linearize(net(), (X, Y), "classification"), co.GGN, 1.0, check_mode=False)
+    with pytest.raises(TypeError, match="predictions take the inputs alone"):
+        post.probabilities((X, Y))
