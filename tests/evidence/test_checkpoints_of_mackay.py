@@ -27,7 +27,7 @@ def setting(likelihood="classification", shift=0.0, mean=0.0, width=30, memory_b
 def tuned(folder, post=None, seed=0, draws=False, **options):
     """The posterior's hyperparameters, its steps, and what it draws."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    options = {"samples": 3, "steps": 3, "prior": "layer"} | options
+    options = {"samples": 2, "steps": 2, "prior": "layer"} | options
     found = co.evidence.mackay(post or setting(), generator=generator, checkpoint=folder, **options)
     how = found.tuning
     record = [found.prior_precision, [record_of(step) for step in how.steps], how.ending.name, how.targets]
@@ -36,7 +36,7 @@ def tuned(folder, post=None, seed=0, draws=False, **options):
 
 RUNS = {
     "layers": lambda folder: tuned(folder, draws=True),
-    "with the noise": lambda folder: tuned(folder, setting("regression"), tune_noise=True, samples=4),
+    "with the noise": lambda folder: tuned(folder, setting("regression"), tune_noise=True, samples=3),
     "in function space": lambda folder: tuned(folder, method="dual"),
     "counted by a quadrature": lambda folder: tuned(folder, samples=None, prior="iso"),
 }
@@ -50,7 +50,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, after, tmp_path, s
     run = RUNS[name]
     whole = run(tmp_path / "whole")
     work = after["made"]
-    for killed in (work // 2, work - 1):
+    for killed in (work // 2, work - 1) if name == "layers" else (work // 2,):
         after["left"] = killed
         with pytest.raises(Killed):
             run(tmp_path / str(killed))
@@ -86,7 +86,7 @@ def test_another_run_is_refused_by_name(tmp_path, annotations_unchecked):
     tuned(tmp_path, steps=1)
     for what, call in {
         "steps \\(1, here 2\\)": lambda: tuned(tmp_path, steps=2),
-        "samples": lambda: tuned(tmp_path, steps=1, samples=2),
+        "samples": lambda: tuned(tmp_path, steps=1, samples=3),
         "prior": lambda: tuned(tmp_path, steps=1, prior="g"),
         "update": lambda: tuned(tmp_path, steps=1, update="em"),
         "generator": lambda: tuned(tmp_path, steps=1, seed=1),

@@ -195,16 +195,16 @@ def test_later_steps_start_at_earlier_solutions(annotations_unchecked):
 
 
 def test_the_generating_precision_and_noise_lie_in_their_intervals(annotations_unchecked):
-    """In at least 90 of 100 seeds each, fixed; were coverage 95 %, less would happen once in 60."""
+    """In at least 44 of 50 seeds each, fixed; were coverage 95 %, less would happen once in 40."""
     inside = torch.zeros(2)
-    for number in range(100):
+    for number in range(50):
         lin, *_ = linear(20, 60, alpha=3.0, noise=0.4, number=number)
         found = co.evidence.mackay(co.laplace(lin, co.GGN, 1.0, check_mode=False), None, 50, tune_noise=True).tuning
         assert found.converged
         low, high = found.prior_interval()
         few, many = found.noise_interval()
         inside += torch.tensor([float(low) < 3.0 < float(high), few < 0.4 < many])
-    assert inside.min() >= 90, inside
+    assert inside.min() >= 44, inside
 
 
 def test_mackay_that_oscillates_says_so_and_em_does_not(annotations_unchecked):

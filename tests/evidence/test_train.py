@@ -69,7 +69,7 @@ def test_training_that_ends_away_from_a_mode_says_so(annotations_unchecked):
     assert away > 1 and len(caught) == 1 and "check_mode" not in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert gap(800, 0.05) < 1e-2
+        assert gap(300, 0.1) < 1e-2
 
 
 def test_the_noise_of_a_regression_is_found(annotations_unchecked):
@@ -156,7 +156,7 @@ def test_a_line_search_reaches_the_mode(annotations_unchecked):
         options = {"max_iter": 100, "line_search_fn": "strong_wolfe"}
         return torch.optim.LBFGS(p, tolerance_grad=1e-13, tolerance_change=1e-15, **options)
 
-    options = {"epochs": 30, "every": 1, "over": "scalar", "curvature": co.GGN, "optimizer": lbfgs}
+    options = {"epochs": 12, "every": 1, "over": "scalar", "curvature": co.GGN, "optimizer": lbfgs}
     post = co.evidence.train(model, (x, y), co.likelihoods.Gaussian(0.09), **options)
     gram, moment, alpha = x.mT @ x / 0.09, x.mT @ y / 0.09, post.prior_precision
     mode = torch.linalg.solve(gram + alpha * torch.eye(5), moment)

@@ -343,9 +343,9 @@ def test_the_form_of_few_weights_is_the_matrix_s(noise: float, each: bool) -> No
     torch.testing.assert_close(P.logdet(), torch.logdet(dense), rtol=1e-9, atol=1e-8)
     torch.testing.assert_close(P.inverse().diagonal(), torch.linalg.inv(dense).diagonal(), rtol=1e-6, atol=1e-8)
     units = torch.eye(300, dtype=DOUBLE)
-    half = P.sqrt_inv_matmul(units[:, :4])
+    half = P.sqrt_inv_matmul(units[:, :1])
     values, vectors = torch.linalg.eigh(dense)
-    torch.testing.assert_close(half, (vectors * values.rsqrt()) @ vectors[:4].mT, rtol=1e-4, atol=1e-5 / noise**0.5)
+    torch.testing.assert_close(half, (vectors * values.rsqrt()) @ vectors[:1].mT, rtol=1e-4, atol=1e-5 / noise**0.5)
 
 
 def test_draws_of_the_form_of_few_weights_have_its_covariance() -> None:

@@ -3,6 +3,8 @@
 Tests `gaussian.py`, and the left-out points of `updating.py`.
 """
 
+import copy
+import functools
 import math
 import warnings
 
@@ -40,6 +42,13 @@ def trained(model, x, y, steps=300):
     return model
 
 
+@functools.cache
+def overfitted():
+    """Twelve points, and a network that was trained on them for too long."""
+    x, y = data(12)
+    return trained(network(hidden=20), x, y), x, y
+
+
 def noise(of):
     """The noise of a linearisation or a posterior."""
     return getattr(of, "lin", of).likelihood.hyperparameters[0]
@@ -63,15 +72,16 @@ def left_out(model, x, y, w=None, units=None):
     rows, targets = scale.unsqueeze(-1) * J, scale * t
     top = float(torch.linalg.eigvalsh(rows.reshape(-1, D) @ rows.reshape(-1, D).mT)[-1])
 
+    kept = torch.stack([torch.tensor([i for i in range(N) if i != n]) for n in range(N)])
+    A, b = rows[kept].flatten(1, 2), targets[kept].flatten(1).unsqueeze(-1)
+    grams, moments = A.mT @ A, A.mT @ b
+
     def errors(damp):
-        for n in range(N):
-            kept = [i for i in range(N) if i != n]
-            A, b = rows[kept].reshape(-1, D), targets[kept].flatten()
-            fitted = torch.linalg.solve(A.mT @ A + damp * torch.eye(D, dtype=DOUBLE), A.mT @ b)
-            yield targets[n] - rows[n] @ fitted
+        fitted = torch.linalg.solve(grams + damp * torch.eye(D, dtype=DOUBLE), moments)
+        return targets - (rows @ fitted).squeeze(-1)
 
     least = math.log10(N * B * torch.finfo(DOUBLE).eps)
-    found = [torch.stack(list(errors(top * 10**power))) for power in torch.linspace(least, 3, 20).tolist()]
+    found = [errors(top * 10**power) for power in torch.linspace(least, 3, 20).tolist()]
     best = min(found, key=lambda each: float(each.square().sum()))
     return (best * units).square().view(-1, C).sum(0) / weights.view(-1, C).sum(0)
 
@@ -120,8 +130,7 @@ def test_one_point_and_constant_targets_are_data_too():
 
 
 def test_a_posterior_has_the_error_on_left_out_points_if_it_is_larger():
-    x, y = data(12)
-    model = trained(network(hidden=20), x, y)  # it overfits
+    model, x, y = overfitted()
     lin = co.linearize(model, (x, y), "regression")
     post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
     expected = left_out(model, x, y)
@@ -132,7 +141,7 @@ def test_a_posterior_has_the_error_on_left_out_points_if_it_is_larger():
 
 def test_points_are_left_out_with_their_weights_outputs_and_positions():
     x, y = data(8, outputs=2, positions=(3,))
-    model, w = trained(network(2, 20), x, y, 600), torch.rand(8, dtype=DOUBLE)
+    model, w = trained(network(2, 20), x, y, 300), torch.rand(8, dtype=DOUBLE)
     w[2] = 0
     for spec in (None, "per_output"):
         post = co.laplace(
@@ -145,8 +154,7 @@ def test_points_are_left_out_with_their_weights_outputs_and_positions():
 
 @pytest.mark.parametrize("parameters", ["last_layer", "0.*", torch.tensor([1, 4, 9])], ids=["last", "first", "few"])
 def test_a_part_of_the_network_has_the_noise_of_the_whole(parameters):
-    x, y = data(12)
-    model = trained(network(hidden=20), x, y)
+    model, x, y = copy.deepcopy(overfitted())
     whole, part = (
         co.laplace(co.linearize(model, (x, y), "regression", chosen), co.GGN, 1.0, check_mode=False)
         for chosen in (None, parameters)
@@ -235,18 +243,18 @@ def test_a_posterior_takes_a_noise_for_each_output(curvature):
 
 def test_training_by_the_evidence_learns_it_from_the_residuals():
     (x, y), model = data(), network()
-    post = co.evidence.train(model, (x, y), "regression", epochs=300, every=50, over="scalar")
+    post = co.evidence.train(model, (x, y), "regression", epochs=60, every=20, over="scalar")
     same(noise(post), max(float(left_out(model, x, y)), float((model(x) - y).square().mean())))
 
 
 def test_error_bars_hold_on_new_points_for_a_network_that_overfits():
-    """An interval of 95 % around 2,000 new targets of a network that fits 40 points too well."""
+    """An interval of 95 % around 2,000 new targets of a network that fits 20 points too well."""
     torch.manual_seed(0)
-    x, new = torch.rand(40, 1).double() * 6 - 3, torch.rand(2000, 1).double() * 6 - 3
+    x, new = torch.rand(20, 1).double() * 6 - 3, torch.rand(2000, 1).double() * 6 - 3
     y, targets = (each.sin() + 0.2 * torch.randn_like(each) for each in (x, new))
-    model = nn.Sequential(nn.Linear(1, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 1)).double()
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    for _ in range(1500):
+    model = nn.Sequential(nn.Linear(1, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 1)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(400):
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
         optimizer.step()

@@ -1,5 +1,7 @@
 """The log evidence: what it spends, and that it is what the dense definition says whichever way it comes."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -107,17 +109,23 @@ def test_a_range_is_prepared_for_once(large):
         assert within(point, expected(lin, dense, value))
 
 
+@functools.cache
+def at_scale(scale, dtype):
+    """A small network and data of this scale, in either dtype of the same numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x = torch.randn(20, 4, dtype=torch.float64) * scale
+    return co.linearize(model.to(dtype), (x.to(dtype), x[:, :3].to(dtype)), co.likelihoods.Gaussian(noise=1.0))
+
+
 @pytest.mark.parametrize("curvature", [co.GGN, co.KFAC, co.DiagonalGGN, co.EmpiricalFisher])
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e2])
 @pytest.mark.parametrize("kind", ["number", "vector", "operator"])
 def test_effective_parameters_in_single_precision_are_within_their_error(curvature, scale, kind):
     """Large inputs under a weak prior: rounding decides what counts; small ones under a strong prior: 1 − 1 is left."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    x, prior = torch.randn(20, 4, dtype=torch.float64) * scale, scale**-1.5
-    found = []
+    prior, found = scale**-1.5, []
     for dtype in (torch.float64, torch.float32):
-        lin = co.linearize(model.to(dtype), (x.to(dtype), x[:, :3].to(dtype)), co.likelihoods.Gaussian(noise=1.0))
+        lin = at_scale(scale, dtype)
         given = torch.full_like(lin.theta, prior)
         if kind == "operator":
             given = co.linalg.Diagonal(given)

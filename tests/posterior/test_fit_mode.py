@@ -21,9 +21,9 @@ def data(n=60, likelihood="classification", dtype=DOUBLE):
     return x.to(dtype), targets.get(likelihood, scores if likelihood == "regression" else None)
 
 
-def network(activation=nn.Tanh, dtype=DOUBLE):
+def network(activation=nn.Tanh, dtype=DOUBLE, hidden=4):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, 3)).to(dtype)
+    return nn.Sequential(nn.Linear(4, hidden), activation(), nn.Linear(hidden, 3)).to(dtype)
 
 
 def gradient_of(model, loss, precision, mean=0.0):
@@ -66,7 +66,7 @@ def test_the_gradient_of_the_log_posterior_vanishes(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 @pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
 def test_a_small_network_ends_within_a_nat_of_a_mode(activation, dtype):
-    x, y = data(300, dtype=dtype)
+    x, y = data(100, dtype=dtype)
     model = network(activation, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -110,16 +110,16 @@ class Pooled(nn.Module):
 @pytest.mark.parametrize("normalised", [False, True])
 def test_a_head_that_is_pooled_reaches_its_mode(normalised):
     """By Newton's method if the outputs are affine in its weights: that takes few passes through the rest."""
-    x, y = data(60)
+    x, y = data(30)
     torch.manual_seed(0)
     model, passes = Pooled(normalised).double(), []
     model.body.register_forward_hook(lambda module, inputs, outputs: passes.append(len(outputs)))
-    fit = co.fit_mode(model, (x, y), "classification", 1.0, parameters="last_layer")
+    fit = co.fit_mode(model, (x, y), "classification", 10.0, parameters="last_layer")
     assert fit.converged and fit.remaining <= 0.01
     if not normalised:
         assert sum(passes) < 40 * len(x)
         model.body.requires_grad_(False)
-        assert gradient_of(model, LOSSES["classification"](model(x), y), 1.0).norm() < 1e-4
+        assert gradient_of(model, LOSSES["classification"](model(x), y), 10.0).norm() < 1e-4
 
 
 def test_data_in_any_form_and_weights_of_points_give_the_same_mode():
@@ -128,8 +128,8 @@ def test_data_in_any_form_and_weights_of_points_give_the_same_mode():
     dataset = TensorDataset(x, y)
 
     def mode(given, **options):
-        model = network()
-        assert co.fit_mode(model, given, "classification", 1.0, atol=1e-13, **options).converged
+        model = network(hidden=2)
+        assert co.fit_mode(model, given, "classification", 3.0, atol=1e-13, **options).converged
         return co.linearize(model, (x, y), "classification").theta
 
     want = mode((x, y))

@@ -1,6 +1,7 @@
 """Posteriors whose curvature may have negative eigenvalues."""
 
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -19,8 +20,14 @@ def lin():
     return co.linearize(model, (x, y), "classification")
 
 
+@functools.cache
+def hessian(lin):
+    """Its matrix."""
+    return co.Hessian(lin).to_dense()
+
+
 def least(lin):
-    return float(torch.linalg.eigvalsh(co.Hessian(lin).to_dense())[0])
+    return float(torch.linalg.eigvalsh(hessian(lin))[0])
 
 
 @pytest.mark.parametrize("prior", [1e-3, "vector"])
@@ -36,7 +43,7 @@ def test_a_hessian_under_a_small_prior_is_refused_at_the_door(lin, prior):
         post.with_prior(1e-3)
     x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     J = lin.jacobian(x).to_dense()
-    expected = J @ torch.linalg.solve(co.Hessian(lin).to_dense() + needed * torch.eye(len(lin.theta)).double(), J.mT)
+    expected = J @ torch.linalg.solve(hessian(lin) + needed * torch.eye(len(lin.theta)).double(), J.mT)
     torch.testing.assert_close(post.predict(x, joint=True).covariance_matrix, expected, rtol=1e-8, atol=1e-10)
     assert post.sample(2).isfinite().all()
 

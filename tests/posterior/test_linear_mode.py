@@ -1,5 +1,7 @@
 """The mode of the linear model: stationary, and for a Gaussian the solution of the normal equations."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -24,11 +26,18 @@ def untrained(kind, outputs=3):
     return model, x, y, likelihoods.get(kind, kind)
 
 
+@functools.cache
+def in_batches(kind):
+    """The linearisation of such a network with its data in two batches, J as a matrix, and the targets."""
+    model, x, y, likelihood = untrained(kind)
+    lin = co.linearize(model, [(x[:8], y[:8]), (x[8:], y[8:])], likelihood)
+    return lin, lin.jacobian().to_dense(), y
+
+
 @pytest.mark.parametrize("kind", ["classification", "regression", "poisson"])
 @pytest.mark.parametrize("prior", ["number", "vector", "operator"])
 def test_it_is_stationary_for_the_linear_model(kind, prior):
-    model, x, y, likelihood = untrained(kind)
-    lin = co.linearize(model, [(x[:8], y[:8]), (x[8:], y[8:])], likelihood)
+    lin, J, y = in_batches(kind)
     D = lin.num_parameters
     diagonal = torch.linspace(0.5, 2, D, dtype=DOUBLE)
     chosen = {"number": 0.7, "vector": diagonal, "operator": co.linalg.Dense(torch.diag(diagonal), psd=True)}[prior]
@@ -36,7 +45,7 @@ def test_it_is_stationary_for_the_linear_model(kind, prior):
     post = co.laplace(lin, co.GGN, prior_precision=chosen, check_mode=False, prior_mean=0.3)
     mode = post.linear_mode(rtol=1e-9)
     assert mode.converged and mode.gradient <= 1e-9
-    J, f = lin.jacobian().to_dense(), lin.outputs()
+    f = lin.outputs()
     delta = (mode.theta - lin.theta).requires_grad_()
     outputs = f + (J @ delta).unflatten(0, f.shape)
     if kind == "regression":

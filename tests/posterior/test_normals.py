@@ -16,7 +16,7 @@ from torch import nn
 
 import curvops as co
 
-SCALES = [1.0, 1e-3, 1e-6, 1e6]
+SCALES = [1.0, 1e-6, 1e6]
 DTYPES = [torch.float64, torch.float32]
 CURVATURES = [co.GGN, co.KFAC, co.DiagonalGGN]
 X = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -88,14 +88,19 @@ def no_warning():
         yield
 
 
+@functools.cache
+def prediction(scale, kind):
+    """One for all that is made of it."""
+    post = posterior(scale)
+    draws = post.mean + torch.randn(9, len(post.mean), dtype=X.dtype, generator=torch.Generator().manual_seed(2))
+    return post.predict(X, **{"independent": {}, "joint": {"joint": True}, "drawn": {"samples": draws}}[kind])
+
+
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("kind", ["independent", "joint", "drawn"])
 def test_what_is_made_of_a_prediction_has_its_variances(kind, made):
     def variance(scale):
-        post = posterior(scale)
-        draws = post.mean + torch.randn(9, len(post.mean), dtype=X.dtype, generator=torch.Generator().manual_seed(2))
-        options = {"independent": {}, "joint": {"joint": True}, "drawn": {"samples": draws}}[kind]
-        found = MADE[made](post.predict(X, **options), scale)
+        found = MADE[made](prediction(scale, kind), scale)
         torch.testing.assert_close(found.stddev, found.variance.sqrt(), rtol=1e-12, atol=0)
         if hasattr(found, "confidence_region"):
             low, high = found.confidence_region()

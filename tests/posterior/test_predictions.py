@@ -6,6 +6,7 @@ Tests `predictive.py`; `tests/test_counts.py` counts what the answers cost.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -37,6 +38,7 @@ LIKELIHOODS: dict[str, Any] = {
 }
 
 
+@functools.cache
 def linearized(likelihood: str, parameters: str | None = None) -> co.operators.Linearization:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3 if likelihood == "classification" else 2))
@@ -80,6 +82,14 @@ POSTERIORS: dict[str, Callable[[str], Any]] = {
     "draws of the network": empirical("network"),
     "draws, linearised": empirical("linearization"),
 }
+
+
+@functools.cache
+def posterior(name: str, likelihood: str) -> Any:
+    """One for all the tests of it."""
+    return POSTERIORS[name](likelihood)
+
+
 QUESTIONS: dict[str, Callable[[Any, Tensor], Any]] = {
     "predict": lambda at, y: at.predict().covariance_matrix,
     "mean": lambda at, y: at.predict().mean,
@@ -131,11 +141,15 @@ def tensors(found: Any) -> list[Tensor]:
     return [v for f in dataclasses.fields(found) if isinstance(v := getattr(found, f.name), Tensor)]
 
 
+CASES = [(name, likelihood) for name in POSTERIORS for likelihood in ("classification", "gaussian")]
+CASES += [(name, "bernoulli") for name in ("GGN", "Laplace process", "draws of the network")]
+"""Each posterior for labels and for numbers; labels of two outputs for each way to predict."""
+
+
 @pytest.mark.parametrize("by_draws", [False, True], ids=["exact", "draws"])
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.parametrize("name", POSTERIORS)
+@pytest.mark.parametrize(("name", "likelihood"), CASES)
 def test_answers_are_those_of_separate_calls(name: str, likelihood: str, by_draws: bool) -> None:
-    post, y = POSTERIORS[name](likelihood), TARGETS[likelihood](X)
+    post, y = posterior(name, likelihood), TARGETS[likelihood](X)
     samples = post.sample(5, seeded(7)) if by_draws else None
     asked = questions(likelihood, by_draws)
     expected = {what: tensors(ask(Separately(post, X, samples), y)) for what, ask in asked.items()}
@@ -154,7 +168,7 @@ def gradient_of(found: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("by_draws", [False, True], ids=["exact", "draws"])
 @pytest.mark.parametrize("name", ["GGN", "KFAC", "last layer", "draws of the network", "draws, linearised"])
 def test_each_answer_has_its_gradient(name: str, by_draws: bool) -> None:
-    post, x = POSTERIORS[name]("classification"), X.clone().requires_grad_()
+    post, x = posterior(name, "classification"), X.clone().requires_grad_()
     samples = post.sample(5, seeded(7)) if by_draws else None
     at, apart = post.at((x,), samples), Separately(post, x, samples)
     with torch.no_grad():
@@ -193,7 +207,9 @@ def test_a_gradient_in_the_prior_is_computed_again() -> None:
 def test_a_learned_tensor_that_changes_is_followed(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     learned = {name: torch.tensor(2.0, dtype=DOUBLE, requires_grad=True) for name in ("noise", "prior precision")}
     monkeypatch.setitem(LIKELIHOODS, "gaussian", co.likelihoods.Gaussian(learned["noise"]))
-    post = co.laplace(linearized("gaussian"), co.GGN, prior_precision=learned["prior precision"], check_mode=False)
+    post = co.laplace(
+        linearized.__wrapped__("gaussian"), co.GGN, prior_precision=learned["prior precision"], check_mode=False
+    )
     at = post.at(X)
     with torch.no_grad():
         before = at.predict().variance

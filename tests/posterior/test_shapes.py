@@ -29,11 +29,12 @@ def flat(outputs=3):
 
 
 PIXELS = torch.randn(6, 1, 4, 2, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+IMAGES = PIXELS[:, :, :2]
 POINTS = PIXELS[:, 0].flatten(1)[:, :4]
 CASES = {  # model, inputs, targets, likelihood, whether classes are at dimension 1
-    "image, torch's loss": (PerPixel(False), PIXELS, torch.arange(48).view(6, 4, 2) % 3, nn.CrossEntropyLoss(), True),
-    "image": (PerPixel(True), PIXELS, torch.arange(48).view(6, 4, 2) % 3, "classification", False),
-    "image of numbers": (PerPixel(True), PIXELS, torch.ones(6, 4, 2, 3, dtype=DOUBLE), "regression", False),
+    "image, torch's loss": (PerPixel(False), IMAGES, torch.arange(24).view(6, 2, 2) % 3, nn.CrossEntropyLoss(), True),
+    "image": (PerPixel(True), IMAGES, torch.arange(24).view(6, 2, 2) % 3, "classification", False),
+    "image of numbers": (PerPixel(True), IMAGES, torch.ones(6, 2, 2, 3, dtype=DOUBLE), "regression", False),
     "sequence": (flat(), PIXELS[:, 0].mT, torch.arange(12).view(6, 2) % 3, "classification", False),
     "classes": (flat(), POINTS, torch.arange(6) % 3, "classification", False),
     "numbers": (flat(), POINTS, torch.ones(6, 3, dtype=DOUBLE), "regression", False),

@@ -113,7 +113,7 @@ def by_the_map(rep, phi):
 @pytest.mark.parametrize(("form", "n"), [("data", 4), ("feature", 9)])
 def test_the_energy_in_closed_form_has_all_derivatives_of_the_one_by_the_map(form, n):
     """At λ = σ² T is not applied; derivatives by reverse and forward mode, one within the other either way."""
-    rep = built(form, n=n)
+    rep = built(form, n=n, model=mlp(3, 3, 2))
     phi = one(rep)
     closed, mapped = (
         lambda v, energy=energy: energy(named(v, phi)) for energy in (rep.energy, partial(by_the_map, rep))

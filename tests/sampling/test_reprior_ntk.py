@@ -84,10 +84,10 @@ def test_where_no_inverse_is_found_it_says_so():
 
 def test_the_estimate_holds_the_exact_value():
     """Seeded; a 95 % interval, widened by the bias bound: a false alarm in 20 other seeds at most."""
-    rep = built(width=50, reg=2.0)
+    rep = built(width=45, reg=2.0)
     phi = one(rep)
     generator = torch.Generator().manual_seed(0)
-    found = rep.estimated_logdet(phi, rtol=1e-3, generator=generator, max_matvecs=None)
+    found = rep.estimated_logdet(phi, rtol=2e-3, generator=generator, max_matvecs=None)
     low, high = found.interval()
     exact = rep.logdet(phi)
     assert found.samples > 1 and float(found.stderr) > 0

@@ -255,7 +255,7 @@ def test_a_fit_says_whether_it_is_at_its_optimum() -> None:
     cosine = co.sampling.Cosine(0.05, 400)
     for family, lr, steps, said in [
         ("dense", 1e-3, 150, endings.DRIFTING),
-        ("diagonal", 0.1, 400, endings.SCATTERED),
+        ("diagonal", 0.1, 150, endings.SCATTERED),
         ("diagonal", cosine, 400, endings.SETTLED),
         ("kronecker", cosine, 1, endings.NOISY),
     ]:
