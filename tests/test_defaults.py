@@ -64,8 +64,7 @@ CURVATURES: dict[str, tuple[dict[str, Any], Any]] = {
 PRIORS = ("given", "left out", "by held-out data")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "tempered": {"temperature": 0.5},
-    "with a mean": {"prior_mean": 0.1},
+    "tempered, with a mean": {"temperature": 0.5, "prior_mean": 0.1},
 }
 
 
@@ -80,7 +79,7 @@ def logit_variance(post: co.posterior.Laplace, x: torch.Tensor = X) -> float:
     ("curvature", "prior", "name", "options"),
     [
         *(("left out", *rest, "plain") for rest in product(PRIORS, LIKELIHOODS)),
-        *(("left out", *rest) for rest in product(PRIORS, ("classes", "counts"), ("tempered", "with a mean"))),
+        *(("left out", *rest) for rest in product(PRIORS, ("classes", "counts"), ("tempered, with a mean",))),
         *(("a name", prior, "classes", "plain") for prior in PRIORS),
         *(("a class", *rest, "plain") for rest in product(PRIORS, ("classes", "numbers"))),
     ],
@@ -162,7 +161,6 @@ def test_the_variance_of_logits_is_that_of_evenly_spaced_training_points(curvatu
     post = co.laplace(lin, curvature)
     assert "by the variance of the logits" in repr(post)
     assert logit_variance(post, x) == pytest.approx(0.25, rel=0.2 if curvature == "ggn" else 0.1)
-    assert repr(co.laplace(lin, curvature)) == repr(post)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 70)
     again = co.laplace(co.linearize(model, loader, "classification"), curvature)
     torch.testing.assert_close(again.prior_precision, post.prior_precision, rtol=1e-6, atol=0)
