@@ -88,6 +88,7 @@ def test_surrogates_run_a_round(monkeypatch):
     search, little = bayesian_optimisation.optimize_acqf, {"raw_samples": 4, "options": {"maxiter": 2}}
     monkeypatch.setattr(bayesian_optimisation, "optimize_acqf", lambda *given, **more: search(*given, **more | little))
     problem = dataclasses.replace(bayesian_optimisation.PROBLEMS["Branin"], rounds=1, width=4)
+    monkeypatch.setattr(bayesian_optimisation, "STEPS", 3)
     for method in bayesian_optimisation.METHODS:
         regret, x, y, _ = bayesian_optimisation.run(problem, method, 0)
         assert len(regret) == 2 and regret[1] <= regret[0] and x.shape == (8, 2) and y.shape == (8,)

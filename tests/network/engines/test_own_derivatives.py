@@ -88,7 +88,7 @@ def test_products_are_those_of_the_dense_jacobian(name: str, way: str) -> None:
     model, x, J = field(name)
     y = torch.zeros(N, len(J) // N).double()
     lin = co.linearize(model, [(x[:3], y[:3]), (x[3:], y[3:])], co.likelihoods.Gaussian(noise=1.0), **WAYS[way])
-    require_curvature(lin, J)
+    require_curvature(lin, J, times=1 if way == "streamed" else 2)
     assert not x.requires_grad
 
 

@@ -172,7 +172,7 @@ def in_batches(inputs: tuple[Tensor, Tensor], y: Tensor, size: int) -> list[Any]
 
 CASES = [(name, "uneven") for name in MODELS]
 CASES += [(name, "as many as points by chance") for name in ("masked", "graph", "bag, mean", "frames")]
-CASES += [(name, "even") for name in ("layer norm", "packed", "frames", "positions first", "experts")]
+CASES += [(name, "even") for name in ("layer norm", "packed", "frames")]
 
 
 @pytest.mark.parametrize(("name", "lengths"), CASES)

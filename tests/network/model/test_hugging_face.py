@@ -61,10 +61,22 @@ def bare(name: str, attention: str, **options: Any) -> nn.Module:
     torch.manual_seed(1)
     sizes = {"vocab_size": TOKENS, "num_labels": C, "pad_token_id": PAD, "attn_implementation": attention}
     if name == "gpt2":
-        heads = {"n_positions": 8, "n_embd": 16, "n_layer": LAYERS[name], "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
+        heads = {
+            "n_positions": 8,
+            "n_embd": 16,
+            "n_layer": LAYERS[name],
+            "n_head": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 1,
+        }
         model: nn.Module = GPT2ForSequenceClassification(GPT2Config(**sizes, **{**heads, **options}))
     else:
-        heads = {"hidden_size": 16, "num_hidden_layers": LAYERS[name], "num_attention_heads": 2, "intermediate_size": 32}
+        heads = {
+            "hidden_size": 16,
+            "num_hidden_layers": LAYERS[name],
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        }
         model = BertForSequenceClassification(BertConfig(**sizes, **heads, max_position_embeddings=8))
     return strong(model)
 
