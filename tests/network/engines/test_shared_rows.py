@@ -51,8 +51,12 @@ def linearized(form: str, batch_size: int = N) -> co.Linearization:
     return co.linearize(Network(form).double(), batches, "classification")
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, N], ids="{} positions".format)
-@pytest.mark.parametrize("form", FORMS)
+LENGTHS = [
+    (form, length) for form in FORMS for length in (1, 2, 5, N) if form not in ("sum", "mean") or length in (2, N)
+]
+
+
+@pytest.mark.parametrize(("form", "length"), LENGTHS)
 def test_products_and_rows_are_those_of_the_dense_jacobian(form: str, length: int) -> None:
     """As many positions as points, or as points that are probed, are no points."""
     model, x = Network(form).double(), torch.randint(TOKENS, (N, length))
