@@ -128,8 +128,9 @@ QUESTIONS: dict[str, Callable[[co.operators.Linearization], Tensor]] = {
     "evidence by KFAC": lambda lin: posterior(lin, co.KFAC).log_evidence().value,
 }
 """What a posterior and its parts are made of, from products, from rows and from passes within passes."""
-FEW = ("product", "log likelihood", "EKFAC")
-"""Asked where workers are started for each pass, which every other question takes in the same way."""
+FEW = ("product", "sampled Fisher", "log likelihood", "EKFAC")
+ASKED = {"started for each pass": FEW, "shuffled": FEW}
+"""Every other question takes passes in the same way."""
 
 
 @functools.cache
@@ -147,7 +148,7 @@ def test_answers_are_those_of_data_in_memory(tmp_path, source, workers) -> None:
         whole = linearized(tuple(map(torch.cat, zip(*loader))))
         expected = lambda name: QUESTIONS[name](whole)  # noqa: E731
     assert lin.num_data == N
-    for name in FEW if workers == "started for each pass" else QUESTIONS:
+    for name in ASKED.get(workers, QUESTIONS):
         torch.testing.assert_close(QUESTIONS[name](lin), expected(name), rtol=1e-10, atol=1e-10, msg=name)
 
 
