@@ -85,14 +85,19 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch)
 
 
 def test_surrogates_run_a_round(monkeypatch):
+    search, little = bayesian_optimisation.optimize_acqf, {"raw_samples": 4, "options": {"maxiter": 2}}
+    monkeypatch.setattr(bayesian_optimisation, "optimize_acqf", lambda *given, **more: search(*given, **more | little))
     problem = dataclasses.replace(bayesian_optimisation.PROBLEMS["Branin"], rounds=1, width=4)
+    monkeypatch.setattr(bayesian_optimisation, "STEPS", 3)
     for method in bayesian_optimisation.METHODS:
         regret, x, y, _ = bayesian_optimisation.run(problem, method, 0)
         assert len(regret) == 2 and regret[1] <= regret[0] and x.shape == (8, 2) and y.shape == (8,)
 
 
-def test_defaults_are_measured_beside_the_network_itself():
+def test_defaults_are_measured_beside_the_network_itself(monkeypatch):
     """Tests `defaults.py` and `defaults_settings.py`."""
+    for points in ("HELD_OUT", "TEST", "UNSEEN"):
+        monkeypatch.setattr(defaults_settings, points, 40)
     moons = defaults_settings.SETTINGS["two moons, 100, AdamW"]
     short = dataclasses.replace(moons, network=defaults_settings.mlp(2, 6, 6, 2), epochs=4, stopped=True)
     found = study_page.tensors({"moons": defaults.of_setting(short, 2, ("last layer, KFAC", "KFAC"))})

@@ -17,7 +17,8 @@ MOST = 19
 def imports(folder: str) -> Iterator[tuple[str, str]]:
     """(module, name) of what a floor imports from the network."""
     for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "curvops.network" in text else ():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("curvops.network"):
                 yield from ((node.module or "", alias.name) for alias in node.names)
 

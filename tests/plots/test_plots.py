@@ -5,6 +5,7 @@ Tests `chain_plots.py`, `prediction_plots.py`, `spectrum_plots.py`, `style.py`, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@functools.cache
 def posterior(outputs: int = 1, features: int = 1, targets: Any = None) -> Any:
     """The posterior of a linear model with a gap between its inputs."""
     torch.manual_seed(0)
@@ -62,10 +64,15 @@ def matrix(size: float = 10.0) -> Any:
     return torch.diag(size * torch.linspace(-0.1, 1, 40, dtype=torch.float64) ** 3)
 
 
-def spectral_density(**options: Any) -> Axes:
+@functools.cache
+def spectrum() -> tuple[Any, Any]:
     A = matrix()
-    density = co.linalg.spectral_density(A, probes=4, generator=generator())
-    return plots.spectral_density(density, top=co.linalg.eigsh(A, 3), **options)
+    return co.linalg.spectral_density(A, probes=4, generator=generator()), co.linalg.eigsh(A, 3)
+
+
+def spectral_density(**options: Any) -> Axes:
+    density, top = spectrum()
+    return plots.spectral_density(density, top=top, **options)
 
 
 def checkpoint(size: float, seed: int) -> tuple[Any, Any, Any]:
@@ -75,17 +82,27 @@ def checkpoint(size: float, seed: int) -> tuple[Any, Any, Any]:
 
 
 def training_spectra() -> np.ndarray:
-    return plots.training_spectra({step: checkpoint(1 + step / 100, step) for step in range(0, 500, 100)}, bound=5.0)
+    return plots.training_spectra({step: checkpoint(1 + step / 100, step) for step in (0, 100, 200, 400)}, bound=5.0)
+
+
+@functools.cache
+def solutions() -> dict[str, Any]:
+    A = co.linalg.Dense(torch.diag(torch.linspace(1, 30, 40).double()), psd=True)
+    B = torch.randn(40, 4, generator=generator()).double()
+    return {"plain": A.cg(B, block=False), "block": A.cg(B)}
 
 
 def convergence(**options: Any) -> Axes:
-    A = co.linalg.Dense(torch.diag(torch.linspace(1, 30, 40).double()), psd=True)
-    B = torch.randn(40, 4, generator=generator()).double()
-    return plots.convergence({"plain": A.cg(B, block=False), "block": A.cg(B)}, rtol=1e-5, **options)
+    return plots.convergence(solutions(), rtol=1e-5, **options)
+
+
+@functools.cache
+def evidences() -> Any:
+    return co.evidence.grid(posterior(), [10.0, 0.1, 1.0])
 
 
 def evidence(**options: Any) -> Axes:
-    return plots.evidence(co.evidence.grid(posterior(), [10.0, 0.1, 1.0]), chosen=2.0, **options)
+    return plots.evidence(evidences(), chosen=2.0, **options)
 
 
 def evidence_trace() -> np.ndarray:
@@ -105,6 +122,7 @@ def ray(**options: Any) -> Axes:
     return plots.ray(distances, confidence, limits={"Laplace": 0.731}, radius=2.0, **options)
 
 
+@functools.cache
 def chains() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(4)
     series = rng.standard_normal((3, 400))

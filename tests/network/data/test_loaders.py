@@ -5,6 +5,7 @@ Tests `point_sources.py`.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -104,26 +105,40 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
-def answers(data: Any) -> dict[str, Tensor]:
-    """What a posterior and its parts are made of, from products, from rows and from passes within passes."""
-    lin = co.linearize(network(), data, "classification", engine="streamed")
-    V = torch.randn(lin.num_parameters, 3, dtype=DOUBLE, generator=seeded())
-    G, kfac = co.GGN(lin), co.KFAC(lin)
-    post = co.laplace(lin, co.GGN, prior_precision=2.0, check_mode=False)
-    by_kfac = co.laplace(lin, kfac, prior_precision=2.0, check_mode=False)
-    return {
-        "product": G @ V,
-        "sampled Fisher": co.GGN(lin, mc_samples=2, generator=seeded()) @ V,
-        "J": lin.jacobian() @ V,
-        "gradient": lin.gradient(),
-        "log likelihood": lin.log_likelihood(),
-        "diagonal": co.DiagonalGGN(lin).diagonal(),
-        "EKFAC": co.EKFAC(lin).to_dense(),
-        "low rank": co.low_rank(G, 4, generator=seeded()).to_dense(),
-        "draws": post.sample(2, generator=seeded()),
-        "prediction": post.predict(X[:5]).covariance_matrix,
-        "evidence by KFAC": by_kfac.log_evidence().value,
-    }
+def linearized(data: Any) -> co.operators.Linearization:
+    return co.linearize(network(), data, "classification", engine="streamed")
+
+
+def posterior(lin: co.operators.Linearization, curvature: Any) -> co.posterior.Laplace:
+    return co.laplace(lin, curvature, prior_precision=2.0, check_mode=False)
+
+
+def vectors(lin: co.operators.Linearization) -> Tensor:
+    return torch.randn(lin.num_parameters, 3, dtype=DOUBLE, generator=seeded())
+
+
+QUESTIONS: dict[str, Callable[[co.operators.Linearization], Tensor]] = {
+    "product": lambda lin: co.GGN(lin) @ vectors(lin),
+    "sampled Fisher": lambda lin: co.GGN(lin, mc_samples=2, generator=seeded()) @ vectors(lin),
+    "JᵀJ": lambda lin: lin.jacobian().mT @ (lin.jacobian() @ vectors(lin)),
+    "gradient": lambda lin: lin.gradient(),
+    "log likelihood": lambda lin: lin.log_likelihood(),
+    "diagonal": lambda lin: co.DiagonalGGN(lin).diagonal(),
+    "EKFAC": lambda lin: co.EKFAC(lin).to_dense(),
+    "low rank": lambda lin: co.low_rank(co.GGN(lin), 4, generator=seeded()).to_dense(),
+    "draws": lambda lin: posterior(lin, co.GGN).sample(2, generator=seeded()),
+    "prediction": lambda lin: posterior(lin, co.GGN).predict(X[:5]).covariance_matrix,
+    "evidence by KFAC": lambda lin: posterior(lin, co.KFAC).log_evidence().value,
+}
+"""What a posterior and its parts are made of, from products, from rows and from passes within passes."""
+FEW = ("product", "sampled Fisher", "log likelihood", "EKFAC")
+ASKED = {"started for each pass": FEW, "shuffled": FEW}
+"""Every other question takes passes in the same way."""
+
+
+@functools.cache
+def in_memory(name: str) -> Tensor:
+    return QUESTIONS[name](linearized((X, Y)))
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
@@ -131,11 +146,13 @@ def answers(data: Any) -> dict[str, Tensor]:
 def test_answers_are_those_of_data_in_memory(tmp_path, source, workers) -> None:
     dataset, options = SOURCES[source](tmp_path), WORKERS[workers]
     loader = DataLoader(dataset, batch_size=None if source == "safetensors" else 8, **options)
-    whole = (X, Y) if source != "safetensors" else tuple(map(torch.cat, zip(*loader)))  # workers take turns
-    assert len(whole[0]) == N
-    expected = answers(whole)
-    for name, found in answers(loader).items():
-        torch.testing.assert_close(found, expected[name], rtol=1e-10, atol=1e-10, msg=name)
+    lin, expected = linearized(loader), in_memory
+    if source == "safetensors":  # workers take turns, and what is drawn follows the order
+        whole = linearized(tuple(map(torch.cat, zip(*loader))))
+        expected = lambda name: QUESTIONS[name](whole)  # noqa: E731
+    assert lin.num_data == N
+    for name in ASKED.get(workers, QUESTIONS):
+        torch.testing.assert_close(QUESTIONS[name](lin), expected(name), rtol=1e-10, atol=1e-10, msg=name)
 
 
 def test_passes_within_passes_and_in_two_threads_have_workers_of_their_own(tmp_path) -> None:

@@ -122,13 +122,11 @@ def build(name: str) -> tuple[nn.Module, Inputs, Tensor]:
 
 
 def jacobians(layer: nn.Module, output: Tensor) -> dict[str, Tensor]:
-    """d output / d parameter by name, (n, outputs of a point, *shape), by one backward pass a row."""
+    """d output / d parameter by name, (n, outputs of a point, *shape), by one backward pass for all rows."""
     parameters = dict(layer.named_parameters())
-    rows = [torch.autograd.grad(one, [*parameters.values()], retain_graph=True) for one in output.flatten()]
-    return {
-        local: torch.stack(of_rows).view(len(output), -1, *of_rows[0].shape)
-        for local, of_rows in zip(parameters, zip(*rows))
-    }
+    each = torch.eye(output.numel(), dtype=output.dtype).view(-1, *output.shape)
+    rows = torch.autograd.grad(output, [*parameters.values()], each, is_grads_batched=True)
+    return {local: of_rows.unflatten(0, (len(output), -1)) for local, of_rows in zip(parameters, rows)}
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

@@ -170,9 +170,9 @@ def in_batches(inputs: tuple[Tensor, Tensor], y: Tensor, size: int) -> list[Any]
     return [(tuple(t[i : i + size] for t in inputs), y[i : i + size]) for i in range(0, N, size)]
 
 
-CASES = [(name, "uneven") for name in MODELS]
+CASES = [(name, "uneven") for name in MODELS if name != "masked"]  # "layer norm" is the same, and a norm
 CASES += [(name, "as many as points by chance") for name in ("masked", "graph", "bag, mean", "frames")]
-CASES += [(name, "even") for name in ("layer norm", "packed", "frames", "positions first", "experts")]
+CASES += [(name, "even") for name in ("layer norm", "packed", "frames")]
 
 
 @pytest.mark.parametrize(("name", "lengths"), CASES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from tests.network.products import agree
+from tests.network.products import agree, softmax_hessian
 from tests.zoo import dense_jacobian
 
 N, TOKENS, WIDTH, CLASSES = 6, 7, 4, 3
@@ -44,22 +44,24 @@ class Network(nn.Module):
 FORMS = ("no row of their own", "a row of their own", "two layers", "squeezed", *MIXED)
 
 
-def linearized(form: str, length: int = 5, batch_size: int = N) -> co.Linearization:
+def linearized(form: str, batch_size: int = N) -> co.Linearization:
     torch.manual_seed(0)
-    x, y = torch.randint(TOKENS, (N, length)), torch.randint(CLASSES, (N,))
+    x, y = torch.randint(TOKENS, (N, 5)), torch.randint(CLASSES, (N,))
     batches = list(zip(x.split(batch_size), y.split(batch_size)))
     return co.linearize(Network(form).double(), batches, "classification")
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, N], ids="{} positions".format)
-@pytest.mark.parametrize("form", FORMS)
+LENGTHS = [
+    (form, length) for form in FORMS for length in (1, 2, 5, N) if form not in ("sum", "mean") or length in (2, N)
+]
+
+
+@pytest.mark.parametrize(("form", "length"), LENGTHS)
 def test_products_and_rows_are_those_of_the_dense_jacobian(form: str, length: int) -> None:
     """As many positions as points, or as points that are probed, are no points."""
-    lin = linearized(form, length)
-    x = torch.randint(TOKENS, (N, length), generator=torch.Generator().manual_seed(1))
-    lin = co.linearize(lin.model.module, (x, torch.zeros(N, dtype=torch.long)), "classification")
-    J, p = dense_jacobian(lin.model.module, x), lin.predict(x).softmax(-1)
-    H = torch.block_diag(*(torch.diag(q) - q.outer(q) for q in p))
+    model, x = Network(form).double(), torch.randint(TOKENS, (N, length))
+    lin = co.linearize(model, (x, torch.zeros(N, dtype=torch.long)), "classification")
+    J, H = dense_jacobian(model, x), softmax_hessian(model(x))
     V = torch.randn(J.shape[1], 2, dtype=J.dtype)
     assert agree(co.GGN(lin) @ V, J.mT @ (H @ (J @ V)))
     assert agree(co.DiagonalGGN(lin).diagonal(), (J.mT @ H @ J).diagonal())

@@ -50,10 +50,9 @@ CASES += [("complex", 2, "streamed"), ("complex layers", 2, "layerwise"), ("comp
 def test_products_are_those_of_the_dense_jacobian(form: str, before: int, way: str) -> None:
     model, (x, y), J = spectral(form, before)
     lin = co.linearize(model, [(x[:3], y[:3]), (x[3:], y[3:])], co.likelihoods.Gaussian(noise=1.0), **WAYS[way])
-    require_curvature(lin, J)
-    V = torch.randn(J.shape[1], 3).double()
-    for W in (V, V[:, 0]):
-        assert agree(co.GGN(lin) @ W, J.mT @ (J @ W))
+    require_curvature(lin, J, times=1 if way == "streamed" else 2)
+    v = torch.randn(J.shape[1]).double()
+    assert agree(co.GGN(lin) @ v, J.mT @ (J @ v))
 
 
 @pytest.mark.parametrize("form", ["complex", "complex layers"])

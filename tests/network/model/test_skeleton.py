@@ -209,8 +209,9 @@ KEPT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["auto", "streamed"])
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize(
+    ("kind", "engine"), [*((kind, "auto") for kind in KEPT), ("a list", "streamed"), ("a cache", "streamed")]
+)
 def test_parameters_and_what_is_computed_from_them_may_be_kept_in_the_module(kind: str, engine: str) -> None:
     """Libraries keep parameters in lists as well, which were refused, and cache in eval mode, which had no derivative.
 
