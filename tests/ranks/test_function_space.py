@@ -115,7 +115,10 @@ def of_formed_kernels(lin: co.operators.Linearization, on: Mesh) -> Iterator[Que
     yield "formed, twice", lambda: (formed * 2.0).to_dense()
     yield "formed, as a tensor", lambda: formed.tensor if on.mesh is None else formed.matrix
     tensor = formed.tensor if on.mesh is None else formed.matrix
-    yield "a tensor: products", lambda: dual_descent(tensor, on.place(rows), noise=20.0, maxiter=2, generator=seeded()).x
+    yield (
+        "a tensor: products",
+        lambda: dual_descent(tensor, on.place(rows), noise=20.0, maxiter=2, generator=seeded()).x,
+    )
     yield "a tensor: eigenvalues", lambda: co.linalg.eigsh(tensor, 3, rtol=1e-8, generator=seeded()).values
     new = torch.randn(6, 4, generator=seeded(8), dtype=DOUBLE)
     other = co.TangentKernel(lin, 2.0, new)
