@@ -139,7 +139,7 @@ def tests(stage: Stage) -> Row:
     """Run the tests marked `gpu`; return how many passed, and each that failed with the end of its message."""
     marked = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "pytest.mark.gpu" in path.read_text("utf-8")]
     if stage.toy:
-        marked = [path for path in marked if path.name == "test_ggn.py"]
+        marked = [path for path in marked if path.name == "test_randomness.py"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-o", "addopts=--import-mode=importlib --strict-markers", "-p", "no:cacheprovider"]

@@ -20,3 +20,5 @@ def test_a_stage_runs_to_its_end(name: str, tmp_path: Path) -> None:
     found = json.loads((tmp_path / f"{name}.json").read_text())
     failed = {row["name"]: row["error"] for row in found["rows"] if "error" in row}
     assert code == 0 and not failed and found["ended"] and found["rows"], failed
+    of_tests = [row["passed"] for row in found["rows"] if "passed" in row]
+    assert of_tests == ([1] if name == "right" else [])  # of a file with one test

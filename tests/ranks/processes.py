@@ -21,9 +21,16 @@ LONGEST = tuple(map(int, os.environ.get("RANKS", "2").split()))
 SECONDS = 240
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# Imported once for all processes: what tests of ranks import, and what the library imports where it is needed.
+# Imported once for all processes: what tests of ranks import, and what the library, and torch for its DTensors, import
+# where it is needed.
 CONTEXT.set_forkserver_preload(
-    ["gpytorch", "botorch", *(f"tests.ranks.{each.stem}" for each in Path(__file__).parent.glob("test_*.py"))]
+    [
+        "gpytorch",
+        "botorch",
+        "scipy.optimize",
+        "torch._dynamo",
+        *(f"tests.ranks.{each.stem}" for each in Path(__file__).parent.glob("test_*.py")),
+    ]
 )
 
 

@@ -104,12 +104,12 @@ def of_operators(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[s
 
 
 def of_solvers(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
-    G, J, shift = co.GGN(lin), lin.jacobian(), torch.tensor(0.5, dtype=DOUBLE)
+    G, J, shift = co.GGN(lin), lin.jacobian(), torch.tensor(20.0, dtype=DOUBLE)
     P = G.add_diagonal(shift)
     yield "cg", lambda: P.cg(B, rtol=1e-12).x
     yield "solve", lambda: P.solve(B)
     yield "minres", lambda: co.linalg.minres(co.Hessian(lin).add_diagonal(shift), B, rtol=1e-12).x
-    yield "lsmr", lambda: co.linalg.lsmr(J, J @ B, damp=0.1, rtol=1e-12).x
+    yield "lsmr", lambda: co.linalg.lsmr(J, J @ B, damp=3.0, rtol=1e-12).x
     yield "eigsh", lambda: G.eigsh(3, generator=seeded()).values
     yield "svds", lambda: co.linalg.svds(J, 3, generator=seeded()).values
     yield "inverse root", lambda: co.linalg.inverse_sqrt(P, B).value

@@ -24,7 +24,8 @@ from curvops.linalg import cg, dual_descent, minres
 from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, by_problem, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, answered, linearise, seeded
 
-NOISE = 0.4
+NOISE = 8.0
+"""Beside eigenvalues that reach 17 and 38: iterations are few."""
 OUTPUTS = 3 * 402
 """The outputs of a kernel whose memory is counted."""
 Question = tuple[str, Callable[[], Any]]
@@ -57,8 +58,8 @@ def of_jacobians(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question
     yield "Jᵀ", lambda: J.mT @ on.place(rows)
     yield "Jᵀ, one vector", lambda: J.mT @ on.place(rows, 1)
     yield "rows of J", lambda: J.rows_at(torch.tensor([3, 0, rows - 1, 15, 3]))
-    yield "lsmr", lambda: co.linalg.lsmr(J, on.place(rows), damp=0.3, rtol=1e-13).x
-    yield "singular values", lambda: co.linalg.svds(on.over(J), 3, rtol=1e-12, generator=seeded()).values
+    yield "lsmr", lambda: co.linalg.lsmr(J, on.place(rows), damp=3.0, rtol=1e-13).x
+    yield "singular values", lambda: co.linalg.svds(on.over(J), 3, rtol=1e-8, generator=seeded()).values
 
 
 def of_kernels(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
@@ -66,7 +67,7 @@ def of_kernels(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     scales = torch.linspace(0.5, 2, D, dtype=DOUBLE)
     K = co.TangentKernel(lin, scales)
     yield "K, a vector", lambda: K @ on.place(rows)
-    yield "K, a vector: cg", lambda: cg(K.add_diagonal(scales[0]), on.place(rows), rtol=1e-13).x
+    yield "K, a vector: cg", lambda: cg(K.add_diagonal(scales.sum().sqrt()), on.place(rows), rtol=1e-13).x
     yield "K, a vector, formed", on.formed(K).to_dense
     K = co.TangentKernel(lin, 2.0)
     for how, A in {"": K, ", formed": on.formed(K)}.items():
@@ -86,7 +87,7 @@ def of_kernels(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
         yield f"K{how}: solution of plain vectors", lambda A=both, V=plain: A.solve(V)
         yield f"K{how}: beside a sum", lambda A=A, B=B, K=K: (A * 0.5 + K) @ B
         for batch in (5, 100):
-            descent = {"noise": 20.0, "batch_size": batch, "maxiter": 5}
+            descent = {"noise": 20.0, "batch_size": batch, "maxiter": 2}
             yield (
                 f"K{how}: dual descent, {batch} rows",
                 lambda A=A, B=B, o=descent: dual_descent(A, B, generator=seeded(), **o).x,
@@ -103,7 +104,7 @@ def of_estimates(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question
             lambda A=A: co.linalg.logdet(A, shift=NOISE, max_matvecs=24, generator=seeded()).value,
         )
         yield f"exact log-determinant{how}", lambda A=A: A.add_diagonal(NOISE).logdet()
-        yield f"eigenvalues{how}", lambda A=A: co.linalg.eigsh(A, 3, rtol=1e-12, generator=seeded()).values
+        yield f"eigenvalues{how}", lambda A=A: co.linalg.eigsh(A, 3, rtol=1e-8, generator=seeded()).values
         yield f"sketch{how}", lambda A=A: co.linalg.nystrom(A, 8, generator=seeded()).eigenvalues
 
 
@@ -114,8 +115,11 @@ def of_formed_kernels(lin: co.operators.Linearization, on: Mesh) -> Iterator[Que
     yield "formed, twice", lambda: (formed * 2.0).to_dense()
     yield "formed, as a tensor", lambda: formed.tensor if on.mesh is None else formed.matrix
     tensor = formed.tensor if on.mesh is None else formed.matrix
-    yield "a tensor: products", lambda: dual_descent(tensor, on.place(rows), noise=20.0, generator=seeded()).x
-    yield "a tensor: eigenvalues", lambda: co.linalg.eigsh(tensor, 3, rtol=1e-12, generator=seeded()).values
+    yield (
+        "a tensor: products",
+        lambda: dual_descent(tensor, on.place(rows), noise=20.0, maxiter=2, generator=seeded()).x,
+    )
+    yield "a tensor: eigenvalues", lambda: co.linalg.eigsh(tensor, 3, rtol=1e-8, generator=seeded()).values
     new = torch.randn(6, 4, generator=seeded(8), dtype=DOUBLE)
     other = co.TangentKernel(lin, 2.0, new)
     yield "K of other points", lambda: other @ on.place(other.shape[1])

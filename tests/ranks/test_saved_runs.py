@@ -28,7 +28,7 @@ from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
 Run = Callable[[co.operators.Linearization, Any], torch.Tensor]
 
 
-def posterior(lin: co.operators.Linearization, prior: Any = 3.0) -> co.posterior.Laplace:
+def posterior(lin: co.operators.Linearization, prior: Any = 30.0) -> co.posterior.Laplace:
     return co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
 
 
@@ -38,7 +38,7 @@ def solved(lin: co.operators.Linearization, folder: Any) -> torch.Tensor:
 
 
 def tuned(lin: co.operators.Linearization, folder: Any) -> torch.Tensor:
-    options = {"samples": 3, "steps": 3, "prior": "layer"}
+    options = {"samples": 3, "steps": 2, "prior": "layer"}
     return co.evidence.mackay(posterior(lin), generator=seeded(), checkpoint=folder, **options).prior_precision
 
 
@@ -56,7 +56,7 @@ RUNS: dict[str, Run] = {
 }
 
 
-SAVES = {"cg": 9, "eigsh": 6, "low rank": 2, "draws": 2, "linear mode": 30, "MacKay": 50, "KFAC": 2, "EKFAC": 4}
+SAVES = {"cg": 9, "eigsh": 6, "low rank": 2, "draws": 2, "linear mode": 20, "MacKay": 32, "KFAC": 2, "EKFAC": 4}
 """After how many saves of a process nothing more is written, as if all had been killed then."""
 
 

@@ -6,6 +6,7 @@ Tests `sharded_vectors.py`, `on_shards.py`, `algorithm.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def matrices(lin: co.operators.Linearization) -> dict[str, Any]:
     """What stands for each kind of operator, all positive definite."""
     G, shift = co.GGN(lin), torch.linspace(0.5, 2, lin.num_parameters, dtype=DOUBLE)
     return {
-        "dense": symmetric(torch.linspace(1, 40, N, dtype=DOUBLE)),
+        "dense": symmetric(torch.linspace(1, 4, N, dtype=DOUBLE)),
         "GGN": G.add_diagonal(0.5),
         "GGN with a vector": G.add_diagonal(shift),
         "KFAC": co.KFAC(lin).add_diagonal(0.5),
@@ -75,7 +76,7 @@ def of_products(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]
 
 def of_solvers(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     for name in ("dense", "GGN"):  # solvers multiply, whatever the operator
-        A = matrices(lin)[name]
+        A = matrices(lin)["dense"] if name == "dense" else definite(lin)
         B, start = on.place(right_hand_sides(A.shape[0])), on.place(0.1 * right_hand_sides(A.shape[0]))
         yield f"{name}: cg", lambda A=A, B=B: cg(A, B, rtol=1e-12).x
         yield f"{name}: cg from a start", lambda A=A, B=B, s=start: cg(A, B, x0=s, rtol=1e-12, block=False).x
@@ -83,11 +84,12 @@ def of_solvers(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     few = on.place(right_hand_sides(N)[:, 0])
     yield "cg of one vector", lambda: cg(matrices(lin)["dense"], few, rtol=1e-12).x
     J = lin.jacobian()
-    yield "lsmr", lambda: lsmr(J, J @ on.place(right_hand_sides(J.shape[1])), damp=0.1, rtol=1e-13).x
+    yield "lsmr", lambda: lsmr(J, J @ on.place(right_hand_sides(J.shape[1])), damp=3.0, rtol=1e-13).x
 
 
 def definite(lin: co.operators.Linearization) -> Any:
-    return co.GGN(lin).add_diagonal(0.5)
+    """The GGN, whose eigenvalues reach 11, and a diagonal with which iterations are few."""
+    return co.GGN(lin).add_diagonal(5.0)
 
 
 def of_functions(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
@@ -99,13 +101,17 @@ def of_functions(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question
 
 def of_spectra(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     A, J = on.over(definite(lin)), lin.jacobian()
-    yield "eigsh", lambda: linalg.eigsh(A, 3, rtol=1e-12, generator=seeded()).values
-    yield "eigsh: space", lambda: projector(linalg.eigsh(A, 3, rtol=1e-12, generator=seeded()).vectors)
-    yield "smallest", lambda: linalg.eigsh(A, 2, "SA", rtol=1e-12, generator=seeded()).values
-    yield "lanczos", lambda: linalg.lanczos(A, 8, generator=seeded()).T
-    yield "lanczos: basis", lambda: linalg.lanczos(A, 8, generator=seeded()).Q
-    yield "svds", lambda: linalg.svds(on.over(J), 3, rtol=1e-12, generator=seeded()).values
-    yield "svds: space", lambda: projector(linalg.svds(on.over(J), 3, rtol=1e-12, generator=seeded()).V)
+    pairs = cache(lambda: linalg.eigsh(A, 3, rtol=1e-12, generator=seeded()))
+    triplets = cache(lambda: linalg.svds(on.over(J), 3, rtol=1e-12, generator=seeded()))
+    process = cache(lambda: linalg.lanczos(A, 8, generator=seeded()))
+    yield "eigsh", lambda: pairs().values
+    yield "eigsh: space", lambda: projector(pairs().vectors)
+    # The error of an eigenvalue is of the order of its residual's square.
+    yield "smallest", lambda: linalg.eigsh(A, 2, "SA", rtol=1e-8, generator=seeded()).values
+    yield "lanczos", lambda: process().T
+    yield "lanczos: basis", lambda: process().Q
+    yield "svds", lambda: triplets().values
+    yield "svds: space", lambda: projector(triplets().V)
 
 
 def of_estimators(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
@@ -273,14 +279,11 @@ def solved_at_large(lin: co.operators.Linearization, on: Mesh) -> Iterator[Quest
         yield f"large: logdet {type(prior)}", lambda P=P: linalg.logdet(on.over(P), generator=seeded()).value
         yield f"large: root {type(prior)}", lambda P=P, B=B: linalg.inverse_sqrt(P, B, rtol=1e-12).value
     H = co.Hessian(lin)
-    yield "Hessian: eigsh", lambda: linalg.eigsh(on.over(H), 2, "BE", rtol=1e-12, generator=seeded()).values
+    yield "Hessian: eigsh", lambda: linalg.eigsh(on.over(H), 2, "BE", rtol=1e-8, generator=seeded()).values
 
 
 def peak_of_sketch(mesh: Any = None) -> int:
-    """The most bytes of a rank while a sketch of 40 columns is made and solved with.
-
-    Of ranks the least of six runs: the buffers of messages may be freed some panels late, by chance.
-    """
+    """The most bytes of a process while a sketch of 40 columns is made and solved with."""
     A = Whole(torch.linspace(1, 0, 300_000, dtype=DOUBLE).square())
     B = Mesh(mesh).place(right_hand_sides(300_000)[:, :1].contiguous())
 
@@ -288,7 +291,7 @@ def peak_of_sketch(mesh: Any = None) -> int:
         low = co.low_rank(A if mesh is None else A.sharded(mesh), 40, generator=seeded())
         low.add_diagonal(0.1).solve(B)
 
-    return min(peak_of(work)[0] for _ in range(1 if mesh is None else 6))
+    return peak_of(work)[0]
 
 
 class Whole(linalg.Operator):
@@ -303,14 +306,23 @@ class Whole(linalg.Operator):
         return self._args[0].unsqueeze(1) * block
 
 
-def peak_of_rank(group: Any, size: int) -> int:
-    return peak_of_sketch(init_device_mesh("cpu", (size,)))
+def peaks_of_rank(group: Any, size: int, most: float) -> list[int]:
+    """The peaks of runs until one stayed below this on each rank, or of six.
+
+    The buffers of messages may be freed some panels late, by chance.
+    """
+    mesh, peaks, above = init_device_mesh("cpu", (size,)), [], torch.ones(1)
+    while above and len(peaks) < 6:
+        peaks.append(peak_of_sketch(mesh))
+        above.fill_(min(peaks) >= most)
+        dist.all_reduce(above, group=group)
+    return peaks
 
 
 def test_the_memory_of_a_rank_falls_with_their_number() -> None:
-    one, found = peak_of_sketch(), run_on_ranks(2, peak_of_rank, 2)
-    for rank, peak in found.items():
-        assert peak < 0.65 * one, (rank, peak, one)  # half, panels of six columns, and temporaries
+    most = 0.65 * peak_of_sketch()  # half, panels of six columns, and temporaries
+    for rank, peaks in run_on_ranks(2, peaks_of_rank, 2, most).items():
+        assert min(peaks) < most, (rank, peaks, most)
 
 
 def whole() -> dict[str, np.ndarray]:
