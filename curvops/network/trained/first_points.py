@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from curvops.checks import in_functorch
 from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
 from curvops.network.data.batch_parts import ACCEPTED, holds_all, split_batch
 from curvops.network.data.batches import Reading, as_source
@@ -410,13 +411,14 @@ def checked_layout(
         if drew and model.training:  # two masks of few entries are often the same
             raise ValueError("the model is in train mode and draws random numbers; call model.eval() first.")
         try:
-            alone = model.raw(model.values, first_of(few, 1))
+            alone = _outputs_alone(model, first_of(few, 1))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"the model rejects a single point ({error}): call model.eval(), and accept batches of any size."
             ) from error
+        _require_gradient(model, alone)
+        alone = alone.detach()
         model.require_points_apart(outputs, alone)
-        _require_gradient(model, first_of(few, 1))
         try:
             turned = model.raw(model.values, take(points, torch.arange(total - 1, -1, -1)))
         except (RuntimeError, ValueError):  # packed sequences may have to come in order of their lengths
@@ -425,11 +427,17 @@ def checked_layout(
     return layout, outputs
 
 
-def _require_gradient(model: Model, point: Inputs) -> None:
-    """Raise ValueError if the outputs have no gradient in any selected parameter, so that J would be zero."""
+def _outputs_alone(model: Model, point: Inputs) -> Tensor:
+    """Return the outputs of a single point, with their graph unless a transform, as of a sampler's chains, forbids."""
+    if in_functorch():
+        return model.raw(model.values, point)
     with torch.enable_grad():
-        outputs = model.raw(model.leaves(), point)
-    if not outputs.requires_grad:
+        return model.raw(model.leaves(), point)
+
+
+def _require_gradient(model: Model, outputs: Tensor) -> None:
+    """Raise ValueError if outputs have no gradient in any selected parameter, so that J would be zero."""
+    if not outputs.requires_grad and not in_functorch():
         names = model.selection.names
         raise ValueError(
             f"the outputs have no gradient in the {len(names)} selected parameters ({names[0]!r}, ...), so that they "
