@@ -47,7 +47,7 @@ PATIENCE = 2.0
 T = TypeVar("T")
 Options = ParamSpec("Options")
 Progress = bool | Callable[[str, int, int | None], None] | None
-in_force: ContextVar[Any] = ContextVar("in_force", default=None)
+in_force: ContextVar[Run | None] = ContextVar("in_force", default=None)
 """The `Run` in force; None outside of every algorithm."""
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed
@@ -110,12 +109,10 @@ def validate(
         raise ValueError("the held-out data hold no points.")
     if isinstance(data, Batches) and alone and data.are(held_out):
         raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")
-    is_split = False
-    for inputs, labels in held_out:
-        targets = partial(targets_by_position, post.lin, inputs, labels)
-        is_split = split_points(post.lin, inputs, False, "validation", targets=targets).is_split
+    checks = [(x, partial(targets_by_position, post.lin, x, y)) for x, y in held_out]
+    splits = [split_points(post.lin, x, False, "validation", targets=targets) for x, targets in checks]
     by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)
-    search = _Search(post, held_out, joint, "mc" if by_draws else link, generator, is_split)
+    search = _Search(post, held_out, joint, "mc" if by_draws else link, generator, splits[0].is_split)
     with torch.no_grad():
         if prior_precisions is not None:
             if tuple(parts) != ("scalar",):
@@ -140,7 +137,7 @@ def _held_out_data(data: Any, post: Laplace) -> list[tuple[Any, Any]]:
     if not parts:
         raise ValueError("the held-out data hold no points.")
     kinds = group_alike(parts) if post.lin.ranks is None else [parts]
-    return [(join(inputs), tree_map(lambda *y: torch.cat(y), *labels)) for inputs, labels in (zip(*k) for k in kinds)]
+    return [(join(inputs), join(labels)) for inputs, labels in (zip(*kind) for kind in kinds)]
 
 
 def _is_empty(labels: Any) -> bool:

@@ -147,7 +147,8 @@ class FromDistribution(ByAutograd):
     def _score(self, p: Distribution, f: Tensor, y: Tensor) -> Tensor:
         base = _base(p)
         try:
-            if "_validate_args" not in vars(base):  # left to torch, whose default torch.compile switches off
+            # Left to torch, whose check torch.compile switches off in the whole process.
+            if not base._validate_args and "_validate_args" not in vars(base):
                 base._validate_sample(y)
             log_p = base.log_prob(y)
         except NotImplementedError:

@@ -288,14 +288,15 @@ def probit_logits(
         blocks = covariance.to_dense()
         return preference(mean(), blocks)
     variance, logits = covariance.diagonal(dim1=-2, dim2=-1), mean()
+    kappa = probit_factors(variance)
     if isinstance(likelihood, Categorical):
-        _warn_of_common_part(logits.detach(), variance.detach())
-    return scale_logits(logits, variance)
+        _warn_of_common_part(logits.detach(), kappa.detach())
+    return logits * kappa
 
 
-def _warn_of_common_part(logits: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> None:
+def _warn_of_common_part(logits: Float[Tensor, "N C"], kappa: Float[Tensor, "N C"]) -> None:
     """Warn if a constant in all logits of a point, which the softmax ignores, decides its probabilities by "probit"."""
-    common, kappa = logits.mean(-1), scale_logits(torch.ones_like(variance), variance)
+    common = logits.mean(-1)
     moved = common.abs() * (kappa.amax(-1) - kappa.amin(-1))
     if len(moved) and bool(moved.median() > MOST_MOVED):
         warn(
@@ -307,8 +308,13 @@ def _warn_of_common_part(logits: Float[Tensor, "N C"], variance: Float[Tensor, "
 
 
 def scale_logits(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """Return the logits times κ = (1 + π v / 8)^-½ each: σ(κ f) is close to E[σ(f)] (MacKay 1992; Gibbs 1997)."""
-    return mean * (1 + math.pi / 8 * variance).rsqrt()
+    """Return the logits times κ each: σ(κ f) is close to E[σ(f)] (MacKay 1992; Gibbs 1997)."""
+    return mean * probit_factors(variance)
+
+
+def probit_factors(variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """Return κ = (1 + π v / 8)^-½ for the variance of each logit."""
+    return (1 + math.pi / 8 * variance).rsqrt()
 
 
 def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -> Float[Tensor, "N 2"]:
