@@ -39,6 +39,7 @@ from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.output_fisher import Root, Sampled
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
+from curvops.network.model.skeleton import nodes_behind
 
 Push = Callable[[Mapping[str, Tensor]], Tensor]
 Pull = Callable[[Tensor], Blocks]
@@ -261,19 +262,9 @@ def require_symmetric(model: Model, inputs: Any) -> None:
 
 def custom_functions(tensor: Tensor, seen: set[Node]) -> list[str]:
     """Return names of the custom functions among the nodes behind a tensor that were not seen yet. Needs no pass."""
-    names, waiting = [], [] if tensor.grad_fn is None else [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        function = getattr(type(node), "_forward_cls", None)
-        if function is not None and not function.__module__.startswith("torch.nn.modules"):  # hooks of modules
-            names.append(function.__name__)
-        for parent, _ in node.next_functions:
-            if parent is not None:
-                waiting.append(parent)
-    return names
+    functions = [getattr(type(node), "_forward_cls", None) for node in nodes_behind(tensor, seen)]
+    # Hooks of modules are custom functions, too.
+    return [f.__name__ for f in functions if f is not None and not f.__module__.startswith("torch.nn.modules")]
 
 
 def named_custom_functions(model: Model, inputs: Any) -> str:

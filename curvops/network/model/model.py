@@ -70,13 +70,15 @@ class Model:
         self.slots: list[Slot] = []
         self._elsewhere: list[tuple[Any, Any, str]] = []  # containers that also hold these tensors, with key and name
         self._written: list[Any] = []  # containers that a pass changes in the module, which is undone after each
+        self._computed: list[tuple[str, Tensor]] = []  # computed from the named tensor before
         self._buffers: Blocks = {}
         if self.module is not None:
-            self.module, elsewhere = skeleton_of(self.module)
+            self.module, elsewhere, computed = skeleton_of(self.module)
             self.paths = {module: path for path, module in self.module.named_modules()}
             self.slots, tensors, buffers = slots_of(self.paths)
             names = {id(tensor): name for name, tensor in {**tensors, **buffers}.items()}
             self._elsewhere = [(container, key, names[id(tensor)]) for container, key, tensor in elsewhere]
+            self._computed = [(names[id(tensor)], copied) for copied, tensor in computed]
             self._buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
             trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
         self._find_places()
@@ -249,22 +251,28 @@ class Model:
     ) -> tuple[Layout, Float[Tensor, "n ..."]]:
         """Fix the layout of the outputs at these inputs for all later calls; return it with the outputs.
 
-        layouts: a function from what the model returns to its layout, by default `layout_of`. The pass also determines
-        how the model is called, whether it writes into its inputs, and whether it takes derivatives of its own, for
-        which gradients must be enabled. Raises ValueError or TypeError, with the remedy, for an error inside the model.
+        layouts: from what the model returns to its layout, by default `layout_of`. The pass also shows how the model is
+        called, and whether it writes into its inputs or takes derivatives itself. Raises ValueError or TypeError.
         """
         self.calls.arguments(value_of(inputs, apart=True))
         self.calls.example = inputs.copy() if isinstance(inputs, Objects) else None
         inputs_copy = copy(inputs)
         with torch.no_grad(), explain(inputs):
             try:
-                outputs = self._checked_call(inputs_copy)
+                outputs, read = self._first_call(inputs_copy)
             except (TypeError, RuntimeError) as error:
                 self._differentiates = isinstance(error, RuntimeError)
                 if not (self._differentiates or self.calls.turn(value_of(inputs, apart=True))):
                     raise
                 inputs_copy = copy(inputs)
-                outputs = self._checked_call(inputs_copy)
+                outputs, read = self._first_call(inputs_copy)
+        if read:
+            raise ValueError(
+                f"the model's forward reads {sorted(read)} from elsewhere than the modules that own them (a tuple, a "
+                "global name, a scope around its class, a tensor computed from them before), so they cannot be given "
+                "other values. Read them from self in forward, as self.layer.weight, and store constants detached; of "
+                "a library that caches, empty the cache, in GPyTorch by model.train() and then model.eval()."
+            )
         self._writes = _differ(inputs_copy, inputs)
         self.layout = (layouts or layout_of)(outputs)
         self._admitted.add(form_of(inputs))
@@ -311,27 +319,21 @@ class Model:
             args, kwargs = self.calls.arguments(inputs)
             return self.module(*args, **kwargs)
 
-    def _checked_call(self, inputs: Any) -> Any:
-        """Call the model at the snapshot; raise ValueError if it also reads the user's own parameters.
+    def _first_call(self, inputs: Any) -> tuple[Any, set[str]]:
+        """Call the model at the snapshot. From now on, if it normalises, it does so as `ContiguousNorms`.
 
-        From now on, it normalises as `ContiguousNorms` does, if it normalises at all.
+        Also return the names of the user's own parameters that it read, or of which it read what was computed before.
         """
-        values = self.values
         state, self._written = state_of([] if self.module is None else containers_in(self.module)), []
-        with TensorUse({} if self.module is None else dict(self.module.named_parameters())) as use:
-            outputs = self._call(values, inputs)
+        theirs: list[tuple[str, Tensor]] = [] if self.module is None else [*self.module.named_parameters()]
+        theirs += [(name, tensor) for name, tensor in self._computed if name in self.selection.names]
+        with TensorUse(theirs) as use:
+            outputs = self._call(self.values, inputs)
         self._written = changed_in(state)
         restore(state)
         if use.functions & NORMS and ContiguousNorms not in self._stand_ins:
             self._stand_ins = [*self._stand_ins, ContiguousNorms]
-        if use.names:
-            raise ValueError(
-                f"the model's forward reads {sorted(use.names)} from elsewhere than the modules that own them "
-                "(from a tuple, a global name, a variable of the scope in which its class was defined, a cache of an "
-                "earlier call), so they cannot be given other values. Read them from self, as self.layer.weight; of a "
-                "library that caches, empty the cache, in GPyTorch by model.train() and then model.eval()."
-            )
-        return outputs
+        return outputs, use.names
 
     @contextlib.contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[Blocks]:

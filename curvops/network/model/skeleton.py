@@ -10,13 +10,14 @@ import io
 import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 HeldTensor = tuple[Any, Any, Tensor]
@@ -75,11 +76,12 @@ def restore(state: Entries) -> None:
         entries.update(before)
 
 
-def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[HeldTensor]]:
+def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[HeldTensor], list[tuple[Tensor, Tensor]]]:
     """Return a copy of the module with its own settings and shared parameters and buffers, to be called instead.
 
     Also return the places outside `_parameters` and `_buffers` that hold those tensors: attributes of modules, and
-    entries of lists and mappings among these. A pass that reads them from other objects is refused, see `TensorUse`.
+    entries of lists and mappings among these. A pass that reads them from other objects is refused, see `TensorUse`,
+    as is one that reads what was computed from them earlier: such tensors come last, each with its origin.
     """
     held = {
         id(tensor): tensor
@@ -98,7 +100,7 @@ def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[HeldTensor]]:
         else:
             memo[id(submodule)] = shell = submodule.__class__.__new__(submodule.__class__)
             shells.append((submodule, shell))
-    with _DetachedCopies():
+    with _DetachedCopies() as copies:
         for original, shell in shells:
             for value in vars(original).values():
                 for entry in value.values() if isinstance(value, dict) else (value,):  # attributes and hooks
@@ -121,7 +123,8 @@ def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[HeldTensor]]:
         for key, entry in enumerate(entries) if isinstance(entries, list) else entries.items():
             if id(entry) in held:
                 places.append((container, key, entry))
-    return other, places
+    computed = [(copy, held[leaf]) for copy, leaves in copies.computed for leaf in leaves & held.keys()]
+    return other, places, computed
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -136,10 +139,34 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 class _DetachedCopies(TorchFunctionMode):
-    """A mode in which tensors in a graph, such as cached features, can be copied, too."""
+    """A mode in which tensors in a graph, such as cached features, can be copied, too.
+
+    `computed` lists these copies, each with the identities of the leaves of its graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[tuple[Tensor, set[int]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0].detach().clone() if func is Tensor.__deepcopy__ else func(*args, **kwargs or {})
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **kwargs or {})
+        copied: Tensor = args[0].detach().clone()
+        if args[0].grad_fn is not None:
+            leaves = {id(getattr(node, "variable", None)) for node in nodes_behind(args[0], set())}
+            self.computed.append((copied, leaves))
+        return copied
+
+
+def nodes_behind(tensor: Tensor, seen: set[Node]) -> Iterator[Node]:
+    """Give the nodes of a tensor's graph that were not seen yet. Needs no pass."""
+    waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [parent for parent, _ in node.next_functions if parent is not None]
 
 
 def _over_copies(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
@@ -187,9 +214,9 @@ def _script(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
 class TensorUse(TorchFunctionMode):
     """A mode that records which functions are called, and the names of given tensors (by identity) that they use."""
 
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()
-        self._names = dict(zip(map(id, named.values()), named))
+        self._names = {id(tensor): name for name, tensor in named}
         self.names: set[str] = set()
         self.functions: set[Any] = set()
 

@@ -123,12 +123,12 @@ def test_linearisations_differentiate_in_threads_of_their_own() -> None:
 
 
 def test_what_cannot_be_copied_is_shared_and_the_rest_is_as_it_was() -> None:
-    """A lock cannot be copied; a number beside it can."""
+    """A lock cannot be copied; a number beside it can, and features that an earlier call left."""
 
     class Scaled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             with self.attribute["lock"]:
-                return super().forward(x) * self.attribute["factor"] * self.features.sum()
+                return super().forward(x) * self.attribute["factor"]
 
     torch.manual_seed(0)
     model, x = Scaled(2, 2).double(), X[:, :, 0]
@@ -249,5 +249,21 @@ PAST: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
 @pytest.mark.parametrize("kind", PAST)
 def test_a_parameter_that_is_read_past_its_module_is_refused_by_name(kind: str) -> None:
     """J would lack what the outputs depend on by way of it."""
-    with pytest.raises(ValueError, match=r"reads \['fc.weight'\] from elsewhere than .* self.layer.weight; .*cache"):
+    with pytest.raises(ValueError, match=r"reads \['fc.weight'\] from elsewhere than .* self.layer.weight, .*cache"):
         co.linearize(Weight(*PAST[kind]).double(), (X[:, :, 0], Y), "classification")
+
+
+@pytest.mark.parametrize("when", ["at first", "by a call"])
+def test_what_was_computed_from_a_parameter_before_is_refused_where_it_is_read(when: str) -> None:
+    """Such a parameter had a Jacobian of zero without a word. One that is left out is a constant anyway."""
+    x = X[:, :, 0]
+    if when == "at first":
+        model = Weight(lambda m: None, lambda m: m.kept).double()
+        model.kept = model.fc.weight.t()
+    else:
+        model = Weight(lambda m: None, _remember).double()
+        model(x)
+    with pytest.raises(ValueError, match=r"^the model's forward reads \['.*'\] from .*, a tensor that was computed"):
+        co.linearize(model, (x, Y), "classification")
+    bias = co.linearize(model, (x, Y), "classification", parameters=["fc.bias"])
+    assert (co.GGN(bias).diagonal() > 0).all()
