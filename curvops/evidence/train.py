@@ -27,9 +27,9 @@ from curvops.network.data.point_sources import with_collate
 from curvops.network.model.model import checked_outputs
 from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
-from curvops.posterior.core.linear_mode import TOLERATED, in_words, nats_below_mode
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice
+from curvops.posterior.linear_mode import TOLERATED, in_words, nats_below_mode
 from curvops.posterior.log_evidence import Tuning
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.shard import Shard

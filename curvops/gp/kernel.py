@@ -33,7 +33,7 @@ from curvops.network.model.parameters import layer_of, matching
 from curvops.network.model.weight_vectors import read_mean, read_precision
 from curvops.operators import Linearization, TangentKernel
 from curvops.operators.function_space.gram_matrix import gram_terms, gram_with_graph
-from curvops.posterior.core.arguments import check_linearization, require_linearized
+from curvops.posterior.arguments import check_linearization, require_linearized
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal
 
 OVER = ("scalar", "layers", "tensors")

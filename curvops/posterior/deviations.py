@@ -38,8 +38,8 @@ from curvops.linalg.solvers.systems import join_solutions
 from curvops.network import PointNormals
 from curvops.operators import Linearization
 from curvops.operators.curvatures.ggn import CurvatureRoot, root_of
-from curvops.posterior.core.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
-from curvops.posterior.core.terms import PrecisionTerms, Prior
+from curvops.posterior.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
+from curvops.posterior.terms import PrecisionTerms, Prior
 from curvops.ranks.sharded_vectors import SEED
 from curvops.summary import Summarised
 

@@ -30,9 +30,9 @@ from curvops.linalg.estimators.trace import attach_gradient
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
-from curvops.posterior.core.linear_mode import find_mode, linear_log_likelihood
-from curvops.posterior.core.precision import kernel_of, naming_the_ggn, posterior_system
-from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
+from curvops.posterior.linear_mode import find_mode, linear_log_likelihood
+from curvops.posterior.precision import kernel_of, naming_the_ggn, posterior_system
+from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.summary import Summarised, Table, Tabular, by_columns_of, summary
 
 

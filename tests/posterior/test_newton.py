@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from curvops.linalg import Reason
-from curvops.posterior.core.linear_mode import MOST_HALVINGS, Point, minimise
+from curvops.posterior.linear_mode import MOST_HALVINGS, Point, minimise
 
 
 class Line(Point):

@@ -17,10 +17,10 @@ from curvops.errors import ConvergenceError, ModeWarning, warn
 from curvops.linalg import Reason
 from curvops.network import tensors_of
 from curvops.operators import GGN, Linearization, linearize
-from curvops.posterior.core.linear_mode import TOLERATED, LinearMode, in_words, nats_below_mode, nats_of_prior
-from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
+from curvops.posterior.linear_mode import TOLERATED, LinearMode, in_words, nats_below_mode, nats_of_prior
+from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.ranks.process_group import holds_shards
 from curvops.summary import Summarised
 

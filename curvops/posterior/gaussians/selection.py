@@ -26,10 +26,10 @@ from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS
 from curvops.network import squared_columns
 from curvops.operators import GGN, DiagonalGGN, Linearization
 from curvops.operators.curvatures.subnetwork import principal_block
-from curvops.posterior.core.arguments import check_linearization
-from curvops.posterior.core.precision import inverse_for
-from curvops.posterior.core.terms import read_prior
+from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
+from curvops.posterior.precision import inverse_for
+from curvops.posterior.terms import read_prior
 
 
 @dataclass(frozen=True, eq=False)

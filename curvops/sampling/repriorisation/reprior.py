@@ -30,7 +30,7 @@ from curvops.network import Blocks
 from curvops.network.likelihoods import Categorical, Gaussian
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.operators import Linearization, linearize
-from curvops.posterior.core.terms import Prior, read_prior
+from curvops.posterior.terms import Prior, read_prior
 from curvops.sampling.repriorisation.ntk import TangentMap
 from curvops.sampling.repriorisation.problem import RepriorProblem, log_normal
 from curvops.sampling.repriorisation.readout_map import (

@@ -53,7 +53,7 @@ from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.kfac import has_kronecker_blocks, kfac_sum
 from curvops.operators.function_space.gram_matrix import gram_cost
 from curvops.operators.linearized.user_operator import require_no_gradient
-from curvops.posterior.core.arguments import check_operator
+from curvops.posterior.arguments import check_operator
 from curvops.storage import from_record
 from curvops.summary import size_of
 

@@ -38,7 +38,7 @@ from curvops.linalg.operators.closed_form import ClosedFormPreconditioner
 from curvops.operators.curvatures.ggn import root_of
 from curvops.operators.curvatures.subnetwork import Formed
 from curvops.operators.function_space.function_space import DualInverse, FunctionSpace
-from curvops.posterior.core.terms import PrecisionTerms
+from curvops.posterior.terms import PrecisionTerms
 
 REMEDIES = {
     Reason.ITERATION_LIMIT: (

@@ -37,8 +37,8 @@ from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.function_space import FunctionSpace
-from curvops.posterior.core.precision import REMEDIES, preconditioner, solving_kernel
-from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
+from curvops.posterior.precision import REMEDIES, preconditioner, solving_kernel
+from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.summary import Summarised
 
 MOST_HALVINGS = 30
