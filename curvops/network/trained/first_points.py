@@ -48,9 +48,9 @@ from curvops.network.likelihoods import (
     Sequences,
     as_likelihood,
 )
+from curvops.network.likelihoods.by_autograd import ByAutograd, shrunk
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
-from curvops.network.likelihoods.from_loss import shrunk
-from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Independent, Likelihood
+from curvops.network.likelihoods.likelihood import ROUNDINGS, Independent, Likelihood
 from curvops.network.model.model import Model, layout_of
 from curvops.ranks.process_group import Ranks
 

@@ -37,9 +37,9 @@ from curvops.network.engines.autodiff import hessian_product
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.engines.self_check import require_symmetric
+from curvops.network.likelihoods.composite import Multitask
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
-from curvops.network.likelihoods.multitask import Multitask
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
