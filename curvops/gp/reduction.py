@@ -201,7 +201,7 @@ def reduced_posterior(
     check_generator(generator)
     checked_number("temperature", temperature)
     check_choice("features", features, FEATURES)
-    prior = read_precision("prior_precision", prior_precision, lin.model)
+    prior = read_precision("prior_precision", prior_precision, lin.model.selection, lin.theta)
     choice = FeatureChoice(
         lin, prior.detach(), features, *_checked_counts(lin, rank, points, features, candidates), generator
     )
