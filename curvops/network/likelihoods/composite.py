@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.network.data.inputs import misplaced
-from curvops.network.data.named_outputs import Name, TargetShape
+from curvops.network.data.layouts import Name, TargetShape, misplaced
 from curvops.network.likelihoods.likelihood import HessianParts, Likelihood, OutputBlock, Outputs, RootBlock
 
 SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | Float[Tensor, "n T m"] | None

@@ -22,7 +22,6 @@ from curvops.network.data.batches import Reading, as_source
 from curvops.network.data.contents import digest_of
 from curvops.network.data.inputs import (
     Inputs,
-    Layout,
     first_of,
     in_pieces,
     is_finite,
@@ -32,7 +31,7 @@ from curvops.network.data.inputs import (
     take,
     value_of,
 )
-from curvops.network.data.named_outputs import Name, NamedLayout, part_of
+from curvops.network.data.layouts import Layout, Name, NamedLayout, part_of
 from curvops.network.data.objects import Objects, WholeBatch
 from curvops.network.data.point_sources import LoaderOfPoints
 from curvops.network.data.randomness import items, own_randomness

@@ -30,7 +30,7 @@ from curvops.network.data.inputs import (
     map_inputs,
     num_points,
 )
-from curvops.network.data.named_outputs import Name, NamedLayout
+from curvops.network.data.layouts import Name, NamedLayout
 from curvops.network.data.objects import Objects, WholeBatch
 from curvops.network.data.point_sources import with_collate
 from curvops.network.engines.autodiff import hessian_product
