@@ -34,8 +34,7 @@ from torch.utils.data import (
 from curvops.argument_types import Collate
 from curvops.errors import MissingLabelsError
 from curvops.network.data.batch_parts import holds_all, parts_of, targets_of
-from curvops.network.data.contents import copied_deep, digest_of, with_tensors
-from curvops.network.data.objects import Objects, PointPairs, WholeBatch
+from curvops.network.data.objects import Objects, PointPairs, WholeBatch, copied_deep, digest_of, with_tensors
 
 LOADED = 64
 """How many items of held-out data are joined at a time."""

@@ -19,7 +19,6 @@ from curvops.checks import in_functorch
 from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
 from curvops.network.data.batch_parts import ACCEPTED, holds_all, split_batch
 from curvops.network.data.batches import Reading, as_source
-from curvops.network.data.contents import digest_of
 from curvops.network.data.inputs import (
     Inputs,
     first_of,
@@ -32,7 +31,7 @@ from curvops.network.data.inputs import (
     value_of,
 )
 from curvops.network.data.layouts import Layout, Name, NamedLayout, part_of
-from curvops.network.data.objects import Objects, WholeBatch
+from curvops.network.data.objects import Objects, WholeBatch, digest_of
 from curvops.network.data.point_sources import LoaderOfPoints
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.likelihoods import (
