@@ -152,10 +152,6 @@ def add_up(
     )
 
 
-SHARE_ROUNDINGS = 4
-"""The error of an entry of A P⁻¹ by a closed form, in units of rounding relative to the entry itself."""
-
-
 def log_ratio(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
     """Compute log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
     with naming_the_ggn(terms.curvature):
@@ -388,7 +384,8 @@ def decompose(cache: CurvatureCache) -> DenseSpectrum:
 def _shares(form: ClosedForm, prior: Tensor) -> tuple[Float[Tensor, " D"], Float[Tensor, " D"]]:
     """Return 1 − A_dd (P⁻¹)_dd, each a difference from 1 in P's dtype, and a bound on the effect of rounding."""
     left = (prior * form.inverse_diagonal()).double()
-    rounding = SHARE_ROUNDINGS * (torch.finfo(prior.dtype).eps * left.detach() + torch.finfo(left.dtype).eps)
+    # An entry of A P⁻¹ by a closed form has an error of at most four units of rounding.
+    rounding = 4 * (torch.finfo(prior.dtype).eps * left.detach() + torch.finfo(left.dtype).eps)
     return 1 - left, (prior.detach() * form.inverse_diagonal_error() + rounding).clamp_max(1)
 
 

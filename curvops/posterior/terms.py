@@ -37,10 +37,11 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import CACHE_BYTES
 from curvops.checkpoint import Checkpoint, current, identify
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Estimate, Operator, SpectralQuadrature
-from curvops.linalg.core.algorithm import CACHE_BYTES, keep
+from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.matrix_identity import form_of, sources_of
 from curvops.linalg.core.structure import is_psd
 from curvops.linalg.operators.base import as_part, number_of

@@ -39,8 +39,6 @@ from curvops.ranks.process_group import Ranks
 
 COMPARED = 2**13
 """The number of points of each rank that are compared with those of other ranks."""
-CHANCE = 1e-6
-"""The accepted probability of taking data that repeat points, and are split at random, for overlapping shards."""
 
 
 class Shard(Batches):
@@ -189,13 +187,13 @@ def _shared(held: list[Counter[int]], i: int, j: int) -> int:
 
 
 def _unlikely(within: int, repeated: int, together: float) -> bool:
-    """Return whether so few repeated points on one rank would have a chance below `CHANCE` (Chernoff's bound)."""
+    """Return whether so few repeated points on one rank would have a chance below 1e-6 (Chernoff's bound)."""
     share = within / repeated
     if share >= together:
         return False
     divergence = (1 - share) * math.log((1 - share) / (1 - together)) if together < 1 else math.inf
     divergence += share * math.log(share / together) if share else 0.0
-    return repeated * divergence > -math.log(CHANCE)
+    return repeated * divergence > -math.log(1e-6)
 
 
 def over_ranks(ranks: Ranks, inputs: Inputs, local_slice: slice = slice(None)) -> Inputs:

@@ -232,8 +232,6 @@ LEAVES = (Tensor, np.ndarray, *WORDS)
 ARRAYS = ("__array_interface__", "__array__")
 BUFFERS = (array, memoryview)
 UNSEEN = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-LARGE = 2**14
-"""The bytes from which on the fingerprint of a tensor takes less time than a hash of its bytes."""
 
 
 def leaves_of(value: Any, attributes: bool = True) -> Iterator[tuple[str, Any]]:
@@ -388,6 +386,6 @@ def _strided(tensor: Tensor) -> list[Tensor]:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    if tensor.is_cpu and tensor.nbytes < LARGE:
+    if tensor.is_cpu and tensor.nbytes < 2**14:  # a hash of so few bytes takes less time than a fingerprint
         return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return int(fingerprint([tensor])).to_bytes(8, "little", signed=True)

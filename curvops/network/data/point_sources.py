@@ -36,9 +36,6 @@ from curvops.errors import MissingLabelsError
 from curvops.network.data.batch_parts import holds_all, parts_of, targets_of
 from curvops.network.data.objects import Objects, PointPairs, WholeBatch, copied_deep, digest_of, with_tensors
 
-LOADED = 64
-"""How many items of held-out data are joined at a time."""
-
 
 class LoaderPasses:
     """The batches of a DataLoader, read again by every iterator.
@@ -342,4 +339,4 @@ def data_like(data: Any, example: Objects, weights: bool = False) -> Any:
         return with_collate(data, example.collate)
     if isinstance(data, tuple | Mapping) or holds_all(data):
         return with_collate(data, example.collate.of_points)
-    return LoaderOfPoints(DataLoader(data, LOADED, collate_fn=example.collate.collate_fn), weights)  # type: ignore[arg-type]
+    return LoaderOfPoints(DataLoader(data, 64, collate_fn=example.collate.collate_fn), weights)  # type: ignore[arg-type]

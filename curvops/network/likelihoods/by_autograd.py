@@ -254,8 +254,6 @@ def _describe(function: Any) -> str:
     return f"{type(function).__name__}({said})"
 
 
-# The number of points and draws on which a Hessian is checked before it is used as the Fisher.
-POINTS, DRAWS = 8, 64
 CLASSES = distributions.Categorical, distributions.OneHotCategorical
 MONTE_CARLO = "Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...), which needs only samples and residuals"
 
@@ -403,7 +401,7 @@ class FromDistribution(ByAutograd):
             except NotImplementedError:  # for example a binomial with different total counts
                 pass
         if not self._constant:
-            self._constant = self._hessian_is_fisher(f.detach()[:POINTS], y[:POINTS])
+            self._constant = self._hessian_is_fisher(f.detach()[:8], y[:8])
         return self._hessians(f, y)
 
     def _enumerate(self, f: Tensor, support: Tensor) -> Tensor:
@@ -417,22 +415,22 @@ class FromDistribution(ByAutograd):
         return H
 
     def _hessian_is_fisher(self, f: Tensor, y: Tensor) -> bool:
-        """Return whether the Hessian proved to be the Fisher; False if all draws are equal, which shows nothing.
+        """Return whether the Hessian proved to be the Fisher at draws; False if all are equal, which shows nothing.
 
         Raises ValueError if it depends on y, or if E[r r^T] exceeds it by 6 standard errors (a kink, or a support that
         depends on f, as for a Laplace distribution, whose Hessian is 0).
         """
-        generator = torch.Generator(device=f.device).manual_seed(0)
-        drawn = self.sample(f.repeat(DRAWS, 1), generator)
+        draws, generator = 64, torch.Generator(device=f.device).manual_seed(0)
+        drawn = self.sample(f.repeat(draws, 1), generator)
         targets = torch.cat([y.to(drawn.dtype), drawn])
-        f = f.repeat(DRAWS + 1, 1)
-        H = self._hessians(f, targets).detach().unflatten(0, (DRAWS + 1, -1))
+        f = f.repeat(draws + 1, 1)
+        H = self._hessians(f, targets).detach().unflatten(0, (draws + 1, -1))
         slack = torch.finfo(H.dtype).eps ** 0.5
         size = H.abs().amax((0, 2, 3))
         spread = (H - H[0]).abs().amax((0, 2, 3))
-        squares = self._residual(f, targets).detach().square().sum(-1).unflatten(0, (DRAWS + 1, -1))[1:]
+        squares = self._residual(f, targets).detach().square().sum(-1).unflatten(0, (draws + 1, -1))[1:]
         excess = squares.mean(0) - H[0].diagonal(dim1=-2, dim2=-1).sum(-1)
-        margin = 6 * squares.std(0) / DRAWS**0.5 + slack * size.clamp_min(slack)
+        margin = 6 * squares.std(0) / draws**0.5 + slack * size.clamp_min(slack)
         if bool((spread > slack * size).any()):
             raise ValueError(
                 f"{self!r}: the Hessian of -log p depends on the target, so it is not the output Fisher (the outputs "
@@ -443,7 +441,7 @@ class FromDistribution(ByAutograd):
             raise ValueError(
                 f"{self!r}: the Hessian of -log p is not the output Fisher (log p has a kink). {MONTE_CARLO}."
             )
-        return bool((targets.unflatten(0, (DRAWS + 1, -1)) != targets[: len(y)]).any())
+        return bool((targets.unflatten(0, (draws + 1, -1)) != targets[: len(y)]).any())
 
 
 def _form_of(p: Distribution) -> TargetForm:

@@ -53,8 +53,6 @@ from curvops.network.model.model import Model, layout_of
 from curvops.ranks.process_group import Ranks
 
 WRONG = "so that curvature, posterior and predictions are not those of your classifier"
-HALF = 1e-4
-"""The rounding above which a dtype is one of half precision, in which whole numbers are soon rounded."""
 LOOKED_AT = 16
 """How many points of a Dataset are looked at, or positions of a point: a text has thousands, over a vocabulary each."""
 SCORED = 2**16
@@ -99,7 +97,7 @@ def _several_at(
     """Interpret the likelihoods of several outputs, as `likelihood_at` does for one."""
     if not specs:
         raise ValueError("the mapping of likelihoods is empty: give one for each output that has targets.")
-    if torch.finfo(model.theta.dtype).eps > HALF:
+    if torch.finfo(model.theta.dtype).eps > 1e-4:
         raise ValueError("several outputs in half precision: their targets would be rounded. Use model.float().")
 
     def layouts(outputs: Any) -> NamedLayout:
