@@ -37,7 +37,7 @@ from benchmarks.study_page import MEASURED
 from benchmarks.tables import machine_line, tables
 from curvops.plots import style
 from curvops.sampling.diagnostics import effective_size, random_projections
-from curvops.sampling.repriorisation.reprior import divergence
+from curvops.sampling.reprior import divergence
 
 NOISE, WEIGHT_STD, BIAS_STD = 0.01, 2**0.5, 0.1
 TARGET, LEAST, MOST = 0.99, 0.98, 0.995

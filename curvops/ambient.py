@@ -37,6 +37,8 @@ from curvops.ranks.process_group import Ranks
 
 SMALL_BYTES = 2**24
 """Up to this many bytes are allocated whatever a budget is, and without a warning: there is nothing worth saving."""
+CACHE_BYTES = 2**22
+"""The bytes, on a CPU, of numbers that are made and used at once: they stay in a cache."""
 NO_ROOM = (
     "Not even one column fits: pass linearize a smaller memory_budget, so that less is kept of the data, linearise "
     "on smaller batches, or free other memory."

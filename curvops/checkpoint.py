@@ -51,8 +51,6 @@ ASIDE = ("checkpoint", "progress", "callback", "memory_budget", "preconditioner"
 """Arguments that determine how a problem is solved but not which problem it is, or that cannot be identified."""
 DEEPEST = 6
 """The largest depth of nested objects that `identify` describes."""
-LONGEST = 200
-"""The length of a text from which on `identify` returns its hash."""
 DEVICE = re.compile(r"(cuda|xpu|hpu):\d+")
 COMMON = frozenset(vars(nn.Module()))
 """The attributes of every module."""
@@ -351,9 +349,9 @@ def identify(value: Any) -> str:
         text = _text(value, DEEPEST, {})
     except UnidentifiedValueError:
         text = type(value).__qualname__
-    return (
-        text if len(text) <= LONGEST else f"{type(value).__qualname__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    )
+    if len(text) > 200:
+        return f"{type(value).__qualname__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return text
 
 
 class UnidentifiedValueError(Exception):

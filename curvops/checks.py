@@ -16,8 +16,6 @@ NO_RULES = (
     "operators have no rules for torch.func (vmap, grad, jvp, ...) and forward mode: use torch.autograd, and in place "
     "of vmap a block (n, K). A @ v is linear: its tangent is A @ tangent, and its gradient A.mT @ gradient."
 )
-LONGEST = 200
-"""The number of characters of a wrong value that a message shows at most."""
 IN_WORDS = {
     "(0, inf)": "be positive and finite",
     "(0, inf]": "be positive",
@@ -33,7 +31,7 @@ def shown(value: object) -> str:
     if isinstance(value, torch.Tensor | np.ndarray) and value.ndim:
         return f"{type(value).__name__} of shape {tuple(value.shape)}"
     text = repr(value)
-    return text if len(text) <= LONGEST else f"a {type(value).__name__}"
+    return text if len(text) <= 200 else f"a {type(value).__name__}"
 
 
 def check_tensor(name: str, value: object) -> None:

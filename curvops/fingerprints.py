@@ -18,14 +18,9 @@ from torch import Tensor
 CHUNK = 2**18
 """Words per partial sum: after widening to 64 bits they still fit in the processor's cache."""
 
-MAX_CHUNKS = 2**16
-"""The largest number of chunks in one call, 16 G words in total."""
 
 GENERATOR = 0x2545F4914F6CDD1D
 """A number whose powers modulo 2^64 repeat after 2^62 steps only."""
-
-MIXING = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-"""The odd factors of MurmurHash3 and SplitMix64, as signed numbers."""
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
@@ -58,6 +53,8 @@ def point_prints(tensors: Sequence[Tensor]) -> Tensor:
     """
     device, n = tensors[0].device, len(tensors[0])
     weights = _odd_weights(device)
+    # The odd factors of MurmurHash3 and SplitMix64, as signed numbers.
+    mixing = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
     prints = torch.zeros(n, dtype=torch.int64, device=device)
     for tensor in tensors:
         words = _words(tensor)
@@ -65,7 +62,7 @@ def point_prints(tensors: Sequence[Tensor]) -> Tensor:
         rows = (words if words.element_size() == 1 else words.view(torch.int16)).view(n, -1)
         for i, columns in enumerate(rows.split(CHUNK, 1) if rows.shape[1] else ()):
             prints = prints * weights[CHUNK + i] + _row_sums(columns, weights[: columns.shape[1]])
-        for factor in MIXING:  # each bit of a print depends on all bits of the row; shifts are unsigned
+        for factor in mixing:  # each bit of a print depends on all bits of the row; shifts are unsigned
             prints = (prints ^ ((prints >> 32) & 0xFFFFFFFF)) * factor
         prints = prints ^ ((prints >> 32) & 0xFFFFFFFF)
     return prints
@@ -124,5 +121,6 @@ def _words(tensor: Tensor) -> Tensor:
 @lru_cache
 def _odd_weights(device: torch.device) -> Tensor:
     # NumPy guarantees that these bits never change, so later versions can compare saved fingerprints.
-    table = np.random.PCG64(0).random_raw(CHUNK + MAX_CHUNKS).view(np.int64)
+    most_chunks = 2**16  # in one call, 16 G words in total
+    table = np.random.PCG64(0).random_raw(CHUNK + most_chunks).view(np.int64)
     return torch.from_numpy(table).bitwise_or_(1).to(device)

@@ -20,9 +20,9 @@ from curvops.network import Batch, BatchMap
 from curvops.network.model.parameters import layer_of
 from curvops.operators import EmpiricalFisher, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
-from curvops.posterior.core.precision import REMEDIES
 from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.log_evidence import Tuning, normal_mode, prepare, shares_of_weights
+from curvops.posterior.precision import REMEDIES
 from curvops.summary import summary
 
 OVER = ("scalar", "layers", "tensors", "weights")

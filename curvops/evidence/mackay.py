@@ -17,11 +17,11 @@ from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_nois
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
-from curvops.posterior.core.terms import CurvatureCache
 from curvops.posterior.deviations import Deviations, Noise, StochasticDescent
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence import Ending, Tuning, TuningStep
+from curvops.posterior.terms import CurvatureCache
 from curvops.storage import restore, state_of
 
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}

@@ -29,11 +29,11 @@ from curvops.evidence.hyperparameters import (
 )
 from curvops.linalg import cg
 from curvops.linalg.core.vectors import describe, random_block
-from curvops.posterior.core.linear_mode import warn_of_mode
-from curvops.posterior.core.precision import REMEDIES, preconditioner
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.gaussians.updating import tell_choice
+from curvops.posterior.linear_mode import warn_of_mode
 from curvops.posterior.log_evidence import Ending, Evidence, Tuning, TuningStep, find_evidence, prepare
+from curvops.posterior.precision import REMEDIES, preconditioner
 from curvops.summary import Table, Tabular, by_columns_of, summary
 
 

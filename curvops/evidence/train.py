@@ -21,18 +21,17 @@ from curvops.checks import checked_whole
 from curvops.errors import MaxStepsWarning, ModeWarning, warn
 from curvops.evidence.maximize import maximize
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
-from curvops.network.data.chosen_points import ChosenPoints
 from curvops.network.data.inputs import batch_inputs, move, move_tensor, value_of
 from curvops.network.data.point_sources import with_collate
 from curvops.network.model.model import checked_outputs
 from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
-from curvops.posterior.core.linear_mode import TOLERATED, in_words, nats_below_mode
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice
+from curvops.posterior.linear_mode import TOLERATED, in_words, nats_below_mode
 from curvops.posterior.log_evidence import Tuning
 from curvops.ranks.process_group import Ranks
-from curvops.ranks.shard import Shard
+from curvops.ranks.shard import ChosenPoints, Shard
 
 Parameters = Iterable[nn.Parameter]
 

@@ -29,11 +29,10 @@ from curvops.gp.operator_kernel import (
 )
 from curvops.linalg import Dense, LowRank
 from curvops.network.likelihoods import Gaussian
-from curvops.network.model.parameters import layer_of, matching
-from curvops.network.model.weight_vectors import read_mean, read_precision
+from curvops.network.model.parameters import layer_of, matching, read_mean, read_precision
 from curvops.operators import Linearization, TangentKernel
 from curvops.operators.function_space.gram_matrix import gram_terms, gram_with_graph
-from curvops.posterior.core.arguments import check_linearization, require_linearized
+from curvops.posterior.arguments import check_linearization, require_linearized
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal
 
 OVER = ("scalar", "layers", "tensors")
@@ -254,7 +253,7 @@ def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], 
     if isinstance(start, Mapping):
         if over != "scalar":
             raise ValueError(f"prior_precision={{glob: number}} defines the groups itself; leave out over={over!r}.")
-        read_precision("prior_precision", start, lin.model)
+        read_precision("prior_precision", start, lin.model.selection, lin.theta)
         group_of = {name: i for i, glob in enumerate(start) for name in matching(names, glob)}
         values = [checked_number(f"prior_precision[{glob!r}]", value) for glob, value in start.items()]
     else:
@@ -293,7 +292,7 @@ class LinearizedMean(Mean):
         require_linearized(lin)
         check_choice("outputs", outputs, OUTPUTS)
         self._outputs = outputs
-        self.lin, self._prior_mean = lin, read_mean(prior_mean, lin.model).detach()
+        self.lin, self._prior_mean = lin, read_mean(prior_mean, lin.model.selection, lin.theta).detach()
 
     def extra_repr(self) -> str:
         """Return the linearisation, which torch prints among a module's parts."""

@@ -30,7 +30,7 @@ from curvops.linalg.operators.algebra import Product
 from curvops.network import LEAST_ROOM, Exact, read_precision
 from curvops.operators import GGN, Linearization, TangentKernel
 from curvops.posterior import GaussianPosterior, Laplace
-from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussians.laplace import make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
 
@@ -201,7 +201,7 @@ def reduced_posterior(
     check_generator(generator)
     checked_number("temperature", temperature)
     check_choice("features", features, FEATURES)
-    prior = read_precision("prior_precision", prior_precision, lin.model)
+    prior = read_precision("prior_precision", prior_precision, lin.model.selection, lin.theta)
     choice = FeatureChoice(
         lin, prior.detach(), features, *_checked_counts(lin, rank, points, features, candidates), generator
     )

@@ -25,8 +25,7 @@ from curvops.network.likelihoods.gaussian import (
 )
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
 from curvops.network.model.model import Model, tensors_of
-from curvops.network.model.parameters import Blocks, TangentSpace
-from curvops.network.model.weight_vectors import read_mean, read_precision
+from curvops.network.model.parameters import Blocks, TangentSpace, read_mean, read_precision
 from curvops.network.trained.network_record import record_of_network, recorded_network
 from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.engine_cache import LEAST_ROOM, BatchMap

@@ -7,7 +7,7 @@ from curvops.operators.curvatures.subnetwork import BlockDiagonal, Subnetwork
 from curvops.operators.function_space.tangent_kernel import TangentKernel
 from curvops.operators.linearized.linearization import Linearization, linearize, subsample
 from curvops.operators.linearized.network_operator import Gradients, Jacobian
-from curvops.ranks import rows_over_ranks, sharded_curvature  # noqa: F401  (register what they add to operators)
+from curvops.ranks import operators_over_ranks  # noqa: F401  (registers what ranks add to operators)
 from curvops.ranks.sharded_linearization import ShardedLinearization
 
 __all__ = [

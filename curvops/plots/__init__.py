@@ -12,11 +12,10 @@ Needs matplotlib, which `curvops[demo]` installs.
 """
 
 try:
-    from curvops.plots.chain_plots import autocorrelation, trace
     from curvops.plots.prediction_plots import ray, regression, reliability
     from curvops.plots.spectrum_plots import convergence, spectral_density, training_spectra
     from curvops.plots.style import save
-    from curvops.plots.tuning_plots import evidence, evidence_trace, influence, pruning
+    from curvops.plots.tuning_plots import autocorrelation, evidence, evidence_trace, influence, pruning, trace
 except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "matplotlib":
         raise

@@ -38,8 +38,8 @@ from curvops.linalg.solvers.systems import join_solutions
 from curvops.network import PointNormals
 from curvops.operators import Linearization
 from curvops.operators.curvatures.ggn import CurvatureRoot, root_of
-from curvops.posterior.core.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
-from curvops.posterior.core.terms import PrecisionTerms, Prior
+from curvops.posterior.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
+from curvops.posterior.terms import PrecisionTerms, Prior
 from curvops.ranks.sharded_vectors import SEED
 from curvops.summary import Summarised
 
@@ -174,13 +174,9 @@ class Systems:
 
 
 LOSSES = ("low_variance", "standard")
-POWER_STEPS, POWER_BATCHES = 8, 3
 GROWN = 100.0
 """The factor by which the gradient exceeds the right-hand side once a descent has diverged."""
-MOST_HALVINGS = 12
 RANGES = {"step_size": "(0, inf)", "momentum": "[0, 1)", "final": "(0, 1]", "averaging": "(0, 1]", "clip": "(0, inf)"}
-CHECK_EVERY = 5
-"""The number of epochs between two checks of the true residual, each of which costs as much as an epoch."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +233,7 @@ class StochasticDescent:
             longest, halvings = problem.step() if self.step_size is None else float(self.step_size), 0
         step = longest / 2**halvings
         with running("stochastic gradient descent", systems.precision):
-            while halvings < MOST_HALVINGS:
+            while halvings < 12:
                 start = resumed or _AfterEpoch.before(problem.right, x0, longest, halvings)
                 try:
                     solution = problem.descend(start, rtol, saved)
@@ -304,19 +300,19 @@ class _Problem:
         return self.scale * z if isinstance(precision, Tensor) else precision._matmul(z)
 
     def step(self) -> float:
-        """Return 1/λ_max of A⁻¹(N/n S_b S_bᵀ + A), with λ_max the largest over a few minibatches."""
-        largest, first = 0.0, self.right[:, :1]
+        """Return 1/λ_max of A⁻¹(N/n S_b S_bᵀ + A), λ_max the largest of a few minibatches, by power iteration."""
+        batches, steps, largest, first = 3, 8, 0.0, self.right[:, :1]
         for index, (chosen, piece) in enumerate(self.root.minibatches(self.options.batch_size, self.generator)):
-            if index == POWER_BATCHES:
+            if index == batches:
                 break
             factor = self.root.lin.num_data / len(chosen)
             v = first / _length(first)
-            for _ in range(POWER_STEPS):
+            for _ in range(steps):
                 image = (factor * piece._matmul(piece._t_matmul(v)) + self._of_prior(v)) / self.scale
                 size = _length(image)
                 largest = max(largest, float(size))
                 v = image / size
-            self.passes += POWER_STEPS * len(chosen) / self.root.lin.num_data / self.right.shape[1]
+            self.passes += steps * len(chosen) / self.root.lin.num_data / self.right.shape[1]
         return 1 / largest
 
     def residuals(self, z: Tensor) -> Tensor:
@@ -344,7 +340,7 @@ class _Problem:
             at.epoch += 1
             self.passes += 1
             as_step(self.right.shape[1], lambda: None)
-            if at.epoch % CHECK_EVERY == 0 or at.epoch == options.epochs:
+            if at.epoch % 5 == 0 or at.epoch == options.epochs:  # true residuals cost as much as an epoch
                 residuals = self.residuals(at.average)
                 at.history.append(residuals.double().cpu())
                 worst = float(residuals.max())

@@ -30,9 +30,9 @@ from curvops.linalg.estimators.trace import attach_gradient
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
-from curvops.posterior.core.linear_mode import find_mode, linear_log_likelihood
-from curvops.posterior.core.precision import kernel_of, naming_the_ggn, posterior_system
-from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
+from curvops.posterior.linear_mode import find_mode, linear_log_likelihood
+from curvops.posterior.precision import kernel_of, naming_the_ggn, posterior_system
+from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.summary import Summarised, Table, Tabular, by_columns_of, summary
 
 
@@ -150,10 +150,6 @@ def add_up(
         mode=mode,
         power=power,
     )
-
-
-SHARE_ROUNDINGS = 4
-"""The error of an entry of A P⁻¹ by a closed form, in units of rounding relative to the entry itself."""
 
 
 def log_ratio(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
@@ -388,7 +384,8 @@ def decompose(cache: CurvatureCache) -> DenseSpectrum:
 def _shares(form: ClosedForm, prior: Tensor) -> tuple[Float[Tensor, " D"], Float[Tensor, " D"]]:
     """Return 1 − A_dd (P⁻¹)_dd, each a difference from 1 in P's dtype, and a bound on the effect of rounding."""
     left = (prior * form.inverse_diagonal()).double()
-    rounding = SHARE_ROUNDINGS * (torch.finfo(prior.dtype).eps * left.detach() + torch.finfo(left.dtype).eps)
+    # An entry of A P⁻¹ by a closed form has an error of at most four units of rounding.
+    rounding = 4 * (torch.finfo(prior.dtype).eps * left.detach() + torch.finfo(left.dtype).eps)
     return 1 - left, (prior.detach() * form.inverse_diagonal_error() + rounding).clamp_max(1)
 
 

@@ -1,20 +1,26 @@
-"""The training data of one rank of a process group, in batches with the counts and fingerprints of all ranks' data."""
+"""The training data of this process: those of a rank in batches with counts and fingerprints of all, and minibatches.
+
+A `Shard` is the part of one rank of a process group. `ChosenPoints` reads minibatches of all points in random order, in
+one process as over ranks: each reads its own part of them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import Dataset, default_collate
 
 from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning, warn
 from curvops.fingerprints import in_64_bits, join_sums
-from curvops.network.data.batch_parts import ACCEPTED, NAMES, sizes_of, split_batch
+from curvops.network.data.batch_parts import ACCEPTED, NAMES, holds_all, parts_of, sizes_of, split_batch
 from curvops.network.data.batches import Batch, Batches, DataPrints, Reading
 from curvops.network.data.inputs import (
     Inputs,
@@ -28,13 +34,11 @@ from curvops.network.data.inputs import (
     rows_of,
     take,
 )
-from curvops.network.data.objects import NEEDS_POINTS, Objects, WholeBatch
+from curvops.network.data.objects import NEEDS_POINTS, Objects, PointPairs, WholeBatch
 from curvops.ranks.process_group import Ranks
 
 COMPARED = 2**13
 """The number of points of each rank that are compared with those of other ranks."""
-CHANCE = 1e-6
-"""The accepted probability of taking data that repeat points, and are split at random, for overlapping shards."""
 
 
 class Shard(Batches):
@@ -183,13 +187,13 @@ def _shared(held: list[Counter[int]], i: int, j: int) -> int:
 
 
 def _unlikely(within: int, repeated: int, together: float) -> bool:
-    """Return whether so few repeated points on one rank would have a chance below `CHANCE` (Chernoff's bound)."""
+    """Return whether so few repeated points on one rank would have a chance below 1e-6 (Chernoff's bound)."""
     share = within / repeated
     if share >= together:
         return False
     divergence = (1 - share) * math.log((1 - share) / (1 - together)) if together < 1 else math.inf
     divergence += share * math.log(share / together) if share else 0.0
-    return repeated * divergence > -math.log(CHANCE)
+    return repeated * divergence > -math.log(1e-6)
 
 
 def over_ranks(ranks: Ranks, inputs: Inputs, local_slice: slice = slice(None)) -> Inputs:
@@ -213,3 +217,61 @@ def _first_point(item: object, weights: bool) -> dict[str, object]:
     return point | {
         name: move(take(labels, slice(n)), "cpu") for name, labels in zip(NAMES[1:], others) if labels is not None
     }
+
+
+@dataclass(frozen=True)
+class ChosenPoints:
+    """The points of this process among `total` points, beginning at position `start`."""
+
+    read: Callable[[Tensor], Any]
+    """Return the batch of the points at some positions among those of this process; None if it has no points at all."""
+    held: int
+    start: int
+    total: int
+
+    @classmethod
+    def of(cls, data: Any, weights: bool, shard: Shard | None, total: int | None = None) -> ChosenPoints:
+        """Return the points of data in the form of `co.linearize`, which are those of a shard.
+
+        Raises TypeError for data that are neither tensors nor a Dataset with a length, and ValueError if their number
+        of points differs from the shard's or, in a single process, from `total`.
+        """
+        held, read = _reader(data, weights)
+        expected = total if shard is None else shard.num_own
+        if expected is not None and held != expected:
+            whose = "N" if shard is None else f"those of this rank ({shard.ranks.names})"
+            raise ValueError(f"data have {held} points, but the log posterior was built for {expected}, {whose}.")
+        return cls(read, held, 0, held) if shard is None else cls(read, held, shard.start, shard.num_data)
+
+    def minibatches(self, size: int, generator: torch.Generator | None) -> Iterator[tuple[Any, int]]:
+        """Yield minibatches of all points in random order: this process's part of each, and its number of points."""
+        device = None if generator is None else generator.device
+        for chosen in torch.randperm(self.total, generator=generator, device=device).cpu().split(size):
+            local_positions = chosen[(chosen >= self.start) & (chosen < self.start + self.held)]
+            yield self.read(local_positions - self.start), len(chosen)
+
+
+def _reader(data: Any, weights: bool) -> tuple[int, Callable[[Tensor], Any]]:
+    """Return the number of points, and a function that reads those at some positions as a batch."""
+    if holds_all(data):
+        x, targets, w = parts_of(data, weights)
+        inputs, rest = normalise(x), (targets,) if w is None else (targets, w)
+
+        def take_points(chosen: Tensor) -> Any:
+            at = chosen.to(tree_leaves(targets)[0].device)
+            return (take(inputs, at), *(take(labels, at) for labels in rest))
+
+        return num_points(targets), take_points
+    if not isinstance(data, Dataset) or not hasattr(data, "__len__"):
+        raise TypeError(f"data must be tensors (X, y) or a Dataset with a length, got {type(data).__name__}.")
+
+    gather = data.gather if isinstance(data, PointPairs) else default_collate
+
+    def read(chosen: Tensor) -> Any:
+        if not len(data):
+            return None
+        if not len(chosen):  # of the same form as other batches
+            return tree_map_only(Tensor | Objects, lambda points: take(points, slice(0)), gather([data[0]]))
+        return gather([data[i] for i in chosen.tolist()])
+
+    return len(data), read

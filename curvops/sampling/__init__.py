@@ -8,8 +8,8 @@ from curvops.sampling.feed import Minibatches, minibatches
 from curvops.sampling.langevin import baoa, sghmc, sgld, sgnht
 from curvops.sampling.log_density import LogPosterior, log_posterior
 from curvops.sampling.metropolis import hmc, lmc, pcn
-from curvops.sampling.repriorisation.problem import ntk_precision
-from curvops.sampling.repriorisation.reprior import GradientGap, Reprior, reprior
+from curvops.sampling.reprior import GradientGap, Reprior, reprior
+from curvops.sampling.reprior_problem import ntk_precision
 from curvops.sampling.running import chains, run
 from curvops.sampling.state import Chain, Info, MomentumState, State
 from curvops.sampling.torch_optimizer import optimizer

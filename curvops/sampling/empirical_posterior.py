@@ -15,7 +15,7 @@ from curvops.checks import check_accuracy, check_choice, check_like, checked_who
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
-from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.arguments import check_linearization
 from curvops.posterior.predictions.answers import Uncertainty, decompose_drawn_numbers
 from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments, network_outputs
 from curvops.posterior.predictions.predictive import Predictive

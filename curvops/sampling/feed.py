@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from curvops.argument_types import Collate, Data
 from curvops.checks import check_kind, checked_whole, drawn_seed
-from curvops.network.data.chosen_points import ChosenPoints
 from curvops.network.data.point_sources import with_collate
+from curvops.ranks.shard import ChosenPoints
 from curvops.sampling.log_density import LogPosterior, Share, SharedLogPosterior
 
 

@@ -38,8 +38,8 @@ from curvops.network.trained.first_points import (
 )
 from curvops.network.walks.engine_cache import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
-from curvops.posterior.core.terms import Prior
 from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
+from curvops.posterior.terms import Prior
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.shard import Shard
 from curvops.sampling.state import State, Structure

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from curvops.argument_types import Covariance, Density, Preconditioning, StepSizes, Tree
 from curvops.checks import checked_number, checked_whole
 from curvops.linalg import Diagonal, Inverse
-from curvops.posterior.core.terms import Prior
+from curvops.posterior.terms import Prior
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Info, MomentumState, NoiseSource, State, flatten, long_dot
 from curvops.sampling.transition import Constant, Transition, as_metric, common_arguments

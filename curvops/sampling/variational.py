@@ -22,7 +22,7 @@ from curvops.checks import check_choice, check_flag, checked_number, checked_who
 from curvops.errors import UnsettledWarning, warn
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
 from curvops.operators import Linearization
-from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.sampling.log_density import order_at_mean
 from curvops.sampling.state import Info, NoiseSource, State, Structure

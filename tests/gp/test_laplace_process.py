@@ -21,7 +21,7 @@ import curvops as co
 from curvops.errors import ModeNotFoundError
 from curvops.gp import LaplaceProcess, laplace_gp
 from curvops.linalg import Reason
-from curvops.posterior.core.terms import read_prior
+from curvops.posterior.terms import read_prior
 
 DOUBLE = torch.float64
 N = 9

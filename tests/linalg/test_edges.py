@@ -11,7 +11,7 @@ import torch
 from curvops import linalg
 from curvops.linalg import Dense, Kronecker, dual_descent, eigsh, inverse_sqrt, lanczos, logdet, nystrom, solve, sqrt
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.structure import IN_PLACE, eigh_in_place
+from curvops.linalg.core.structure import eigh_in_place
 from tests.linalg.matrices import generator, log_spaced, rotation, symmetric
 from tests.linalg.systems import function_of, right_hand_sides
 
@@ -209,20 +209,20 @@ def test_roots_of_singular_matrices_know_what_rounding_does(n, dtype):
         assert error <= 1e-6 + 10 * torch.finfo(dtype).eps or not found.converged.all()
 
 
-@pytest.mark.parametrize("n", [IN_PLACE - 1, IN_PLACE])
-def test_eigenvectors_take_the_memory_of_a_large_matrix(n):
+@pytest.mark.parametrize("n", [1, 2, 50])
+def test_eigenvectors_take_the_memory_of_the_matrix(n):
     X = torch.randn(2, n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     A = X + X.mT
     given = A.clone()
     values, V = eigh_in_place(given)
     assert (values - torch.linalg.eigvalsh(A)).abs().max() <= 1e-10 * values.abs().max()
     assert (V @ torch.diag_embed(values) @ V.mT - A).abs().max() <= 1e-10 * values.abs().max()
-    assert (V.data_ptr() == given.data_ptr()) == (n == IN_PLACE)
+    assert V.data_ptr() == given.data_ptr()
 
 
 def test_a_decomposition_leaves_a_factor_as_it_was():
     """A factor in double precision is not copied for it."""
-    X = torch.randn(1, IN_PLACE, IN_PLACE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    X = torch.randn(1, 50, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     A = X @ X.mT
     given = A.clone()
     Kronecker(torch.ones(1, 1, 1, dtype=torch.float64), given).eigen()

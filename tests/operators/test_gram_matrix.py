@@ -65,7 +65,8 @@ PRIORS = {
 def test_the_matrix(lin, prior, room):
     """J A⁻¹ Jᵀ and J A⁻¹ J'ᵀ, whole, and with little memory in sets of layers, or one by one."""
     A, x = PRIORS[prior](lin), torch.randn(5, 32, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-    J, other, scale = lin.jacobian().to_dense(), lin.jacobian(x).to_dense(), read_precision("prior", A, lin.model)
+    J, other = lin.jacobian().to_dense(), lin.jacobian(x).to_dense()
+    scale = read_precision("prior", A, lin.model.selection, lin.theta)
     if room is not None:
         lin.memory.keep(lin, lin.memory.room() - room)
     torch.testing.assert_close(co.TangentKernel(lin, A).to_dense(), J / scale @ J.mT, rtol=1e-10, atol=1e-10)

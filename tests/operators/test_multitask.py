@@ -1,6 +1,6 @@
 """Networks of several outputs, each with its likelihood, against the loss of all outputs together by autograd.
 
-Tests `multitask.py`, `named_outputs.py`, and the answers by name in `answers.py`.
+Tests `composite.py`, `layouts.py`, and the answers by name in `answers.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Each figure carries labels with units, the lines it promises, and can be written; nothing global changes.
 
-Tests `chain_plots.py`, `prediction_plots.py`, `spectrum_plots.py`, `style.py`, `tuning_plots.py`.
+Tests `prediction_plots.py`, `spectrum_plots.py`, `style.py`, `tuning_plots.py`.
 """
 
 from __future__ import annotations

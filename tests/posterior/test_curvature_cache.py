@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.posterior.core.terms import CurvatureCache
+from curvops.posterior.terms import CurvatureCache
 from curvops.storage import record_of
 from tests.posterior.trained import problem
 

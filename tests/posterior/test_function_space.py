@@ -18,7 +18,7 @@ from curvops.errors import ManyProductsWarning
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.algorithm import algorithm
 from curvops.operators.function_space.function_space import NAME, FunctionSpace
-from curvops.posterior.core.precision import solving_kernel
+from curvops.posterior.precision import solving_kernel
 from tests.linalg.interrupted import Killed
 
 DOUBLE = torch.float64

@@ -1,6 +1,6 @@
 """Predictions of targets whose distribution a user makes from the outputs, and of heteroscedastic ones.
 
-Tests `from_distribution.py`, `answers.py`, `outputs.py`: equal to the built-in likelihoods' where one exists, and to
+Tests `by_autograd.py`, `answers.py`, `outputs.py`: equal to the built-in likelihoods' where one exists, and to
 averages over the same draws of the outputs.
 """
 

@@ -1,6 +1,6 @@
 """Every kind of prior, and tempered posteriors, against the dense definition.
 
-Tests `maximize.py`, `weight_vectors.py`.
+Tests `maximize.py`, `parameters.py`.
 """
 
 from dataclasses import replace

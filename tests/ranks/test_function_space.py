@@ -1,6 +1,6 @@
 """Function space over ranks: vectors over the outputs lie with the points, and every answer is that of one process.
 
-Tests `rows_over_ranks.py`, `on_shards.py`.
+Tests `operators_over_ranks.py`, `on_shards.py`.
 """
 
 from __future__ import annotations

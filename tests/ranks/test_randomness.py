@@ -1,6 +1,6 @@
 """Everything random that depends on data: equal seeds give equal numbers, for any batches and any number of ranks.
 
-Tests `chosen_points.py`.
+Tests `shard.py`.
 """
 
 from __future__ import annotations

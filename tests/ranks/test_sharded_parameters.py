@@ -1,6 +1,6 @@
 """Models whose parameters are shared among processes (`fully_shard`): every answer is that of one process, or none.
 
-Tests `sharded_model.py`, `sharded_walk.py`, `sharded_linearization.py`, `sharded_curvature.py`.
+Tests `sharded_model.py`, `sharded_walk.py`, `sharded_linearization.py`, `operators_over_ranks.py`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.sampling.repriorisation.reprior import divergence, effective_draws, plain_mean, warn_of_few, weighted_mean
+from curvops.sampling.reprior import divergence, effective_draws, plain_mean, warn_of_few, weighted_mean
 from tests.sampling.repriors import curve, flat, mlp, one, precision, regression, slope
 
 

@@ -25,8 +25,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Multiply: TypeAlias = Callable[[Vectors], Vectors]
 
-CACHE_BYTES = 4 * 2**20
-"""The bytes, on a CPU, of numbers that are made and used at once: they stay in a cache."""
 CALLER_VECTORS = 3
 """How many of the `SOLVE_VECTORS` vectors of a block solve its caller holds."""
 PRODUCT_VECTORS = 4

@@ -22,7 +22,7 @@ from curvops.checkpoint import derive_generator
 from curvops.checks import check_choice, check_generator, check_limits
 from curvops.linalg.core.algorithm import Multiply, working
 from curvops.linalg.core.results import Estimate, Reason
-from curvops.linalg.core.solve_routes import EXACT_SIZE
+from curvops.linalg.core.solve_routes import DENSE_SIZE
 from curvops.linalg.core.vectors import (
     ROUNDING_SEEN,
     Description,
@@ -79,7 +79,7 @@ class Limits:
 
     def allow_dense(self, n: int) -> bool:
         """Return whether n is small enough, and memory large enough, to form and decompose the matrix."""
-        few = n <= (EXACT_SIZE if self.matvecs is None else self.matvecs)
+        few = n <= (DENSE_SIZE if self.matvecs is None else self.matvecs)
         memory = current_run().memory_budget
         return few and (memory is None or 16 * n * n <= memory)
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from curvops.summary import Table, Tabular
 
 DENSE_SIZE = 256
-"""Up to this many rows, any matrix is formed for a solve: that costs no more than iterating, and has every
-gradient."""
-EXACT_SIZE = 256
-"""Up to this many rows, an estimator without a budget forms the matrix, and its value is exact."""
+"""Up to this many rows, any matrix is formed for a solve, which costs no more than iterating and has every gradient,
+and for an estimate without a budget, whose value is then exact."""
 DENSE_BLOCK = 2048
 """Up to this many rows, a matrix is formed once if it is used for many later answers: a block next to others that have
 closed forms, a posterior's curvature for many draws. A matrix that exists is factorised, in float64."""

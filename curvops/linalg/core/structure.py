@@ -24,8 +24,6 @@ from curvops.linalg.core.vectors import Matrix, Vectors, columns, norm, product,
 
 MOST_SKEW = 0.1
 """A difference of more than this share of the images is not rounding: such products are random."""
-IN_PLACE = 512
-"""From this many rows on, eigenvectors replace the matrix on a CPU; for fewer a copy costs nothing."""
 
 
 def is_symmetric(A: Any) -> bool:
@@ -172,7 +170,7 @@ def eigh_in_place(matrix: Float[Tensor, "*batch n n"]) -> tuple[Float[Tensor, "*
     Beside the matrix and its vectors LAPACK works with twice as much. The transposed matrix has the layout in which it
     writes vectors, so that no copy is needed.
     """
-    if matrix.is_cuda or matrix.shape[-1] < IN_PLACE:
+    if matrix.is_cuda:
         return torch.linalg.eigh(matrix)
     out = matrix.new_empty(matrix.shape[:-1]), matrix.mT
     torch.linalg.eigh(matrix.mT, out=out)

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import as_step
+from curvops.ambient import CACHE_BYTES, as_step
 from curvops.checks import check_generator, drawn_seed, in_forward_mode, refuse_modes, refuse_tangents
 
 Matrix: TypeAlias = Tensor | LinearOperator
@@ -42,8 +42,6 @@ ROUNDING_SEEN = 1e-3
 ROUNDINGS = 10.0
 """The largest error of an entry of a product, in units of rounding of the sum of the magnitudes of its terms."""
 CHUNK = 1 << 20
-CACHED_CHUNK = 1 << 18
-"""The numbers that are converted at a time on a CPU: more would leave its cache before they are used."""
 DRAWN_AT_ONCE = ("cpu",)
 """The types of device that draw a normal block by one call; on others, pieces differ, so they draw by vectors."""
 
@@ -367,8 +365,11 @@ def by_rows(
 
 
 def _chunks(X: Tensor) -> Iterator[slice]:
-    """Yield slices of rows of X whose temporaries stay small compared with a vector, for any number of columns."""
-    step = max(2**12, (CHUNK if X.is_cuda else CACHED_CHUNK) // max(1, X.shape[1]))
+    """Yield slices of rows of X whose temporaries stay small compared with a vector, for any number of columns.
+
+    On a CPU a slice and what it becomes in float64 stay in its cache.
+    """
+    step = max(2**12, (CHUNK if X.is_cuda else CACHE_BYTES // 16) // max(1, X.shape[1]))
     for start in range(0, max(len(X), 1), step):
         yield slice(start, start + step)
 

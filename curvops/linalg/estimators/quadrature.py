@@ -28,7 +28,7 @@ from curvops.checks import checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
-from curvops.linalg.core.solve_routes import EXACT_SIZE
+from curvops.linalg.core.solve_routes import DENSE_SIZE
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -218,7 +218,7 @@ def spectral_quadrature(
     limits.check(LEAST)
     if probes is not None:
         checked_whole("probes", probes)
-    exact = probes is None and rank is None and n <= min(EXACT_SIZE, limits.products) and memory_budget is None
+    exact = probes is None and rank is None and n <= min(DENSE_SIZE, limits.products) and memory_budget is None
     current_run().expect(n if exact else max_matvecs)
     with torch.no_grad():
         if exact:

@@ -20,10 +20,6 @@ from curvops.linalg.core.vectors import Description, empty_block, join, put, ran
 from curvops.linalg.spectra.apply_function import sqrt
 from curvops.ranks.sharded_vectors import SEED, ranks_together
 
-# Draws of an operator without a root: the number of columns that run at once, and their relative error.
-DRAW_BLOCK = 32
-DRAW_RTOL = 1e-5
-
 
 class ColumnNoise(torch.Generator):
     """A source of noise for some columns among many; the noise of a column does not depend on the others.
@@ -133,10 +129,13 @@ def draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | No
 
 
 def draw_by_products(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
-    """Return A^½ z for positive semidefinite A, with a relative error too small to show in any number of draws."""
-    n, dtype, device = operator.shape[-1], operator.dtype, operator.device
+    """Return A^½ z for positive semidefinite A, to 1e-5, an error too small to show in any number of draws.
+
+    As many as 32 columns run at once.
+    """
+    n, dtype, device, rtol = operator.shape[-1], operator.dtype, operator.device, 1e-5
     noise = normal(n, k, dtype, device, generator)
-    roots = [sqrt(operator, block, rtol=DRAW_RTOL).raise_if_failed(DRAW_RTOL) for block in noise.split(DRAW_BLOCK, 1)]
+    roots = [sqrt(operator, block, rtol=rtol).raise_if_failed(rtol) for block in noise.split(32, 1)]
     return join(*(block.value for block in roots)) if k else noise
 
 

@@ -14,9 +14,8 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import Memory, Progress
+from curvops.ambient import CACHE_BYTES, Memory, Progress
 from curvops.checks import carries_graph, check_tensor
-from curvops.linalg.core.algorithm import CACHE_BYTES
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.vectors import ROUNDING_SEEN
 from curvops.linalg.operators import kronecker_factors

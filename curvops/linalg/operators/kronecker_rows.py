@@ -25,13 +25,6 @@ from curvops.linalg.operators import kronecker_factors
 from curvops.linalg.operators.kronecker import Kronecker, KroneckerForm
 from curvops.linalg.operators.kronecker_factors import Details, Factor, noise_of, to_double, without_rounding
 
-MOST_SMALL = 8
-"""The most columns of a small factor, each of which takes a Cholesky factorisation."""
-MOST_CALLS = 2
-"""How often a product serves rows in this way before it is decomposed: once it is, further rows are cheaper."""
-ROW_COPIES = 4
-"""Copies of the rows in float64 beside them: turned, in the small factor's eigenvectors, and two of the results."""
-
 
 class _Sides(NamedTuple):
     small: Factor
@@ -59,18 +52,20 @@ class _Sides(NamedTuple):
 def serves_rows(form: KroneckerForm, count: int) -> bool:
     """Return whether the rows of one call, `count` of them, are to be multiplied by `half_solved`.
 
-    They are if this takes less than the eigendecomposition that is missing, and if the rounding of a sum in single
-    precision is too small to be seen: eigenvalues within it count as zero in an eigendecomposition only.
+    They are if this takes less than the eigendecomposition that is missing: a Cholesky factorisation for each of at
+    most 8 columns of the small factor, in at most two calls, since once it is decomposed further rows are cheaper. And
+    the rounding of a sum in single precision must be too small to be seen: eigenvalues within it count as zero in an
+    eigendecomposition only.
     """
     base, sides = form.base, _Sides.of(form.base)
     small, wide = sides.small[0], sides.wide[0]
     columns, cache = small.shape[-1], base._kwargs["cache"]
-    if small.ndim == 2 or wide.ndim == 2 or columns > MOST_SMALL or count * columns > sides.order:
+    if small.ndim == 2 or wide.ndim == 2 or columns > 8 or count * columns > sides.order:
         return False
     if len(wide) * sides.order**3 < kronecker_factors.AT_ONCE or carries_graph((*base._args, form.shift)):
         return False
     calls = cache.get("calls for rows", base._args) or 0
-    if base.known_eigen is not None or calls == MOST_CALLS or not _is_accurate(sides, form.level.detach()):
+    if base.known_eigen is not None or calls == 2 or not _is_accurate(sides, form.level.detach()):
         return False
     cache.put("calls for rows", base._args, calls + 1)
     return True
@@ -91,10 +86,13 @@ def _norms(factor: Tensor, details: Details) -> Float[Tensor, " g"]:
 
 
 def work_bytes(form: KroneckerForm, rows: Float[Tensor, "m g p q"]) -> int:
-    """Return the bytes that `half_solved` works with: the matrices that are factorised, the root, and rows."""
+    """Return the bytes that `half_solved` works with: the matrices that are factorised, the root, and copies of rows.
+
+    There are four copies: turned, in the small factor's eigenvectors, and two of the results.
+    """
     sides, groups = _Sides.of(form.base), form.base.sizes[0]
     root = 0 if sides.root is None else sides.root.numel()
-    return 8 * (kronecker_factors.WORK_COPIES * groups * sides.order**2 + root + ROW_COPIES * rows.numel())
+    return 8 * (kronecker_factors.WORK_COPIES * groups * sides.order**2 + root + 4 * rows.numel())
 
 
 @torch.no_grad()

@@ -26,8 +26,9 @@ from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
 from curvops.linalg.core.structure import MOST_SKEW, most_explained, narrow_root, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
-    CACHED_CHUNK,
+    CHUNK,
     NEAR_ZERO,
+    ROUNDINGS,
     Description,
     Given,
     Matrix,
@@ -54,7 +55,6 @@ from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import Callback, iterations_allowed, shifted
 from curvops.linalg.spectra.thick_restart import (
     BLOCK_VECTORS,
-    DROPPED,
     RTOL,
     Basis,
     CountedProduct,
@@ -215,7 +215,7 @@ def eigsh(
 def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
     """Return vᵀAv/vᵀv and ‖Av − λv‖ of each column, some columns at a time if they are long."""
     values, residuals = [], []
-    width = max(width, CACHED_CHUNK // vectors.shape[0])
+    width = max(width, CHUNK // vectors.shape[0])
     for start in range(0, vectors.shape[1], width):
         V = part(vectors, start, start + width)
         W = multiply(V)
@@ -231,7 +231,7 @@ def lift(S: Matrix, U: Float[Vectors, "m k"], generator: torch.Generator | None 
     """
     multiply, k, norms = product(S), U.shape[1], list[Tensor]()
     X = empty_block(describe(S.mT), k)
-    width = max(1, CACHED_CHUNK // X.shape[0])
+    width = max(1, CHUNK // X.shape[0])
     for start in range(0, k, width):
         image = multiply(part(U, start, start + width))
         norms.append(norm(image))
@@ -316,7 +316,7 @@ class BlockLanczos(Projection):
         if self.failed:
             return
         self.basis.append(V)
-        H, self.pending, R = self.basis.expand(W, DROPPED * self.noise)
+        H, self.pending, R = self.basis.expand(W, ROUNDINGS * self.noise)
         H = H[self.locked :]
         old, new = self.width, V.shape[1]
         gaps = torch.cat([H[:old] - self.C.mT, H[old:] - H[old:].mT])

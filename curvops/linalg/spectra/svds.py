@@ -24,6 +24,7 @@ from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.results import Reason, SingularTriplets
 from curvops.linalg.core.vectors import (
     CHUNK,
+    ROUNDINGS,
     Description,
     Given,
     Matrix,
@@ -43,7 +44,6 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.solvers.systems import Callback, iterations_allowed
 from curvops.linalg.spectra.thick_restart import (
     BLOCK_VECTORS,
-    DROPPED,
     RTOL,
     Basis,
     CountedProduct,
@@ -192,7 +192,7 @@ class GolubKahan(Projection):
         W = self._in_units(self.multiply(V))
         if self.failed:
             return
-        H, U, R = self.left.expand(W, DROPPED * self.noise)
+        H, U, R = self.left.expand(W, ROUNDINGS * self.noise)
         U = self.left.fresh(V.shape[1], as_block(U))
         Z = self._in_units(self.adjoint(U))
         if self.failed:
@@ -203,7 +203,7 @@ class GolubKahan(Projection):
         T = within_zeros(self.T, len(self.T) + new, self.T.shape[1] + new)
         T[:old, old:] = H[self.locked :]
         T[old : old + len(R), old:] = R
-        _, self.pending, S = self.basis.expand(Z, DROPPED * self.noise)
+        _, self.pending, S = self.basis.expand(Z, ROUNDINGS * self.noise)
         self.T = T
         self._advance(S)
 

@@ -8,7 +8,7 @@ start block has columns. If that many were found, and further ones would be amon
 Lanczos runs on a fresh random block in their complement. Its result is accepted once the Krylov space is deep enough to
 have found a missed pair: the component of a random vector along any direction is at least δ/√n except with probability
 about δ, and a polynomial of degree j amplifies it by T_j(γ), where γ is the position of the missed eigenvalue beyond
-those of the complement (Kuczyński & Woźniakowski 1992). δ^b is `MISSED`.
+those of the complement (Kuczyński & Woźniakowski 1992). δ^b is 1/1000.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from curvops.ambient import as_step, remark
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import (
+    ROUNDINGS,
     Vectors,
     as_block,
     axpy,
@@ -51,9 +52,6 @@ STATE = ("iteration", "seen", "values", "residuals", "found", "further", "histor
 BLOCK_VECTORS = 4
 RTOL = 1e-6
 """The default tolerance, relative to the eigenvalue; it is wider where rounding of ‖A‖ is, up to √eps."""
-MISSED = 1e-3
-# Directions of a residual below this many units of rounding are dropped.
-DROPPED = 10
 COUNTED = ("matvecs", "failure")
 
 
@@ -233,7 +231,7 @@ class Search:
         if top >= high or top <= bottom:
             return False
         process = self.process
-        share = MISSED ** (1 / process.block_size) / math.sqrt(process.n)
+        share = 1e-3 ** (1 / process.block_size) / math.sqrt(process.n)
         top, bottom, high = (process.krylov_value(value) for value in (top, bottom, high))
         gamma = 1 + 2 * (high - top) / (top - bottom)
         return (process.degree - 1) * math.acosh(gamma) >= math.acosh(1 / share)
@@ -324,7 +322,7 @@ class Projection(ABC):
         self.failed = False
         self.T = self.C = self.Y = torch.zeros(0, 0, dtype=torch.float64)
         longest = float(norm(start).amax())
-        _, independent, _ = self.basis.expand(as_block(start), DROPPED * self.eps * longest)
+        _, independent, _ = self.basis.expand(as_block(start), ROUNDINGS * self.eps * longest)
         self.pending = self.basis.fresh(self.block_size, independent)
         self.C = torch.zeros(self.pending_columns, 0, dtype=torch.float64)
 

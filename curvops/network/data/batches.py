@@ -32,7 +32,6 @@ from curvops.network.data.batch_parts import (
 from curvops.network.data.inputs import (
     MISSING,
     Inputs,
-    Layout,
     batch_inputs,
     components,
     copy,
@@ -45,6 +44,7 @@ from curvops.network.data.inputs import (
     rows_of,
     take,
 )
+from curvops.network.data.layouts import Layout
 from curvops.network.data.objects import PointPairs, WholeBatch
 from curvops.network.data.point_sources import InputsAlone, LoaderPasses, in_order, stacked_items
 from curvops.network.data.randomness import items

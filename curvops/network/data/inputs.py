@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
@@ -322,126 +319,3 @@ def own(original: Tensor, used: Tensor, what: str) -> Tensor:
     used = used.view_as(used)
     used.register_hook(unserializable_hook(require_unchanged))
     return used
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The map from outputs (N, *shape) to rows (n, T·C), position by position (t·C + c), with targets and weights.
-
-    shape: the shape of a point's outputs, as the model returns them; () if it returns one number per point.
-    class_dim: the dimension of (N, *shape) that holds the C outputs of a position: the last, or 1, as in torch's
-        cross-entropy, and for the channels of images. All others are positions, T in total.
-    positions_in_rows: T, if the model itself returns rows (N, T·C) and the likelihood is that of sequences.
-    apart: whether targets are independent given the outputs, so that each may have a weight.
-    name: the key of this output among those that the model returns; None if it returns one tensor.
-    """
-
-    shape: torch.Size
-    class_dim: int = -1
-    positions_in_rows: int | None = None
-    apart: bool = False
-    name: str | int | None = None
-
-    @property
-    def num_outputs(self) -> int:
-        """The number C of outputs of one position."""
-        if not self.shape:
-            return 1
-        return self.shape[0 if self.class_dim == 1 else -1]
-
-    @cached_property
-    def positions(self) -> tuple[int, ...]:
-        """The lengths of the dimensions that are positions; empty if a point has one position."""
-        return tuple(self.shape[1:] if self.class_dim == 1 else self.shape[:-1])
-
-    @property
-    def output_shape(self) -> torch.Size:
-        """The shape (C,) of a point's outputs or, with positions, (T, C)."""
-        T = torch.Size(self.positions).numel()
-        return torch.Size((T, self.num_outputs) if self.positions else (self.num_outputs,))
-
-    def rows(self, outputs: Tensor) -> Float[Tensor, "n R"]:
-        """Return outputs (n, *shape), or one number per point (n,), as rows (n, T·C)."""
-        if not self.shape:
-            return outputs.unsqueeze(1)
-        # With one position, or the classes last, nothing moves: only a view follows the last layer in the graph.
-        moved = outputs.movedim(1, -1) if self.positions and self.class_dim == 1 else outputs
-        return moved.flatten(1)
-
-    def restored(self, rows: Float[Tensor, "n R"]) -> Tensor:
-        """Return rows (n, T·C) in the shape (n, *shape) of the model's outputs, the inverse of `rows`."""
-        if not self.shape:
-            return rows.squeeze(1)
-        outputs = rows.reshape(len(rows), *self.positions, self.num_outputs)
-        return outputs.movedim(-1, 1) if self.positions and self.class_dim == 1 else outputs
-
-    def targets(self, y: Any) -> Tensor:
-        """Return targets (n, *positions, ...), or (n, C, *positions) with the classes at dimension 1, as (n, T, ...).
-
-        Raises ValueError if they do not have the outputs' positions.
-        """
-        if not isinstance(y, Tensor):
-            raise TypeError(
-                "targets under several names, or in a tuple, need a likelihood for each: pass a mapping of likelihoods "
-                'with the same keys, such as {"kind": "classification", "value": "regression"}.'
-            )
-        if not self.shape and y.ndim == 1:
-            return y.unsqueeze(1)
-        if not self.positions:
-            return y
-        if self.class_dim == 1 and y.shape[1:] == self.shape:
-            y = y.movedim(1, -1)
-        if tuple(y.shape[1 : 1 + len(self.positions)]) != self.positions:
-            raise ValueError(self._misplaced(y))
-        return y.flatten(1, len(self.positions))
-
-    def in_given_form(self, y: Tensor) -> Tensor:
-        """Return targets (n, T, ...) as (n, *positions, ...), a form from which `targets` makes these."""
-        if not self.shape:
-            return y.squeeze(1)
-        return y.unflatten(1, self.positions) if self.positions else y
-
-    def weights(self, w: Tensor, shape: torch.Size) -> Tensor:
-        """Return sample weights (n,) unchanged, (n, *positions) as (n, T), and those of the targets' shape as targets.
-
-        Raises ValueError for other shapes.
-        """
-        apart = self.apart and len(shape) > 1
-        if apart and w.shape == shape:
-            return self.targets(w)
-        n, in_rows = len(w) if w.ndim else 0, self.positions_in_rows
-        places = self.positions or (() if in_rows is None else (in_rows,))
-        if w.shape[1:] not in ((), places) or not w.ndim:
-            others = f" or, one per position, {(n, *places)}" if places else ""
-            others += f" or, one per target, {tuple(shape)}" if apart else ""
-            raise ValueError(f"the sample weights must have shape ({n},){others}; given {tuple(w.shape)}.")
-        return w.flatten(1) if w.ndim > 1 else w
-
-    def _misplaced(self, y: Tensor) -> str:
-        if self.class_dim != 1:
-            first = (
-                " They fit outputs with the classes at dimension 1, as in torch's cross-entropy: if that is meant, "
-                "pass likelihood=torch.nn.CrossEntropyLoss(...), or return outputs.movedim(1, -1)."
-            )
-            return misplaced(self.positions, y) + (first if y.shape[1:] == self.shape[1:] else "")
-        C, n = self.num_outputs, len(y)
-        return (
-            f"the classes or channels are at dimension 1: outputs {('N', *self.shape)} are C = {C} classes at each of "
-            f"{_times(self.positions)} positions, so targets have shape {(n, *self.positions)} or, as probabilities or "
-            f"numbers, {(n, *self.shape)}; given {tuple(y.shape)}. If a classifier returns the classes last, use "
-            "curvops.likelihoods.Categorical(...), with the same options."
-        ).replace("'N'", "N")
-
-
-def misplaced(positions: Sequence[int], y: Tensor) -> str:
-    """Return the error message for targets that do not have these positions."""
-    places = ", ".join(str(length) for length in positions)
-    return (
-        f"The model returns {_times(positions)} positions per point, so targets have shape (n, {places}) or "
-        f"(n, {places}, ...); given {tuple(y.shape)}. Pad sequences to one length, and leave positions out with "
-        f"ignore_index (-100) or with weights (n, {places}) of zero."
-    )
-
-
-def _times(lengths: Sequence[int]) -> str:
-    return " x ".join(str(length) for length in lengths)

@@ -34,11 +34,7 @@ from torch.utils.data import (
 from curvops.argument_types import Collate
 from curvops.errors import MissingLabelsError
 from curvops.network.data.batch_parts import holds_all, parts_of, targets_of
-from curvops.network.data.contents import copied_deep, digest_of, with_tensors
-from curvops.network.data.objects import Objects, PointPairs, WholeBatch
-
-LOADED = 64
-"""How many items of held-out data are joined at a time."""
+from curvops.network.data.objects import Objects, PointPairs, WholeBatch, copied_deep, digest_of, with_tensors
 
 
 class LoaderPasses:
@@ -343,4 +339,4 @@ def data_like(data: Any, example: Objects, weights: bool = False) -> Any:
         return with_collate(data, example.collate)
     if isinstance(data, tuple | Mapping) or holds_all(data):
         return with_collate(data, example.collate.of_points)
-    return LoaderOfPoints(DataLoader(data, LOADED, collate_fn=example.collate.collate_fn), weights)  # type: ignore[arg-type]
+    return LoaderOfPoints(DataLoader(data, 64, collate_fn=example.collate.collate_fn), weights)  # type: ignore[arg-type]

@@ -103,12 +103,6 @@ def own_randomness(device: torch.device) -> _Stream | _Streams:
     return _Streams(_of_processor, *(_Stream(generator) for generator in generators[index : index + 1]))
 
 
-WORDS = 4
-"""The number of random numbers per counter."""
-CHUNK = 2**15
-"""The number of random numbers computed at a time, so that they stay in a CPU's cache."""
-
-
 @dataclass(frozen=True)
 class PointNormals:
     """The standard normal numbers of a seed: one for each draw, point and output."""
@@ -134,9 +128,10 @@ class PointNormals:
 
     def _fill(self, row: Float[Tensor, " m"], draw: int, first: int) -> None:
         """Fill a row with the numbers of a draw from `first` on, by the inverse of the distribution function."""
-        source = np.random.Philox(key=self.seed, counter=[first // WORDS, draw, 0, 0])
-        source.random_raw(first % WORDS)
-        for chunk in row.split(CHUNK):
+        counter, earlier = divmod(first, 4)  # each counter stands for four numbers
+        source = np.random.Philox(key=self.seed, counter=[counter, draw, 0, 0])
+        source.random_raw(earlier)
+        for chunk in row.split(2**15):  # stays in a CPU's cache
             bits = source.random_raw(len(chunk)) >> np.uint64(12)
             uniform = torch.from_numpy(bits.view(np.int64)).to(chunk.device).double().add_(0.5).mul_(2.0**-51).sub_(1)
             chunk.copy_(uniform.erfinv_().mul_(math.sqrt(2)))  # all steps except these are exact, and ±1 cannot occur

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
+from curvops.ambient import CACHE_BYTES
 from curvops.checks import in_functorch
 from curvops.network.data.inputs import num_points
 from curvops.network.data.objects import WholeBatch
 from curvops.network.engines.rows_of_points import (
-    MOST_PADDING,
     SEVERAL,
     RaggedRows,
     SharedLayers,
@@ -40,8 +40,6 @@ from curvops.network.model.model import NOTHING, Model
 from curvops.network.model.parameters import Blocks
 
 Owners = dict[nn.Module, dict[str, str]]
-COLUMN_BYTES = 2**22
-"""Bytes of δ per cotangent above which, on a CPU, each gets its own backward pass, since batching rules copy."""
 # Operations that change the shape of numbers, but not their order.
 RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
 # Functions of one number at a time.
@@ -289,8 +287,9 @@ def record(
         if call.edge.node in before and i not in forms:
             calls[i] = replace(call, layer=replace(call.layer, feeds_last=True))
     if forms:
-        whole = isinstance(inputs, WholeBatch)  # there are no fewer points to take
-        _find_points(model, outputs, calls, forms, misfits, math.inf if whole else MOST_PADDING)
+        # A table may be this many times as large as its rows; otherwise fewer points are taken, unless there are none.
+        most_padding = math.inf if isinstance(inputs, WholeBatch) else 8.0
+        _find_points(model, outputs, calls, forms, misfits, most_padding)
     return outputs, calls, misfits
 
 
@@ -380,7 +379,8 @@ def sensitivities(
         return [None] * len(calls)
     edges, deltas = [call.edge for call in calls], list[Tensor | None]()
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
-    small = outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES
+    # On a CPU, cotangents of larger δ get a backward pass each, since batching rules copy.
+    small = outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < CACHE_BYTES
     with model.differentiating(), model.holding(model.leaves()):
         if small and len(cotangents) > 1:
             with suppress(RuntimeError):  # an operation without a batching rule

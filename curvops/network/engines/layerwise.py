@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from curvops.ambient import CACHE_BYTES
 from curvops.network.engines.autodiff import Recorded, Streamed
 from curvops.network.engines.layer_calls import (
-    COLUMN_BYTES,
     Call,
     Layer,
     Recording,
@@ -336,7 +336,7 @@ def _layer_jacobians(model: Model, outputs: Tensor, calls: list[Call], chunk_byt
     stores = [outputs.new_empty(n, columns, *size) for size in sizes]
     reached = [False] * len(calls)
     if not outputs.is_cuda:
-        chunk_bytes = min(chunk_bytes, COLUMN_BYTES)  # batched passes copy, and gain nothing beyond a cache
+        chunk_bytes = min(chunk_bytes, CACHE_BYTES)  # batched passes copy, and gain nothing beyond a cache
     step = max(1, chunk_bytes // max(1, bytes_of_one(calls, outputs.element_size())))
     for start in range(0, columns if calls else 0, step):
         some = slice(start, min(start + step, columns))

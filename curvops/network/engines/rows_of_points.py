@@ -26,12 +26,8 @@ from curvops.network.data.inputs import first_of, num_points
 from curvops.network.engines.rules import SingleRows
 from curvops.network.model.model import Model
 
-MOST_DIGITS = 16
-"""The most points that one backward pass tells apart, by weights of 1, 2, 4, ..., whose products are exact."""
 SILENT, SEVERAL = -1, -2
 """The points of a row on which no output depends, and of one on which outputs of several points depend."""
-MOST_PADDING = 8.0
-"""How many times as large as its rows a table may be; otherwise fewer points are taken at a time."""
 
 
 class RaggedRows:
@@ -59,8 +55,11 @@ class RaggedRows:
 
 
 def digits_of(dtype: torch.dtype) -> int:
-    """Return the number of points that one backward pass tells apart; half of a dtype's range is left to the model."""
-    return min(MOST_DIGITS, int(math.log2(torch.finfo(dtype).max)) // 2)
+    """Return the number of points, at most 16, that one backward pass tells apart by weights of 1, 2, 4, ….
+
+    Products with such weights are exact. Half of a dtype's range is left to the model.
+    """
+    return min(16, int(math.log2(torch.finfo(dtype).max)) // 2)
 
 
 def digit_weights(num_points: int, like: Tensor) -> Float[Tensor, "k n"]:

@@ -7,15 +7,13 @@
 tensor([[-0.5000,  0.5000]])
 """
 
+from curvops.network.likelihoods.by_autograd import FromDistribution, FromLoss
 from curvops.network.likelihoods.categorical import BradleyTerry, Categorical, RewardPairs
+from curvops.network.likelihoods.composite import Multitask, Sequences
 from curvops.network.likelihoods.conversions import as_likelihood
-from curvops.network.likelihoods.from_distribution import FromDistribution
-from curvops.network.likelihoods.from_loss import FromLoss
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.independent import Bernoulli, HeteroscedasticGaussian, Poisson
 from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.multitask import Multitask
-from curvops.network.likelihoods.sequences import Sequences
 
 __all__ = [
     "Bernoulli",

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from curvops.network.data.inputs import Layout
+from curvops.network.data.layouts import Layout
+from curvops.network.likelihoods.by_autograd import FromDistribution, FromLoss, required_names
 from curvops.network.likelihoods.categorical import Categorical
-from curvops.network.likelihoods.from_distribution import FromDistribution
-from curvops.network.likelihoods.from_loss import FromLoss, required_names
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.independent import Bernoulli, Poisson
 from curvops.network.likelihoods.likelihood import Likelihood

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from curvops.errors import MissingLabelsError, NoiseWarning, warn
 from curvops.network.data.inputs import tensor_of, within
+from curvops.network.likelihoods.composite import Multitask
 from curvops.network.likelihoods.likelihood import (
     ROUNDINGS,
     Independent,
@@ -24,7 +25,6 @@ from curvops.network.likelihoods.likelihood import (
     normal_like,
     require_known,
 )
-from curvops.network.likelihoods.multitask import Multitask
 from curvops.summary import summary
 
 

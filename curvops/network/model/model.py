@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_map
 
 from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
-from curvops.network.data.contents import digest_of
-from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, map_inputs, value_of
-from curvops.network.data.named_outputs import Name, NamedLayout, part_of
-from curvops.network.data.objects import Objects
+from curvops.network.data.inputs import Inputs, components, copy, first_of, is_finite, map_inputs, value_of
+from curvops.network.data.layouts import Layout, Name, NamedLayout, part_of
+from curvops.network.data.objects import Objects, digest_of
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
 from curvops.network.model.fused_kernels import NORMS, ContiguousNorms, contexts_for, unfused

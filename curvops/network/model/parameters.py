@@ -1,8 +1,13 @@
-"""The selected parameters, how a vector of length D maps onto them, and the tangent space at their values."""
+"""The selected parameters: how a vector of length D maps onto them, priors by their names, and their tangent space.
+
+Prior precisions and means are given as a number, a vector or a mapping over parameter names; `read_precision` and
+`read_mean` make tensors like θ of them.
+"""
 
 from __future__ import annotations
 
 import fnmatch
+import numbers
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,8 +18,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from curvops.checks import in_functorch, shown
+from curvops.checks import in_functorch, refuse_tangents, shown
 from curvops.fingerprints import fingerprint, in_single
+from curvops.network.data.inputs import is_finite, own, tensor_of, within
 
 Blocks = dict[str, Tensor]
 MAPPED_BYTES = 2**25
@@ -378,3 +384,74 @@ def _same_index(one: Tensor | None, other: Tensor | None) -> bool:
 
 def _quoted(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(repr(name) for name in names[:most]) + (", …" if len(names) > most else "")
+
+
+def read_precision(name: str, value: Any, selection: Selection, theta: Tensor, others: str = "") -> Tensor:
+    """Read a diagonal precision, 0-d or (D,). Raises TypeError or ValueError unless it is positive and finite."""
+    hint = "wrap a matrix as co.linalg.Dense(matrix, psd=True)"
+    precision = _read_vector(name, value, selection, theta, "a positive number", others, hint)
+    if not within(precision, 0.0, strict=True):
+        raise ValueError(f"{name} must be positive and finite, got {float(precision.detach().min()):.3g}.")
+    return precision
+
+
+def read_mean(value: Any, selection: Selection, theta: Tensor) -> Tensor:
+    """Read a prior mean, 0-d or (D,). Raises TypeError or ValueError unless it is finite."""
+    hint = "lin.flatten(mapping) makes a vector of named tensors"
+    mean = _read_vector("prior_mean", value, selection, theta, "a number", "", hint)
+    if not is_finite(mean):
+        raise ValueError("prior_mean holds NaN or Inf.")
+    return mean
+
+
+def _read_vector(
+    name: str, value: Any, selection: Selection, theta: Tensor, number: str, others: str, hint: str
+) -> Tensor:
+    """Read a number, vector or mapping as a tensor like θ, 0-d or (D,): the user's own if it requires a gradient."""
+    if isinstance(value, Mapping):
+        return _by_parameter(value, selection, theta, name)
+    value = tensor_of(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
+        raise TypeError(
+            f"{name} must be {number}, a tensor ({selection.num_parameters},) of them, a mapping {{glob over parameter "
+            f"names: number or tensor}}{others}, got {shown(value)}."
+        )
+    vector = torch.as_tensor(value, dtype=theta.dtype, device=theta.device)
+    refuse_tangents([vector])
+    if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != selection.num_parameters):
+        raise ValueError(f"{name} must be a number or have {selection.num_parameters} entries; {hint}.")
+    return own(value, vector, name) if isinstance(value, Tensor) else vector
+
+
+def _by_parameter(
+    values_by_glob: Mapping[Any, Any], selection: Selection, theta: Tensor, what: str
+) -> Float[Tensor, " D"]:
+    """Return the vector for a mapping {glob over parameter names: number, or tensor of the parameter's shape}.
+
+    Raises ValueError unless each selected parameter is matched exactly once and each glob matches one.
+    """
+    entries: dict[str, tuple[str, Any]] = {}
+    for glob, entry in values_by_glob.items():
+        value = tensor_of(entry)
+        if not isinstance(glob, str):
+            raise TypeError(f"{what}: a key must be a glob over parameter names, got {glob!r}.")
+        if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
+            raise TypeError(f"{what}[{glob!r}] must be a number, got {value!r}.")
+        matched = matching(selection.names, glob)
+        if not matched:
+            raise ValueError(f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")
+        for name in matched:
+            if name in entries:
+                raise ValueError(f"{what}: {name!r} is matched by {entries[name][0]!r} and {glob!r}; name it once.")
+            entries[name] = glob, value
+    left = [name for name in selection.names if name not in entries]
+    if left:
+        raise ValueError(f"{what}: no glob matches {left}; each selected parameter needs one.")
+    tensors = {}
+    for name, shape in zip(selection.names, selection.shapes):
+        glob, value = entries[name]
+        if isinstance(value, Tensor) and value.ndim and value.shape != shape:
+            raise ValueError(f"{what}[{glob!r}] has shape {tuple(value.shape)}, but {name!r} has {tuple(shape)}.")
+        used = torch.as_tensor(value, dtype=theta.dtype, device=theta.device).expand(shape)
+        tensors[name] = own(value, used, f"{what}[{glob!r}]") if isinstance(value, Tensor) else used
+    return selection.flatten(tensors)

@@ -19,10 +19,8 @@ from curvops.checks import in_functorch
 from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
 from curvops.network.data.batch_parts import ACCEPTED, holds_all, split_batch
 from curvops.network.data.batches import Reading, as_source
-from curvops.network.data.contents import digest_of
 from curvops.network.data.inputs import (
     Inputs,
-    Layout,
     first_of,
     in_pieces,
     is_finite,
@@ -32,8 +30,8 @@ from curvops.network.data.inputs import (
     take,
     value_of,
 )
-from curvops.network.data.named_outputs import Name, NamedLayout, part_of
-from curvops.network.data.objects import Objects, WholeBatch
+from curvops.network.data.layouts import Layout, Name, NamedLayout, part_of
+from curvops.network.data.objects import Objects, WholeBatch, digest_of
 from curvops.network.data.point_sources import LoaderOfPoints
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.likelihoods import (
@@ -48,15 +46,13 @@ from curvops.network.likelihoods import (
     Sequences,
     as_likelihood,
 )
+from curvops.network.likelihoods.by_autograd import ByAutograd, shrunk
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
-from curvops.network.likelihoods.from_loss import shrunk
-from curvops.network.likelihoods.likelihood import ROUNDINGS, ByAutograd, Independent, Likelihood
+from curvops.network.likelihoods.likelihood import ROUNDINGS, Independent, Likelihood
 from curvops.network.model.model import Model, layout_of
 from curvops.ranks.process_group import Ranks
 
 WRONG = "so that curvature, posterior and predictions are not those of your classifier"
-HALF = 1e-4
-"""The rounding above which a dtype is one of half precision, in which whole numbers are soon rounded."""
 LOOKED_AT = 16
 """How many points of a Dataset are looked at, or positions of a point: a text has thousands, over a vocabulary each."""
 SCORED = 2**16
@@ -101,7 +97,7 @@ def _several_at(
     """Interpret the likelihoods of several outputs, as `likelihood_at` does for one."""
     if not specs:
         raise ValueError("the mapping of likelihoods is empty: give one for each output that has targets.")
-    if torch.finfo(model.theta.dtype).eps > HALF:
+    if torch.finfo(model.theta.dtype).eps > 1e-4:
         raise ValueError("several outputs in half precision: their targets would be rounded. Use model.float().")
 
     def layouts(outputs: Any) -> NamedLayout:

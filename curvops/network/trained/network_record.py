@@ -20,8 +20,8 @@ from curvops.argument_types import Collate
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Reading, as_source
-from curvops.network.data.inputs import Inputs, Layout, as_inputs, batch_inputs, first_of, join, num_points, take
-from curvops.network.data.named_outputs import NamedLayout, TargetShape
+from curvops.network.data.inputs import Inputs, as_inputs, batch_inputs, first_of, join, num_points, take
+from curvops.network.data.layouts import Layout, NamedLayout, TargetShape
 from curvops.network.data.objects import Objects
 from curvops.network.data.point_sources import with_collate
 from curvops.network.likelihoods import (

@@ -30,16 +30,16 @@ from curvops.network.data.inputs import (
     map_inputs,
     num_points,
 )
-from curvops.network.data.named_outputs import Name, NamedLayout
+from curvops.network.data.layouts import Name, NamedLayout
 from curvops.network.data.objects import Objects, WholeBatch
 from curvops.network.data.point_sources import with_collate
 from curvops.network.engines.autodiff import hessian_product
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.engines.self_check import require_symmetric
+from curvops.network.likelihoods.composite import Multitask
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
-from curvops.network.likelihoods.multitask import Multitask
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of

@@ -31,12 +31,8 @@ from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Ro
 from curvops.network.model.model import Model
 from curvops.ranks.process_group import Ranks
 
-# If neither the kernel nor a control group reports it, a small machine is assumed.
-UNKNOWN = 4 * 2**30
 LEAST_ROOM = SMALL_BYTES
 """Vectors may take this much whatever the budget is."""
-MANY = 10_000
-"""The number of earlier products next to which those of a solve do not change an engine's share of the cost."""
 
 
 @runtime_checkable
@@ -149,7 +145,7 @@ def _machine_bytes() -> int:
         pass
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return UNKNOWN
+    return 4 * 2**30  # neither the kernel nor a control group reports it: a small machine
 
 
 def _group_bytes() -> int:
@@ -234,9 +230,9 @@ class EngineCache(ABC):
                 self._complete = False
 
     def expect_many(self) -> None:
-        """Choose engines as after `MANY` products, whatever came before."""
+        """Choose engines as after many products, next to which those of a solve do not change an engine's share."""
         with self.model.lock:
-            self._vectors_by_width = Counter({SOLVER: MANY})
+            self._vectors_by_width = Counter({SOLVER: 10_000})
 
     def _chosen_engines(self, vectors_by_width: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
         """Return the kept engines of all batches; None if one is missing, or another kind would be better by now.

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import CACHE_BYTES
 from curvops.network.data.batches import Batch
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layer_calls import Layer, sensitivities
@@ -20,9 +21,6 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, groups_of_calls
 from curvops.network.walks.walk import Passes, chunk_bytes_within
-
-# On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
-CACHE_BYTES = 2**23
 
 
 def score_and_diagonal(
@@ -139,8 +137,8 @@ class OuterRows:
     def blocks(self, most_bytes: int) -> Iterator[tuple[slice, slice, Float[Tensor, "n g r w q"]]]:
         """Yield the rows in blocks: (points, lines of p, block).
 
-        A block takes at most `most_bytes`, and on a CPU at most its cache, but at least the R·q numbers of one point
-        and line. The next block overwrites it.
+        A block takes at most `most_bytes`, and on a CPU at most its cache, which is 3 times as fast as its memory, but
+        at least the R·q numbers of one point and line. The next block overwrites it.
         """
         left, right = self.sides[0]
         most_bytes = most_bytes if left.is_cuda else min(most_bytes, CACHE_BYTES)

@@ -20,12 +20,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.ambient import Progress, Steps, progress_bar
+from curvops.ambient import CACHE_BYTES, Progress, Steps, progress_bar
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import cut, join, num_points, take
 from curvops.network.data.randomness import PointNormals
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
-from curvops.network.engines.layer_calls import COLUMN_BYTES, Recording
+from curvops.network.engines.layer_calls import Recording
 from curvops.network.engines.layerwise import Features, Layerwise
 from curvops.network.engines.plan import EngineChoice
 from curvops.network.likelihoods.output_fisher import OutputFisher, Root, RootJacobian, Unit
@@ -177,7 +177,7 @@ class BatchRows(Walk, EngineCache, JacobianRows):
                 others = [n for n in self.engines.checked_others(inputs) if names is None or n in names]
                 width, most = columns, chunk if names is None else sys.maxsize
                 if apart and not others and not self.model.theta.is_cuda:
-                    width, most = 1, min(chunk, COLUMN_BYTES)
+                    width, most = 1, min(chunk, CACHE_BYTES)
                 for points, subset in self._pieces(inputs, width, chunk):
                     total += points.stop - points.start
                     if total > first:

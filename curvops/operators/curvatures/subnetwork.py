@@ -23,6 +23,7 @@ from curvops.linalg.core.structure import is_psd, mirror
 from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.algebra import Scaled, Sum, UnaryOperator
 from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.contract import COLUMN_BLOCK
 from curvops.linalg.operators.given_matrix import DenseForm, round_with_rest
 from curvops.linalg.solvers.solve import certify_dense, default_rtol
 from curvops.network import Exact, Group, OutputFisher
@@ -30,8 +31,6 @@ from curvops.operators.curvatures.ggn import Curvature
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 
-COLUMNS = 64
-"""The number of unit vectors multiplied at a time."""
 ROWS = 256
 """The number of rows of a block summed at a time."""
 
@@ -132,8 +131,8 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
     if isinstance(operator, Curvature):
         return fisher_block(operator.lin, operator.output, indices)
     block = torch.empty(len(indices), len(indices), dtype=operator.dtype, device=operator.device)
-    for start in range(0, len(indices), COLUMNS):
-        some = slice(start, start + COLUMNS)
+    for start in range(0, len(indices), COLUMN_BLOCK):
+        some = slice(start, start + COLUMN_BLOCK)
         block[:, some] = operator._matmul(unit_columns(indices[some], operator.shape[-1], operator.dtype))[indices]
     return block
 
@@ -179,7 +178,7 @@ def fisher_blocks(
                     _add_above(totals[k], rows, rows)
     for k in sorted({*range(len(parts))} - {*by_rows}):
         for batch, J in lin.passes.each(len(parts[k])):
-            units = (unit_columns(index, len(lin.theta), lin.theta.dtype) for index in parts[k].split(COLUMNS))
+            units = (unit_columns(index, len(lin.theta), lin.theta.dtype) for index in parts[k].split(COLUMN_BLOCK))
             pushed = torch.cat([J.push(block) for block in units])
             columns = [output.root_transpose_product(J.outputs, u, batch) for u in pushed.split(ROWS)]
             rows = torch.cat(columns).double().flatten(1).mT

@@ -48,8 +48,6 @@ from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import Jacobian
 
 NAME = "J Jᵀ"
-COPIES = 3
-"""Numbers in float64 for each number of the cross-covariance: itself, L applied to it, and the solution."""
 GRAM, LAST, WEIGHTED = "JᵀJ", "1 / noise", "JᵀN⁻¹J"
 """The names under which quantities of the inputs are stored."""
 
@@ -298,7 +296,8 @@ class DualInverse(Inverse):
         """Yield W with W Wᵀ = J' (A⁻¹ − P⁻¹) J'ᵀ, in blocks of `outputs` rows; None if memory is insufficient."""
         factor, L = self._args[1:]
         memory, train = jacobian.passes.memory, self.curvature.lin.jacobian()
-        row = COPIES * 8 * max(factor.shape[0], L.shape[:2].numel())
+        # Three numbers in float64 for each of the cross-covariance: itself, L applied to it, and the solution.
+        row = 3 * 8 * max(factor.shape[0], L.shape[:2].numel())
         width = jacobian.passes.engines.plan.num_outputs
         together, rows = max(1, outputs // width), memory.room() // row
         if rows < max(outputs, width):

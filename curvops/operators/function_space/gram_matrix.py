@@ -28,8 +28,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import CACHE_BYTES
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.linalg.core.algorithm import CACHE_BYTES
 from curvops.linalg.core.structure import mirror
 from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.function_space.row_products import (
@@ -43,8 +43,6 @@ from curvops.operators.linearized.network_operator import Jacobian
 
 STRIPES = 16
 """The most steps in which pairs of points of a symmetric matrix are walked over, each from the diagonal on."""
-ACROSS = 16
-"""The least points x' whose images are made at a time: fewer make slow products."""
 TOUCHED = 100.0
 """Multiply-adds of large matrix products in the time of a pass over one number, which memory limits."""
 SLOWER = 2.0
@@ -279,7 +277,7 @@ def _add_by_images(
     (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
     size, limit = one.left.element_size(), most_bytes if one.left.is_cuda else min(most_bytes, CACHE_BYTES)
     most = max(1, limit // 4 // max(1, s * t * size))
-    across = max(1, min(m, max(most // p, min(most, ACROSS))))
+    across = max(1, min(m, max(most // p, min(most, 16))))  # fewer points x' make slow products
     channels = -(-p // -(-p * across // most))
     images = target.new_empty(across * channels * s * t)
     step = max(1, min(-(-2 * n // STRIPES) if half else n, limit // max(1, t * across * u * size)))

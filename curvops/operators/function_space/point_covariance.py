@@ -46,8 +46,6 @@ from curvops.operators.linearized.network_operator import Jacobian
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""
-WAITING_SHARE = 4
-"""The part of the memory budget that rows may take which wait for the last ones: 1 / WAITING_SHARE."""
 BLOCK = 128
 """The number of rows of J that are solved for at a time, if memory has room for them."""
 BLOCK_NUMBERS = 2**18
@@ -357,9 +355,9 @@ class InLayerBlocks(Metric):
         }
 
     def _take_few(self, missing: Mapping[tuple[str, ...], KroneckerForm], count: int, itemsize: int) -> None:
-        """Choose the products without an eigenbasis whose rows wait for the last one, as far as memory has room."""
+        """Choose the products without an eigenbasis whose rows wait for the last one, in a quarter of the budget."""
         memory = self.form.base.memory
-        room = math.inf if memory is None else memory.budget // WAITING_SHARE
+        room = math.inf if memory is None else memory.budget // 4
         for names, form in missing.items():
             size = count * form.base.shape[0] * itemsize
             if size <= room and serves_rows(form, count):

@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from curvops.linalg.core.algorithm import CACHE_BYTES
+from curvops.ambient import CACHE_BYTES
 from curvops.linalg.core.structure import mirror
 from curvops.network import Layer
 
 LEAST_HALVED = 128
 """The rows of a symmetric product up to which it is computed whole."""
-ROW_BYTES = 2**27
-"""The most bytes of rows formed at a time if a is held: enough channels for matrix products at full speed."""
 
 
 class Sides(NamedTuple):
@@ -160,7 +158,8 @@ def _sides_of(tensors: Any) -> tuple[Sides, Sides]:
 def _blocks(one: Sides, other: Sides, most_bytes: int) -> Iterator[Block]:
     """Yield blocks whose rows, of both sides, take at most a quarter of `most_bytes`, or one channel."""
     _, _, g, _, p = one.left.shape
-    most = most_bytes // 4 if one.left.is_cuda else min(most_bytes // 4, ROW_BYTES)
+    # On a CPU, 128 MiB hold enough channels for matrix products at full speed.
+    most = most_bytes // 4 if one.left.is_cuda else min(most_bytes // 4, 2**27)
     total = one.num_rows if one is other else one.num_rows + other.num_rows
     many = max(1, most // max(1, total * one.width * one.left.element_size()))
     for start in range(0, g, step := max(1, many // p)):

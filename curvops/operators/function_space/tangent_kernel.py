@@ -64,7 +64,7 @@ class TangentKernel(UserOperator, Operator):
     def __init__(
         self, lin: Linearization, prior: PriorPrecision = 1.0, x: Points | None = None, x2: Points | None = None
     ) -> None:
-        scale = read_precision("prior", prior, lin.model)
+        scale = read_precision("prior", prior, lin.model.selection, lin.theta)
         left = _jacobian(lin, x)
         super().__init__(left, left if x2 is None else _jacobian(lin, x2), scale)
 

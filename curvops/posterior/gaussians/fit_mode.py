@@ -17,19 +17,15 @@ from curvops.errors import ConvergenceError, ModeWarning, warn
 from curvops.linalg import Reason
 from curvops.network import tensors_of
 from curvops.operators import GGN, Linearization, linearize
-from curvops.posterior.core.linear_mode import TOLERATED, LinearMode, in_words, nats_below_mode, nats_of_prior
-from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
+from curvops.posterior.linear_mode import TOLERATED, LinearMode, in_words, nats_below_mode, nats_of_prior
+from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.ranks.process_group import holds_shards
 from curvops.summary import Summarised
 
 CHUNK = 50
 """The number of L-BFGS steps between looks at the gradient; the model has the weights reached after each."""
-MOST_PAIRS = 100
-"""The largest number of earlier steps that L-BFGS keeps, two vectors each, within half of the memory budget."""
-STILL = 0.5
-"""The share of atol that a chunk of steps gains at least, unless the loss stands still."""
 REMEDIES = {
     Reason.ITERATION_LIMIT: "maxiter was reached: call fit_mode again, which goes on from here, or raise maxiter.",
     Reason.STAGNATION: (
@@ -203,9 +199,13 @@ class _Objective:
 def _minimise(
     objective: _Objective, loss: float, atol: float, most: int, keep: Callable[[Tensor], None], bar: Steps
 ) -> tuple[Tensor, Reason, list[float]]:
-    """Minimise by L-BFGS until the nats to the mode are bounded by atol or the loss stands still."""
+    """Minimise by L-BFGS until the nats to the mode are bounded by atol or the loss stands still.
+
+    The loss stands still if a chunk of steps gains less than half of atol. At most 100 earlier steps are kept, two
+    vectors each, within half of the memory budget.
+    """
     theta = objective.lin.theta.detach().clone().requires_grad_()
-    pairs = max(5, min(MOST_PAIRS, objective.lin.memory_budget // (4 * theta.nbytes)))
+    pairs = max(5, min(100, objective.lin.memory_budget // (4 * theta.nbytes)))
 
     def start(steps: int) -> torch.optim.LBFGS:
         return torch.optim.LBFGS(
@@ -236,7 +236,7 @@ def _minimise(
         assert theta.grad is not None
         if gained >= 0 and nats_of_prior(objective.prior, theta.grad) <= atol:
             return theta.detach(), Reason.CONVERGED, losses
-        stands = not gained > STILL * atol
+        stands = not gained > 0.5 * atol
         if stands and fresh:
             return theta.detach(), Reason.STAGNATION, losses
         # Steepest descent may go on where the directions of earlier steps do not.

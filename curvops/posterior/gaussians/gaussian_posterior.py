@@ -27,7 +27,7 @@ from curvops.network import accumulate, record_of_network
 from curvops.operators import Linearization
 from curvops.operators.curvatures.kfac import has_kronecker_blocks
 from curvops.operators.operator_record import record_of_operator
-from curvops.posterior.core.arguments import (
+from curvops.posterior.arguments import (
     check_linearization,
     check_operator,
     checked_draws,

@@ -30,14 +30,11 @@ from curvops.network import record_of_network
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value
-from curvops.posterior.core.arguments import (
+from curvops.posterior.arguments import (
     check_linearization,
     checked_curvature,
     checked_draws,
 )
-from curvops.posterior.core.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
-from curvops.posterior.core.precision import inverse_for, plan
-from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.posterior.deviations import Deviations, Noise, StochasticDescent, draw_deviations
 from curvops.posterior.gaussians.gaussian_posterior import OF_LAPLACE, GaussianWeights
 from curvops.posterior.gaussians.updating import (
@@ -49,6 +46,7 @@ from curvops.posterior.gaussians.updating import (
     replace_prior,
     with_left_out_noise,
 )
+from curvops.posterior.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
 from curvops.posterior.log_evidence import (
     Evidence,
     Tuning,
@@ -57,7 +55,9 @@ from curvops.posterior.log_evidence import (
     find_evidence,
     log_determinant,
 )
+from curvops.posterior.precision import inverse_for, plan
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
+from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.storage import from_record
 
 NORMALISATION = re.compile(r"Norm(\d+d)?$")

@@ -20,10 +20,10 @@ from curvops.network.likelihoods import Gaussian, Likelihood, Multitask
 from curvops.operators import Linearization
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.user_operator import UserOperator
-from curvops.posterior.core.arguments import check_linearization, checked_curvature
-from curvops.posterior.core.precision import require_usable
-from curvops.posterior.core.terms import CurvatureCache, KroneckerPrior, PrecisionTerms, Prior, read_prior
+from curvops.posterior.arguments import check_linearization, checked_curvature
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
+from curvops.posterior.precision import require_usable
+from curvops.posterior.terms import CurvatureCache, KroneckerPrior, PrecisionTerms, Prior, read_prior
 from curvops.summary import summary
 
 FAR_NOISE = 3.0
@@ -110,22 +110,16 @@ def _with_noise(likelihood: Likelihood, noise: Any, num_outputs: int, theta: Ten
     return likelihood.with_hyperparameters([variance.detach().to(theta)])
 
 
-MOST_ROWS = 2000
-"""The largest number of training outputs for which J Jᵀ is formed and decomposed without being asked for."""
-GRID = 20
-"""The number of values of λ, over the range in which J Jᵀ is resolved."""
-
-
 @torch.no_grad()
 def with_left_out_noise(lin: Linearization) -> Linearization:
     """Return the linearisation with the larger of its residuals' and the left-out points' mean square as its noise.
 
-    It is `lin` itself if its noise is not to be estimated, if its data are not here or have too many outputs, or if
-    there are several outputs by name, whose noises are those of the residuals. Over a
-    process group each rank takes the data of all, and the result of the first. The decomposition of J Jᵀ is made once
-    for a linearisation, whatever posteriors are made from it.
+    It is `lin` itself if its noise is not to be estimated, if its data are not here, if there are several outputs by
+    name, whose noises are those of the residuals, or if the data have more than 2,000 outputs in total, for which J Jᵀ
+    is not decomposed unasked. Over a process group each rank takes the data of all, and the result of the first. J Jᵀ
+    is decomposed once for a linearisation, whatever posteriors are made from it.
     """
-    if not needs_noise(lin.likelihood) or not lin.data.is_present or lin.num_data * lin.num_outputs > MOST_ROWS:
+    if not needs_noise(lin.likelihood) or not lin.data.is_present or lin.num_data * lin.num_outputs > 2000:
         return lin
     if isinstance(lin.likelihood, Multitask):
         return lin
@@ -163,7 +157,7 @@ def left_out_squares(lin: Linearization, sums: Float[Tensor, "3 C"]) -> Float[Te
     least = len(K) * torch.finfo(lin.theta.dtype).eps
     squares = blocks.square() if shape[1] == 1 else blocks  # bmm is slow for single rows
     errors_by_shift = []
-    for power in torch.linspace(math.log10(least), 3, GRID).tolist():
+    for power in torch.linspace(math.log10(least), 3, 20).tolist():
         inverse = 1 / (values + largest * 10**power)
         point_blocks = (squares @ inverse).unsqueeze(2) if shape[1] == 1 else torch.bmm(blocks * inverse, blocks.mT)
         errors_by_shift.append(torch.linalg.solve(point_blocks, (vectors @ (inverse * turned)).view(*shape)).flatten())

@@ -23,7 +23,7 @@ from curvops.linalg.core.cache import Cache
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Gaussian, Likelihood, Multitask
 from curvops.operators import Linearization
-from curvops.posterior.core.arguments import checked_draws
+from curvops.posterior.arguments import checked_draws
 from curvops.posterior.predictions import answers
 from curvops.posterior.predictions.answers import (
     NAMED,

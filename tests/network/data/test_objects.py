@@ -1,6 +1,6 @@
 """Points of any kind against the same network on tensors, and against dense autograd.
 
-Tests `objects.py` and `contents.py`.
+Tests `objects.py`.
 """
 
 import copy

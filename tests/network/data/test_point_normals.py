@@ -6,7 +6,7 @@ Tests `randomness.py`.
 import pytest
 import torch
 
-from curvops.network.data.randomness import CHUNK, PointNormals
+from curvops.network.data.randomness import PointNormals
 
 LIKE = torch.zeros((), dtype=torch.float64)
 DRAWS, POINTS, OUTPUTS = range(3), slice(0, 50), 3
@@ -24,9 +24,9 @@ def test_parts_are_those_of_the_whole(outputs):
 
 
 def test_long_rows_are_made_in_parts():
-    n = 2 * CHUNK + 5
+    n, chunk = 2 * 2**15 + 5, 2**15
     whole = PointNormals(5).block(range(1), slice(0, n), 1, LIKE)
-    assert PointNormals(5).block(range(1), slice(CHUNK - 3, n), 1, LIKE).equal(whole[:, CHUNK - 3 :])
+    assert PointNormals(5).block(range(1), slice(chunk - 3, n), 1, LIKE).equal(whole[:, chunk - 3 :])
 
 
 def test_single_precision_has_the_same_numbers():

@@ -15,7 +15,7 @@ from torch.func import grad, jacrev, vmap
 from curvops.errors import ConvergenceError
 from curvops.linalg import Estimate, Operator, eigsh, logdet, minres
 from curvops.network import Blocks
-from curvops.sampling.repriorisation.readout_map import Change, MappedWeights, factor, solve_triangle
+from curvops.sampling.readout_map import Change, MappedWeights, factor, solve_triangle
 
 
 class Tangents(NamedTuple):

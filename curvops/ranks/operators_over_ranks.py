@@ -1,26 +1,35 @@
-"""Vectors over the outputs of points that are shared among ranks: J, Jᵀ and kernels multiply a rank's own rows.
+"""The network's operators over ranks: products with sharded vectors, and curvatures of sharded parameters.
 
-A sharded vector is spread evenly over ranks, as a DTensor is, whereas the rows of J are on the ranks of their points.
-If the shards of the data differ in size, rows move between the two layouts: as many numbers as these vectors have, far
-fewer than there are weights.
+J, Jᵀ, curvatures and kernels of shared data multiply the rows of a rank's own points. A sharded vector is spread evenly
+over ranks, as a DTensor is, whereas the rows of J are on the ranks of their points. If the shards of the data differ in
+size, rows move between the two layouts: as many numbers as these vectors have, far fewer than there are weights.
+
+`co.operators` imports this file for what it registers: a reader of an operator need not know of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
+from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.checks import check_flag
+from curvops.linalg import Diagonal
 from curvops.network import Passes
-from curvops.operators.curvatures.ggn import Curvature
+from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
+from curvops.operators.curvatures.ggn import GGN, Curvature, DiagonalGGN, EmpiricalFisher
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.function_space.tangent_kernel import TangentKernel
 from curvops.operators.linearized.network_operator import Jacobian
+from curvops.operators.linearized.user_operator import builds_sharded
 from curvops.ranks.on_shards import BlockRows, columns_over_ranks, formed_over_ranks
-from curvops.ranks.sharded_vectors import PANEL_BYTES, RowLayout, Sharded, times_block, transposed_times_block
+from curvops.ranks.sharded_linearization import ShardedLinearization
+from curvops.ranks.sharded_vectors import PANEL_BYTES, Layouts, RowLayout, Sharded, times_block, transposed_times_block
 
 
 def layout_of_points(passes: Passes, beside: RowLayout) -> RowLayout:
@@ -151,3 +160,85 @@ def _(K: TangentKernel, layout: RowLayout) -> BlockRows:
         rows.append(gram_matrix(own_jacobian, other, K.prior))
     whole = Sharded(torch.cat(rows, 1)[: points.counts[points.ranks.rank]], points)
     return BlockRows(whole.moved(layout).local, layout=layout, psd=True)
+
+
+class ShardedCurvature(Curvature):
+    """A curvature Σ_n J_nᵀ H_n J_n (D, D) of a network sharded by `fully_shard`, on DTensors; see `co.GGN`.
+
+    For each layer, a product gathers that layer's part of the vectors, and sums its part of the result over the ranks.
+    Cost: that of a product, and 2·D numbers sent per vector. `to_dense` is for small networks only.
+    """
+
+    _shown: ClassVar[tuple[str, ...]] = ("lin",)
+
+    # The stored form has this rank's slices of θ, `lin`, the `output` H, and the walk over `rows` of Lᵀ J, or None.
+
+    @classmethod
+    def with_output(cls, lin: ShardedLinearization, output: OutputFisher, by_rows: bool = True) -> ShardedCurvature:
+        """Return the curvature with the given H, whose products are by rows of Lᵀ J or by J."""
+        return cls(lin.model.theta, lin=lin, output=output, rows=lin.passes.with_root(output) if by_rows else None)
+
+    @property
+    def output(self) -> OutputFisher:
+        return self._kwargs["output"]
+
+    @property
+    def rows(self) -> Any:
+        return self._kwargs["rows"]
+
+    @property
+    def layouts(self) -> Layouts:
+        return self.lin.layout, self.lin.layout
+
+    def _size(self) -> torch.Size:
+        return torch.Size((self.lin.num_parameters, self.lin.num_parameters))
+
+    @torch.no_grad()
+    def _matmul(self, rhs: Any) -> Any:
+        if not isinstance(rhs, Sharded):
+            self.lin.rows_of(rhs)  # raises
+        if rhs.ndim == 1:
+            return self._matmul(rhs.unsqueeze(1)).squeeze(1)
+        return rhs.like(self._product(rhs.local))
+
+    def _t_matmul(self, rhs: Any) -> Any:
+        return self._matmul(rhs)
+
+    def _diagonal(self) -> Tensor:
+        return Sharded(self.lin.passes.with_root(self.output).squared_rows(), self.lin.layout).whole()
+
+    @torch.no_grad()
+    def _draw(self, k: int, generator: torch.Generator | None) -> Any:
+        return Sharded(super()._draw(k, generator), self.lin.layout)
+
+    def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
+        device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
+        if dtype in (None, self.dtype) and device in (None, self.device):
+            return self
+        raise ValueError("a curvature of a sharded model cannot be converted: convert the model before fully_shard.")
+
+
+@builds_sharded(GGN)
+def _ggn(
+    lin: ShardedLinearization, mc_samples: int | None = None, generator: torch.Generator | None = None
+) -> LinearOperator:
+    if mc_samples is None:
+        return ShardedCurvature.with_output(lin, Exact(lin.likelihood), by_rows=False)
+    return ShardedCurvature.with_output(lin, Sampled(lin.likelihood, lin.draw_residuals(mc_samples, generator)))
+
+
+@builds_sharded(EmpiricalFisher)
+def _empirical_fisher(lin: ShardedLinearization, per_token: bool = False) -> LinearOperator:
+    check_flag("per_token", per_token)
+    lin.require_labels("the empirical Fisher")
+    return ShardedCurvature.with_output(lin, Empirical(lin.likelihood, lin.positions_apart(per_token)))
+
+
+@builds_sharded(DiagonalGGN)
+def _diagonal(
+    lin: ShardedLinearization, fisher: str = "exact", mc_samples: int = 1, generator: torch.Generator | None = None
+) -> LinearOperator:
+    """Return the diagonal of the curvature named by `fisher`, an operator on sharded vectors, whole on each rank."""
+    curvature = ShardedCurvature.with_output(lin, lin.output_fisher(fisher, mc_samples, generator))
+    entries = Diagonal(curvature.diagonal(), space=curvature.spaces[0], sources=curvature.sources)
+    return entries.sharded(lin.model.shards.mesh)

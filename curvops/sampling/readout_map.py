@@ -24,7 +24,7 @@ from curvops.checks import in_forward_mode
 from curvops.network import Blocks, Model
 from curvops.network.data.inputs import Inputs
 from curvops.network.model.last_layer import layer_of_outputs
-from curvops.sampling.repriorisation.problem import RepriorProblem, log_normal
+from curvops.sampling.reprior_problem import RepriorProblem, log_normal
 
 ReadoutFeatures = Float[Tensor, "n p"]
 Targets = Float[Tensor, "n k"]

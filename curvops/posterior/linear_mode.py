@@ -32,20 +32,14 @@ from curvops.linalg.core.algorithm import PRODUCT_VECTORS, holding
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.structure import is_psd
-from curvops.linalg.core.vectors import describe, inner, norm
+from curvops.linalg.core.vectors import ROUNDINGS, describe, inner, norm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.function_space import FunctionSpace
-from curvops.posterior.core.precision import REMEDIES, preconditioner, solving_kernel
-from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
+from curvops.posterior.precision import REMEDIES, preconditioner, solving_kernel
+from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.summary import Summarised
-
-MOST_HALVINGS = 30
-ROUNDINGS = 10
-"""The units of rounding by which a loss may be wrong."""
-SUFFICIENT = 1e-4
-"""The share of the decrease predicted by a Newton step that a step must achieve (Armijo)."""
 
 
 class Point(ABC):
@@ -108,8 +102,8 @@ def minimise(
         slope, share = point.slope(step), 1.0
         # The decrease that a Newton step predicts can still be gained, unless it is less than the loss's rounding.
         promised, losses = -0.5 * slope, point.losses(step)
-        for _ in range(MOST_HALVINGS):
-            if losses(share) <= point.loss + SUFFICIENT * share * slope + point.rounding:
+        for _ in range(30):
+            if losses(share) <= point.loss + 1e-4 * share * slope + point.rounding:  # a sufficient decrease (Armijo)
                 break
             share /= 2
         else:
@@ -151,10 +145,6 @@ class LinearMode(Summarised):
         return self.reason in (Reason.CONVERGED, Reason.PRECISION_LIMIT)
 
 
-MOST_DUAL_STEPS = 50
-"""The most steps of Newton's method in function space, to a start for that in weight space."""
-NEWTON_VECTORS = 8
-"""Vectors of the size of the weights in a step, beside those of its solve: two points, and what the next is made of."""
 BESIDE = PRODUCT_VECTORS + 2
 """The number of vectors of the size of the weights that finding a mode takes: a product's, θ and θ − θ*."""
 
@@ -232,7 +222,7 @@ def find_mode(
     for lin in lins if saved else ():
         lin.memory.expect_many()  # one engine is used from the first product of the run to the last
     J = terms.lin.jacobian()
-    beside = NEWTON_VECTORS * describe(J).vector_bytes
+    beside = 8 * describe(J).vector_bytes  # two points, and what the next is made of
 
     def counted() -> AbstractContextManager[None]:
         # Bits of a run that is saved must not depend on which engines are freed.
@@ -246,7 +236,7 @@ def find_mode(
     if saved.state is not None:
         delta, steps, matvecs = (saved.state[name] for name in ("delta", "steps", "matvecs"))
     elif (kernel := solving_kernel(terms)) is not None:
-        near = dual_mode(kernel, float(prior.precision), prior.mean, 0.01 * rtol, MOST_DUAL_STEPS)
+        near = dual_mode(kernel, float(prior.precision), prior.mean, 0.01 * rtol, most_steps=50)
         delta, matvecs = near.theta - theta, near.matvecs + 3
         del near
     else:
@@ -419,7 +409,6 @@ def linear_log_likelihood(cache: CurvatureCache, theta: Float[Tensor, " D"]) -> 
 
 TOLERATED = 1.0
 """Nats by which an evidence may be too low before there is a warning: a factor e in the probability of the data."""
-MOST_STEPS = 1000
 
 
 @torch.no_grad()
@@ -439,7 +428,7 @@ def nats_below_mode(terms: PrecisionTerms, enough: float) -> tuple[float, float]
         return 0.0, bound
     rtol = 1e-3 if A is None else min(0.1, math.sqrt(0.1 * enough / bound))
     M = None if terms.closed_form is None else terms.precision.preconditioner(1)
-    solution = cg(terms.precision, gradient, preconditioner=M, rtol=rtol, maxiter=MOST_STEPS)
+    solution = cg(terms.precision, gradient, preconditioner=M, rtol=rtol, maxiter=1000)
     lower = 0.5 * float(inner(gradient.unsqueeze(1), solution.x.unsqueeze(1)))
     if A is None:
         return lower, lower

@@ -30,10 +30,8 @@ from curvops.network import Blocks
 from curvops.network.likelihoods import Categorical, Gaussian
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.operators import Linearization, linearize
-from curvops.posterior.core.terms import Prior, read_prior
-from curvops.sampling.repriorisation.ntk import TangentMap
-from curvops.sampling.repriorisation.problem import RepriorProblem, log_normal
-from curvops.sampling.repriorisation.readout_map import (
+from curvops.posterior.terms import Prior, read_prior
+from curvops.sampling.readout_map import (
     Change,
     DataSpace,
     ExactReadoutMap,
@@ -43,6 +41,8 @@ from curvops.sampling.repriorisation.readout_map import (
     condition,
     find_readout,
 )
+from curvops.sampling.reprior_problem import RepriorProblem, log_normal
+from curvops.sampling.tangent_map import TangentMap
 from curvops.summary import Summarised
 
 

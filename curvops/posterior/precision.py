@@ -38,7 +38,7 @@ from curvops.linalg.operators.closed_form import ClosedFormPreconditioner
 from curvops.operators.curvatures.ggn import root_of
 from curvops.operators.curvatures.subnetwork import Formed
 from curvops.operators.function_space.function_space import DualInverse, FunctionSpace
-from curvops.posterior.core.terms import PrecisionTerms
+from curvops.posterior.terms import PrecisionTerms
 
 REMEDIES = {
     Reason.ITERATION_LIMIT: (
@@ -55,8 +55,6 @@ REMEDIES = {
     Reason.SINGULAR: "Curvature plus prior is singular in this dtype. Use a larger prior precision, or float64.",
 }
 """The remedies for solves inside posteriors and their tuning, where callers cannot pass options to the solvers."""
-LOOKED_AT = 20
-"""The number of products spent on the search for a negative eigenvalue of a curvature that may have one."""
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
@@ -248,7 +246,7 @@ def _with_products(made: Any) -> tuple[Any, int]:
 def require_usable(terms: PrecisionTerms) -> None:
     """Raise ValueError if G and A do not fit together, NotPositiveSemidefiniteError if G + A proves to be indefinite.
 
-    A G that is known to be psd costs nothing. Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ
+    A G that is known to be psd costs nothing. Any other costs 20 products, once for all priors: a Ritz value θ
     of G with its vector v proves that G + A is indefinite if θ + vᵀAv ≤ 0. The absence of such a value proves nothing;
     solving with an indefinite G + A raises an error later.
     """
@@ -272,7 +270,7 @@ def require_usable(terms: PrecisionTerms) -> None:
 def _least_ritz(curvature: LinearOperator) -> tuple[float, Float[Tensor, " D"]]:
     """Return the smallest Ritz value of G from a short Lanczos run, and its vector."""
     generator = torch.Generator(device=curvature.device).manual_seed(0)  # does not advance the user's
-    basis = lanczos(curvature, LOOKED_AT, generator=generator)
+    basis = lanczos(curvature, 20, generator=generator)
     if basis.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
         raise ValueError(f"{type(curvature).__name__}: {basis.reason.value}")
     values, vectors = torch.linalg.eigh(basis.T)

@@ -37,10 +37,11 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import CACHE_BYTES
 from curvops.checkpoint import Checkpoint, current, identify
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Estimate, Operator, SpectralQuadrature
-from curvops.linalg.core.algorithm import CACHE_BYTES, keep
+from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.matrix_identity import form_of, sources_of
 from curvops.linalg.core.structure import is_psd
 from curvops.linalg.operators.base import as_part, number_of
@@ -53,7 +54,7 @@ from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.kfac import has_kronecker_blocks, kfac_sum
 from curvops.operators.function_space.gram_matrix import gram_cost
 from curvops.operators.linearized.user_operator import require_no_gradient
-from curvops.posterior.core.arguments import check_operator
+from curvops.posterior.arguments import check_operator
 from curvops.storage import from_record
 from curvops.summary import size_of
 
@@ -435,10 +436,12 @@ def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior:
     positive and finite, a mapping that does not name each parameter once, or an operator that is not known to be
     positive semidefinite or that belongs to other parameters or other weights.
     """
+    selection, theta = network.selection, network.theta
+    mean = read_mean(prior_mean, selection, theta)
     if isinstance(prior_precision, LinearOperator):
-        return Prior(_checked_operator(prior_precision, network, posterior), read_mean(prior_mean, network))
-    precision = read_precision("prior_precision", prior_precision, network, ", an operator or an earlier posterior")
-    return Prior(precision, read_mean(prior_mean, network))
+        return Prior(_checked_operator(prior_precision, network, posterior), mean)
+    others = ", an operator or an earlier posterior"
+    return Prior(read_precision("prior_precision", prior_precision, selection, theta, others), mean)
 
 
 def _checked_operator(prior: LinearOperator, network: Model, definite: bool) -> LinearOperator:

@@ -1,7 +1,4 @@
-"""The tangent-kernel form: its exact three terms, their estimates, and its inverse.
-
-Tests `ntk.py`.
-"""
+"""The tangent-kernel form: its exact three terms, their estimates, and its inverse."""
 
 from __future__ import annotations
 

@@ -1,0 +1,229 @@
+"""Layouts of outputs, which the model returns in any shape, as one row per point, with their targets and weights.
+
+A `Layout` makes rows of positions and of images. A `NamedLayout` joins the rows of several outputs, which have names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Name: TypeAlias = str | int
+"""The key of an output: of a mapping, the name of an attribute, or the position in a tuple."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The map from outputs (N, *shape) to rows (n, T·C), position by position (t·C + c), with targets and weights.
+
+    shape: the shape of a point's outputs, as the model returns them; () if it returns one number per point.
+    class_dim: the dimension of (N, *shape) that holds the C outputs of a position: the last, or 1, as in torch's
+        cross-entropy, and for the channels of images. All others are positions, T in total.
+    positions_in_rows: T, if the model itself returns rows (N, T·C) and the likelihood is that of sequences.
+    apart: whether targets are independent given the outputs, so that each may have a weight.
+    name: the key of this output among those that the model returns; None if it returns one tensor.
+    """
+
+    shape: torch.Size
+    class_dim: int = -1
+    positions_in_rows: int | None = None
+    apart: bool = False
+    name: str | int | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """The number C of outputs of one position."""
+        if not self.shape:
+            return 1
+        return self.shape[0 if self.class_dim == 1 else -1]
+
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """The lengths of the dimensions that are positions; empty if a point has one position."""
+        return tuple(self.shape[1:] if self.class_dim == 1 else self.shape[:-1])
+
+    @property
+    def output_shape(self) -> torch.Size:
+        """The shape (C,) of a point's outputs or, with positions, (T, C)."""
+        T = torch.Size(self.positions).numel()
+        return torch.Size((T, self.num_outputs) if self.positions else (self.num_outputs,))
+
+    def rows(self, outputs: Tensor) -> Float[Tensor, "n R"]:
+        """Return outputs (n, *shape), or one number per point (n,), as rows (n, T·C)."""
+        if not self.shape:
+            return outputs.unsqueeze(1)
+        # With one position, or the classes last, nothing moves: only a view follows the last layer in the graph.
+        moved = outputs.movedim(1, -1) if self.positions and self.class_dim == 1 else outputs
+        return moved.flatten(1)
+
+    def restored(self, rows: Float[Tensor, "n R"]) -> Tensor:
+        """Return rows (n, T·C) in the shape (n, *shape) of the model's outputs, the inverse of `rows`."""
+        if not self.shape:
+            return rows.squeeze(1)
+        outputs = rows.reshape(len(rows), *self.positions, self.num_outputs)
+        return outputs.movedim(-1, 1) if self.positions and self.class_dim == 1 else outputs
+
+    def targets(self, y: Any) -> Tensor:
+        """Return targets (n, *positions, ...), or (n, C, *positions) with the classes at dimension 1, as (n, T, ...).
+
+        Raises ValueError if they do not have the outputs' positions.
+        """
+        if not isinstance(y, Tensor):
+            raise TypeError(
+                "targets under several names, or in a tuple, need a likelihood for each: pass a mapping of likelihoods "
+                'with the same keys, such as {"kind": "classification", "value": "regression"}.'
+            )
+        if not self.shape and y.ndim == 1:
+            return y.unsqueeze(1)
+        if not self.positions:
+            return y
+        if self.class_dim == 1 and y.shape[1:] == self.shape:
+            y = y.movedim(1, -1)
+        if tuple(y.shape[1 : 1 + len(self.positions)]) != self.positions:
+            raise ValueError(self._misplaced(y))
+        return y.flatten(1, len(self.positions))
+
+    def in_given_form(self, y: Tensor) -> Tensor:
+        """Return targets (n, T, ...) as (n, *positions, ...), a form from which `targets` makes these."""
+        if not self.shape:
+            return y.squeeze(1)
+        return y.unflatten(1, self.positions) if self.positions else y
+
+    def weights(self, w: Tensor, shape: torch.Size) -> Tensor:
+        """Return sample weights (n,) unchanged, (n, *positions) as (n, T), and those of the targets' shape as targets.
+
+        Raises ValueError for other shapes.
+        """
+        apart = self.apart and len(shape) > 1
+        if apart and w.shape == shape:
+            return self.targets(w)
+        n, in_rows = len(w) if w.ndim else 0, self.positions_in_rows
+        places = self.positions or (() if in_rows is None else (in_rows,))
+        if w.shape[1:] not in ((), places) or not w.ndim:
+            others = f" or, one per position, {(n, *places)}" if places else ""
+            others += f" or, one per target, {tuple(shape)}" if apart else ""
+            raise ValueError(f"the sample weights must have shape ({n},){others}; given {tuple(w.shape)}.")
+        return w.flatten(1) if w.ndim > 1 else w
+
+    def _misplaced(self, y: Tensor) -> str:
+        if self.class_dim != 1:
+            first = (
+                " They fit outputs with the classes at dimension 1, as in torch's cross-entropy: if that is meant, "
+                "pass likelihood=torch.nn.CrossEntropyLoss(...), or return outputs.movedim(1, -1)."
+            )
+            return misplaced(self.positions, y) + (first if y.shape[1:] == self.shape[1:] else "")
+        C, n = self.num_outputs, len(y)
+        return (
+            f"the classes or channels are at dimension 1: outputs {('N', *self.shape)} are C = {C} classes at each of "
+            f"{_times(self.positions)} positions, so targets have shape {(n, *self.positions)} or, as probabilities or "
+            f"numbers, {(n, *self.shape)}; given {tuple(y.shape)}. If a classifier returns the classes last, use "
+            "curvops.likelihoods.Categorical(...), with the same options."
+        ).replace("'N'", "N")
+
+
+def misplaced(positions: Sequence[int], y: Tensor) -> str:
+    """Return the error message for targets that do not have these positions."""
+    places = ", ".join(str(length) for length in positions)
+    return (
+        f"The model returns {_times(positions)} positions per point, so targets have shape (n, {places}) or "
+        f"(n, {places}, ...); given {tuple(y.shape)}. Pad sequences to one length, and leave positions out with "
+        f"ignore_index (-100) or with weights (n, {places}) of zero."
+    )
+
+
+def _times(lengths: Sequence[int]) -> str:
+    return " x ".join(str(length) for length in lengths)
+
+
+class TargetShape(NamedTuple):
+    """The form of one point's targets under one name: their shape, and whether they are floating-point."""
+
+    shape: tuple[int, ...]
+    floating: bool
+
+    @property
+    def columns(self) -> int:
+        """The number of columns that they take in a row."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class NamedLayout(Layout):
+    """The layout of several outputs, joined to rows (N, ΣR), and of their targets, joined to rows (N, ΣM).
+
+    members: the layout of each output, with its name.
+    forms: the form of each one's targets, once these are known.
+    """
+
+    members: tuple[Layout, ...] = ()
+    forms: tuple[TargetShape, ...] = ()
+
+    @classmethod
+    def of(cls, members: Sequence[Layout]) -> NamedLayout:
+        """Return the layout of these outputs in their order."""
+        return cls(torch.Size((sum(member.output_shape.numel() for member in members),)), members=tuple(members))
+
+    def for_targets(self, y: Any) -> NamedLayout:
+        """Return the layout for targets of the form that these have."""
+        targets = self._laid_out(y)
+        return replace(
+            self, forms=tuple(TargetShape(tuple(target.shape[1:]), target.is_floating_point()) for target in targets)
+        )
+
+    def join(self, outputs: Sequence[Tensor]) -> Float[Tensor, "n R"]:
+        """Return the outputs, each as its model returns it, as one row per point."""
+        return torch.cat([member.rows(output) for member, output in zip(self.members, outputs)], 1)
+
+    def targets(self, y: Any) -> Tensor:
+        """Return targets under the outputs' names as one row per point; whole numbers become floating-point ones."""
+        targets = self._laid_out(y)
+        for member, target, form in zip(self.members, targets, self.forms):
+            if TargetShape(tuple(target.shape[1:]), target.is_floating_point()) != form:
+                kind = "floating-point" if form.floating else "whole"
+                raise ValueError(
+                    f"the first targets[{member.name!r}] were {kind} numbers of shape {('n', *form.shape)}; "
+                    f"given {target.dtype} of shape {tuple(target.shape)}.".replace("'n'", "n")
+                )
+        return torch.cat([target.reshape(len(target), -1).double() for target in targets], 1)
+
+    def _laid_out(self, y: Any) -> list[Tensor]:
+        names = [member.name for member in self.members]
+        if isinstance(y, Tensor):
+            form = "a mapping with these keys" if isinstance(names[0], str) else "a tuple in this order"
+            raise TypeError(
+                f"the model's outputs are {names}, so targets are {form}; given one tensor of shape {tuple(y.shape)}."
+            )
+        targets = []
+        for member, name in zip(self.members, names):
+            assert name is not None
+            target = part_of(y, name, "the targets")
+            try:
+                targets.append(member.targets(target))
+            except ValueError as error:
+                raise ValueError(f"targets[{name!r}]: {error}") from error
+        return targets
+
+
+def part_of(parts: Any, name: Name, what: str = "the model's outputs") -> Any:
+    """Return the part of this name of a mapping, a tuple or an object with attributes; raise ValueError without it."""
+    if isinstance(parts, Mapping):
+        if name in parts:
+            return parts[name]
+        description: object = list(parts)
+    elif isinstance(parts, (tuple, list)) and not isinstance(name, str):
+        if -len(parts) <= name < len(parts):
+            return parts[name]
+        description = f"a {type(parts).__name__} of {len(parts)}"
+    elif isinstance(name, str) and not isinstance(parts, Tensor) and hasattr(parts, name):
+        return getattr(parts, name)
+    elif isinstance(parts, Tensor):
+        raise ValueError(f"a likelihood is given for {name!r}, but the model returns one tensor: pass one likelihood.")
+    else:
+        description = f"a {type(parts).__name__}, which has no part of that name"
+    raise ValueError(f"a likelihood is given for {name!r}, but {what} are {description}.")

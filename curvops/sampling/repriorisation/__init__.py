@@ -1,1 +1,0 @@
-"""Repriorisation: sampling wide networks in the coordinates of their last layer."""
