@@ -401,7 +401,7 @@ class Layout:
             return y.squeeze(1)
         return y.unflatten(1, self.positions) if self.positions else y
 
-    def weights(self, w: Tensor, shape: torch.Size) -> Tensor:
+    def weights(self, w: Any, shape: torch.Size) -> Tensor:
         """Return sample weights (n,) unchanged, (n, *positions) as (n, T), and those of the targets' shape as targets.
 
         Raises ValueError for other shapes.
