@@ -31,7 +31,7 @@ from curvops.network.data.inputs import (
     value_of,
 )
 from curvops.network.data.layouts import Layout, Name, NamedLayout, part_of
-from curvops.network.data.objects import Objects, WholeBatch, digest_of
+from curvops.network.data.objects import WholeBatch, digest_of
 from curvops.network.data.point_sources import LoaderOfPoints
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.likelihoods import (
@@ -197,7 +197,7 @@ def reading_for(
         f = layout.rows(outputs).to(theta.dtype)
         check = partial(_check_targets, likelihood, f[: max(1, SCORED // f.shape[1])])
     missing = likelihood.of_position.missing is not None
-    admit = partial(admit_all, model, in_order=True)
+    admit = model.admit if model.calls.example is None else partial(try_objects, model, in_order=True)
     reading = Reading(theta.device, theta.dtype, check, layout, weights, missing, admit, labelled)
     reading = dataclasses.replace(reading, whole=isinstance(model.calls.example, WholeBatch))
     if labelled:
@@ -447,15 +447,14 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def admit_all(model: Model, inputs: Inputs, most: int = 0, in_order: bool = False) -> None:
-    """Try the model on inputs as `Model.admit` does, and on all of them if they are objects, `most` at a time.
+def try_objects(model: Model, inputs: Inputs, most: int = 0, in_order: bool = False) -> None:
+    """Try the model on objects as `Model.admit` does, and then on all of them, `most` at a time.
 
     What is inside an object is not looked at, but its outputs have to be finite. With `in_order`, the points must also
-    be joined in their order, and equally each time. Costs one forward pass for objects, or two, and none for tensors.
-    Raises ValueError or TypeError.
+    be joined in their order, and equally each time. Costs one forward pass, or two. Raises ValueError or TypeError.
     """
     model.admit(inputs)
-    if not isinstance(inputs, Objects) or not num_points(inputs):
+    if not num_points(inputs):
         return
     start = 0
     with torch.no_grad():

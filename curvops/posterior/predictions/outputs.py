@@ -16,7 +16,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
@@ -64,7 +64,7 @@ OutputMoments = tuple[Float[Tensor, "N C"], LinearOperator]
 
 @dataclass(frozen=True, eq=False)
 class OutputDistribution(ABC):
-    """The outputs of a linearised network under a distribution of the weights, at the inputs x of `at(x)`.
+    """The outputs of a linearised network under a distribution of the weights, at the inputs x.
 
     What its methods compute in common (the Jacobian, means, covariances and products) is kept as long as it lives.
     """
@@ -78,10 +78,6 @@ class OutputDistribution(ABC):
     """The relative residual of exact solves."""
     correction: ClassVar[int] = 1
     """What the variance of a mean of targets lacks in draws, as in `torch.var`: their own mean is a fitted one."""
-
-    def at(self: SomeOutputs, x: Any, rtol: float | None) -> SomeOutputs:
-        """Return the outputs at x, with nothing computed."""
-        return replace(self, x=x, rtol=rtol)
 
     @cached_property
     def jacobian(self) -> Jacobian:
@@ -100,25 +96,21 @@ class OutputDistribution(ABC):
     def covariance(self, together: int | None = 1) -> LinearOperator:
         """Return the covariance of the outputs, joint within `together` points (None: all)."""
 
-    def moments(self, together: int | None = 1) -> OutputMoments:
-        """Return the mean and the `covariance`."""
-        return self.linear_mean, self.covariance(together)
-
     @abstractmethod
     def draws(self, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield draws of the outputs, some points at a time; x begins with point number `start` of all ranks."""
 
     def uncertainty_of_numbers(self, likelihood: Likelihood) -> Uncertainty:
         """Return the uncertainty of numeric targets whose outputs are normal, in closed form."""
-        mean, covariance = self.moments()
-        return decompose_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
+        mean, variances = self.linear_mean, self.covariance().diagonal(dim1=-2, dim2=-1)
+        return decompose_numbers(likelihood, mean, variances)
 
     def moments_of_targets(
         self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
     ) -> OutputMoments:
         """Return the mean and covariance of real targets, noise included; in closed form for likelihoods of NUMBERS."""
         if isinstance(likelihood, NUMBERS):
-            return add_noise(likelihood, *self.moments(together))
+            return add_noise(likelihood, self.linear_mean, self.covariance(together))
         return self.drawn_moments(likelihood, together, normals, start)
 
     @abstractmethod
