@@ -117,7 +117,7 @@ def _by_solves(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool) ->
     together = max(1, outputs // C)
     width, beside = solve_width(J, max(BLOCK, BLOCK_NUMBERS // J.shape[-1], together * C))
     points, blocks = max(1, width // C // together) * together, []
-    for piece in [J] if points * C >= J.shape[-2] else J.by_points(points, together):
+    for piece in J.by_points(points, together):
         rows = piece.shape[-2]
         with holding(J, beside), torch.set_grad_enabled(recorded):
             if rows <= width and not recorded and not J.passes.engines.plan.others:
