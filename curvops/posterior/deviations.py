@@ -441,9 +441,10 @@ def draw_deviations(
     else:
         chosen = method if isinstance(method, StochasticDescent) else StochasticDescent() if named == "sgd" else named
         start = x0 if x0 is None or root == 1 else x0 / root
-        s = _solve(Systems(terms, noise, range(k), route.name, P), chosen, start, rtol)
-        drawn = Deviations(s.x.mT, noise, named, s.reasons, s.relative_residuals, s.matvecs, s.history)
-        if not s.accepted:
+        solution = _solve(Systems(terms, noise, range(k), route.name, P), chosen, start, rtol)
+        residuals, history = solution.relative_residuals, solution.history
+        drawn = Deviations(solution.x.mT, noise, named, solution.reasons, residuals, solution.matvecs, history)
+        if not solution.accepted:
             raise NotSolvedError(drawn, rtol, REMEDIES)
     return drawn if root == 1 else replace(drawn, draws=drawn.draws * root)
 

@@ -343,8 +343,12 @@ class InLayerBlocks(Metric):
         self.waiting: dict[tuple[str, ...], list[tuple[Target, Tensor]]] = {}
         if isinstance(form, LayerBlocksForm):
             self.forms = form.kronecker_forms
-            products = {names: block for names, block in self.forms.items() if isinstance(block, KroneckerForm)}
-            if missing := {names: block for names, block in products.items() if block.base.known_eigen is None}:
+            missing = {
+                names: block
+                for names, block in self.forms.items()
+                if isinstance(block, KroneckerForm) and block.base.known_eigen is None
+            }
+            if missing:
                 if count is not None and walk.features() is None:
                     self._take_few(missing, count, walk.model.theta.element_size())
                 form.decompose(block for names, block in missing.items() if names not in self.few)

@@ -229,7 +229,7 @@ class Jacobian(NetworkOperator):
         return Jacobian(*self._args, **self._kwargs | {"passes": passes, "rows": rows})
 
     def by_points(self, count: int, together: int = 1) -> Iterator[Jacobian]:
-        """Yield the Jacobians of `count` points at a time, or fewer at the end of a batch; this one if it has no more."""
+        """Yield the Jacobians of `count` points at a time, fewer at the end of a batch; this one if it has no more."""
         J, C = self.gathered(), self._num_outputs
         if count * C >= J.shape[-2]:
             yield J
