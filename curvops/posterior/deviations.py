@@ -435,18 +435,18 @@ def draw_deviations(
     if named == CLOSED_FORM:  # its own root of P⁻¹ loses fewer digits than a perturbation and a solve
         if x0 is not None:
             raise ValueError("x0 is the start of an iteration, and a closed form has none: leave x0 out.")
-        draws = draw(P.inverse(rtol), k, noise.generator(P.device), frozenset((terms.lin.memory,)))
+        draws = draw(P.inverse(rtol), k, noise.generator(P.device), frozenset((terms.lin.memory,))).mT
         none = torch.zeros(k, dtype=torch.float64)
-        solution = Solution(draws, (Reason.CONVERGED,) * k, none, none, 0, 0, none.new_zeros(0, k))
+        drawn = Deviations(draws, noise, named, (Reason.CONVERGED,) * k, none, 0, none.new_zeros(0, k))
     else:
         chosen = method if isinstance(method, StochasticDescent) else StochasticDescent() if named == "sgd" else named
         start = x0 if x0 is None or root == 1 else x0 / root
         solution = _solve(Systems(terms, noise, range(k), route.name, P), chosen, start, rtol)
-    draws, history = solution.x.mT, solution.history
-    drawn = Deviations(draws, noise, named, solution.reasons, solution.relative_residuals, solution.matvecs, history)
-    if not solution.accepted:
-        raise NotSolvedError(drawn, rtol, REMEDIES)
-    return drawn if root == 1 else replace(drawn, draws=draws * root)
+        residuals, history = solution.relative_residuals, solution.history
+        drawn = Deviations(solution.x.mT, noise, named, solution.reasons, residuals, solution.matvecs, history)
+        if not solution.accepted:
+            raise NotSolvedError(drawn, rtol, REMEDIES)
+    return drawn if root == 1 else replace(drawn, draws=drawn.draws * root)
 
 
 def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Solution:

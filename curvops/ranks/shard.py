@@ -20,20 +20,9 @@ from torch.utils.data import Dataset, default_collate
 
 from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning, warn
 from curvops.fingerprints import in_64_bits, join_sums
-from curvops.network.data.batch_parts import ACCEPTED, NAMES, holds_all, parts_of, sizes_of, split_batch
+from curvops.network.data.batch_parts import ACCEPTED, BatchParts, holds_all, parts_of
 from curvops.network.data.batches import Batch, Batches, DataPrints, Reading
-from curvops.network.data.inputs import (
-    Inputs,
-    batch_inputs,
-    first_of,
-    join,
-    map_inputs,
-    move,
-    normalise,
-    num_points,
-    rows_of,
-    take,
-)
+from curvops.network.data.inputs import Inputs, first_of, join, map_inputs, move, normalise, num_points, rows_of, take
 from curvops.network.data.objects import NEEDS_POINTS, Objects, PointPairs, WholeBatch
 from curvops.ranks.process_group import Ranks
 
@@ -52,7 +41,7 @@ class Shard(Batches):
         self.ranks, self._lowest = ranks, torch.empty(0, dtype=torch.int64)
         try:
             super().__init__(source, reading)
-            count_and_point: Any = sum(self.sizes), _first_point(next(iter(self._items())), reading.weights)
+            count_and_point: Any = sum(self.sizes), _first_point(reading.parts(next(iter(self._items()))))
         except NoDataError:
             count_and_point = 0, None
         counts, firsts = zip(*ranks.gather(count_and_point))
@@ -118,9 +107,8 @@ class Shard(Batches):
         items = []
         for start in range(0, points.num_points, step):
             labels = points.labels(slice(start, start + step))
-            item: dict[str, Any] = {"inputs": take(points.inputs, slice(start, start + step))}
-            item["targets"] = labels.targets if labels.labelled else None
-            items.append(item if labels.weights is None else item | {"weights": labels.weights})
+            targets = labels.targets if labels.labelled else None
+            items.append(BatchParts(take(points.inputs, slice(start, start + step)), targets, labels.weights))
         return Batches(items, self.reading_again(like, self.weighted))
 
     def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
@@ -208,15 +196,16 @@ def over_ranks(ranks: Ranks, inputs: Inputs, local_slice: slice = slice(None)) -
     return inputs.with_points([point for points in ranks.gather(inputs.points[local_slice]) for point in points])
 
 
-def _first_point(item: object, weights: bool) -> dict[str, object]:
-    """Return the first point of an item of a source, or what only the model can read, as an item on the CPU."""
-    x, *others = split_batch(item, weights)
-    inputs = first_of(normalise(x) if others[0] is None else batch_inputs(x, max(sizes_of(others[0]))), 1)
+def _first_point(parts: BatchParts) -> BatchParts:
+    """Return the first point of a batch, or what only the model can read, on the CPU."""
+    _, targets, weights = parts
+    inputs = first_of(parts.inputs, 1)
     n = num_points(inputs)
-    point: dict[str, object] = {"inputs": move(inputs, "cpu"), "targets": None}
-    return point | {
-        name: move(take(labels, slice(n)), "cpu") for name, labels in zip(NAMES[1:], others) if labels is not None
-    }
+    return BatchParts(
+        move(inputs, "cpu"),
+        None if targets is None else move(take(targets, slice(n)), "cpu"),
+        None if weights is None else weights[:n].cpu(),
+    )
 
 
 @dataclass(frozen=True)

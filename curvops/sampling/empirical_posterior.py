@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import Draws
@@ -99,10 +100,12 @@ class EmpiricalOutputs(DrawnOutputs):
     def _values(self) -> Float[Tensor, "k N C"]:
         return network_outputs(self.lin, self.x, self.weights) if self.through == "network" else super().functions()
 
-    def moments(self, together: int | None = 1) -> OutputMoments:
-        outputs = self.functions()
-        mean = outputs.mean(0)
-        return mean, self.covariance_of(outputs - mean, together)
+    @property
+    def mean(self) -> Float[Tensor, "N C"]:
+        return self.functions().mean(0)
+
+    def covariance(self, together: int | None = 1) -> LinearOperator:
+        return self.covariance_of(self.functions() - self.mean, together)
 
     def moments_of_targets(
         self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int

@@ -323,12 +323,6 @@ class Damped(UnaryOperator):
         noise = normal(self.shape[-1], k, self.dtype, self.device, generator)
         return draw_together(self.base, k, generator) + self._shift_against(noise).sqrt() * noise
 
-    def _draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None) -> Tensor:
-        form = self._closed_form()
-        if form is not None:
-            return form.draw_inverse(k, generator)
-        return solve(self, self._draw(k, generator), rtol=rtol)  # P⁻¹ ε with ε ~ N(0, P)
-
 
 def add(left: Operator, right: LinearOperator) -> LinearOperator:
     """Return A + B: diagonals add up, a diagonal joins the shift of the other term, and a shift stays outermost."""
@@ -418,9 +412,10 @@ class Inverse(UnaryOperator):
         return super().zero_mean_mvn_samples(num_samples) if form is None else form.draw_inverse(num_samples, None).mT
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        if isinstance(self.base, Damped):
-            return self.base._draw_inverse(k, generator, self._kwargs["rtol"])
-        return solve(self.base, draw_together(self.base, k, generator), rtol=self._kwargs["rtol"])
+        form = self.base._closed_form() if isinstance(self.base, Damped) else None
+        if form is not None:
+            return form.draw_inverse(k, generator)
+        return solve(self.base, draw_together(self.base, k, generator), rtol=self._kwargs["rtol"])  # P⁻¹ ε, ε ~ N(0, P)
 
 
 def _solve_definite(form: ClosedForm, block: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -38,12 +38,12 @@ class DirectSumForm(ClosedForm):
                 rest = near if block.base is base else near - base.shift  # a damped block already has its own shift
                 near = rest if bool((rest > 0).all()) else near
             shifts.append(near.expand(block.shape[-1]))
-        return self.partition.join(shifts)
+        return self.base.partition.join(shifts)
 
     @property
     def _shifts(self) -> list[Tensor]:
         """The part of the shift on each block."""
-        return [self.shift] * len(self.base.blocks) if self.shift.ndim == 0 else self.partition.split(self.shift)
+        return [self.shift] * len(self.base.blocks) if self.shift.ndim == 0 else self.base.partition.split(self.shift)
 
     @cached_property
     def _damped_blocks(self) -> list[Any]:
@@ -63,11 +63,6 @@ class DirectSumForm(ClosedForm):
         """The forms to compute with; a subclass prepares all blocks at once here if that is cheaper."""
         return self.forms
 
-    @property
-    def partition(self) -> Partition:
-        """The entries that each block acts on."""
-        return cast(DirectSum, self.base).partition
-
     def require_definite(self) -> None:
         for form in self.decomposed:
             form.require_definite()
@@ -82,22 +77,22 @@ class DirectSumForm(ClosedForm):
         return sum(form.logdet_error() for form in self.decomposed)
 
     def inverse_diagonal(self) -> Tensor:
-        return self.partition.join([form.inverse_diagonal() for form in self.decomposed])
+        return self.base.partition.join([form.inverse_diagonal() for form in self.decomposed])
 
     def inverse_diagonal_error(self) -> Tensor:
-        return self.partition.join([form.inverse_diagonal_error() for form in self.decomposed])
+        return self.base.partition.join([form.inverse_diagonal_error() for form in self.decomposed])
 
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self.partition.join_columns([form.draw(k, generator) for form in self.decomposed])
+        return self.base.partition.join_columns([form.draw(k, generator) for form in self.decomposed])
 
     def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self.partition.join_columns([form.draw_inverse(k, generator) for form in self.decomposed])
+        return self.base.partition.join_columns([form.draw_inverse(k, generator) for form in self.decomposed])
 
     def inverse_root(self, block: Tensor) -> Tensor:
         return self._mapped([ColumnMap(form.inverse_root, form.table_rows) for form in self.decomposed], block)
 
     def _mapped(self, maps: Sequence[ColumnMap], block: Tensor) -> Tensor:
-        return self.partition.map_columns(maps, block, self.base.in_place(block, self.shift))
+        return self.base.partition.map_columns(maps, block, self.base.in_place(block, self.shift))
 
     def eigenbasis(self) -> Eigenbasis | None:
         eigenbases = [form.eigenbasis() for form in self.decomposed]
@@ -107,10 +102,11 @@ class DirectSumForm(ClosedForm):
         sizes = [len(basis.values) for basis in bases]  # eigenvectors are ordered block by block
 
         def rotate(block: Tensor) -> Tensor:
-            return self.partition.join_columns([basis.rotate(rows) for basis, rows in zip(bases, block.split(sizes))])
+            parts = zip(bases, block.split(sizes))
+            return self.base.partition.join_columns([basis.rotate(rows) for basis, rows in parts])
 
         def rotate_back(block: Tensor) -> Tensor:
-            parts = self.partition.split_columns(block)
+            parts = self.base.partition.split_columns(block)
             return torch.cat([basis.rotate_back(rows).mT for basis, rows in zip(bases, parts)], 1).mT
 
         return Eigenbasis(torch.cat([basis.values for basis in bases]), rotate, rotate_back)

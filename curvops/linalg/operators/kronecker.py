@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, cast
@@ -475,7 +475,7 @@ class EigenKronecker(_GroupedBlocks):
         if block.ndim == 3:
             return self.rotate(self.rotate_back(block).mul_(weights.flatten(0, 1).unsqueeze(1)))
         left, right, _ = self._args
-        rotated = _both(_transpose(left), _transpose(right), _to_groups(block, self.sizes))
+        rotated = _both(_transpose(left), _transpose(right), _to_groups(block, weights.shape))
         return _from_groups(_both(left, right, weights.unsqueeze(1) * rotated), block)
 
     def diagonal_of(self, spectrum: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -505,7 +505,7 @@ def _two_sided(left: Tensor, right: Tensor, block: Tensor) -> Tensor:
 # all columns at once, (K·p, q), and the left one each column.
 
 
-def _to_groups(block: Tensor, sizes: tuple[int, int, int]) -> Float[Tensor, "g k p q"]:
+def _to_groups(block: Tensor, sizes: Sequence[int]) -> Float[Tensor, "g k p q"]:
     if block.ndim == 3:
         return block.unflatten(0, sizes[:2]).transpose(1, 2)
     return block.mT.reshape(block.shape[1], *sizes).transpose(0, 1)

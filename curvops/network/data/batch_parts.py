@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -28,6 +28,14 @@ JOINED = " For points of unequal sizes, joined in one tensor, pass the points th
 NAMES = ("inputs", "targets", "weights")
 LABELS = ("labels", "label")
 """The names of the targets in Hugging Face collators and data sets."""
+
+
+class BatchParts(NamedTuple):
+    """Inputs, targets and sample weights of as many points each, checked together; None for what a batch lacks."""
+
+    inputs: Inputs
+    targets: Any
+    weights: Any
 
 
 def holds_all(data: object) -> bool:

@@ -22,6 +22,7 @@ from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
 from curvops.fingerprints import fingerprint, in_64_bits, ordered_sum, point_prints
 from curvops.network.data.batch_parts import (
     ACCEPTED,
+    BatchParts,
     holds_all,
     require_aligned,
     sizes_of,
@@ -93,17 +94,16 @@ class Batch:
         weights = None if self.weights is None else self.weights.clone()
         return Batch(copy(self.inputs), self.any_targets.clone(), weights, self.start, self.labelled)
 
-    def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return all tensors of the data with the names that messages use for them."""
-        targets = [("targets", self.targets)] if self.labelled else []
-        weights = [] if self.weights is None else [("weights", self.weights)]
-        return [*components(self.inputs), *targets, *weights]
+    def named_labels(self) -> list[tuple[str, Tensor]]:
+        """Return the targets and the weights of the data, those that there are, by name."""
+        named = [("targets", self.any_targets)] if self.labelled else []
+        return named if self.weights is None else [*named, ("weights", self.weights)]
 
     @cached_property
     def named_rows(self) -> list[tuple[str, Tensor]]:
         """The tensors whose rows identify the points, as `rows_of` finds them, and their targets and weights."""
-        place, others = self.any_targets.device, replace(self, inputs=()).named_tensors()
-        return [*((name, tensor.to(place)) for name, tensor in rows_of(self.inputs)), *others]
+        place = self.any_targets.device
+        return [*((name, tensor.to(place)) for name, tensor in rows_of(self.inputs)), *self.named_labels()]
 
     @property
     def rows(self) -> list[Tensor]:
@@ -165,8 +165,10 @@ class Reading:
         y = move_tensor(y, self.device, self.dtype)
         return Batch(move(inputs, self.device, self.dtype), y, w, labelled=targets is not None)
 
-    def parts(self, item: object, index: int = 0) -> tuple[Inputs, Any, Any]:
+    def parts(self, item: object, index: int = 0) -> BatchParts:
         """Return inputs, targets and weights of one item as they are given, of as many points each."""
+        if isinstance(item, BatchParts):
+            return item
         with _in_batch(index):
             x, targets, w = split_batch(item, self.weights)
             if self.labelled not in (None, targets is not None):
@@ -174,14 +176,14 @@ class Reading:
                 raise ValueError(f"this batch has {what}: give all of them labels, or none.")
             inputs = normalise(x) if targets is None else batch_inputs(x, max(sizes_of(targets)), self.whole)
             require_aligned(inputs, targets, w)
-        return inputs, targets, w
+        return BatchParts(inputs, targets, w)
 
     def read_checked(self, item: object, index: int = 0) -> Batch:
         """Read one batch and check its values, too, without copying. Waits for the device once per tensor."""
         batch = self.read(item, index)
         if batch.num_points == 0:
             raise ValueError(f"Batch {index} is empty. Leave it out.")
-        for name, tensor in batch.named_tensors():
+        for name, tensor in [*components(batch.inputs), *batch.named_labels()]:
             if name != "targets":
                 require_finite(f"Batch {index}: {name}", tensor)
             elif not self.missing:  # otherwise `check` looks for Inf
@@ -419,18 +421,21 @@ class AbsentBatches:
 
 @dataclass(frozen=True, eq=False)
 class _InMemory:
-    """Re-iterable slices of tensors in memory, as mappings with the three names that any batch may have."""
+    """Re-iterable slices of tensors in memory."""
 
-    inputs: Inputs
-    others: dict[str, Any]
+    whole: BatchParts
     batch_size: int
     mapping_type: type  # the type of the inputs, if they were a mapping
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for start in range(0, num_points(self.inputs), self.batch_size):
+    def __iter__(self) -> Iterator[BatchParts]:
+        inputs, targets, weights = self.whole
+        for start in range(0, num_points(inputs), self.batch_size):
             chosen = slice(start, start + self.batch_size)
-            others = {name: None if labels is None else take(labels, chosen) for name, labels in self.others.items()}
-            yield {"inputs": take(self.inputs, chosen), **others}
+            yield BatchParts(
+                take(inputs, chosen),
+                None if targets is None else take(targets, chosen),
+                None if weights is None else take(weights, chosen),
+            )
 
 
 def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[object]:
@@ -449,8 +454,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         x, targets, w = split_batch(data, weights)
         inputs = normalise(x)
         require_aligned(inputs, targets, w)
-        others: dict[str, Tensor | None] = {"targets": targets} if w is None else {"targets": targets, "weights": w}
-        return _InMemory(inputs, others, batch_size, type(x))
+        return _InMemory(BatchParts(inputs, targets, w), batch_size, type(x))
     if (source := unlabelled_source(data)) is not None:
         return InputsAlone(as_source(source, batch_size))
     if isinstance(data, (tuple, list)) and data and all(isinstance(value, Tensor | np.ndarray) for value in data):

@@ -110,9 +110,11 @@ def components(inputs: Inputs) -> list[tuple[str, Tensor]]:
     return [(f"inputs[{name!r}]", tensor) for name, tensor in inputs.items()]
 
 
-def components_with_gradient(inputs: Inputs) -> list[tuple[str, Tensor]]:
-    """Return the tensors of the inputs that require a gradient, if gradients are being recorded."""
-    return [pair for pair in components(inputs) if torch.is_grad_enabled() and pair[1].requires_grad]
+def names_with_gradient(inputs: Inputs) -> tuple[str, ...]:
+    """Return the names of the tensors that require a gradient, if gradients are being recorded."""
+    if not torch.is_grad_enabled():
+        return ()
+    return tuple(name for name, tensor in components(inputs) if tensor.requires_grad)
 
 
 def rows_of(inputs: Inputs) -> list[tuple[str, Tensor]]:

@@ -122,7 +122,9 @@ class Selection(FlatLayout):
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> Blocks:
         """Split a tangent vector into named tensors; entries outside a subnetwork are zero."""
-        return {name: block.squeeze(0) for name, block in self.split(vector.unsqueeze(1)).items()}
+        if self.index is not None:
+            vector = vector.new_zeros(self.size).index_copy(0, self.index, vector)
+        return self.named(vector)
 
     def split(self, block: Float[Tensor, "D K"]) -> Blocks:
         """Split a block of vectors into `{name: (K, *shape)}`: views where the block is stored as `(K, D).mT`."""

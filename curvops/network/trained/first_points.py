@@ -31,7 +31,7 @@ from curvops.network.data.inputs import (
     value_of,
 )
 from curvops.network.data.layouts import Layout, Name, NamedLayout, part_of
-from curvops.network.data.objects import Objects, WholeBatch, digest_of
+from curvops.network.data.objects import WholeBatch, digest_of
 from curvops.network.data.point_sources import LoaderOfPoints
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.likelihoods import (
@@ -196,10 +196,18 @@ def reading_for(
     if outputs is not None and any(isinstance(member.of_position, ByAutograd) for member in likelihood.members):
         f = layout.rows(outputs).to(theta.dtype)
         check = partial(_check_targets, likelihood, f[: max(1, SCORED // f.shape[1])])
-    missing = likelihood.of_position.missing is not None
-    admit = partial(admit_all, model, in_order=True)
-    reading = Reading(theta.device, theta.dtype, check, layout, weights, missing, admit, labelled)
-    reading = dataclasses.replace(reading, whole=isinstance(model.calls.example, WholeBatch))
+    missing, example = likelihood.of_position.missing is not None, model.calls.example
+    reading = Reading(
+        theta.device,
+        theta.dtype,
+        check,
+        layout,
+        weights,
+        missing,
+        admit=model.admit if example is None else partial(try_objects, model, in_order=True),
+        labelled=labelled,
+        whole=isinstance(example, WholeBatch),
+    )
     if labelled:
         return reading
     if missing:
@@ -406,14 +414,7 @@ def checked_layout(
                 raise ValueError("two passes over the same points gave different outputs; call model.eval() first.")
         if drew and model.training:  # two masks of few entries are often the same
             raise ValueError("the model is in train mode and draws random numbers; call model.eval() first.")
-        try:
-            alone = _outputs_alone(model, first_of(few, 1))
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"the model rejects a single point ({error}): call model.eval(), and accept batches of any size."
-            ) from error
-        _require_gradient(model, alone)
-        alone = alone.detach()
+        alone = _outputs_alone(model, first_of(few, 1))
         model.require_points_apart(outputs, alone)
         try:
             turned = model.raw(model.values, take(points, torch.arange(total - 1, -1, -1)))
@@ -424,22 +425,27 @@ def checked_layout(
 
 
 def _outputs_alone(model: Model, point: Inputs) -> Tensor:
-    """Return the outputs of a single point, with their graph unless a transform, as of a sampler's chains, forbids."""
-    if in_functorch():
-        return model.raw(model.values, point)
-    with torch.enable_grad():
-        return model.raw(model.leaves(), point)
+    """Return the outputs of a single point.
 
-
-def _require_gradient(model: Model, outputs: Tensor) -> None:
-    """Raise ValueError if outputs have no gradient in any selected parameter, so that J would be zero."""
-    if not outputs.requires_grad and not in_functorch():
+    Raises ValueError if the model rejects it, or if they have no gradient in any selected parameter, so that J would be
+    zero. Inside a transform, as of a sampler's chains, there is no graph that shows this.
+    """
+    graph = not in_functorch()
+    try:
+        with torch.set_grad_enabled(graph):
+            outputs = model.raw(model.leaves() if graph else model.values, point)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"the model rejects a single point ({error}): call model.eval(), and accept batches of any size."
+        ) from error
+    if graph and not outputs.requires_grad:
         names = model.selection.names
         raise ValueError(
             f"the outputs have no gradient in the {len(names)} selected parameters ({names[0]!r}, ...), so that they "
             "would have no uncertainty: leave torch.no_grad, inference_mode, detach and NumPy out of the model's "
             "forward, or select parameters that it uses."
         )
+    return outputs.detach()
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -447,15 +453,14 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def admit_all(model: Model, inputs: Inputs, most: int = 0, in_order: bool = False) -> None:
-    """Try the model on inputs as `Model.admit` does, and on all of them if they are objects, `most` at a time.
+def try_objects(model: Model, inputs: Inputs, most: int = 0, in_order: bool = False) -> None:
+    """Try the model on objects as `Model.admit` does, and then on all of them, `most` at a time.
 
     What is inside an object is not looked at, but its outputs have to be finite. With `in_order`, the points must also
-    be joined in their order, and equally each time. Costs one forward pass for objects, or two, and none for tensors.
-    Raises ValueError or TypeError.
+    be joined in their order, and equally each time. Costs one forward pass, or two. Raises ValueError or TypeError.
     """
     model.admit(inputs)
-    if not isinstance(inputs, Objects) or not num_points(inputs):
+    if not num_points(inputs):
         return
     start = 0
     with torch.no_grad():

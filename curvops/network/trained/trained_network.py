@@ -22,12 +22,10 @@ from curvops.network.data.batches import AbsentBatches, Batch, Batches, Labelled
 from curvops.network.data.inputs import (
     Inputs,
     as_inputs,
-    components_with_gradient,
     copy,
-    cut,
     first_of,
     in_pieces,
-    map_inputs,
+    names_with_gradient,
     num_points,
 )
 from curvops.network.data.layouts import Name, NamedLayout
@@ -46,15 +44,15 @@ from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
 from curvops.network.trained.first_points import (
-    admit_all,
     check_scores,
     first_points,
     likelihood_at,
     output_shape,
     reading_for,
+    try_objects,
 )
 from curvops.network.walks.engine_cache import BatchMap, Budget, default_budget, linear
-from curvops.network.walks.input_graphs import InputGraph, outputs_at
+from curvops.network.walks.input_graphs import outputs_at
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.walk import Passes, accumulate
@@ -334,19 +332,6 @@ class TrainedNetwork(NetworkOnData):
         """The plan of engines and its reasons: engine per layer, bytes, expected gradients per product."""
         return self.passes.plan
 
-    def walk_at(self, x: Any, differentiable: bool = False) -> tuple[Passes, int, InputGraph | None]:
-        """Return a walk over a copy of these inputs, their number, and their graph if they require a gradient.
-
-        Raises as `admit`, and ValueError if J has no gradient in the inputs that is certain to be right.
-        """
-        inputs_copy, engines = copy(self.admit(x, differentiable)), self.passes.engines
-        names = tuple(name for name, _ in components_with_gradient(inputs_copy)) if num_points(inputs_copy) else ()
-        graph = InputGraph(engines, inputs_copy, names) if names else None
-        inputs = map_inputs(Tensor.detach, inputs_copy)
-        batches = [(subset, None) for _, subset in cut(inputs, self.data.largest)]
-        walk = Passes(self.model, batches, self.engine, self.memory, engines, progress=self.passes.progress)
-        return walk, num_points(inputs), graph
-
     def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"] | Any:
         """Return f(x, θ*), the network's outputs at its snapshot, with each position as a point, (n·T, C).
 
@@ -360,7 +345,7 @@ class TrainedNetwork(NetworkOnData):
             return {name: self.output(name).predict(x, weights) for name in self.likelihood.likelihoods}
         inputs = self.admit(x, differentiable=True)
         values = self.model.values if weights is None else self.unflatten_weights(weights)
-        if num_points(inputs) and components_with_gradient(inputs):
+        if num_points(inputs) and names_with_gradient(inputs):
             constants = {name: value.detach() for name, value in values.items()}
             return outputs_at(self.model, copy(inputs), constants).reshape(-1, self.output_shape[-1])
         with torch.no_grad():
@@ -372,12 +357,14 @@ class TrainedNetwork(NetworkOnData):
         """Return inputs on the weights' device, after trying the model on them; raise as `jacobian` does."""
         self.model.refuse_modes()
         inputs = self.inputs_of(x)
-        constant = isinstance(inputs, Objects)
-        for name, _ in () if differentiable and not constant else components_with_gradient(inputs):
-            if constant:
+        if isinstance(inputs, Objects):
+            for name in names_with_gradient(inputs):
                 raise ValueError(f"{name} requires a gradient, which points joined by collate= do not get: detach it.")
+            try_objects(self.model, inputs, self._points_at_once())
+            return inputs
+        for name in () if differentiable else names_with_gradient(inputs):
             raise ValueError(f"{name} requires a gradient: use lin.jacobian(x, differentiable=True), or x.detach().")
-        admit_all(self.model, inputs, self._points_at_once())
+        self.model.admit(inputs)
         return inputs
 
     def _points_at_once(self) -> int:

@@ -117,7 +117,7 @@ def _by_solves(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool) ->
     together = max(1, outputs // C)
     width, beside = solve_width(J, max(BLOCK, BLOCK_NUMBERS // J.shape[-1], together * C))
     points, blocks = max(1, width // C // together) * together, []
-    for piece in [J] if points * C >= J.shape[-2] else J.by_points(points, together):
+    for piece in J.by_points(points, together):
         rows = piece.shape[-2]
         with holding(J, beside), torch.set_grad_enabled(recorded):
             if rows <= width and not recorded and not J.passes.engines.plan.others:
@@ -343,8 +343,12 @@ class InLayerBlocks(Metric):
         self.waiting: dict[tuple[str, ...], list[tuple[Target, Tensor]]] = {}
         if isinstance(form, LayerBlocksForm):
             self.forms = form.kronecker_forms
-            products = {names: block for names, block in self.forms.items() if isinstance(block, KroneckerForm)}
-            if missing := {names: block for names, block in products.items() if block.base.known_eigen is None}:
+            missing = {
+                names: block
+                for names, block in self.forms.items()
+                if isinstance(block, KroneckerForm) and block.base.known_eigen is None
+            }
+            if missing:
                 if count is not None and walk.features() is None:
                     self._take_few(missing, count, walk.model.theta.element_size())
                 form.decompose(block for names, block in missing.items() if names not in self.few)

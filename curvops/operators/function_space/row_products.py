@@ -41,13 +41,9 @@ class Sides(NamedTuple):
         """The bytes of a for one point."""
         return self.left.shape[2] * self.left.shape[3] * self.width * self.left.element_size()
 
-    def is_held(self, most_bytes: int) -> bool:
-        """Return whether a for all points fits into this many bytes."""
-        return len(self.left) * self.point_bytes <= most_bytes
-
     def held(self, most_bytes: int, contiguous: bool = False) -> Sides:
         """Return these sides with a for all points in memory, if it fits; the q numbers of one position contiguous."""
-        if not self.is_held(most_bytes):
+        if len(self.left) * self.point_bytes > most_bytes:
             return self
         a = self.right(slice(None))
         return self._replace(right=(a.contiguous() if contiguous else a).__getitem__)

@@ -229,9 +229,13 @@ class Jacobian(NetworkOperator):
         return Jacobian(*self._args, **self._kwargs | {"passes": passes, "rows": rows})
 
     def by_points(self, count: int, together: int = 1) -> Iterator[Jacobian]:
-        """Yield the Jacobians of `count` points at a time, or fewer points at the end of a batch."""
-        for passes, points in by_points(self.passes.gathered(), count, together):
-            yield Jacobian(self.theta, passes=passes, rows=points * self._num_outputs)
+        """Yield the Jacobians of `count` points at a time, fewer at the end of a batch; this one if it has no more."""
+        J, C = self.gathered(), self._num_outputs
+        if count * C >= J.shape[-2]:
+            yield J
+            return
+        for passes, points in by_points(J.passes, count, together):
+            yield Jacobian(self.theta, passes=passes, rows=points * C)
 
     @property
     def _num_outputs(self) -> int:

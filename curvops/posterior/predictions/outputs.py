@@ -16,7 +16,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
@@ -64,7 +64,7 @@ OutputMoments = tuple[Float[Tensor, "N C"], LinearOperator]
 
 @dataclass(frozen=True, eq=False)
 class OutputDistribution(ABC):
-    """The outputs of a linearised network under a distribution of the weights, at the inputs x of `at(x)`.
+    """The outputs of a linearised network under a distribution of the weights, at the inputs x.
 
     What its methods compute in common (the Jacobian, means, covariances and products) is kept as long as it lives.
     """
@@ -79,10 +79,6 @@ class OutputDistribution(ABC):
     correction: ClassVar[int] = 1
     """What the variance of a mean of targets lacks in draws, as in `torch.var`: their own mean is a fitted one."""
 
-    def at(self: SomeOutputs, x: Any, rtol: float | None) -> SomeOutputs:
-        """Return the outputs at x, with nothing computed."""
-        return replace(self, x=x, rtol=rtol)
-
     @cached_property
     def jacobian(self) -> Jacobian:
         """The Jacobian at x."""
@@ -96,13 +92,14 @@ class OutputDistribution(ABC):
             outputs = outputs + self.jacobian._matmul(self.step).view_as(outputs)
         return outputs.reshape(-1, self.lin.output_shape[-1])
 
+    @property
+    def mean(self) -> Float[Tensor, "N C"]:
+        """The mean of the outputs."""
+        return self.linear_mean
+
     @abstractmethod
     def covariance(self, together: int | None = 1) -> LinearOperator:
         """Return the covariance of the outputs, joint within `together` points (None: all)."""
-
-    def moments(self, together: int | None = 1) -> OutputMoments:
-        """Return the mean and the `covariance`."""
-        return self.linear_mean, self.covariance(together)
 
     @abstractmethod
     def draws(self, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
@@ -110,15 +107,15 @@ class OutputDistribution(ABC):
 
     def uncertainty_of_numbers(self, likelihood: Likelihood) -> Uncertainty:
         """Return the uncertainty of numeric targets whose outputs are normal, in closed form."""
-        mean, covariance = self.moments()
-        return decompose_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
+        mean, variances = self.mean, self.covariance().diagonal(dim1=-2, dim2=-1)
+        return decompose_numbers(likelihood, mean, variances)
 
     def moments_of_targets(
         self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
     ) -> OutputMoments:
         """Return the mean and covariance of real targets, noise included; in closed form for likelihoods of NUMBERS."""
         if isinstance(likelihood, NUMBERS):
-            return add_noise(likelihood, *self.moments(together))
+            return add_noise(likelihood, self.mean, self.covariance(together))
         return self.drawn_moments(likelihood, together, normals, start)
 
     @abstractmethod

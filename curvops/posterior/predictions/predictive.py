@@ -356,7 +356,7 @@ class Predictions:
                     raise ValueError(f"rank {rank} has no points, and groups need some: pass gather=True.")
             outputs.require_whole_groups(outputs.jacobian.shape[-2] // C, together)
         if likelihood is None:
-            mean, covariance = outputs.moments(together)
+            mean, covariance = outputs.mean, outputs.covariance(together)
         else:
             mean, covariance = outputs.moments_of_targets(likelihood, together, normals, split.start)
         if split.ranks is not None:
@@ -446,8 +446,8 @@ class Predictions:
             logits = answers.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
             return split.results_asked_for(Estimate.exact(likelihood.log_prob(logits, targets)))
         if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian):
-            mean, covariance = outputs.moments()
-            noisy = covariance.add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
+            mean = outputs.mean
+            noisy = outputs.covariance().add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
             density = answers.gaussian_log_density(mean, noisy.to_dense(), targets)
             return split.results_asked_for(Estimate.exact(density))
         log_p = answers.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
@@ -484,8 +484,8 @@ class Predictions:
 
         split = split_points(self.lin, self.x, self.gather, request, needs_data, targets)
         if outputs is not self._outputs:
-            return outputs.at(split.x, self.rtol), split
+            return replace(outputs, x=split.x, rtol=self.rtol), split
         key = split.is_whole, torch.is_grad_enabled()
         if key not in self._shared or self.posterior._is_learned:
-            self._shared[key] = outputs.at(split.x, self.rtol)
+            self._shared[key] = replace(outputs, x=split.x, rtol=self.rtol)
         return self._shared[key], split
