@@ -26,12 +26,11 @@ from curvops.posterior.precision import REMEDIES
 from curvops.summary import summary
 
 OVER = ("scalar", "layers", "tensors", "weights")
-
 """The sets of weights that may share a prior precision."""
-# A search extends by this factor below and above the start.
 FURTHEST = 1e10
-# Products with one vector are used for all precisions down to this fraction of the present one.
+"""A search extends by this factor below and above the start."""
 WINDOW = 100.0
+"""Products with one vector are used for all precisions down to the present one over this."""
 
 
 @dataclass(frozen=True, eq=False)

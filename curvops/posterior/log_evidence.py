@@ -241,7 +241,7 @@ def _ratio_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator
 
 def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) -> Estimate:
     size = operator.shape[-1]
-    exact = size <= routes.WHOLE
+    exact = size <= routes.MOST_DECOMPOSED
     options: dict[str, Any] = {"max_matvecs": size if exact else routes.MOST_MATVECS, "generator": generator}
     if not exact and not (isinstance(operator, Damped) and operator.shifted_form()):
         options["lower_bound"] = "estimate"
@@ -286,7 +286,7 @@ def _count_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
 
 def _count_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:
     """Compute tr(G (G + A)⁻¹) under an operator A: densely if G may be decomposed, otherwise by probes."""
-    if len(terms.lin.theta) <= routes.WHOLE:
+    if len(terms.lin.theta) <= routes.MOST_DECOMPOSED:
         spectrum = decompose(terms.cache)
         G = spectrum.semidefinite_part()
         if terms.sum.error is None:

@@ -28,6 +28,7 @@ from curvops.checks import checked_number
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, accept, indefinite
+from curvops.linalg.core.solve_routes import DETERMINANT_RANK
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum, log_ratio, stack
 from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, Sampler, run
@@ -38,8 +39,6 @@ from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.systems import shifted
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
 
-MOST_RANK = 400
-"""The largest rank of a preconditioner, and the deepest basis for an estimated lower bound."""
 LEFT = 0.1
 """A preconditioner grows until the eigenvalues that it leaves are below this share of μ."""
 
@@ -261,7 +260,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
         ValueError: it is not clearly positive and no shift was given (with a shift, the bound is then 0).
     """
     facts, limits = probed.facts, probed.limits
-    most = min(facts.rows, max(1, limits.products // 4), MOST_RANK)
+    most = min(facts.rows, max(1, limits.products // 4), DETERMINANT_RANK)
     most = depth_within(most, facts.rows, facts.vector_bytes, 1, limits.memory)
     run = LockStep(probed.multiply, probed.probes(1), min(most, LEAST))
     while True:
@@ -300,7 +299,7 @@ def _by_probes(
     """
     excess = replace(probed, multiply=_less(probed.multiply, bound))
     n, budget, memory = probed.facts.rows, probed.limits.products, probed.limits.memory
-    most = min(budget // 2, MOST_RANK, n)
+    most = min(budget // 2, DETERMINANT_RANK, n)
     if memory is not None:
         most = min(most, memory // (6 * probed.facts.vector_bytes))
     sampler: Sampler | None = None
@@ -319,7 +318,7 @@ def _by_probes(
         if decays and (pilot.tail == 0 or most == pilot_rank):
             P = pilot.preconditioner(mu)
         elif decays:
-            if budget // 2 >= min(MOST_RANK, n):  # otherwise products are kept for the preconditioner
+            if budget // 2 >= min(DETERMINANT_RANK, n):  # otherwise products are kept for the preconditioner
                 sampler = Sampler(
                     excess.after(spent).with_half_memory(), [log_ratio(mu)], beside, scale, mu if solves else None
                 )

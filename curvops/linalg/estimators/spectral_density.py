@@ -2,8 +2,9 @@
 
 >>> import torch
 >>> from curvops.linalg import spectral_density
->>> found = spectral_density(torch.diag(torch.linspace(1.0, 2.0, 50)), generator=torch.Generator().manual_seed(0))
->>> round(found.integral(), 6), found.reason.name
+>>> A = torch.diag(torch.linspace(1.0, 2.0, 50))
+>>> density = spectral_density(A, generator=torch.Generator().manual_seed(0))
+>>> round(density.integral(), 6), density.reason.name
 (1.0, 'CONVERGED')
 """
 

@@ -27,6 +27,7 @@ from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.matrix_identity import Sources, Space, problem_of, scale_sources, sources_of, spaces_of
 from curvops.linalg.core.probed import LEAST_VECTORS, Probed
 from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.solve_routes import SKETCH_RANK
 from curvops.linalg.core.structure import is_psd
 from curvops.linalg.core.vectors import (
     CHUNK,
@@ -51,7 +52,7 @@ from curvops.linalg.estimators.frobenius import PROBES
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
-from curvops.linalg.preconditioners.nystrom import KEPT, MOST_RANK, grow
+from curvops.linalg.preconditioners.nystrom import KEPT, grow
 from curvops.linalg.solvers.solve import default_rtol
 from curvops.linalg.spectra.apply_function import inverse_root, inverse_root_product
 from curvops.ranks.sharded_vectors import Sharded, block_of, stored
@@ -466,7 +467,7 @@ def low_rank(
     if rtol is not None:
         checked_number("rtol", rtol, "(0, 1)")
     aim = (0.01 if rank is None else None) if rtol is None else rtol
-    wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
+    wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, SKETCH_RANK))
     if memory_budget is not None and memory_budget < (least := KEPT * facts.vector_bytes):
         raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
     saved = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)

@@ -320,7 +320,7 @@ class FunctionRun:
             errors = approximation.relative()
             for i, k in enumerate(together):
                 complete = float(beta[i]) == 0
-                if not bool(approximation.known[i]):
+                if not bool(approximation.defined[i]):
                     if complete:
                         self._stop(k, Reason.SINGULAR)
                     continue
@@ -340,7 +340,7 @@ class FunctionRun:
         m = approximation.coefficients.shape[1]
         if m == self.run.n:
             return torch.zeros_like(approximation.settled)
-        few = approximation.settled & approximation.known & ((beta == 0) | (m < SEEN_DEPTH))
+        few = approximation.settled & approximation.defined & ((beta == 0) | (m < SEEN_DEPTH))
         if not bool(few.any()):
             return few
         threat = ROUNDING * self.f.eps * self.f.largest_within(self.run.scale)

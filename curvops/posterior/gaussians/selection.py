@@ -269,7 +269,7 @@ def _parts_of_inverse(
     """Return the trace of P⁻¹ over the weights left out, and the block of P⁻¹ over the others, in float64."""
     P = post.precision
     form = P._closed_form()
-    if form is None and len(rest) <= routes.WHOLE:
+    if form is None and len(rest) <= routes.MOST_DECOMPOSED:
         whole = principal_block(P, torch.arange(len(rest), device=P.device)).double()
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(whole))
         # P⁻¹EP⁻¹ for an error E of P, the rounding of its products.
