@@ -26,12 +26,12 @@ from torch import Tensor
 from curvops.ambient import Progress, current_run
 from curvops.checks import checked_number
 from curvops.linalg.core.algorithm import Multiply, algorithm
-from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
+from curvops.linalg.core.probed import ESTIMATE_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, accept, indefinite
 from curvops.linalg.core.solve_routes import DETERMINANT_RANK
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum, log_ratio, stack
-from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, Sampler, run
+from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST_PRODUCTS, Sampler, run
 from curvops.linalg.estimators.trace import VectorPairs, attach_gradient, needs_gradient
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.preconditioners.nystrom import grow
@@ -108,7 +108,7 @@ def logdet(
         limits.check(0)
         exact: Estimate = form.logdet_estimate(limits.tolerance)
         return exact
-    limits.check(min(LEAST, facts.rows))
+    limits.check(min(LEAST_PRODUCTS, facts.rows))
     bound, levels = _bound_and_levels(shift, lower_bound)
     grid, estimated, solves = isinstance(shift, Tensor) and shift.ndim > 0, lower_bound == "estimate", needs_gradient(A)
     parts = A.shifted_form() if shift is None and lower_bound is None and isinstance(A, Split) else None
@@ -130,7 +130,7 @@ def logdet(
                     f'one, lower_bound="estimate", or for the dense value max_matvecs >= {facts.rows} (any '
                     f"memory_budget >= {16 * facts.rows**2} bytes)."
                 )
-            with probing(A, generator, limits, LEAST_VECTORS) as probed:
+            with probing(A, generator, limits, ESTIMATE_VECTORS) as probed:
                 spent = 0
                 if estimated:
                     bound, spent = _estimate_bound(probed, min(levels) > 0)
@@ -242,9 +242,9 @@ def _of_sum(
     if scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it belongs to P, not to B
         least = float(scale.max()) ** -2
         beside = len(scale) * math.log(least) - float(offset.detach())
-        with probing(P, generator, limits, LEAST_VECTORS) as probed:
+        with probing(P, generator, limits, ESTIMATE_VECTORS) as probed:
             return _by_probes(probed, least, least, preconditioner, solves, beside)
-    with probing(base, generator, limits, LEAST_VECTORS) as probed:
+    with probing(base, generator, limits, ESTIMATE_VECTORS) as probed:
         estimate, pairs = _by_probes(probed, 0.0, level, preconditioner, solves)
     if pairs is None:
         return estimate + offset, None
@@ -262,7 +262,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
     facts, limits = probed.facts, probed.limits
     most = min(facts.rows, max(1, limits.products // 4), DETERMINANT_RANK)
     most = depth_within(most, facts.rows, facts.vector_bytes, 1, limits.memory)
-    run = LockStep(probed.multiply, probed.probes(1), min(most, LEAST))
+    run = LockStep(probed.multiply, probed.probes(1), min(most, LEAST_PRODUCTS))
     while True:
         run.extend(run.capacity)
         run.check()
@@ -273,7 +273,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
         bound = lowest - float(run.betas[0, -1] * V[-1, 0].abs())
         if bound >= 0.9 * lowest or bool(run.done[0]) or run.capacity >= most:
             break
-        run.reserve(min(most, run.capacity + max(LEAST, run.capacity // 4)))
+        run.reserve(min(most, run.capacity + max(LEAST_PRODUCTS, run.capacity // 4)))
     if bound > noise:
         return bound, run.matvecs
     if shifted:

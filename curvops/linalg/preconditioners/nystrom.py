@@ -43,7 +43,7 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner, blockwise
 from curvops.summary import Summarised
 
-KEPT = 3
+SKETCH_ARRAYS = 3
 """The number of n × rank arrays in memory at once."""
 
 
@@ -183,7 +183,7 @@ def grow(
     """
     facts, n, memory = probed.facts, probed.facts.rows, probed.limits.memory
     if memory is not None:
-        limit = min(limit, memory // max(1, KEPT * facts.vector_bytes))
+        limit = min(limit, memory // max(1, SKETCH_ARRAYS * facts.vector_bytes))
     Omega = Y = empty_block(facts, 0)
     target = min(limit, 8) if rank is None else limit
     history: list[list[float]] = []
