@@ -185,8 +185,8 @@ def limit_variance(post: Laplace) -> Laplace:
         variances = []
         for inputs in alike:
             predicted = trial.predict(inputs, samples=draws)
-            parts = predicted.values() if isinstance(predicted, dict) else [predicted]
-            variances += [part.variance.flatten() for part in parts]
+            normals = predicted.values() if isinstance(predicted, dict) else [predicted]
+            variances += [normal.variance.flatten() for normal in normals]
         variance = float(torch.cat(variances).mean())
         if not 0 < variance < math.inf:
             raise ValueError(f"the logits have a variance of {variance:.3g} at the training inputs.")
