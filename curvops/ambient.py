@@ -248,18 +248,18 @@ def running(
     if memory_budget is not None:
         memory_budget = int(min(checked_number("memory_budget", memory_budget, "[0, inf]"), sys.maxsize))
     outer = current_run()
-    own: Steps | None = None
+    own_steps: Steps | None = None
     silent, steps = outer.silent, outer.steps
     if progress is not None or not outer.counts:
         progress = getattr(A, "progress", None) if progress is None else progress
         silent = silent or progress is False
-        steps = own = Steps(what, total, progress, " products") if not silent and is_wanted(progress) else None
+        steps = own_steps = Steps(what, total, progress, " products") if not silent and is_wanted(progress) else None
     aside = Run(True, silent=silent, distributed=distributed or outer.distributed)
     aside.aside = aside
     run = replace(
         aside,
         steps=steps,
-        shows=own is not None,
+        shows=own_steps is not None,
         memory_budget=outer.memory_budget if memory_budget is None else memory_budget,
         memories=getattr(A, "memories", frozenset()),
         checkpoint=outer.checkpoint,
@@ -270,8 +270,8 @@ def running(
         yield run
     finally:
         in_force.reset(token)
-        if own is not None:
-            own.close()
+        if own_steps is not None:
+            own_steps.close()
 
 
 def hold(memories: Memories, nbytes: int) -> AbstractContextManager[Any]:

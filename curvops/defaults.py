@@ -19,7 +19,7 @@ from curvops.checks import check_flag
 from curvops.errors import MissingLabelsError, UndeterminedWarning
 from curvops.evidence.maximize import maximize
 from curvops.evidence.validate import validate
-from curvops.linalg.core.solve_routes import WHOLE
+from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
 from curvops.network import needs_noise
 from curvops.network.data.inputs import group_alike, join
 from curvops.network.likelihoods import Gaussian
@@ -176,7 +176,7 @@ def limit_variance(post: Laplace) -> Laplace:
     from scipy.optimize import brentq  # a slow import, needed for tuning only
 
     alike = training_inputs(post.lin)
-    by_draws = post.precision._closed_form() is None and post.lin.num_parameters > WHOLE
+    by_draws = post.precision._closed_form() is None and post.lin.num_parameters > MOST_DECOMPOSED
 
     @cache
     def excess(power: float) -> float:
@@ -185,8 +185,8 @@ def limit_variance(post: Laplace) -> Laplace:
         variances = []
         for inputs in alike:
             predicted = trial.predict(inputs, samples=draws)
-            parts = predicted.values() if isinstance(predicted, dict) else [predicted]
-            variances += [part.variance.flatten() for part in parts]
+            normals = predicted.values() if isinstance(predicted, dict) else [predicted]
+            variances += [normal.variance.flatten() for normal in normals]
         variance = float(torch.cat(variances).mean())
         if not 0 < variance < math.inf:
             raise ValueError(f"the logits have a variance of {variance:.3g} at the training inputs.")

@@ -374,8 +374,8 @@ def _check_shapes(values: Tensor, labels: Tensor, some: bool = True) -> None:
             "torch.stack([1 - Q.flatten(), Q.flatten()], 1) and Y.flatten().long()"
         )
     if values.ndim != 2 or labels.shape != values.shape[:1]:
-        given = f"{tuple(values.shape)} and {tuple(labels.shape)}"
-        raise ValueError(f"expected (N, C) values and (N,) labels, not {given}{remedy}")
+        shapes = f"{tuple(values.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"expected (N, C) values and (N,) labels, not {shapes}{remedy}")
     if some and labels.numel() == 0:
         raise ValueError("no data: a score of zero points is undefined")
     if labels.is_floating_point():

@@ -30,12 +30,11 @@ from curvops.posterior.precision import REMEDIES
 from curvops.summary import summary
 
 OVER = ("scalar", "layers", "tensors", "weights")
-
 """The sets of weights that may share a prior precision."""
-# A search extends by this factor below and above the start.
 FURTHEST = 1e10
-# Products with one vector are used for all precisions down to this fraction of the present one.
+"""A search extends by this factor below and above the start."""
 WINDOW = 100.0
+"""Products with one vector are used for all precisions down to the present one over this."""
 STEP = 0.01
 """The step in log σ² of the differences by which the effective parameters of one of several noises are counted."""
 

@@ -169,8 +169,10 @@ class _Search:
         """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""
         device = post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
-        parts = [post.log_likelihood(x, y, self.joint, None, draws, self.gather, self.link) for x, y in self.held_out]
-        scores, errors = (torch.cat([getattr(part, name) for part in parts]) for name in ("value", "stderr"))
+        arguments = self.joint, None, draws, self.gather, self.link
+        estimates = [post.log_likelihood(x, y, *arguments) for x, y in self.held_out]
+        scores = torch.cat([estimate.value for estimate in estimates])
+        errors = torch.cat([estimate.stderr for estimate in estimates])
         value = float(scores.mean())
         self.trials.append(_Trial(post, value, float(errors.norm()) / scores.numel()))
         return value

@@ -121,8 +121,8 @@ def training_spectra(
         >>> import torch, curvops as co
         >>> from curvops import plots
         >>> A = torch.diag(torch.linspace(1, 9, 20).double())
-        >>> found = co.linalg.spectral_density(A), co.linalg.eigsh(A, 2), co.linalg.trace(A)
-        >>> plots.training_spectra({0: found, 100: found}, bound=8.0).shape
+        >>> spectrum = co.linalg.spectral_density(A), co.linalg.eigsh(A, 2), co.linalg.trace(A)
+        >>> plots.training_spectra({0: spectrum, 100: spectrum}, bound=8.0).shape
         (2,)
     """
     steps = sorted(checkpoints)

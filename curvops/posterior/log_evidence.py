@@ -178,7 +178,7 @@ def _ratio_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
     if route == "formed kernel":
         return kernel_of(terms).log_ratio(float(A), rtol)
     if route == "quadrature":
-        return cache.known("quadrature")[2].logdet(float(A))
+        return cache.peek("quadrature")[2].logdet(float(A))
     most = routes.products_of_probes(system.rows)
     estimate = logdet(P, rtol=rtol, max_matvecs=most, generator=generator)
     if _failed(estimate) and routes.decomposes(system):
@@ -195,9 +195,9 @@ def _route(terms: PrecisionTerms, rtol: float) -> tuple[routes.System, str]:
     assert A is not None
     if terms.closed_form is not None:
         return routes.System(len(terms.lin.theta), closed_form=True), "closed form"
-    if not A.ndim and terms.cache.known("spectrum") is not None:
+    if not A.ndim and terms.cache.peek("spectrum") is not None:
         return routes.System(len(terms.lin.theta)), "spectrum"
-    system, quadrature = posterior_system(terms, whole=False), terms.cache.known("quadrature")
+    system, quadrature = posterior_system(terms, whole=False), terms.cache.peek("quadrature")
     assert system.posterior is not None
     prepared = quadrature is not None and not A.ndim and float(A.detach()) >= quadrature[0] and rtol >= quadrature[1]
     system = replace(system, posterior=replace(system.posterior, prepared=prepared))
@@ -241,7 +241,7 @@ def _ratio_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator
 
 def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) -> Estimate:
     size = operator.shape[-1]
-    exact = size <= routes.WHOLE
+    exact = size <= routes.MOST_DECOMPOSED
     options: dict[str, Any] = {"max_matvecs": size if exact else routes.MOST_MATVECS, "generator": generator}
     if not exact and not (isinstance(operator, Damped) and operator.shifted_form()):
         options["lower_bound"] = "estimate"
@@ -276,7 +276,7 @@ def _count_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
     if route == "formed kernel":
         return kernel_of(terms).spectrum.effective_dimension(float(A.detach()), rtol)
     if route == "quadrature":
-        return cache.known("quadrature")[2].effective_dimension(float(A.detach()))
+        return cache.peek("quadrature")[2].effective_dimension(float(A.detach()))
     most = routes.products_of_probes(system.rows)
     estimate = effective_dimension(cache.curvature, A, rtol=rtol, max_matvecs=most, generator=generator)
     if _failed(estimate) and routes.decomposes(system):
@@ -286,7 +286,7 @@ def _count_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
 
 def _count_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:
     """Compute tr(G (G + A)⁻¹) under an operator A: densely if G may be decomposed, otherwise by probes."""
-    if len(terms.lin.theta) <= routes.WHOLE:
+    if len(terms.lin.theta) <= routes.MOST_DECOMPOSED:
         spectrum = decompose(terms.cache)
         G = spectrum.semidefinite_part()
         if terms.sum.error is None:
@@ -347,7 +347,7 @@ def normal_mode(terms: PrecisionTerms) -> Float[Tensor, " D"] | None:
 
 def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
     """Spend the products that every scalar prior precision from `smallest` upwards needs; none for a closed form."""
-    if cache.known("spectrum") is not None:
+    if cache.peek("spectrum") is not None:
         return
     theta = cache.lin.theta
     terms = PrecisionTerms(cache, Prior(theta.new_tensor(smallest), theta.new_zeros(())))
@@ -369,7 +369,7 @@ def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torc
 @torch.no_grad()
 def decompose(cache: CurvatureCache) -> DenseSpectrum:
     """Compute all eigenvalues and eigenvectors of G, from the matrix that was formed for solves if there is one."""
-    A, formed = cache.curvature, cache.known("formed")
+    A, formed = cache.curvature, cache.peek("formed")
 
     def compute() -> DenseSpectrum:
         saved = part_of_whole("spectrum", A.device)

@@ -66,7 +66,7 @@ def posterior_system(
     Room in memory is measured by passes over a few points, if a route needs it.
     """
     lin, cache, P, A = terms.lin, terms.cache, terms.precision, terms.A
-    base, formed, kernel = P.base if isinstance(P, Damped) else P, cache.known("formed"), cache.known("kernel")
+    base, formed, kernel = P.base if isinstance(P, Damped) else P, cache.peek("formed"), cache.peek("kernel")
     scalar = A is not None and A.ndim == 0
     closed, root = whole and terms.closed_form is not None, root_of(terms.curvature) if whole else None
     return System(
@@ -89,7 +89,7 @@ def posterior_system(
             resolved=not scalar or kernel is None or "spectrum" not in vars(kernel) or _resolves(kernel, terms),
             budget=lin.memory_budget,
             formed=formed is not None and formed.base is base,
-            decomposed=cache.known("spectrum") is not None,
+            decomposed=cache.peek("spectrum") is not None,
         ),
     )
 
@@ -144,7 +144,7 @@ def inverse_for(terms: PrecisionTerms, rows: int, rtol: float | None) -> LinearO
 
 def _system_of_rows(terms: PrecisionTerms, rows: int, whole: bool = True) -> System:
     """Return the facts about P X = Jᵀ for this many rows of J at other points."""
-    system, dual = replace(posterior_system(terms, rows, whole=whole), further=True), terms.cache.known("dual")
+    system, dual = replace(posterior_system(terms, rows, whole=whole), further=True), terms.cache.peek("dual")
     if dual is None or terms.A is None or terms.A.ndim or dual != (float(terms.A.detach()), None):
         return system
     assert system.posterior is not None
@@ -160,7 +160,7 @@ def dual_of(terms: PrecisionTerms) -> tuple[Tensor, Tensor] | None:
     def compute() -> tuple[float, tuple[Tensor, Tensor] | None]:
         return prior, kernel_of(terms).resolved_factor(prior)
 
-    return cache.get("dual", compute, lambda known: known[0] == prior)[1]
+    return cache.get("dual", compute, lambda dual: dual[0] == prior)[1]
 
 
 def formed_precision(terms: PrecisionTerms) -> Any:
@@ -168,11 +168,11 @@ def formed_precision(terms: PrecisionTerms) -> Any:
     cache, P = terms.cache, terms.precision
     base, shift = (P.base, P.shift) if isinstance(P, Damped) else (P, 0.0)
     with cache.lock:
-        formed = cache.get("formed", lambda: Formed(base), lambda known: known.base is base)
+        formed = cache.get("formed", lambda: Formed(base), lambda formed: formed.base is base)
         return cache.get(
             "precision",
             lambda: (P, formed, formed.add_diagonal(shift)),
-            lambda known: known[0] is P and known[1] is formed,
+            lambda earlier: earlier[0] is P and earlier[1] is formed,
         )[2]
 
 
@@ -226,7 +226,7 @@ def preconditioner(
     space = "weights" if dual is None else "functions"
     diagonal: Any = precision.shift if dual is None else A
     with cache.lock:
-        if (sketch := cache.known(space)) is not None:
+        if (sketch := cache.peek(space)) is not None:
             sketched, served, made_before = sketch
             factors = diagonal.detach() / sketched
             low, high = float(factors.min()), float(factors.max())

@@ -110,7 +110,7 @@ class CurvatureCache:
         As long as the value exists, its bytes count as used in the memory budget.
         """
         with self.lock:
-            value: Any = self.known(name)
+            value: Any = self.peek(name)
             if value is None or (fits is not None and not fits(value)):
                 value = compute()
                 if value is not None:
@@ -127,8 +127,8 @@ class CurvatureCache:
                 tensors.append((lin.likelihood, tensor))
         return tensors
 
-    def known(self, name: str) -> Any:
-        """Return the value of this name, or None if there is none."""
+    def peek(self, name: str) -> Any:
+        """Return the value kept under this name, None if there is none; nothing is computed."""
         with self.lock:
             self._follow()
             return self._values.get(name)
@@ -205,11 +205,11 @@ class CurvatureCache:
         """Return what tuning reuses at the next prior, for checkpoints: sketches, their source, and a quadrature."""
         sketches, source = {}, self.generator
         for space in SKETCHES:
-            if (sketch := self.known(space)) is not None:
+            if (sketch := self.peek(space)) is not None:
                 diagonal, columns, made = sketch
                 scale, inner = (made.scale, made.inner) if isinstance(made, ScaledPreconditioner) else (None, made)
                 sketches[space] = {"of": diagonal, "columns": columns, "scale": scale, "inner": inner}
-        quadrature = self.known("quadrature")
+        quadrature = self.peek("quadrature")
         return {
             "sketches": sketches,
             "generator": None if source is None else source.get_state(),

@@ -139,8 +139,8 @@ class RandomProjections(Summarised):
 
     Examples:
         >>> draws = torch.randn(2, 100, 5, generator=torch.Generator().manual_seed(0))
-        >>> found = co.sampling.diagnostics.random_projections(draws, count=10)
-        >>> found.ess.shape
+        >>> projections = co.sampling.diagnostics.random_projections(draws, count=10)
+        >>> projections.ess.shape
         torch.Size([2, 10])
     """
 
@@ -172,8 +172,8 @@ def random_projections(draws: Draws, count: int = 100, generator: torch.Generato
 
     Examples:
         >>> draws = torch.randn(2, 100, 5, generator=torch.Generator().manual_seed(0))
-        >>> found = co.sampling.diagnostics.random_projections(draws, count=10)
-        >>> found.series.shape
+        >>> projections = co.sampling.diagnostics.random_projections(draws, count=10)
+        >>> projections.series.shape
         torch.Size([2, 100, 10])
     """
     count = checked_whole("count", count)

@@ -48,9 +48,9 @@ def test_what_depends_on_the_likelihood_is_forgotten_by_value(cache, change):
     before = cache.log_likelihood()
     cache.of_data["J Jᵀ"] = kept = torch.ones(2)
     cache.lin.likelihood.noise.fill_(0.3)
-    assert cache.known("log likelihood") is before
+    assert cache.peek("log likelihood") is before
     change(cache.lin.likelihood.noise)
-    assert cache.known("log likelihood") is None
+    assert cache.peek("log likelihood") is None
     torch.testing.assert_close(cache.log_likelihood(), cache.lin.log_likelihood(), rtol=0, atol=0)
     assert cache.of_data["J Jᵀ"] is kept
 
@@ -61,7 +61,7 @@ def test_a_curvature_that_does_not_follow_is_refused():
     cache.log_likelihood()
     lin.likelihood.noise.mul_(2)
     with pytest.raises(ValueError, match="has changed since KFAC was built"):
-        cache.known("log likelihood")
+        cache.peek("log likelihood")
 
 
 def test_its_bytes_are_counted_while_it_lives(cache):
@@ -69,7 +69,7 @@ def test_its_bytes_are_counted_while_it_lives(cache):
     cache.get("spectrum", lambda: torch.ones(4), nbytes=1000)
     assert cache.lin.memory.room() == room - 1000
     cache.lin.likelihood.noise.mul_(2)
-    assert cache.known("spectrum") is None
+    assert cache.peek("spectrum") is None
     gc.collect()
     assert cache.lin.memory.room() == room
 
@@ -98,9 +98,9 @@ def test_copies_keep_the_values(cache, copied):
     cache.gradient()
     again = copied(cache)
     assert again.generator is None and again.lock is not cache.lock
-    torch.testing.assert_close(again.known("gradient"), cache.known("gradient"), rtol=0, atol=0)
+    torch.testing.assert_close(again.peek("gradient"), cache.peek("gradient"), rtol=0, atol=0)
     again.put("gradient", torch.zeros(1))
-    assert len(cache.known("gradient")) == cache.lin.num_parameters
+    assert len(cache.peek("gradient")) == cache.lin.num_parameters
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -118,6 +118,6 @@ def test_sketches_and_the_quadrature_go_into_a_record_and_back(scaled):
     again.recall(record_of(post.cache.state()))
     assert lin.memory.room() < room
     v = torch.ones(lin.num_parameters, dtype=DOUBLE)
-    torch.testing.assert_close(again.known("weights")[2] @ v, made @ v, rtol=0, atol=0)
-    assert again.known("weights")[1] == 8 and again.known("quadrature")[:2] == (0.1, 0.01)
-    torch.testing.assert_close(again.known("quadrature")[2].logdet(0.5).value, quadrature.logdet(0.5).value)
+    torch.testing.assert_close(again.peek("weights")[2] @ v, made @ v, rtol=0, atol=0)
+    assert again.peek("weights")[1] == 8 and again.peek("quadrature")[:2] == (0.1, 0.01)
+    torch.testing.assert_close(again.peek("quadrature")[2].logdet(0.5).value, quadrature.logdet(0.5).value)

@@ -40,9 +40,9 @@ from curvops.linalg.core.vectors import (
 ProbeKind: TypeAlias = Literal["signs", "spherical"]
 
 EXACT = "exact"
-LEAST_VECTORS = 12
+ESTIMATE_VECTORS = 12
 """Vectors that the fewest products with an error bar take, of the estimator that keeps most."""
-BLOCK = 32
+PROBES_AT_ONCE = 32
 """The number of streamed probes that run at once if memory allows."""
 
 
@@ -127,7 +127,7 @@ class Probed:
     def block(self) -> int:
         """The number of streamed probes that run at once."""
         # A probe takes six vectors.
-        return columns_at_a_time(BLOCK, 6 * self.facts.vector_bytes, self.limits.memory)
+        return columns_at_a_time(PROBES_AT_ONCE, 6 * self.facts.vector_bytes, self.limits.memory)
 
     def stream(self, count: int) -> Iterator[Float[Vectors, "n k"]]:
         """Draw random signs, ``count`` columns in total, one block at a time."""
@@ -208,7 +208,7 @@ def estimate(
     current_run().expect(total)
     with (
         torch.no_grad(),
-        probing(A, generator, limits, LEAST_VECTORS, require_finite(product(A))) as probed,
+        probing(A, generator, limits, ESTIMATE_VECTORS, require_finite(product(A))) as probed,
     ):
         if method == EXACT:
             return exact(probed), None

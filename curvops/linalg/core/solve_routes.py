@@ -20,9 +20,10 @@ DENSE_BLOCK = 2048
 closed forms, a posterior's curvature for many draws. A matrix that exists is factorised, in float64."""
 MOST_FORMED = 4096
 """Up to this many rows, a posterior's curvature is formed once for its covariances: 512 MiB with factor and work."""
-WHOLE = 1024
+MOST_DECOMPOSED = 1024
 """Up to this many rows, a curvature is decomposed for its determinants: probes take 300 to 500 products for one prior
-precision, whereas the whole spectrum takes as many products as rows, serves all precisions, and is exact."""
+precision, whereas the whole spectrum takes as many products as rows, serves all precisions, and is exact. A layer of
+more parameters without Kronecker factors gets only the diagonal of its block in KFAC."""
 MOST_MATVECS = 4000
 """The most products for an evidence: beyond them its error bar is accepted, and the estimate's reason says so. If
 probes fail within them, a matrix of up to this many rows is decomposed."""
@@ -47,6 +48,10 @@ SOLVE_VECTORS = 16
 """Vectors per column in a block solve: the right-hand side, the solution, and the solver's."""
 MOST_COLUMNS = 128
 """The most right-hand sides of one CG block: beyond, the K × K work and the vectors grow faster than products fall."""
+SKETCH_RANK = 1024
+"""The largest rank of a sketch if neither a rank nor a memory budget is given."""
+DETERMINANT_RANK = 400
+"""The largest rank of a determinant's preconditioner, and the deepest basis for a lower bound that is estimated."""
 SKETCH_SERVES = 4
 """A sketch is used for up to this many times the columns it was made for; more would justify a larger one."""
 UNEVEN = 4.0
@@ -273,14 +278,14 @@ def determinants(system: System) -> tuple[Route, ...]:
     """Return the routes to log det P − log det A and tr P⁻¹G under a prior precision A, a number or a vector."""
     s, p = system, system.posterior or PosteriorFacts()
     nbytes = 2 * 8 * s.rows**2
-    too_large = (s.rows > WHOLE or nbytes > p.budget) and not (p.decomposed and p.scalar)
+    too_large = (s.rows > MOST_DECOMPOSED or nbytes > p.budget) and not (p.decomposed and p.scalar)
     return (
         _route(CLOSED_FORM, 0, 0, (not s.closed_form, "no closed form is known")),
         _route(
             "spectrum",
             0 if p.decomposed else s.rows,
             nbytes,
-            (too_large, f"more than {WHOLE:,} rows, or than memory has room for"),
+            (too_large, f"more than {MOST_DECOMPOSED:,} rows, or than memory has room for"),
         ),
         _formed_kernel(s, p, MOST_GRADIENTS),
         _route(

@@ -20,7 +20,7 @@ from torch import Tensor
 from curvops.ambient import Progress
 from curvops.checks import check_generator
 from curvops.linalg.core.algorithm import Multiply, algorithm
-from curvops.linalg.core.probed import BLOCK, Estimator, Limits, Probed, estimate, require_finite
+from curvops.linalg.core.probed import PROBES_AT_ONCE, Estimator, Limits, Probed, estimate, require_finite
 from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.structure import known_diagonal
 from curvops.linalg.core.vectors import (
@@ -132,7 +132,7 @@ def _mean_error(samples: Tensor) -> Tensor:
 class Bekas:
     """Bekas' estimator, the mean of z ∘ Az over random signs, streamed."""
 
-    least, first, held = 2, BLOCK, 0.0
+    least, first, held = 2, PROBES_AT_ONCE, 0.0
 
     def __init__(self, probed: Probed) -> None:
         self.probed, facts = probed, probed.facts

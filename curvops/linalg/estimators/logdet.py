@@ -26,11 +26,12 @@ from torch import Tensor
 from curvops.ambient import Progress, current_run
 from curvops.checks import checked_number
 from curvops.linalg.core.algorithm import Multiply, algorithm
-from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
+from curvops.linalg.core.probed import ESTIMATE_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, accept, indefinite
+from curvops.linalg.core.solve_routes import DETERMINANT_RANK
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum, log_ratio, stack
-from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, Sampler, run
+from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST_PRODUCTS, Sampler, run
 from curvops.linalg.estimators.trace import VectorPairs, attach_gradient, needs_gradient
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.preconditioners.nystrom import grow
@@ -38,8 +39,6 @@ from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.systems import shifted
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
 
-MOST_RANK = 400
-"""The largest rank of a preconditioner, and the deepest basis for an estimated lower bound."""
 LEFT = 0.1
 """A preconditioner grows until the eigenvalues that it leaves are below this share of μ."""
 
@@ -109,7 +108,7 @@ def logdet(
         limits.check(0)
         exact: Estimate = form.logdet_estimate(limits.tolerance)
         return exact
-    limits.check(min(LEAST, facts.rows))
+    limits.check(min(LEAST_PRODUCTS, facts.rows))
     bound, levels = _bound_and_levels(shift, lower_bound)
     grid, estimated, solves = isinstance(shift, Tensor) and shift.ndim > 0, lower_bound == "estimate", needs_gradient(A)
     parts = A.shifted_form() if shift is None and lower_bound is None and isinstance(A, Split) else None
@@ -131,7 +130,7 @@ def logdet(
                     f'one, lower_bound="estimate", or for the dense value max_matvecs >= {facts.rows} (any '
                     f"memory_budget >= {16 * facts.rows**2} bytes)."
                 )
-            with probing(A, generator, limits, LEAST_VECTORS) as probed:
+            with probing(A, generator, limits, ESTIMATE_VECTORS) as probed:
                 spent = 0
                 if estimated:
                     bound, spent = _estimate_bound(probed, min(levels) > 0)
@@ -243,9 +242,9 @@ def _of_sum(
     if scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it belongs to P, not to B
         least = float(scale.max()) ** -2
         beside = len(scale) * math.log(least) - float(offset.detach())
-        with probing(P, generator, limits, LEAST_VECTORS) as probed:
+        with probing(P, generator, limits, ESTIMATE_VECTORS) as probed:
             return _by_probes(probed, least, least, preconditioner, solves, beside)
-    with probing(base, generator, limits, LEAST_VECTORS) as probed:
+    with probing(base, generator, limits, ESTIMATE_VECTORS) as probed:
         estimate, pairs = _by_probes(probed, 0.0, level, preconditioner, solves)
     if pairs is None:
         return estimate + offset, None
@@ -261,9 +260,9 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
         ValueError: it is not clearly positive and no shift was given (with a shift, the bound is then 0).
     """
     facts, limits = probed.facts, probed.limits
-    most = min(facts.rows, max(1, limits.products // 4), MOST_RANK)
+    most = min(facts.rows, max(1, limits.products // 4), DETERMINANT_RANK)
     most = depth_within(most, facts.rows, facts.vector_bytes, 1, limits.memory)
-    run = LockStep(probed.multiply, probed.probes(1), min(most, LEAST))
+    run = LockStep(probed.multiply, probed.probes(1), min(most, LEAST_PRODUCTS))
     while True:
         run.extend(run.capacity)
         run.check()
@@ -274,7 +273,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
         bound = lowest - float(run.betas[0, -1] * V[-1, 0].abs())
         if bound >= 0.9 * lowest or bool(run.done[0]) or run.capacity >= most:
             break
-        run.reserve(min(most, run.capacity + max(LEAST, run.capacity // 4)))
+        run.reserve(min(most, run.capacity + max(LEAST_PRODUCTS, run.capacity // 4)))
     if bound > noise:
         return bound, run.matvecs
     if shifted:
@@ -300,7 +299,7 @@ def _by_probes(
     """
     excess = replace(probed, multiply=_less(probed.multiply, bound))
     n, budget, memory = probed.facts.rows, probed.limits.products, probed.limits.memory
-    most = min(budget // 2, MOST_RANK, n)
+    most = min(budget // 2, DETERMINANT_RANK, n)
     if memory is not None:
         most = min(most, memory // (6 * probed.facts.vector_bytes))
     sampler: Sampler | None = None
@@ -319,7 +318,7 @@ def _by_probes(
         if decays and (pilot.tail == 0 or most == pilot_rank):
             P = pilot.preconditioner(mu)
         elif decays:
-            if budget // 2 >= min(MOST_RANK, n):  # otherwise products are kept for the preconditioner
+            if budget // 2 >= min(DETERMINANT_RANK, n):  # otherwise products are kept for the preconditioner
                 sampler = Sampler(
                     excess.after(spent).with_half_memory(), [log_ratio(mu)], beside, scale, mu if solves else None
                 )

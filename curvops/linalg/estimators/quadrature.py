@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from curvops.ambient import Progress, columns_at_a_time, current_run
 from curvops.checks import checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm
-from curvops.linalg.core.probed import LEAST_VECTORS, Limits, Probed, probing
+from curvops.linalg.core.probed import ESTIMATE_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
 from curvops.linalg.core.solve_routes import DENSE_SIZE
 from curvops.linalg.core.vectors import (
@@ -44,7 +44,7 @@ from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep
 from curvops.summary import Summarised
 
-LEAST = 4
+LEAST_PRODUCTS = 4
 """The least number of products for an error bar."""
 FIRST_PROBES = 3
 
@@ -215,7 +215,7 @@ def spectral_quadrature(
     """
     G = as_matrix(G)
     mu, limits, n = positive(shift), Limits(rtol, max_matvecs), describe_square(G).rows
-    limits.check(LEAST)
+    limits.check(LEAST_PRODUCTS)
     if probes is not None:
         checked_whole("probes", probes)
     exact = probes is None and rank is None and n <= min(DENSE_SIZE, limits.products) and memory_budget is None
@@ -223,7 +223,7 @@ def spectral_quadrature(
     with torch.no_grad():
         if exact:
             return decompose(Probed(product(G), describe_square(G), limits=limits))
-        with probing(G, generator, limits, LEAST_VECTORS) as probed:
+        with probing(G, generator, limits, ESTIMATE_VECTORS) as probed:
             return run(probed, [mu], probes, rank)
 
 
@@ -270,7 +270,7 @@ def effective_dimension(
     G = as_matrix(G)
     n, _, dtype, device = describe_square(G)
     limits = Limits(rtol, max_matvecs)
-    limits.check(min(LEAST, n))
+    limits.check(min(LEAST_PRODUCTS, n))
     precision = torch.as_tensor(prior, dtype=dtype, device=device).detach()
     if precision.ndim > 1 or (precision.ndim == 1 and len(precision) != n):
         raise ValueError(f"prior must be a number or a vector ({n},), got shape {tuple(precision.shape)}.")
@@ -282,7 +282,7 @@ def effective_dimension(
         multiply = partial(_scaled_product, multiply, scale)
     exact = limits.allow_dense(n)
     current_run().expect(n if exact else max_matvecs)
-    with torch.no_grad(), probing(G, generator, limits, LEAST_VECTORS, multiply) as probed:
+    with torch.no_grad(), probing(G, generator, limits, ESTIMATE_VECTORS, multiply) as probed:
         quadrature = decompose(probed) if exact else run(probed, [mu], of_shift=share)
         return quadrature.effective_dimension(mu)
 

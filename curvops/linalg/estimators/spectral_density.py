@@ -2,8 +2,9 @@
 
 >>> import torch
 >>> from curvops.linalg import spectral_density
->>> found = spectral_density(torch.diag(torch.linspace(1.0, 2.0, 50)), generator=torch.Generator().manual_seed(0))
->>> round(found.integral(), 6), found.reason.name
+>>> A = torch.diag(torch.linspace(1.0, 2.0, 50))
+>>> density = spectral_density(A, generator=torch.Generator().manual_seed(0))
+>>> round(density.integral(), 6), density.reason.name
 (1.0, 'CONVERGED')
 """
 
@@ -24,7 +25,7 @@ from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.structure import is_psd, narrow_root
 from curvops.linalg.core.vectors import NEAR_ZERO, Given, Matrix, as_matrix, describe_square
-from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep
+from curvops.linalg.spectra.lanczos import TWO_STEPS_VECTORS, LockStep
 from curvops.summary import Summarised
 
 Scale: TypeAlias = Literal["linear", "log"]
@@ -135,7 +136,7 @@ def spectral_density(
     current_run().expect(probes * min(steps, n if S is None else S.shape[1]))
     with (
         torch.no_grad(),
-        probing(A if S is None else S.mT @ S, generator, Limits(), LEAST_VECTORS) as probed,
+        probing(A if S is None else S.mT @ S, generator, Limits(), TWO_STEPS_VECTORS) as probed,
     ):
         runs = _Probes(probed, n, probes, steps)
         rounding = NEAR_ZERO * runs.run.eps * max(runs.run.scale, torch.finfo(torch.float64).tiny)

@@ -30,7 +30,7 @@ from curvops.ambient import Progress
 from curvops.checks import carries_graph, check_generator
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import require_first_derivative
-from curvops.linalg.core.probed import BLOCK, Limits, Probed, estimate
+from curvops.linalg.core.probed import PROBES_AT_ONCE, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.structure import known_diagonal
 from curvops.linalg.core.vectors import (
@@ -64,7 +64,7 @@ def sample_mean(samples: Tensor, matvecs: int, offset: Tensor | float = 0.0, bia
 class Hutchinson:
     """The mean of zᵀAz over random signs, streamed: only the numbers are kept (Hutchinson 1990)."""
 
-    least, first, held = 2, BLOCK, 0.0
+    least, first, held = 2, PROBES_AT_ONCE, 0.0
 
     def __init__(self, probed: Probed, keep: bool = False) -> None:
         self.probed = probed
@@ -208,7 +208,7 @@ def trace(
 
     def pairs(_: Matrix) -> Iterable[tuple[Tensor, Tensor]]:
         """Return blocks L, R with tr X = tr LᵀXR, in expectation or exactly."""
-        return ((E, E) for E in unit_blocks(facts, BLOCK)) if family is None else family.functional()
+        return ((E, E) for E in unit_blocks(facts, PROBES_AT_ONCE)) if family is None else family.functional()
 
     return attach_gradient(value, A, pairs)
 

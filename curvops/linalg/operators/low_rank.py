@@ -25,8 +25,9 @@ from curvops.checks import (
 from curvops.errors import RankWarning, warn
 from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.matrix_identity import Sources, Space, problem_of, scale_sources, sources_of, spaces_of
-from curvops.linalg.core.probed import LEAST_VECTORS, Probed
+from curvops.linalg.core.probed import ESTIMATE_VECTORS, Probed
 from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.solve_routes import SKETCH_RANK
 from curvops.linalg.core.structure import is_psd
 from curvops.linalg.core.vectors import (
     CHUNK,
@@ -51,7 +52,7 @@ from curvops.linalg.estimators.frobenius import PROBES
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
-from curvops.linalg.preconditioners.nystrom import KEPT, MOST_RANK, grow
+from curvops.linalg.preconditioners.nystrom import SKETCH_ARRAYS, grow
 from curvops.linalg.solvers.solve import default_rtol
 from curvops.linalg.spectra.apply_function import inverse_root, inverse_root_product
 from curvops.ranks.sharded_vectors import Sharded, block_of, stored
@@ -466,8 +467,8 @@ def low_rank(
     if rtol is not None:
         checked_number("rtol", rtol, "(0, 1)")
     aim = (0.01 if rank is None else None) if rtol is None else rtol
-    wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
-    if memory_budget is not None and memory_budget < (least := KEPT * facts.vector_bytes):
+    wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, SKETCH_RANK))
+    if memory_budget is not None and memory_budget < (least := SKETCH_ARRAYS * facts.vector_bytes):
         raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
     saved = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
     generator = spawn_generator(generator)
@@ -477,12 +478,12 @@ def low_rank(
     if saved.done:
         made = saved.result(_Made)
     else:
-        with working(op, LEAST_VECTORS) as (multiply, room):
+        with working(op, ESTIMATE_VECTORS) as (multiply, room):
             probes = PROBES
             if memory_budget is None and room is not None:  # a given budget covers the stored vectors only
                 probes = max(4, min(PROBES, room // (8 * facts.vector_bytes)))
                 room -= 2 * probes * facts.vector_bytes
-            limit = wanted if room is None else max(1, min(wanted, room // (KEPT * facts.vector_bytes)))
+            limit = wanted if room is None else max(1, min(wanted, room // (SKETCH_ARRAYS * facts.vector_bytes)))
             probed = Probed(multiply, facts, generator)
             probed_once: list[Tensor] = list(saved.attach("error", lambda: probed_once) or [])
 

@@ -17,6 +17,7 @@ from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
+from curvops.linalg.core.solve_routes import SKETCH_RANK
 from curvops.linalg.core.structure import is_psd, require_symmetric, rounding_of
 from curvops.linalg.core.vectors import (
     Given,
@@ -42,8 +43,7 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner, blockwise
 from curvops.summary import Summarised
 
-MOST_RANK = 1024
-KEPT = 3
+SKETCH_ARRAYS = 3
 """The number of n × rank arrays in memory at once."""
 
 
@@ -155,7 +155,7 @@ def nystrom(
             checked_whole(name, value, 0)
     checked_number("shift", shift, "[0, inf)")
     checked_number("rhs", rhs, "[0, inf]")
-    limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
+    limit = min(n, SKETCH_RANK if rank is None else rank, n if max_rank is None else max_rank)
     saved = begin("nystrom", checkpoint, lambda: problem_of(A), facts.device)
     source = saved.source("generator", spawn_generator(generator), facts.device)
     if saved.done:
@@ -183,7 +183,7 @@ def grow(
     """
     facts, n, memory = probed.facts, probed.facts.rows, probed.limits.memory
     if memory is not None:
-        limit = min(limit, memory // max(1, KEPT * facts.vector_bytes))
+        limit = min(limit, memory // max(1, SKETCH_ARRAYS * facts.vector_bytes))
     Omega = Y = empty_block(facts, 0)
     target = min(limit, 8) if rank is None else limit
     history: list[list[float]] = []
@@ -210,7 +210,7 @@ def grow(
             break
         del U
         target = min(limit, 2 * target)
-    wanted = min(n, MOST_RANK) if rank is None else min(rank, n)
+    wanted = min(n, SKETCH_RANK) if rank is None else min(rank, n)
     cut = (
         limit < wanted
         and target >= limit

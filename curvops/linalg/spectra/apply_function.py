@@ -44,7 +44,7 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.systems import Callback, UsableColumns, check
-from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, LEAST_VECTORS, LockStep
+from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, TWO_STEPS_VECTORS, LockStep
 from curvops.linalg.spectra.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
 
 # The number of steps from a random start that show the range of the spectrum.
@@ -219,7 +219,7 @@ def _apply(
     check_limits(max_matvecs=max_matvecs)
     current_run().expect(max_matvecs)
     bound = None if lower_bound is None else float(lower_bound)
-    with torch.no_grad(), working(A, LEAST_VECTORS) as (multiply, room):
+    with torch.no_grad(), working(A, TWO_STEPS_VECTORS) as (multiply, room):
         job = FunctionRun(multiply, f, as_columns(B), bound, room, maxiter)
         job.solve(float(rtol), max_matvecs, callback)
         value = shaped_as(job.value(float(rtol)), B)
@@ -320,7 +320,7 @@ class FunctionRun:
             errors = approximation.relative()
             for i, k in enumerate(together):
                 complete = float(beta[i]) == 0
-                if not bool(approximation.known[i]):
+                if not bool(approximation.defined[i]):
                     if complete:
                         self._stop(k, Reason.SINGULAR)
                     continue
@@ -340,7 +340,7 @@ class FunctionRun:
         m = approximation.coefficients.shape[1]
         if m == self.run.n:
             return torch.zeros_like(approximation.settled)
-        few = approximation.settled & approximation.known & ((beta == 0) | (m < SEEN_DEPTH))
+        few = approximation.settled & approximation.defined & ((beta == 0) | (m < SEEN_DEPTH))
         if not bool(few.any()):
             return few
         threat = ROUNDING * self.f.eps * self.f.largest_within(self.run.scale)
@@ -447,7 +447,7 @@ def _root_of_columns(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return A^-½ times each column, and with the gradients in the first half of the columns L and R of `_pairs`."""
     rtol = min(1e-6, torch.finfo(block.dtype).eps ** 0.7)
-    with running("inverse_sqrt", operator), working(operator, LEAST_VECTORS) as (multiply, room):
+    with running("inverse_sqrt", operator), working(operator, TWO_STEPS_VECTORS) as (multiply, room):
         run = FunctionRun(multiply, torch.rsqrt, block, lower_bound, room, None)
         # A gradient needs the vectors of each Krylov space to more digits than their product.
         run.solve(1e-3 * rtol if with_pairs else rtol, None, None)

@@ -62,7 +62,7 @@ class LanczosResult(Summarised):
         return tridiagonal(self.alphas, self.betas[:-1])
 
 
-LEAST_VECTORS = 6
+TWO_STEPS_VECTORS = 6
 """The number of vectors that a run of two steps takes."""
 LEAST_CAPACITY = 3
 """The least capacity of a run that goes beyond it."""
@@ -139,7 +139,7 @@ def lanczos(
     if not 0 < size < torch.inf:
         raise ValueError("start must be finite and not zero.")
     current_run().expect(min(steps, n))
-    with working(A, LEAST_VECTORS) as (multiply, room):
+    with working(A, TWO_STEPS_VECTORS) as (multiply, room):
         depth = depth_within(steps, n, column_bytes(block), 1, room)
         run = LockStep(multiply, block / size, depth)
         run.extend(depth)

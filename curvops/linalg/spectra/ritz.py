@@ -40,7 +40,7 @@ LEAST_DEPTH = 3
 class Approximants(NamedTuple):
     """Approximations y ≈ f(T) e₁ of K columns of one depth, with absolute errors for start vectors of norm 1.
 
-    ``known`` is False if f has no value at a Ritz value that is zero to working precision; y is then 0.
+    ``defined`` is False if f has no value at a Ritz value that is zero to working precision; y is then 0.
     ``verified`` is False if too little of the spectrum was found for a meaningful estimate.
     ``settled`` is True if more steps do not help: within the tolerance, below rounding, or the space is complete.
     """
@@ -48,7 +48,7 @@ class Approximants(NamedTuple):
     coefficients: Float[Tensor, "K m"]
     truncation: Float[Tensor, " K"]
     rounding: Float[Tensor, " K"]
-    known: Bool[Tensor, " K"]
+    defined: Bool[Tensor, " K"]
     verified: Bool[Tensor, " K"]
     settled: Bool[Tensor, " K"]
 

@@ -302,7 +302,7 @@ def tensor_of(x: Any) -> Any:
         raise TypeError(f"an array of {x.dtype} cannot become a tensor: convert it with x.astype(float).") from None
 
 
-def own(original: Tensor, used: Tensor, what: str) -> Tensor:
+def copy_unless_recorded(original: Tensor, used: Tensor, what: str) -> Tensor:
     """Copy `used`, the tensor made from `original`, or return `original` itself if it requires a gradient.
 
     If `original` requires a gradient and `used` is a conversion of it (another dtype, an entry of a mapping), the

@@ -22,7 +22,7 @@ from torch import Tensor
 from curvops.checks import check_tensor
 from curvops.errors import MissingLabelsError
 from curvops.fingerprints import fingerprint, in_single
-from curvops.network.data.inputs import MISSING, move_tensor, own, require_finite, tensor_of
+from curvops.network.data.inputs import MISSING, copy_unless_recorded, move_tensor, require_finite, tensor_of
 
 Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
@@ -232,7 +232,7 @@ class Likelihood(ABC):
             if isinstance(value, Likelihood):
                 setattr(new, name, value.snapshot(device, dtype))
             elif isinstance(value, Tensor) and any(value is tensor for tensor in self.hyperparameters):
-                setattr(new, name, own(value, used, f"{name} of {type(self).__name__}"))
+                setattr(new, name, copy_unless_recorded(value, used, f"{name} of {type(self).__name__}"))
             elif isinstance(value, Tensor):
                 setattr(new, name, used.detach().clone())
         return new

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from curvops.checks import in_functorch, refuse_tangents, shown
 from curvops.fingerprints import fingerprint, in_single
-from curvops.network.data.inputs import is_finite, own, tensor_of, within
+from curvops.network.data.inputs import copy_unless_recorded, is_finite, tensor_of, within
 
 Blocks = dict[str, Tensor]
 MAPPED_BYTES = 2**25
@@ -422,7 +422,7 @@ def _read_vector(
     refuse_tangents([vector])
     if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != selection.num_parameters):
         raise ValueError(f"{name} must be a number or have {selection.num_parameters} entries; {hint}.")
-    return own(value, vector, name) if isinstance(value, Tensor) else vector
+    return copy_unless_recorded(value, vector, name) if isinstance(value, Tensor) else vector
 
 
 def _by_parameter(
@@ -455,5 +455,5 @@ def _by_parameter(
         if isinstance(value, Tensor) and value.ndim and value.shape != shape:
             raise ValueError(f"{what}[{glob!r}] has shape {tuple(value.shape)}, but {name!r} has {tuple(shape)}.")
         used = torch.as_tensor(value, dtype=theta.dtype, device=theta.device).expand(shape)
-        tensors[name] = own(value, used, f"{what}[{glob!r}]") if isinstance(value, Tensor) else used
+        tensors[name] = copy_unless_recorded(value, used, f"{what}[{glob!r}]") if isinstance(value, Tensor) else used
     return selection.flatten(tensors)

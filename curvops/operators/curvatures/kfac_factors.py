@@ -15,6 +15,7 @@ from curvops.ambient import CACHE_BYTES
 from curvops.checkpoint import digest, part_of_rank
 from curvops.errors import NoFactorsWarning, warn
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
+from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
 from curvops.linalg.core.structure import mirror
 from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
@@ -27,10 +28,6 @@ Sharing = Literal["expand", "reduce"]
 Bias = Literal["joint", "separate"]
 FactorPair = tuple[Tensor, Tensor]
 MaskedInput = tuple[Tensor, Tensor | None]
-MOST_DENSE = 1024
-"""The most parameters for which a layer without Kronecker factors gets its exact block instead of its diagonal."""
-
-
 PARTS = {"weight": slice(None, -1), "bias": slice(-1, None)}
 """The columns of a layer's matrix that belong to its weight and to its bias."""
 # From this size on, a wide symmetric product is computed from blocks on and above its diagonal, in 6/10 of the time.
@@ -316,8 +313,8 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[BlockSums]) -> None:
             named.append(f"{list(block.names)} ({why}; {len(block.positions):,} parameters)")
     if named:
         warn(
-            f"{', '.join(named)} have no Kronecker factors and more than {MOST_DENSE:,} parameters: they get only the "
-            "exact diagonal of their block; use co.GGN(lin) if that is too crude.",
+            f"{', '.join(named)} have no Kronecker factors and more than {MOST_DECOMPOSED:,} parameters: they get "
+            "only the exact diagonal of their block; use co.GGN(lin) if that is too crude.",
             NoFactorsWarning,
         )
 
@@ -389,13 +386,13 @@ def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
 def _mean_inputs(inputs: Sequence[MaskedInput], ragged: bool) -> list[MaskedInput]:
     """Return the mean of each point's inputs over positions, then calls; of ragged rows over all rows of a point."""
     if not ragged:
-        return [(torch.stack([_mean_input(each, right) for right, each in inputs]).mean(0), inputs[0][1])]
+        return [(torch.stack([_mean_input(mask, right) for right, mask in inputs]).mean(0), inputs[0][1])]
     masks = []
-    for right, each in inputs:
-        inside = right.new_ones(right.shape[0], right.shape[2], dtype=torch.bool) if each is None else each
+    for right, mask in inputs:
+        inside = right.new_ones(right.shape[0], right.shape[2], dtype=torch.bool) if mask is None else mask
         masks.append(inside if _has_positions(inside, right) else inside.unsqueeze(1).expand(-1, right.shape[2]))
-    mask = torch.cat(masks, 1)
-    return [(_mean_input(mask, torch.cat([right for right, _ in inputs], 2)), mask.any(1))]
+    together = torch.cat(masks, 1)
+    return [(_mean_input(together, torch.cat([right for right, _ in inputs], 2)), together.any(1))]
 
 
 def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any, weights: Tensor | None = None) -> Shaped[Tensor, " V"]:
@@ -410,7 +407,7 @@ def _add_exact(block: BlockSums, group: Group, positions: dict[str, Tensor], chu
     for rows in group.pieces(chunk_bytes):
         flat = torch.cat([rows[name].reshape(rows[name].shape[0] * rows[name].shape[1], -1) for name in group.names], 1)
         flat = flat[:, entries]
-        if flat.shape[1] <= MOST_DENSE:
+        if flat.shape[1] <= MOST_DECOMPOSED:
             flat = flat.double()
             if block.exact is None:
                 block.exact = flat.new_zeros(flat.shape[1], flat.shape[1])

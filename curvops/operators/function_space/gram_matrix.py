@@ -137,8 +137,8 @@ def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: float) -> 
 
 def _as_rows(group: Group) -> Group:
     """Return rows themselves where they take less memory than δ and a, as those of norms do."""
-    sizes = {name: part.layer.shape_of(local) for part in group.parts for local, name in part.layer.names.items()}
-    held = sum(part.delta.numel() + part.kept.numel() for part in group.parts)
+    sizes = {name: call.layer.shape_of(local) for call in group.parts for local, name in call.layer.names.items()}
+    held = sum(call.delta.numel() + call.kept.numel() for call in group.parts)
     if group.num_rows * sum(size.numel() for size in sizes.values()) > held:
         return group
     return replace(group, parts=(), given=group.rows()) if group.parts else group
@@ -197,11 +197,11 @@ def sides_of(group: Group) -> Sides | None:
     """Return the two sides of the rows of a layer that is applied once, to numbers; None for others."""
     if len(group.parts) != 1 or not group.parts[0].kept.is_floating_point():
         return None
-    (part,) = group.parts
-    left = part.left()
+    (factors,) = group.parts
+    left = factors.left()
     if left is None:
         return None
-    return Sides(left, lambda points: part.at(points).right(), part.layer.width)
+    return Sides(left, lambda points: factors.at(points).right(), factors.layer.width)
 
 
 def form_of(one: Sides, other: Sides) -> RowForm:

@@ -46,7 +46,7 @@ from curvops.operators.linearized.network_operator import Jacobian
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""
-BLOCK = 128
+ROWS_AT_ONCE = 128
 """The number of rows of J that are solved for at a time, if memory has room for them."""
 BLOCK_NUMBERS = 2**18
 """The most numbers in a block of rows of few weights: each solve has its own fixed cost."""
@@ -115,7 +115,7 @@ def _by_solves(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool) ->
     """
     C, recorded = J.passes.engines.plan.num_outputs, carries_graph((*J.representation(), *W.representation()))
     together = max(1, outputs // C)
-    width, beside = solve_width(J, max(BLOCK, BLOCK_NUMBERS // J.shape[-1], together * C))
+    width, beside = solve_width(J, max(ROWS_AT_ONCE, BLOCK_NUMBERS // J.shape[-1], together * C))
     points, blocks = max(1, width // C // together) * together, []
     for piece in J.by_points(points, together):
         rows = piece.shape[-2]
@@ -139,7 +139,7 @@ def _solved_with_graph(
     J: Jacobian, W: LinearOperator, rows: Float[Tensor, "r D"], outputs: int, diagonals: bool
 ) -> Target:
     """Return J W Jᵀ with its derivative dJ W Jᵀ + J W dJᵀ, which needs no second solve."""
-    width, beside = solve_width(J, min(BLOCK, len(rows)))
+    width, beside = solve_width(J, min(ROWS_AT_ONCE, len(rows)))
     with holding(J, beside), torch.no_grad():
         solved = torch.cat([W._matmul(some.mT).mT for some in rows.detach().split(width)])
     rows, solved = (matrix.unflatten(0, (-1, outputs)) for matrix in (rows, solved))

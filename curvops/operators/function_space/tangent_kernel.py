@@ -200,8 +200,8 @@ class TangentKernel(UserOperator, Operator):
             return self._args[0].passes.line_up([compute(None, prior)])
         if not left.shape[-2] or not (left.is_recorded or carries_graph((prior,))):
             return compute(None, prior)
-        found: Tensor = left.graph.by_rows(compute, left.passes.chunk_bytes, prior)
-        return found
+        blocks: Tensor = left.graph.by_rows(compute, left.passes.chunk_bytes, prior)
+        return blocks
 
     def to_dense(self) -> Float[Tensor, "nC mC"]:
         """Return the Gram matrix; if a gradient for A is needed, by one product per column."""

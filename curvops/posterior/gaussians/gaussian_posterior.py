@@ -293,7 +293,7 @@ class GaussianPosterior(GaussianWeights):
         if root is not None and root.shape[1] < len(self.mean):
             raise ValueError(f"a covariance of rank {root.shape[1]} has no density over {len(self.mean):,} weights.")
         matrix, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)
-        exact = len(self.mean) <= routes.WHOLE or isinstance(matrix, Dense)
+        exact = len(self.mean) <= routes.MOST_DECOMPOSED or isinstance(matrix, Dense)
         return logdet(matrix, rtol=rtol, max_matvecs=len(self.mean) if exact else None, generator=generator) * sign
 
     def prior_for(

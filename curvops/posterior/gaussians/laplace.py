@@ -340,7 +340,7 @@ class Laplace(GaussianWeights):
     @torch.no_grad()
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
         lin, prior, cache = self.lin, self.prior, self.cache
-        likelihood = cache.known("log likelihood")
+        likelihood = cache.peek("log likelihood")
         if likelihood is None and not isinstance(cache.data, str):
             # If the data can no longer be read, a file without it is better than none.
             with contextlib.suppress(OSError, RuntimeError, ValueError):
@@ -357,7 +357,7 @@ class Laplace(GaussianWeights):
             "prior_error": record_of_value(self.prior_error, lin),
             "temperature": self.temperature,
             "log_likelihood": likelihood,
-            "gradient": cache.known("gradient"),
+            "gradient": cache.peek("gradient"),
         }
 
     def log_evidence(

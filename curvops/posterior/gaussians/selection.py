@@ -85,14 +85,18 @@ def _random(ingredients: Ingredients) -> Tensor:
     return torch.rand(len(theta), generator=generator, device=device).to(theta)
 
 
+def _predictive(ingredients: Ingredients) -> Tensor:
+    return squared_columns(ingredients.lin.jacobian(ingredients.x).passes) * ingredients.variance
+
+
 SCORES: dict[str, Callable[[Ingredients], Tensor]] = {
-    "variance": lambda given: given.variance,
+    "variance": lambda ingredients: ingredients.variance,
     "swag": _swag,
     "marginal": _marginal,
-    "predictive": lambda given: squared_columns(given.lin.jacobian(given.x).passes) * given.variance,
-    "magnitude": lambda given: given.lin.theta.abs(),
-    "obd": lambda given: 0.5 * given.lin.theta.square() * given.curvature,
-    "obs": lambda given: 0.5 * given.lin.theta.square() / _marginal(given),
+    "predictive": _predictive,
+    "magnitude": lambda ingredients: ingredients.lin.theta.abs(),
+    "obd": lambda ingredients: 0.5 * ingredients.lin.theta.square() * ingredients.curvature,
+    "obs": lambda ingredients: 0.5 * ingredients.lin.theta.square() / _marginal(ingredients),
     "random": _random,
 }
 """The scores by name; the weights with the largest scores are selected."""
@@ -269,7 +273,7 @@ def _parts_of_inverse(
     """Return the trace of P⁻¹ over the weights left out, and the block of P⁻¹ over the others, in float64."""
     P = post.precision
     form = P._closed_form()
-    if form is None and len(rest) <= routes.WHOLE:
+    if form is None and len(rest) <= routes.MOST_DECOMPOSED:
         whole = principal_block(P, torch.arange(len(rest), device=P.device)).double()
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(whole))
         # P⁻¹EP⁻¹ for an error E of P, the rounding of its products.
