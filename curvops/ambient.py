@@ -172,9 +172,6 @@ class Memory(Protocol):
     def keep(self, owner: object, nbytes: int) -> None:
         """Count ``nbytes`` bytes as used as long as the owner exists."""
 
-    def expect_many(self) -> None:
-        """Announce more products than have been made so far, so that the next ones use an engine that pays off."""
-
 
 Memories = frozenset[Memory]
 

@@ -139,8 +139,6 @@ def mackay(
             sketches = derive_generator(generator, post.mean.device)  # None: each source has its own seed
             post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches, post.cache.checks_mode))
             saved.held["cache"] = post.cache
-            for lin in post.cache.known_data("the log evidence"):
-                lin.memory.expect_many()
         base = DiagonalGGN(post.lin).entries.clamp_min(1e-6) if prior == "g" else None
         groups = precision_groups(post.lin, PRIORS[prior], base)
         first = noises_of(post.lin.likelihood) if tune_noise else None

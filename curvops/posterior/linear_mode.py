@@ -219,8 +219,6 @@ def find_mode(
     """
     saved, cache, prior, theta = current(), terms.cache, terms.prior, terms.lin.theta
     lins = cache.known_data("the mode of the linear model")
-    for lin in lins if saved else ():
-        lin.memory.expect_many()  # one engine is used from the first product of the run to the last
     J = terms.lin.jacobian()
     beside = 8 * describe(J).vector_bytes  # two points, and what the next is made of
 

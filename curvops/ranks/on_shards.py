@@ -135,10 +135,6 @@ class Agreed:
         """Count bytes as used on this rank."""
         self.memory.keep(owner, nbytes)
 
-    def expect_many(self) -> None:
-        """Announce many products."""
-        self.memory.expect_many()
-
 
 @times_block.register
 @transposed_times_block.register

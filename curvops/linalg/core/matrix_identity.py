@@ -16,7 +16,6 @@ from torch import Tensor
 
 from curvops.ambient import aside
 from curvops.checkpoint import digest, identify
-from curvops.linalg.core.algorithm import memories_of
 from curvops.linalg.core.vectors import Matrix, describe, norm, product
 
 
@@ -125,19 +124,13 @@ def sources_of_sum(terms: Sequence[Any]) -> Sources | None:
 
 @torch.no_grad()
 def problem_of(A: Matrix) -> dict[str, Any]:
-    """Describe A in a few numbers: size, dtype, kind, tensors, data, and products with two fixed vectors.
-
-    The products are made after a first one, because later products use the engine that pays off over many: then the
-    first product of a process and the first one after a crash have the same bits.
-    """
+    """Describe A in a few numbers: size, dtype, kind, tensors, data, and products with two fixed vectors."""
     facts, sources = describe(A), sources_of(A)
     counts = {} if sources is None else {str(name): count for name, count in sources.counts.items()}
     tensors = [A] if isinstance(A, Tensor) else A.representation()
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (2, facts.columns), generator=generator).mT.to(facts.device, facts.dtype) * 2 - 1
     image = aside(product(A))(signs)
-    for memory in memories_of(A):
-        memory.expect_many()
     return {
         "the size": [facts.rows, facts.columns],
         "the dtype": str(facts.dtype),

@@ -32,7 +32,7 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 from torch.autograd import Function
 
-from curvops.ambient import Progress, current_run, running
+from curvops.ambient import Progress, running
 from curvops.checks import carries_graph, check_choice, check_limits, check_tensor, in_forward_mode, refuse_tangents
 from curvops.linalg.core.algorithm import algorithm, longest
 from curvops.linalg.core.cache import require_first_derivative
@@ -257,8 +257,6 @@ class Request:
             return accept(minres(operator, rhs, preconditioner=self.preconditioner, **common), self.rtol)
         M, K = self.preconditioner, 1 if rhs.ndim == 1 else rhs.shape[1]
         if M is None and hasattr(operator, "definite"):
-            for memory in current_run().memories:
-                memory.expect_many()  # one engine is used from the first product on, so that x depends on A and B alone
             M = operator.preconditioner(K, memory_budget=self.memory_budget)
         if K <= MOST_COLUMNS:
             return accept(cg(operator, rhs, preconditioner=M, **common), self.rtol)

@@ -17,17 +17,13 @@ To these counts the device's `Rates` add the time of reading stored numbers, whi
 visiting a layer, whatever its size: once per vector by autodiff, once per block by the layerwise engine. Visits are
 most of the cost of small networks, and on a GPU of all but large ones.
 
-The rule expects as many further vectors, in blocks as wide, as it has seen since an engine was last replaced, and is
-asked again when twice as many have come. As with rented skis, what a worse engine has cost stays in proportion to what
-a better one costs to build. After the first product it expects at least `SOLVER` vectors: a second product means a
-solver, and engines that are built early pay most.
+The rule takes the engine that costs least for `MANY` vectors in blocks of `WIDTH`, since a second product means a
+solver, and that engine stays. A single product streams instead, unless it pays for the engine itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -38,7 +34,8 @@ from curvops.summary import Table, Tabular
 
 EngineKind = Literal["streamed", "recorded", "layerwise", "formed"]
 EngineChoice = Literal["auto", "streamed", "autodiff", "layerwise"]
-SOLVER = 8
+MANY, WIDTH = 100, 4
+"""The number of vectors that an engine is built for, and how many of them it multiplies at a time."""
 STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD, RECORDING = 2.0, 3.0, 4 / 3, 5 / 3, 7 / 3
 VISITS: dict[EngineKind, tuple[float, float]] = {
     "streamed": (3.0, 0.0),
@@ -234,29 +231,26 @@ class Plan(Tabular):
         backward = 0 if all(layer.is_last or layer.feeds_last for layer in self.layers) else self.num_outputs
         return (1 + backward) / 3 + (RECORDING if self.records(kind) else 0.0)
 
-    def choose(
-        self, built: EngineKind, vectors_by_width: Mapping[int, int], columns: int, points: int, free: int
-    ) -> EngineKind:
-        """Return the engine for a block of `columns` on a batch of `points`, if `free` bytes are left.
+    def choose(self, points: int, free: int, single: int | None = None) -> EngineKind:
+        """Return the engine for a batch of `points` with the least cost for many vectors, if `free` bytes are left.
 
-        `vectors_by_width` counts the vectors by the width of their block, since an engine was last replaced.
+        For a `single` product, with a block of so many vectors, an engine that costs more than streaming is not built.
         """
-        allowed = [k for k in self.candidates() if k == built or points * self.bytes_needed(k) <= free]
-        if self.prefers_layerwise and "layerwise" in allowed:
+        fitting = [kind for kind in self.candidates() if points * self.bytes_needed(kind) <= free]
+        if self.prefers_layerwise and "layerwise" in fitting:
             return "layerwise"
-        expected = Counter(vectors_by_width)
-        expected[columns] = max(expected[columns] + columns, SOLVER if expected.total() else 0)
+        best = min(fitting, key=lambda kind: self.cost(kind, points, MANY, WIDTH))
+        if single is None or self.cost(best, points, single, single) < self.cost("streamed", points, single, single):
+            return best
+        return "streamed"
 
-        def cost(kind: EngineKind) -> float:
-            total = 0.0 if kind == built else self.cost_to_build(kind, points)
-            for width, count in expected.items():
-                visits = VISITS[kind][0] / (width if kind == "layerwise" else 1)
-                if kind == "layerwise" and self.rest is not None:
-                    visits += VISITS["recorded"][0]
-                total += count * (self.per_vector(kind, width) + self.overhead(visits, points))
-            return round(total, 9)  # rounded, so that ties go to the first kind, which keeps least
-
-        return min(allowed, key=cost)
+    def cost(self, kind: EngineKind, points: int, vectors: int, width: int) -> float:
+        """Return the gradients of a batch for building an engine and multiplying `vectors` in blocks of `width`."""
+        visits = VISITS[kind][0]
+        if kind == "layerwise":
+            visits = visits / max(1, width) + (0.0 if self.rest is None else VISITS["recorded"][0])
+        products = vectors * (self.per_vector(kind, max(1, width)) + self.overhead(visits, points))
+        return round(self.cost_to_build(kind, points) + products, 9)  # rounded: ties go to the kind that keeps least
 
     def cost_to_build(self, kind: EngineKind, points: int) -> float:
         """Return `build` with the visits of layers; for rows, the passes of each point visit them anew."""

@@ -11,7 +11,6 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
@@ -26,7 +25,7 @@ from curvops.ambient import SMALL_BYTES
 from curvops.network.data.inputs import copy, num_points
 from curvops.network.engines.autodiff import Streamed
 from curvops.network.engines.engine import Engine, Engines
-from curvops.network.engines.plan import SOLVER, EngineKind, Plan
+from curvops.network.engines.plan import EngineKind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root
 from curvops.network.model.model import Model
 from curvops.ranks.process_group import Ranks
@@ -49,9 +48,6 @@ class Caching(Protocol):
 
     def shrink(self, most: int) -> None:
         """Free engines until at most this many bytes are kept."""
-
-    def expect_many(self) -> None:
-        """Choose engines as for many products."""
 
 
 class Budget:
@@ -115,11 +111,6 @@ class Budget:
         self._take(kept_bytes=nbytes)
         weakref.finalize(owner, self._take, kept_bytes=-nbytes).atexit = False
 
-    def expect_many(self) -> None:
-        """Announce more products than have been made so far."""
-        for cache in self._caches.values():
-            cache.expect_many()
-
     def _take(self, held_bytes: int = 0, kept_bytes: int = 0) -> None:
         with self._lock:
             self._held, self._kept = self._held + held_bytes, self._kept + kept_bytes
@@ -167,9 +158,9 @@ def _text(path: str) -> str:
 class EngineCache(ABC):
     """The engines of some batches: chosen when they are built, by the plan's cost rule, and kept if the budget allows.
 
-    The kind of a batch's engine is chosen anew whenever twice as many vectors have come as at the last choice. Engines
-    multiply by J, or by Lᵀ J for the root L of a `fisher`. Those of walks that are `alike` on all ranks do not depend
-    on what a rank keeps of its shard, since their rounding differs.
+    Within an algorithm, and from the second product on, they are built as for many products; a first product alone
+    builds nothing that it does not pay for. Engines multiply by J, or by Lᵀ J for the root L of a `fisher`. Those of
+    walks that are `alike` on all ranks do not depend on what a rank keeps of its shard, since their rounding differs.
     """
 
     def __init__(self, model: Model, memory: Budget, points: int, alike: bool, fisher: OutputFisher | None) -> None:
@@ -179,8 +170,7 @@ class EngineCache(ABC):
     def forget(self) -> None:
         """Start without engines, as after unpickling."""
         self._kept: dict[int, tuple[Any, Engine]] = {}  # (label, engine) by the number of the batch
-        self._vectors_by_width: Counter[int] = Counter()  # the vectors multiplied, by the width of their block
-        self._vectors_when_chosen = 0
+        self._has_multiplied = False
         self._complete = False  # whether each batch has a kept engine
         self.memory.register(self)
 
@@ -229,61 +219,27 @@ class EngineCache(ABC):
                 self._kept.popitem()
                 self._complete = False
 
-    def expect_many(self) -> None:
-        """Choose engines as after many products, next to which those of a solve do not change an engine's share."""
-        with self.model.lock:
-            self._vectors_by_width = Counter({SOLVER: 10_000})
-
-    def _chosen_engines(self, vectors_by_width: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
-        """Return the kept engines of all batches; None if one is missing, or another kind would be better by now.
-
-        Whether it would is asked again whenever twice as many vectors have come as at the last time.
-        """
-        if not self._complete:
-            return None
-        engines = [self._kept[i] for i in range(len(self._kept))]
-        if self._vectors_by_width.total() > 2 * self._vectors_when_chosen:
-            self._vectors_when_chosen = self._vectors_by_width.total()
-            for _, engine in engines:
-                room = self._free() + engine.nbytes
-                if self._choose(engine.kind, vectors_by_width, columns, engine.outputs.shape[0], room) != engine.kind:
-                    return None
-        return engines
-
-    def _engine_for(self, index: int, inputs: Any, label: Any, vectors_by_width: Counter[int], columns: int) -> Engine:
-        present = self.kept_engine(index)
-        built: EngineKind = present.kind if present is not None else "streamed"
-        room = self._free() + (present.nbytes if present is not None else 0)
-        kind = self._choose(built, vectors_by_width, columns, num_points(inputs), room)
-        if present is not None and present.kind == kind:
-            return present
-        replaced, present = present is not None, None  # freed before the next one is built, as both may not fit
-        self._kept.pop(index, None)
+    def _engine_for(self, index: int, inputs: Any, label: Any, single: int | None) -> Engine:
+        """Return the engine of a batch: the one that is kept, or a new one, for many products or a `single` one."""
+        if (kept := self.kept_engine(index)) is not None:
+            return kept
+        room = self._free()
+        kind = self._choose(num_points(inputs), room, single)
         if kind != "streamed":
             inputs = copy(inputs)  # kept engines must not change with the user's tensors
         root = IDENTITY if self._fisher is None else Root(self._fisher, label)
         engine = self.engines.build(kind, inputs, room, root)
         if engine.kind != "streamed" and engine.nbytes <= room:
             self._kept[index] = (label, engine)
-            if replaced:
-                self._vectors_by_width.clear()
-            self._vectors_when_chosen = max(SOLVER, self._vectors_by_width.total())
         return engine
 
-    def _choose(
-        self, built: EngineKind, vectors_by_width: Counter[int], columns: int, points: int, room: int
-    ) -> EngineKind:
-        """Choose an engine by the cost rule, again if it keeps a recorded pass that has not been tried yet.
-
-        Outputs alone are no reason to build an engine, unless its first pass is all that it needs.
-        """
+    def _choose(self, points: int, room: int, single: int | None) -> EngineKind:
+        """Choose an engine by the cost rule, again if it keeps a recorded pass that has not been tried yet."""
         rule = self._rule
-        if columns == 0 and not rule.prefers_layerwise:
-            return built
-        kind = rule.choose(built, vectors_by_width, max(1, columns), points, room)
+        kind = rule.choose(points, room, single)
         if rule.records(kind) and not rule.routes.tried:
             self.engines.try_keeping()
-            kind = self._rule.choose(built, vectors_by_width, max(1, columns), points, room)
+            kind = self._rule.choose(points, room, single)
         return kind
 
     def _free(self) -> int:

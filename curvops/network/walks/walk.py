@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.ambient import CACHE_BYTES, Progress, Steps, progress_bar
+from curvops.ambient import CACHE_BYTES, Progress, Steps, in_force, progress_bar
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import cut, join, num_points, take
 from curvops.network.data.randomness import PointNormals
@@ -34,7 +33,7 @@ from curvops.network.walks.engine_cache import BatchMap, Budget, EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.ranks.shard import Shard
 
-CACHES = ("_kept", "_vectors_by_width", "_vectors_when_chosen", "_complete", "_recorded", "_outputs", "_gathered")
+CACHES = ("_kept", "_has_multiplied", "_complete", "_recorded", "_outputs", "_gathered")
 # On a CPU larger pieces are slower, since memory for them is allocated anew, page by page, for each layer.
 MOST_CHUNK = 2**27
 FEW_POINTS, SHARE = 16, 16
@@ -363,22 +362,23 @@ class Passes(BatchRows):
     def each(self, columns: int, root: OutputFisher | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield (label, J of the batch) for every batch; a walk over kept engines does not read the data again."""
         self.model.refuse_modes()
-        with self.model.lock:
-            vectors_by_width = Counter(self._vectors_by_width)
-            self._vectors_by_width[max(1, columns)] += columns
-            engines = self._chosen_engines(vectors_by_width, columns)
         count, start = 0, 0 if self.shard is None else self.shard.start
-        if engines is not None:
-            for label, engine in engines:
+        with self.model.lock:
+            kept = [self._kept[i] for i in range(len(self._kept))] if self._complete else []
+        if kept:
+            for label, engine in kept:
                 stop = start + len(engine.outputs)
                 yield label, self._map(engine, slice(start, stop), label, root)
                 start = stop
             return
+        # Outputs alone are no reason to build an engine, unless its first pass is all that it needs.
+        many = columns > 0 and (self._has_multiplied or in_force.get() is not None)
+        self._has_multiplied |= columns > 0
         try:
             with self._steps("pass over the data") as steps:
                 for index, (inputs, label) in enumerate(self.source):
                     with self.model.lock:
-                        engine = self._engine_for(index, inputs, label, vectors_by_width, columns)
+                        engine = self._engine_for(index, inputs, label, None if many else columns)
                     stop = start + num_points(inputs)
                     yield label, self._map(engine, slice(start, stop), label, root)
                     steps.advance(stop - start, engine.kind)

@@ -38,7 +38,7 @@ def test_products_are_those_of_the_dense_jacobian(name: str, way: str) -> None:
     count = 2 if way == "auto" or (way == "layerwise" and served_whole(name)) else 1
     J, passes = reference(name), walk(name, way, sizes=(3, 2) if count == 2 else (N,))
     if way == "auto":
-        passes.expect_many()
+        push(passes, columns(J.shape[1], 1))
     for k in (1, 3) if way in ("streamed", "auto") else (3, 1, 3):
         V, U = columns(J.shape[1], k), columns(J.shape[0], k)
         assert agree(push(passes, V), J @ V)

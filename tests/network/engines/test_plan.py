@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 
 import pytest
 import torch
 from torch import nn
 
+import curvops as co
 from benchmarks.gpu.counts import H100
 from curvops.network.engines.plan import CPU, GPU, Plan, Rates
 from curvops.network.model.model import Model
@@ -52,7 +52,7 @@ def test_with_one_hidden_layer_a_product_costs_little_more_for_many_outputs() ->
     assert plan.build("layerwise") == 1 / 3
     through = 2 * (200 * 300 + 2 * 300 * 1000 + CPU.read * 300)
     assert plan.per_vector("layerwise") == through / (3 * plan.forward) < plan.per_vector("recorded")
-    assert plan.choose("streamed", {1: 1}, 1, 10**6, 10**12) == "layerwise"
+    assert plan.choose(10**6, 10**12) == "layerwise"
     assert "a and slopes" in str(plan)
 
 
@@ -69,17 +69,15 @@ def test_the_bytes_announced_are_those_kept(name: str, kind: str) -> None:
 
 
 def test_a_single_product_streams_and_many_do_not() -> None:
-    """The second product builds what eight more pay for; outputs alone are no product."""
+    """A block builds what it pays for itself; outputs alone are no product."""
     plan, many_outputs = wide(10), wide(1000)
-    assert plan.choose("streamed", {}, 1, 100, PLENTY) == "streamed"
-    assert plan.choose("streamed", {1: 1000}, 1, 100, PLENTY) == "layerwise"
-    assert plan.choose("streamed", {}, 1000, 100, PLENTY) == "layerwise"
-    assert plan.choose("streamed", {1: 1}, 1, 10**6, 10**12) == "layerwise"
-    assert plan.choose("streamed", {1: 0}, 1, 10**6, 10**12) == "streamed"
+    for points, plenty in ((100, PLENTY), (10**6, 10**12)):
+        assert plan.choose(points, plenty, single=0) == plan.choose(points, plenty, single=1) == "streamed"
+        assert plan.choose(points, plenty, single=1000) == plan.choose(points, plenty) == "layerwise"
     # δ costs C backward passes and C numbers per unit
     assert many_outputs.per_vector("layerwise") > many_outputs.per_vector("recorded")
-    for asked, points in ((1, 10**6), (20, 100)):
-        assert many_outputs.choose("streamed", {1: asked}, 1, points, 10**12) == "recorded"
+    for points in (100, 10**6):
+        assert many_outputs.choose(points, 10**12) == "recorded"
     # a block shares the reading
     assert plan.per_vector("layerwise", 16) < plan.per_vector("layerwise", 1)
     assert plan.per_vector("streamed", 16) == plan.per_vector("streamed", 1)
@@ -90,11 +88,10 @@ def test_a_single_product_streams_and_many_do_not() -> None:
 def test_the_choice_costs_little_more_than_the_best_engine_from_the_start(num_outputs: int, products: int) -> None:
     """By the plan's own count, on a batch so large that overheads do not count."""
     plan, points, plenty = wide(num_outputs), 10**6, 10**15
-    total, built, asked = 0.0, "streamed", 0
-    for _ in range(products):
-        kind = plan.choose(built, {1: asked} if asked else {}, 1, points, plenty)  # type: ignore[arg-type]
-        total += plan.per_vector(kind) + (plan.build(kind) if kind != built else 0.0)
-        built, asked = kind, asked + 1
+    first, kept = plan.choose(points, plenty, single=1), plan.choose(points, plenty)
+    total = plan.build(first) + plan.per_vector(first)
+    if products > 1:
+        total += (0.0 if kept == first else plan.build(kept)) + (products - 1) * plan.per_vector(kept)
     best = min(plan.build(kind) + products * plan.per_vector(kind) for kind in plan.candidates())
     assert total <= 1.3 * best
 
@@ -104,9 +101,8 @@ def test_a_wide_block_of_a_small_network_is_multiplied_as_a_block() -> None:
     hidden = [layer for _ in range(2) for layer in (nn.Linear(4, 4), nn.Tanh())]
     plan = plan_of(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *hidden, nn.Linear(4, 8)), torch.randn(2, 3))
     assert plan.per_vector("layerwise", 20_000) > plan.per_vector("recorded", 20_000)
-    assert plan.choose("streamed", {}, 20_000, 64, PLENTY) == "layerwise"
-    assert plan.choose("recorded", {}, 20_000, 64, PLENTY) == "layerwise"
-    assert plan.choose("streamed", {}, 1, 64, PLENTY) == "streamed"
+    assert plan.choose(64, PLENTY) == plan.choose(64, PLENTY, single=20_000) == "layerwise"
+    assert plan.choose(64, PLENTY, single=1) == "streamed"
 
 
 def test_on_a_gpu_visits_of_layers_outweigh_arithmetic_up_to_far_larger_networks() -> None:
@@ -114,9 +110,9 @@ def test_on_a_gpu_visits_of_layers_outweigh_arithmetic_up_to_far_larger_networks
     assert wide(100).rates is CPU
     on_gpu = dataclasses.replace(wide(100), rates=GPU)
     points, plenty = 3000, 10**15
-    # A block of 16 takes fewer multiply-adds by a recorded pass, but there each vector visits the layers.
-    assert wide(100).choose("streamed", {}, 16, points, plenty) == "recorded"
-    assert on_gpu.choose("streamed", {}, 16, points, plenty) == "layerwise"
+    # Blocks take fewer multiply-adds by a recorded pass, but there each vector visits the layers.
+    assert wide(100).choose(points, plenty) == "recorded"
+    assert on_gpu.choose(points, plenty) == "layerwise"
     assert on_gpu.overhead(1.0, points) > 0.5 > 0.05 > wide(100).overhead(1.0, points)
     assert GPU.read == pytest.approx(4 * H100.multiply_adds / H100.bytes)  # a number of single precision
     assert GPU.visit == pytest.approx(10 * H100.launch * H100.multiply_adds, rel=0.02)
@@ -146,61 +142,54 @@ def test_on_a_half_precision_base_the_engine_that_rounds_once_serves_where_it_fi
     del model.fc2
     plan = plan_of(model, torch.randn(2, 4))
     assert plan.half_base
-    assert plan.choose("streamed", {}, 1, 100, PLENTY) == "layerwise"
-    assert plan.choose("streamed", {}, 1, 100, 0) == "streamed"
-    assert dataclasses.replace(plan, engine="autodiff").choose("streamed", {}, 1, 100, PLENTY) == "streamed"
+    assert plan.choose(100, PLENTY, single=1) == "layerwise"
+    assert plan.choose(100, 0, single=1) == "streamed"
+    assert dataclasses.replace(plan, engine="autodiff").choose(100, PLENTY, single=1) == "streamed"
     mixed = dataclasses.replace(plan, others={"table": "no layer rule"})
-    assert mixed.choose("streamed", {}, 1, 100, PLENTY) == "streamed"
+    assert mixed.choose(100, PLENTY, single=1) == "streamed"
 
 
-@pytest.fixture
-def undecided() -> Passes:
-    """A network for which `recorded` is the cheaper with single vectors, and `layerwise` with blocks, were it large."""
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_the_engine_that_is_built_stays_whatever_blocks_follow() -> None:
+    """Also where a recorded pass is the cheaper with single vectors, and the layerwise engine with blocks."""
     hidden = nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU()
     model = nn.Sequential(*hidden, nn.Linear(300, 40)).double()
     passes = Passes(Model(model.eval()), [(torch.randn(2, 200).double(), None)], memory_budget=PLENTY)
     passes.engines.plan = dataclasses.replace(passes.engines.plan, rates=Rates(CPU.read, visit=0.0))
     assert passes.plan.per_vector("layerwise") > passes.plan.per_vector("recorded")
     assert passes.plan.per_vector("layerwise", 16) < passes.plan.per_vector("recorded", 16)
-    return passes
+    push(passes, columns(passes.model.theta.numel(), 1))
+    assert passes.plan.in_use == {}
+    push(passes, columns(passes.model.theta.numel(), 1))
+    (engine,) = passes.kept_engines
+    for width in (16, 1, 64, 16):
+        push(passes, columns(passes.model.theta.numel(), width))
+        assert passes.kept_engines == [engine]
 
 
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(undecided: Passes) -> None:
-    """A solver's block narrows as columns converge: each width has its best engine, and none is built again for it."""
-    passes, kinds = undecided, []
-    for step in range(20):
-        push(passes, columns(passes.model.theta.numel(), (16, 1)[step // 2 % 2]))
-        kinds += passes.plan.in_use
-    first = kinds.index("layerwise")
-    assert set(kinds[:first]) <= {"recorded"} and set(kinds[first:]) == {"layerwise"}
-
-
-def test_an_engine_is_freed_when_another_takes_its_place(undecided: Passes) -> None:
-    passes, D = undecided, undecided.model.theta.numel()
-    for _ in range(5):
-        push(passes, columns(D, 1))
-    assert passes.plan.in_use == {"recorded": 1}
-    before = weakref.ref(passes.kept_engines[0])
-    while passes.plan.in_use == {"recorded": 1}:
-        push(passes, columns(D, 16))
-    assert passes.plan.in_use == {"layerwise": 1} and before() is None
+def test_an_algorithm_builds_the_engine_at_its_first_product() -> None:
+    """So its results do not depend on whether a product was made before."""
+    model, data = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (torch.randn(6, 3), torch.arange(6) % 2)
+    fresh, used = (co.linearize(model, data, "classification") for _ in range(2))
+    co.GGN(used) @ used.theta
+    assert used.plan.in_use == {}
+    for lin in (fresh, used):
+        co.linalg.cg(co.GGN(lin).add_diagonal(1.0), lin.theta, maxiter=1)
+        assert lin.plan.in_use == {"layerwise": 1}
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
     plan = wide(10)
-    for kind in ("layerwise", "recorded"):
-        needed = 100 * min(plan.bytes_needed("recorded"), plan.bytes_needed("layerwise"))
-        assert plan.choose("streamed", {1: 1000}, 1, 100, needed - 1) == "streamed"
-        assert plan.choose(kind, {1: 1000}, 1, 100, 0) == kind  # what is built has its memory already
+    needed = 100 * min(plan.bytes_needed("recorded"), plan.bytes_needed("layerwise"))
+    assert plan.choose(100, needed - 1) == "streamed"
 
 
 def test_an_engine_can_be_forced() -> None:
     plan = wide(10)
     autodiff, layerwise = (dataclasses.replace(plan, engine=engine) for engine in ("autodiff", "layerwise"))
     assert autodiff.candidates() == ("streamed", "recorded")
-    assert layerwise.choose("streamed", {}, 1, 100, PLENTY) == "layerwise"
-    assert layerwise.choose("streamed", {}, 1, 100, 0) == "streamed"
+    assert layerwise.choose(100, PLENTY, single=1) == "layerwise"
+    assert layerwise.choose(100, 0, single=1) == "streamed"
     assert walk("function_pair", "layerwise").plan.candidates() == ("streamed", "recorded")
 
 

@@ -27,9 +27,6 @@ class Cache:
     def shrink(self, most: int) -> None:
         self.kept_bytes = min(self.kept_bytes, most)
 
-    def expect_many(self) -> None:
-        """Its plan is made."""
-
 
 def test_vectors_have_what_engines_do_not_want_and_half_at_least():
     memory = Budget(100 * MIB)
