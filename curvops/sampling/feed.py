@@ -73,7 +73,7 @@ def require_repeatable(batches: Any) -> None:
 
 def _checked(batches: Any) -> Iterable[Any] | None:
     """Return the batches; raise TypeError unless they can be read again in every pass."""
-    pair = isinstance(batches, tuple) and len(batches) in (2, 3) and all(isinstance(item, Tensor) for item in batches)
+    pair = isinstance(batches, tuple) and len(batches) in (2, 3) and isinstance(batches[0], Tensor)
     if isinstance(batches, Iterator | Tensor | str) or pair or not (batches is None or isinstance(batches, Iterable)):
         raise TypeError(
             "batches must be a list of batches, [(inputs, targets)] if each step uses all data, or a DataLoader, got "

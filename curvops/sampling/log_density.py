@@ -22,7 +22,7 @@ from curvops.checkpoint import identify
 from curvops.checks import check_like, check_shape, checked_whole
 from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
-from curvops.network.data.batch_parts import parts_of
+from curvops.network.data.batch_parts import parts_of, require_aligned, sizes_of
 from curvops.network.data.batches import Batches, Reading
 from curvops.network.data.inputs import Inputs, batch_inputs, move, move_tensor, take
 from curvops.network.engines.engine import Engines
@@ -134,23 +134,25 @@ class LogPosterior:
     def _log_probabilities(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, " n"]:
         """Return log p(y | x, params) at each position of the batch, for parameters in order."""
         points, targets, weights = parts_of(batch, self.weighted)
-        if not len(targets):
+        n = max(sizes_of(targets))
+        if not n:
             raise ValueError("the batch has no points, so its mean log-likelihood is undefined: leave it out.")
         place = self._place
-        inputs = move(batch_inputs(points, len(targets)), *place)
+        inputs = move(batch_inputs(points, n), *place)
+        require_aligned(inputs, targets, weights)
         likelihood = self._likelihood[0] if self._likelihood else self._likelihood_at(inputs, targets)
         values = params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
         outputs, layout = self.model(values, inputs), self.model.layout
         assert layout is not None
-        if len(outputs) != len(targets):
-            raise ValueError(f"the batch has {len(outputs)} inputs, but targets of shape {tuple(targets.shape)}.")
-        y = layout.targets(move_tensor(targets, *place))
-        w = None if weights is None else layout.weights(weights.to(*place), targets.shape)
+        if len(outputs) != n:
+            raise ValueError(f"the model returns {len(outputs)} rows for a batch of {n} points: return one per point.")
+        y = move_tensor(layout.targets(targets), *place)
+        w = None if weights is None else layout.weights(weights.to(*place), getattr(targets, "shape", torch.Size()))
         return likelihood.log_prob(outputs, y, w)
 
     def num_points(self, batch: GivenBatch) -> int:
         """Return the number of points of a batch, of all ranks."""
-        return len(parts_of(batch, self.weighted)[1])
+        return max(sizes_of(parts_of(batch, self.weighted)[1]))
 
     # What samplers use: autograd differentiates one part, and the rest is added to value and gradient.
 
@@ -226,7 +228,7 @@ class LogPosterior:
             raise ValueError("over a process group no batch is linearised: use co.linearize(..., process_group=).")
         if not self._likelihood:
             points, targets, _ = parts_of(batch, self.weighted)
-            self._likelihood_at(move(batch_inputs(points, len(targets)), *self._place), targets)
+            self._likelihood_at(move(batch_inputs(points, max(sizes_of(targets))), *self._place), targets)
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         return likelihood, network, reading_for(network, likelihood, layout, self.weighted)
@@ -236,14 +238,15 @@ class LogPosterior:
         """The bytes for each linearisation, determined once: asking the system takes as long as a small pass."""
         return default_budget(self._place[0])
 
-    def _likelihood_at(self, inputs: Inputs, targets: Tensor) -> Likelihood:
+    def _likelihood_at(self, inputs: Inputs, targets: Any) -> Likelihood:
         """Return the likelihood for the model's positions, from the first batch, which is checked against it."""
         device, dtype = self._place
-        few = take(inputs, few_of(inputs))
-        interpreted, self.model.layout, _ = likelihood_at(self.model, few, self._spec)
+        few = few_of(inputs)
+        interpreted, layout, _ = likelihood_at(self.model, take(inputs, few), self._spec, take(targets, few))
+        self.model.layout = layout
         likelihood = interpreted.to(device=device, dtype=dtype)
-        y = self.model.layout.targets(move_tensor(targets, device, dtype))
-        likelihood.check_targets(y, self.model.layout.output_shape.numel())
+        y = move_tensor(layout.targets(targets), device, dtype)
+        likelihood.check_targets(y, layout.output_shape.numel())
         self._likelihood.append(likelihood)
         return likelihood
 
@@ -293,7 +296,7 @@ class SharedLogPosterior(LogPosterior):
 
     def _sum(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, ""]:
         """Return the sum of log p(y | x, params) over the points of a batch, which may have none."""
-        if batch is not None and len(parts_of(batch, self.weighted)[1]):
+        if batch is not None and super().num_points(batch):
             return self._log_probabilities(params, batch).sum()
         return 0 * torch.stack([value.sum() for value in params.values()]).sum()
 
@@ -301,7 +304,7 @@ class SharedLogPosterior(LogPosterior):
         """Return the number of points of a batch, of all ranks, and those that this rank holds."""
         if isinstance(batch, Share):
             return batch.points, batch.local
-        n, held = len(parts_of(batch, self.weighted)[1]), self.shard.num_own
+        n, held = super().num_points(batch), self.shard.num_own
         if n != held:
             raise ValueError(f"this batch has {n} of the {held} points of this rank: see co.sampling.minibatches.")
         return self.data_size, batch
@@ -407,7 +410,7 @@ def log_posterior(
         model: an `nn.Module` or a pair (function(params, inputs) -> outputs, mapping of parameters), with all
             arguments below; or a linearisation, `co.linearize(model, data, likelihood)`, which already has a
             likelihood, parameters, N and perhaps sample weights.
-        likelihood: as in `co.linearize`.
+        likelihood: as in `co.linearize`, a mapping for several outputs: their log-likelihoods add.
         prior_precision: A, as in `co.laplace`: a number, a vector (D,), a mapping {glob: number}, an operator, or an
             earlier posterior (which also gives the mean).
         prior_mean: m, a number, a vector (D,) or a mapping.
@@ -432,7 +435,6 @@ def log_posterior(
     """
     if isinstance(model, ShardedLinearization):
         raise TypeError("a sampler holds all parameters on each rank: pass an unsharded copy of the model.")
-    _require_one_output(model.likelihood if isinstance(model, Linearization) else likelihood)
     if isinstance(model, Linearization):
         facts = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
         twice = [name for name, value in facts.items() if value is not None]
@@ -448,25 +450,26 @@ def log_posterior(
     if likelihood is None:
         raise ValueError("likelihood is missing: pass one of co.likelihoods, a torch loss, or 'classification'.")
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
-    if interpretation_of(likelihood) is None:
-        likelihood = as_likelihood(likelihood).snapshot()
-        if needs_noise(likelihood):
-            raise ValueError(
-                "the noise of this regression is unknown: pass co.likelihoods.Gaussian(noise=variance), or a "
-                "linearisation, co.linearize(model, data, 'regression'), which estimates it."
-            )
-    else:  # interpreted with the first batch, because it needs the shapes
-        likelihood = copy.deepcopy(likelihood)
+    several = likelihoods_by_name(likelihood)
+    if several is not None:
+        likelihood = {name: _owned(member) for name, member in several.items()}
+    else:
+        likelihood = _owned(likelihood)
     network = Model(model, parameters)
     return LogPosterior(network, as_prior(prior_precision, prior_mean, network), size, weights, likelihood)
 
 
-def _require_one_output(likelihood: Any) -> None:
-    if (several := likelihoods_by_name(likelihood)) is not None:
+def _owned(likelihood: Any) -> Any:
+    """Return a copy of a likelihood or a loss, unaffected by later changes; raise ValueError for an unknown noise."""
+    if interpretation_of(likelihood) is not None:
+        return copy.deepcopy(likelihood)  # interpreted with the first batch, because it needs the shapes
+    new = as_likelihood(likelihood).snapshot()
+    if needs_noise(new):
         raise ValueError(
-            f"samplers take a model with one output, and these likelihoods are for several, {list(several)}: let the "
-            "model return one tensor, with one likelihood (a loss of your own, for all outputs side by side)."
+            "the noise of this regression is unknown: pass co.likelihoods.Gaussian(noise=variance), or a "
+            "linearisation, co.linearize(model, data, 'regression'), which estimates it."
         )
+    return new
 
 
 def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Float[Tensor, "*k D"]:

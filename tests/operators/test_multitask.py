@@ -533,8 +533,6 @@ def test_tools_for_one_output_say_so() -> None:
         co.gp.LaplaceModel(post)
     with pytest.raises(ValueError, match="regression draws one output"):
         co.plots.regression(post, x)
-    with pytest.raises(ValueError, match="samplers take a model with one output"):
-        co.sampling.log_posterior(net, {"value": "regression"}, prior_precision=1.0, data_size=N)
 
 
 def test_empirical_posteriors_predict_by_name() -> None:
@@ -544,3 +542,51 @@ def test_empirical_posteriors_predict_by_name() -> None:
     values = torch.stack([lin.predict(x, weights)["value"] for weights in draws])
     torch.testing.assert_close(post.predict(x)["value"].mean, values.mean(0), **TIGHT)
     assert list(post.probabilities(x)) == ["class"]
+
+
+SUMS = {name: case for name, case in CASES.items() if name != "sequences and a loss"}  # whose constants are not known
+
+
+@pytest.mark.parametrize("by_lin", [True, False])
+@pytest.mark.parametrize("name", SUMS)
+def test_samplers_take_the_sum_of_the_log_likelihoods(name: str, by_lin: bool) -> None:
+    """The value and its gradient, by a linearisation or from the likelihoods; chains, minibatches and a filter run."""
+    case = CASES[name]
+    joined, x, y, lin = built(name)
+    weighted = case.weights is not None
+    batch = (x, y, case.weights) if weighted else (x, y)
+    if by_lin:
+        density = co.sampling.log_posterior(lin, prior_precision=0.7)
+    else:
+        density = co.sampling.log_posterior(
+            joined.net, case.likelihoods, prior_precision=0.7, data_size=N, weights=weighted
+        )
+    params = {key: value.requires_grad_() for key, value in density.params.items()}
+    w = torch.ones(N, dtype=torch.float64) if case.weights is None else case.weights
+    theta = torch.cat([p.flatten() for p in joined.parameters()])
+    expected = -(w * case.loss(joined.parts(x), torch.arange(N))).sum() / N - 0.35 * theta.square().sum() / N
+    value = density(params, batch)
+    torch.testing.assert_close(value, expected, **TIGHT)
+    slopes, wanted = (
+        torch.autograd.grad(total, list(at))
+        for total, at in ((value, params.values()), (expected, joined.parameters()))
+    )
+    torch.testing.assert_close(slopes, wanted, **TIGHT)
+    chains = co.sampling.chains(co.sampling.sgld(density, 1e-3), 2)
+    generator = torch.Generator().manual_seed(0)
+    assert co.sampling.run(chains, density.params, [batch], steps=2, generator=generator).theta.shape[:2] == (2, 2)
+    if isinstance(y, dict):
+        batches = co.sampling.minibatches(density, batch, 3, generator=generator)
+        assert co.sampling.run(co.sampling.sgld(density, 1e-3), density.params, batches, steps=3).theta.shape[1] == 3
+    filtered = co.sampling.run(co.sampling.ekf(density, "dense"), density.params, [batch], steps=1)
+    post = co.laplace(lin, co.GGN, 0.7, check_mode=False)
+    torch.testing.assert_close(filtered.state.precision["matrix"], post.precision.to_dense(), **TIGHT)
+
+
+def test_a_noise_that_samplers_do_not_know_is_asked_for() -> None:
+    net = Several({"class": 3, "value": 2}).double()
+    with pytest.raises(ValueError, match="the noise of this regression is unknown"):
+        co.sampling.log_posterior(net, {"class": "classification", "value": "regression"}, data_size=N)
+    density = co.sampling.log_posterior(net, FIRST.likelihoods, data_size=N)
+    with pytest.raises(ValueError, match=r"There are 8 inputs, but the targets have shape \(7,\)"):
+        density(density.params, (normal(N, 4), {"class": CLASSES[:7], "value": VALUES}))

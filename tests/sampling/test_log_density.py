@@ -166,16 +166,6 @@ def test_batch_statistics_are_refused() -> None:
     S.log_posterior(model.eval(), "classification", data_size=11)
 
 
-def test_models_of_several_outputs_are_refused() -> None:
-    model, X, y = problem()
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    both = (lambda p, x: {"a": torch.func.functional_call(model, p, (x,))}, params)
-    lin = co.linearize(both, (X, {"a": y}), {"a": "classification"})
-    for arguments in ((lin,), (both, {"a": "classification"}), (both, lin.likelihood), (both, ("classification",))):
-        with pytest.raises(ValueError, match=r"samplers take a model with one output.*several, \[('a'|0)\]"):
-            S.log_posterior(*arguments, data_size=None if arguments[0] is lin else 11)
-
-
 def test_steps_that_failed_leave_no_trace() -> None:
     """Many batches with labels out of range, then good ones: each is the step of a sampler that never failed."""
     model, X, y = problem()
