@@ -2,7 +2,7 @@
 
 For a curvature that is proportional to 1 / noise, G = G₀ σ₀²/σ², every posterior is that of the first noise under
 another prior: P = (σ₀²/σ²) (G₀ + A σ²/σ₀²). So one curvature is used for all of them, and a new one is built at the
-end.
+end. With several noises, those of outputs, G is no multiple of one matrix, and is built anew at each step.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.network import Batch, BatchMap
+from curvops.network import Batch, BatchMap, gaussians_with_sums
+from curvops.network.data.layouts import Name
+from curvops.network.likelihoods import Gaussian, Likelihood, Multitask
+from curvops.network.likelihoods.gaussian import sums_of_squares
 from curvops.network.model.parameters import layer_of
 from curvops.operators import EmpiricalFisher, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.gaussians.laplace import Laplace
-from curvops.posterior.log_evidence import Tuning, normal_mode, prepare, shares_of_weights
+from curvops.posterior.log_evidence import Tuning, log_ratio, normal_mode, prepare, shares_of_weights
 from curvops.posterior.precision import REMEDIES
 from curvops.summary import summary
 
@@ -32,6 +36,8 @@ OVER = ("scalar", "layers", "tensors", "weights")
 FURTHEST = 1e10
 # Products with one vector are used for all precisions down to this fraction of the present one.
 WINDOW = 100.0
+STEP = 0.01
+"""The step in log σ² of the differences by which the effective parameters of one of several noises are counted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,28 +96,38 @@ def precision_groups(lin: Linearization, over: str, base: Float[Tensor, " D"] | 
 
 @dataclass(frozen=True, eq=False)
 class Misfit:
-    """The sum Σ w (y − f)² over the M targets of a Gaussian likelihood; M is the sum of their weights."""
+    """The sum Σ w (y − f)² over the M targets of each Gaussian noise; M is the sum of their weights."""
 
-    targets: float
-    squares: float
+    targets: Float[Tensor, "*K"]
+    squares: Float[Tensor, "*K"]
 
 
 @dataclass(frozen=True, eq=False)
 class Hyperparameters:
-    """One precision for each group, and the noise if it is tuned (otherwise None)."""
+    """One precision for each group, and the noise if it is tuned (otherwise None), 0-d or one for each output."""
 
     origin: Laplace
     groups: PrecisionGroups
     alpha: Float[Tensor, " G"]
-    noise: float | None = None
+    noise: Float[Tensor, "*K"] | None = None
+    seed: int = 0
+    """The seed of the draws that a curvature makes at each of several noises."""
 
     @cached_property
     def posterior(self) -> Laplace:
-        """The posterior at the first noise that has the same shares of the weights and the same mode."""
-        factor = 1.0 if self.noise is None else self.noise / self.origin.observation_noise
-        post = self.origin.with_prior(self.groups.precision(self.alpha * factor))
+        """A posterior with the same shares of the weights and the same mode: at the first noise, if there is one."""
+        if self.noise is not None and self.noise.ndim:
+            post = self._at_noises(self.noise).with_prior(self.groups.precision(self.alpha))
+        else:
+            factor = 1.0 if self.noise is None else self.noise / self.origin.observation_noise
+            post = self.origin.with_prior(self.groups.precision(self.alpha * factor))
         # The evidence is that of the model.
         return post if post.temperature == 1 else dataclasses.replace(post, temperature=1.0)
+
+    def _at_noises(self, noises: Float[Tensor, " K"]) -> Laplace:
+        """Return the first posterior at other noises of its outputs."""
+        source = torch.Generator(noises.device).manual_seed(self.seed)
+        return self.origin.with_noise(named_noises(self.origin.lin.likelihood, noises), source)
 
     def scatter(self, theta: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
         """Return (θ − m)ᵀ base (θ − m) for each group."""
@@ -162,15 +178,38 @@ class Hyperparameters:
         rounding = torch.maximum(rounding, torch.minimum(error, 1e-6 * counts))
         return torch.where(gamma > rounding, gamma, 0.0), spread
 
+    def counts_of_noises(self, gamma: Float[Tensor, " G"], rtol: float) -> Float[Tensor, "*K"]:
+        """Return the effective parameters that the targets of each noise determine, −∂ log det P / ∂ log σ².
+
+        For a single noise these are all, Σ γ_g. Raises ValueError if the log-determinants of several are estimates.
+        """
+        assert self.noise is not None
+        if not self.noise.ndim:
+            return gamma.sum()
+        ratios = []
+        for change in STEP * torch.eye(len(self.noise), dtype=self.noise.dtype, device=self.noise.device):
+            for factor in (change.exp(), (-change).exp()):
+                post = self._at_noises(self.noise * factor).with_prior(self.groups.precision(self.alpha))
+                ratio = log_ratio(post.terms, rtol)
+                if float(ratio.stderr):
+                    raise ValueError(
+                        "several noises are tuned where log det P is exact: under a curvature of closed form, such as "
+                        "co.KFAC, or up to 1,024 weights. Here set them, post.with_noise({'value': variance})."
+                    )
+                ratios.append(ratio.value)
+        above, below = torch.stack(ratios).view(-1, 2).mT
+        return (below - above) / (2 * STEP)
+
     @property
     def logs(self) -> Float[Tensor, " H"]:
         """The logarithms of the precisions, and of the noise if it is tuned."""
         logs = self.alpha.log()
-        return logs if self.noise is None else torch.cat([logs, logs.new_tensor([math.log(self.noise)])])
+        return logs if self.noise is None else torch.cat([logs, self.noise.log().reshape(-1)])
 
     def require_near(self, start: Hyperparameters) -> None:
         """Raise ValueError, naming those that are not, unless all are within the search's range of the start."""
-        names = [f"the prior precision of {name!r}" for name in self.groups.names] + ["the noise"]
+        noises = 0 if self.noise is None else self.noise.numel()
+        names = [f"the prior precision of {name!r}" for name in self.groups.names] + ["the noise"] * noises
         edge = math.log(FURTHEST) * (1 - 1e-6)
         lost = [(name, by) for name, by in zip(names, (self.logs - start.logs).tolist()) if not abs(by) < edge]
         if not lost:
@@ -182,7 +221,7 @@ class Hyperparameters:
         listed = "; ".join(why[by > 0].format(name) for name, by in lost)
         raise ValueError(f"the log evidence has no maximum within a factor {FURTHEST:.0g} of the start: {listed}.")
 
-    def with_values(self, alpha: Float[Tensor, " G"], noise: float | None) -> Hyperparameters:
+    def with_values(self, alpha: Float[Tensor, " G"], noise: Float[Tensor, "*K"] | None) -> Hyperparameters:
         """Return the same hyperparameters with other values."""
         return dataclasses.replace(self, alpha=alpha, noise=noise)
 
@@ -190,33 +229,63 @@ class Hyperparameters:
         """Return the posterior under these hyperparameters, with its curvature at their noise."""
         post = self.origin
         if self.noise is not None:
-            post = post.with_noise(self.noise, generator)
+            post = post.with_noise(named_noises(post.lin.likelihood, self.noise), generator)
         return dataclasses.replace(post.with_prior(self.groups.precision(self.alpha)), tuning=tuning)
+
+
+def noises_of(likelihood: Likelihood) -> Float[Tensor, "*K"]:
+    """Return the variances of a Gaussian likelihood, or of those among several: 0-d if it is a single number."""
+    if likelihood.single_noise is not None:
+        return likelihood.single_noise.detach().double().reshape(())
+    noises = [member.noise.flatten() for member in _gaussians(likelihood).values()]
+    return torch.cat(noises).detach().double()
+
+
+def as_recorded(noise: Float[Tensor, "*K"] | None) -> float | Float[Tensor, " K"] | None:
+    """Return a single noise as a float, several as they are."""
+    return noise if noise is None or noise.ndim else float(noise)
+
+
+def named_noises(likelihood: Likelihood, noises: Float[Tensor, "*K"]) -> Any:
+    """Return the noises in the form that `with_noise` takes, for several outputs by their names."""
+    if not isinstance(likelihood, Multitask):
+        return noises
+    members = _gaussians(likelihood)
+    parts = noises.split([member.noise.numel() for member in members.values()])
+    return {name: part.view_as(member.noise) for (name, member), part in zip(members.items(), parts)}
+
+
+def _gaussians(likelihood: Likelihood) -> dict[Name, Gaussian]:
+    """Return the Gaussian likelihoods of single positions, by the name of their output."""
+    named = likelihood.likelihoods if isinstance(likelihood, Multitask) else {0: likelihood}
+    members = {name: member.of_position for name, member in named.items()}
+    return {name: member for name, member in members.items() if isinstance(member, Gaussian)}
 
 
 @torch.no_grad()
 def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
     """Return the misfit of the linearised network, by one pass, and away from θ* by a product with J."""
     lin = post.lin
-    (noise,) = lin.likelihood.hyperparameters
-    unit = lin.likelihood.with_hyperparameters([torch.ones_like(noise)])
     step = None if torch.equal(theta, lin.theta) else (theta - lin.theta).unsqueeze(1)
 
     def term(batch: Batch, J: BatchMap) -> Tensor:
         f = J.outputs if step is None else J.outputs + J.push(step)[0]
-        y = batch.targets.reshape(f.shape)
-        y = y.where(~y.isnan(), f)  # missing, with the weight zero
-        # At f = y only the normalising constants remain, which count the targets with their weights.
-        logs = [unit.log_prob(at, batch.targets, batch.weights).double().sum() for at in (y, f)]
-        return torch.stack(logs)
+        return sums_of_squares(lin.likelihood, f, batch.targets, batch.weights)
 
-    free, whole = lin.passes.total(term, 0 if step is None else 1).tolist()
-    return Misfit(-2 * free / math.log(2 * math.pi), 2 * (free - whole))
+    sums = lin.passes.total(term, 0 if step is None else 1)
+    of_noises = []
+    for member, of_outputs in gaussians_with_sums(lin.likelihood, sums):
+        if of_outputs is not None:
+            one = all(noise.numel() == 1 for noise in member.hyperparameters)
+            of_noises.append(of_outputs.sum(1, keepdim=True) if one else of_outputs)
+    squares, _, targets = torch.cat(of_noises, 1).view(3, *noises_of(lin.likelihood).shape)
+    return Misfit(targets, squares)
 
 
 def check_noise_scales(post: Laplace) -> None:
-    """Raise ValueError unless the likelihood has one noise, and the curvature is proportional to its inverse."""
-    _ = post.observation_noise
+    """Raise ValueError unless the likelihood has a noise, and the curvature is proportional to its inverse."""
+    if not _gaussians(post.lin.likelihood):
+        _ = post.observation_noise  # raises an error that names the likelihood
     if post.cache.power != 1:
         raise ValueError("the noise of a tempered likelihood cannot be tuned: pass the curvature itself.")
     curvature = post.curvature

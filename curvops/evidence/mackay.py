@@ -13,7 +13,15 @@ from torch import Tensor
 from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, digest
 from curvops.checks import check_accuracy, check_choice, check_flag, checked_whole
 from curvops.errors import OscillationWarning, warn
-from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, precision_groups
+from curvops.evidence.hyperparameters import (
+    Hyperparameters,
+    Misfit,
+    as_recorded,
+    check_noise_scales,
+    misfit,
+    noises_of,
+    precision_groups,
+)
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
@@ -68,7 +76,7 @@ def mackay(
         update: "mackay", fast but not monotone, or "em", which never lowers the evidence of a Gaussian likelihood.
         noise: the noise of earlier deviations, to use again; its count must be at least K.
         tune_noise: also tune the variance of a Gaussian likelihood, σ² ← Σw(y − f)² / (M − γ) for M targets, or by "em"
-            (Σw(y − f)² + σ²γ) / M.
+            (Σw(y − f)² + σ²γ) / M. (Several variances are tuned by `maximize`.)
         method: the method of the draws, as in `Laplace.deviations`.
         rtol: the relative residual of the draws.
         xtol: the relative accuracy if γ is exact.
@@ -116,6 +124,7 @@ def mackay(
     if count is None and (noise is not None or method is not None):
         raise ValueError("samples=None computes γ exactly, without draws: leave noise and method out.")
     if tune_noise:
+        _ = post.observation_noise  # raises an error for several
         check_noise_scales(post)
     post.cache.known_data("the log evidence")
 
@@ -134,7 +143,8 @@ def mackay(
                 lin.memory.expect_many()
         base = DiagonalGGN(post.lin).entries.clamp_min(1e-6) if prior == "g" else None
         groups = precision_groups(post.lin, PRIORS[prior], base)
-        start = Hyperparameters(post, groups, groups.start(present), post.observation_noise if tune_noise else None)
+        first = noises_of(post.lin.likelihood) if tune_noise else None
+        start = Hyperparameters(post, groups, groups.start(present), first)
         run = _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), source, saved)
         return run.result() if saved.done else run.run(int(steps))
 
@@ -197,11 +207,11 @@ class _FixedPoint:
             wanted = 0.1 * self.xtol if self.samples is None else 1e-4  # γ of draws is less accurate
             theta, spent = self.now.linear_mode(start.origin.mean if first is None else first, wanted)
             data = None if self.now.noise is None else misfit(self.now.origin, theta)
-            self.targets = None if data is None else data.targets
+            self.targets = None if data is None else float(data.targets)
             gamma, stderr, drawn = self._count(last)
             spent += 0 if drawn is None else drawn.matvecs
             self.past = [*self.past[-1:], StepSolution(self._position(), theta, None if drawn is None else drawn.draws)]
-            self.records.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent))
+            self.records.append(TuningStep(self.now.alpha, gamma, stderr, as_recorded(self.now.noise), spent))
             new = self._next_hyperparameters(gamma, self.now.scatter(theta), data)
             new.require_near(start)
             changes.append(new.logs - self.now.logs)
@@ -228,7 +238,7 @@ class _FixedPoint:
 
     def _position(self) -> Float[Tensor, " G"]:
         """Return the logarithms on which solutions depend, those of precision and noise together."""
-        return self.now.alpha.log() + (0.0 if self.now.noise is None else math.log(self.now.noise))
+        return self.now.alpha.log() + (0.0 if self.now.noise is None else self.now.noise.log())
 
     def _guess(self) -> tuple[Float[Tensor, " D"] | None, Float[Tensor, "k D"] | None]:
         """Return the mode and draws to start from, extrapolated from those of the last two steps."""
@@ -277,7 +287,7 @@ class _FixedPoint:
     def _next_hyperparameters(
         self, gamma: Float[Tensor, " G"], scatter: Float[Tensor, " G"], data: Misfit | None
     ) -> Hyperparameters:
-        alpha, noise, count = self.now.alpha, self.now.noise, float(gamma.sum())
+        alpha, noise, count = self.now.alpha, self.now.noise, gamma.sum()
         if self.update == "em":
             total = self.now.groups.counts
             alpha = total / (scatter + (total - gamma) / alpha)
@@ -288,8 +298,8 @@ class _FixedPoint:
                 noise = (data.squares + noise * count) / data.targets
             elif data.targets <= count:
                 raise ValueError(
-                    f"{data.targets:.4g} targets and {count:.4g} effective parameters do not determine the noise: "
-                    "start from a larger noise or prior precision, or use update='em'."
+                    f"{float(data.targets):.4g} targets and {float(count):.4g} effective parameters do not determine "
+                    "the noise: start from a larger noise or prior precision, or use update='em'."
                 )
             else:
                 noise = data.squares / (data.targets - count)
@@ -301,14 +311,14 @@ class _FixedPoint:
         """Return a quarter of the relative error that γ's error gives each hyperparameter (at most 0.2 of γ counts)."""
         bars = (stderr / gamma).clamp_max(0.2)
         if data is not None:
-            of_noise = stderr.norm() / max(data.targets - float(gamma.sum()), 1.0)
+            of_noise = stderr.norm() / (data.targets - gamma.sum()).clamp_min(1.0)
             bars = torch.cat([bars, of_noise.reshape(1)])
         return (bars / 4).clamp_min(self.xtol)
 
 
 def _geometric_mean(one: Hyperparameters, other: Hyperparameters) -> Hyperparameters:
     """Return the geometric mean of two values of the hyperparameters."""
-    noise = None if one.noise is None or other.noise is None else math.sqrt(one.noise * other.noise)
+    noise = None if one.noise is None or other.noise is None else (one.noise * other.noise).sqrt()
     return other.with_values((one.alpha * other.alpha).sqrt(), noise)
 
 

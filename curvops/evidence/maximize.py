@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_accuracy, check_kind, checked_whole
+from curvops.checks import check_accuracy, check_kind, checked_whole, drawn_seed
 from curvops.errors import UndeterminedWarning, warn
 from curvops.evidence.hyperparameters import (
     FURTHEST,
@@ -23,8 +23,10 @@ from curvops.evidence.hyperparameters import (
     WINDOW,
     Hyperparameters,
     Misfit,
+    as_recorded,
     check_noise_scales,
     misfit,
+    noises_of,
     precision_groups,
 )
 from curvops.linalg import cg
@@ -154,6 +156,7 @@ def maximize(
             "tensors" for one per parameter tensor (a layer's weight and bias apart); "weights" for one each; "noise"
             for the variance of a Gaussian likelihood under a fixed prior; or "noise" with one of the others,
             ("layers", "noise"). A search over groups starts at the geometric mean of the present precisions in each.
+            "noise" tunes each one of several: those of Gaussian("per_output"), and of several outputs by name.
         rtol: as in `Laplace.log_evidence`.
         xtol: the relative accuracy of the maximum for these probes.
         generator: the source of the probes.
@@ -170,13 +173,16 @@ def maximize(
     Raises:
         TypeError: `post` is not a posterior, or an argument is of another kind.
         ValueError: the evidence has no maximum between 1e-10 and 1e10 times the current value (the layers are named);
-            the present precision is an operator, or for "scalar" a vector; or, for "noise", the likelihood is not
-            Gaussian, has several noises, or the curvature is not proportional to 1 / noise (an empirical Fisher) or
-            cannot be built again (a sum, a matrix of your own).
+            the present precision is an operator, or for "scalar" a vector; or, for "noise", no likelihood is Gaussian,
+            the curvature is not proportional to 1 / noise (an empirical Fisher) or cannot be built again (a sum, a
+            matrix of your own), or there are several noises and log det P is an estimate (the full GGN of many
+            weights).
 
     Warns with `UndeterminedWarning` if the precision of single weights ends at 1e-6 or 1e6 times its start, for example
     those that no output depends on; with `MaxStepsWarning` if the steps ran out before the hyperparameters stopped
     changing.
+
+    Cost with several noises: two curvatures for each, and one more, in every step.
 
     Source: MacKay 1992. With "linear" the maximum is the fixed point of `mackay`; with "map" it is a different point.
 
@@ -205,7 +211,10 @@ def maximize(
     with torch.no_grad():
         base = present.detach() if present.ndim and groups is None else None  # all entries are held fixed
         chosen = precision_groups(post.lin, groups or "scalar", base)
-        start = Hyperparameters(post, chosen, chosen.start(present), post.observation_noise if noise else None)
+        several = noise and post.lin.likelihood.single_noise is None
+        seed = drawn_seed(generator) if several else 0
+        first = noises_of(post.lin.likelihood) if noise else None
+        start = Hyperparameters(post, chosen, chosen.start(present), first, seed)
         return Ascent(start, groups, rtol, xtol, generator, int(probes), at).run(int(steps))
 
 
@@ -298,23 +307,23 @@ class Ascent:
                 change, alpha = (moved / alpha).log(), moved
             largest = float(change.abs().max())
             if noise is not None and start.noise is not None and data is not None:
-                ratio, count = data.squares / noise, float(gamma.sum())
+                ratio, count = data.squares / noise, self.now.counts_of_noises(gamma, self.rtol)
                 left = data.targets - count
                 # This is how fast γ can fall with the noise: at most Σ g(1 − g) over eigenvalues g of P⁻¹G.
-                falling = count * max(0.0, 1 - count / len(post.mean))
-                of_noise = (ratio - left) / (ratio + abs(left) + falling)
-                noise, largest = noise * math.exp(of_noise), max(largest, abs(of_noise))
-                if not start.noise / FURTHEST < noise < start.noise * FURTHEST:
+                falling = count * (1 - count / len(post.mean)).clamp_min(0.0)
+                of_noise = (ratio - left) / (ratio + left.abs() + falling)
+                noise, largest = noise * of_noise.exp(), max(largest, float(of_noise.abs().max()))
+                if not bool(((start.noise / FURTHEST < noise) & (noise < start.noise * FURTHEST)).all()):
                     raise ValueError(
                         f"the log evidence has no maximum in the noise within a factor {FURTHEST:.0g} of "
-                        f"{start.noise:.3g}: the network fits its targets exactly. Keep the noise fixed."
+                        f"{summary(start.noise)}: the network fits its targets exactly. Keep the noise fixed."
                     )
             self.now = self.now.with_values(alpha, noise)
             if largest <= self.xtol:
                 ending = Ending.CONVERGED
                 break
         self._check_limits(start)
-        targets = None if data is None else data.targets
+        targets = None if data is None or data.targets.ndim else float(data.targets)
         tuning = Tuning("gradient", start.groups.names, self.mode, tuple(self.records), ending, targets=targets)
         tuning.warn_of_ending(f"after {len(self.records)} steps of maximize: ")
         by = "the evidence" if self.over else start.origin.prior.chosen_by
@@ -362,7 +371,7 @@ class Ascent:
         alpha = self.now.alpha
         if self.over == "weights":
             alpha, gamma, spread = alpha.log().mean(0, True).exp(), gamma.sum(0, True), spread.norm().reshape(1)
-        self.records.append(TuningStep(alpha, gamma, spread, self.now.noise, matvecs))
+        self.records.append(TuningStep(alpha, gamma, spread, as_recorded(self.now.noise), matvecs))
 
     def _check_limits(self, start: Hyperparameters) -> None:
         if self.over != "weights":

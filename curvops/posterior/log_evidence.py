@@ -420,8 +420,8 @@ class TuningStep(Summarised):
     effective_parameters: Float[Tensor, " G"]
     stderr: Float[Tensor, " G"]
     """Standard errors of the effective parameters, from the samples or probes; 0 if these are exact."""
-    noise: float | None
-    """The variance of a Gaussian likelihood, if it is tuned."""
+    noise: float | Float[Tensor, " K"] | None
+    """The variance of a Gaussian likelihood, if it is tuned; a tensor if there are several."""
     matvecs: int
     """The number of products with P that the step took."""
 
@@ -446,7 +446,7 @@ class Tuning(Tabular):
     oscillated: bool = False
     """Whether MacKay's update oscillated, so that its steps were halved."""
     targets: float | None = None
-    """How many values the noise was estimated from (for weighted points the sum of weights), if it was tuned."""
+    """How many values a single noise was estimated from (for weighted points the sum of weights), if it was tuned."""
 
     @property
     def converged(self) -> bool:
@@ -490,10 +490,12 @@ class Tuning(Tabular):
             The lower and the upper end.
 
         Raises:
-            ValueError: the level is outside (0, 1), or the noise was not tuned.
+            ValueError: the level is outside (0, 1), or no single noise was tuned.
         """
         self._warn_of_intervals()
         last = self.steps[-1]
+        if isinstance(last.noise, Tensor):
+            raise ValueError(f"{len(last.noise)} noises were tuned, and an interval is known for a single one.")
         if last.noise is None or self.targets is None:
             raise ValueError(
                 "the noise was not tuned: mackay(post, tune_noise=True) or maximize(post, over='noise') tune it."

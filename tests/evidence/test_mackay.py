@@ -289,7 +289,10 @@ def test_steps_end_at_a_quarter_of_the_error_bar_which_excuses_five_percent_at_m
     gamma = torch.tensor([10.0]).double()
     for stderr, bar in ((0.4, 0.01), (40.0, 0.05), (0.0, 1e-4)):
         found = _FixedPoint._error_bar(
-            SimpleNamespace(xtol=1e-4), gamma, torch.tensor([stderr]).double(), Misfit(40.0, 7.0)
+            SimpleNamespace(xtol=1e-4),
+            gamma,
+            torch.tensor([stderr]).double(),
+            Misfit(*torch.tensor([40.0, 7.0]).double()),
         )
         torch.testing.assert_close(found, torch.tensor([bar, max(stderr / 30 / 4, 1e-4)]).double())
 
@@ -305,7 +308,8 @@ def test_solutions_are_guessed_on_the_line_through_the_last_two(noise, annotatio
 
     for step, share in ((0.6, 0.75), (0.4, 0.5), (-0.4, -0.5), (0.9, 0.0)):
         place = torch.tensor([1.8 + step], dtype=DOUBLE)
-        now = SimpleNamespace(alpha=(place - (0.0 if noise is None else math.log(noise))).exp(), noise=noise)
+        variance = None if noise is None else torch.tensor(noise, dtype=DOUBLE)
+        now = SimpleNamespace(alpha=(place - (0.0 if noise is None else math.log(noise))).exp(), noise=variance)
         run = SimpleNamespace(past=[solved(1.0), solved(1.8)], now=now)
         run._position = lambda run=run: _FixedPoint._position(run)
         theta, draws = _FixedPoint._guess(run)
@@ -325,7 +329,7 @@ def test_halved_steps_end_half_way_in_the_logarithms():
     groups = precision_groups(lin, "scalar", None)
     for noises, middle in (((None, None), None), ((0.5, 8.0), 2.0)):
         one, other = (
-            Hyperparameters(post, groups, torch.tensor([alpha]).double(), noise)
+            Hyperparameters(post, groups, torch.tensor([alpha]).double(), noise and torch.tensor(noise).double())
             for alpha, noise in zip((3.0, 27.0), noises)
         )
         found = _geometric_mean(one, other)

@@ -148,3 +148,104 @@ def test_dead_weights_stay_and_undetermined_ones_are_named():
     post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), co.GGN, 1.0, check_mode=False)
     with pytest.raises(ValueError, match=r"no maximum.*of '0' falls.*of '2' grows"):
         co.evidence.maximize(post, "layers")
+
+
+class Heads(nn.Module):
+    """A class, and two values of unequal noise, from one hidden layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.kind, self.values = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.body(x).tanh()
+        return {"kind": self.kind(h), "first": self.values(h)[:, :1], "second": self.values(h)[:, 1]}
+
+
+SEVERAL = {"kind": "classification", "first": co.likelihoods.Gaussian(1.0), "second": co.likelihoods.Gaussian(0.7)}
+
+
+def several_outputs():
+    torch.manual_seed(0)
+    model, x = Heads().double(), torch.randn(60, 3, dtype=DOUBLE)
+    values = x[:, :2] + torch.tensor([0.1, 0.7]).double() * torch.randn(60, 2).double()
+    model.values.weight.data.zero_()
+    return model, x, {"kind": x.argmax(1), "first": values[:, :1], "second": values[:, 1]}
+
+
+def dense_evidence_of_several(model, data, curvature, logs):
+    """The log evidence of a prior precision and two noises, by a curvature that is built for these values."""
+    alpha, *noises = logs.exp()
+    lin = co.linearize(
+        model, data, SEVERAL | {n: co.likelihoods.Gaussian(v) for n, v in zip(("first", "second"), noises)}
+    )
+    G = curvature(lin).to_dense()
+    ratio = (G + alpha * torch.eye(len(G)).double()).logdet() - len(G) * logs[0]
+    return lin.log_likelihood() - 0.5 * (alpha * lin.theta.square().sum() + ratio)
+
+
+@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC, co.DiagonalGGN], ids=lambda curvature: curvature.__name__)
+def test_the_noise_of_each_of_several_outputs_is_tuned(curvature):
+    """Beside a class: no step of 1 % in a noise or the precision raises the dense evidence, and the slopes vanish."""
+    model, x, y = several_outputs()
+    lin = co.linearize(model, (x, y), SEVERAL)
+    post = co.laplace(lin, curvature, 1.0, check_mode=False)
+    tuned = co.evidence.maximize(post, ("scalar", "noise"), xtol=1e-7)
+    assert tuned.tuning.converged and tuned.tuning.steps[-1].noise.shape == (2,)
+    members = tuned.lin.likelihood.likelihoods
+    logs = torch.stack([tuned.prior_precision, members["first"].noise, members["second"].noise.reshape(())]).log()
+
+    def evidence(change):
+        return float(dense_evidence_of_several(model, (x, y), curvature, logs + change))
+
+    for step in 0.01 * torch.eye(3, dtype=DOUBLE):
+        above, here, below = evidence(step), evidence(0 * step), evidence(-step)
+        assert here > max(above, below) and abs(above - below) / 0.02 < 3e-3
+    assert float(tuned.log_evidence()) == pytest.approx(evidence(torch.zeros(3).double()), rel=1e-10)
+    assert "noise" in str(tuned.tuning)
+    with pytest.raises(ValueError, match="2 noises were tuned"):
+        tuned.tuning.noise_interval()
+
+
+def test_noises_of_outputs_are_those_of_networks_of_their_own():
+    """A linear model of two outputs under a prior of two layers is two models, of one noise each."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 2, dtype=DOUBLE)
+    y = x + torch.tensor([0.1, 0.8]).double() * torch.randn(40, 2).double()
+    layers = [nn.Linear(2, 1, bias=False).double() for _ in range(2)]
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = layers
+
+        def forward(self, x):
+            return torch.cat([self.one(x), self.two(x)], 1)
+
+    def tuned(model, targets, noise):
+        lin = co.linearize(model, (x, targets), co.likelihoods.Gaussian(noise))
+        post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
+        return co.evidence.maximize(post, ("layers", "noise"), mode="linear", xtol=1e-8)
+
+    both = tuned(Both(), y, torch.ones(2, dtype=DOUBLE))
+    alone = [tuned(layer, y[:, i : i + 1], 1.0) for i, layer in enumerate(layers)]
+    expected = torch.tensor([post.observation_noise for post in alone], dtype=DOUBLE)
+    torch.testing.assert_close(both.lin.likelihood.noise, expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        both.tuning.steps[-1].prior_precision,
+        torch.cat([post.tuning.steps[-1].prior_precision for post in alone]),
+        rtol=1e-4,
+        atol=0,
+    )
+
+
+def test_several_noises_are_refused_where_the_determinant_is_an_estimate():
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(3, 180), nn.Tanh(), nn.Linear(180, 2)).double()
+    x = torch.randn(600, 3, dtype=DOUBLE)
+    lin = co.linearize(wide, (x, x[:, :2]), co.likelihoods.Gaussian("per_output"))
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
+    with pytest.raises(ValueError, match="several noises are tuned where log det P is exact"):
+        co.evidence.maximize(post, "noise")
+    tuned = co.evidence.maximize(co.laplace(lin, co.KFAC, 1.0, check_mode=False), "noise", steps=2)
+    assert tuned.lin.likelihood.noise.shape == (2,)

@@ -171,7 +171,8 @@ class Laplace(GaussianWeights):
             raise ValueError(
                 f"{self.lin.likelihood!r} has no noise that is one number, as co.likelihoods.Gaussian(variance) has: "
                 "set several by post.with_noise(tensor), that of one of several outputs by its name, "
-                "post.with_noise({'value': variance}), or estimate them by Gaussian(noise='per_output')."
+                "post.with_noise({'value': variance}), estimate them by Gaussian(noise='per_output'), or tune them by "
+                "co.evidence.maximize(post, 'noise')."
             )
         return float(noise.detach())
 
