@@ -147,7 +147,8 @@ class LogPosterior:
         if len(outputs) != n:
             raise ValueError(f"the model returns {len(outputs)} rows for a batch of {n} points: return one per point.")
         y = move_tensor(layout.targets(targets), *place)
-        w = None if weights is None else layout.weights(weights.to(*place), getattr(targets, "shape", torch.Size()))
+        shape = getattr(targets, "shape", torch.Size())
+        w = None if weights is None else layout.weights(weights, shape).to(*place)
         return likelihood.log_prob(outputs, y, w)
 
     def num_points(self, batch: GivenBatch) -> int:

@@ -95,19 +95,29 @@ class Case:
     losses: Losses
     given: Callable[[dict[Any, Tensor]], Any] = dict
     weights: Tensor | None = None
+    by_name: dict[Any, Tensor] | None = None
+    """Weights of the points under each name."""
+
+    @property
+    def weighted(self) -> tuple[Any, ...]:
+        """The weights as the third part of the data, if there are some."""
+        return tuple(weights for weights in (self.weights, self.by_name) if weights is not None)
 
     def build(self, **options: Any) -> tuple[Joined, Tensor, Any, co.operators.Linearization]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             net = self.net().double()
         x, y = normal(*self.shape), self.given(self.targets)
-        data = (x, y) if self.weights is None else (x, y, self.weights)
-        lin = co.linearize(net, data, self.likelihoods, weights=self.weights is not None, **options)
+        data = (x, y, *self.weighted)
+        lin = co.linearize(net, data, self.likelihoods, weights=bool(self.weighted), **options)
         return Joined(net, list(self.targets)), x, y, lin
 
     def loss(self, parts: dict[Any, Tensor], index: Tensor) -> Tensor:
         """Minus the log-likelihood of each point."""
-        return torch.stack([self.losses[n](parts[n], self.targets[n][index]) for n in self.targets]).sum(0)
+        losses = {n: self.losses[n](parts[n], self.targets[n][index]) for n in self.targets}
+        if self.by_name is not None:
+            losses = {n: loss * self.by_name[n][index] for n, loss in losses.items()}
+        return torch.stack(list(losses.values())).sum(0)
 
     def joined(self, joined: Joined, x: Tensor) -> co.operators.Linearization:
         """The same network with one row of outputs, and with this loss."""
@@ -187,6 +197,14 @@ CASES = {
             "value": lambda f, y: nn.functional.huber_loss(f, y, reduction="none").flatten(1).sum(1),
         },
     ),
+    "weights by name": Case(
+        lambda: Several({"tags": 3, "value": 2}),
+        (N, T, 4),
+        {"tags": torch.arange(N * T).reshape(N, T) % 3, "value": normal(N, T, 2, seed=2)},
+        {"tags": "classification", "value": LIKELIHOODS.Gaussian(0.5)},
+        {"tags": lambda f, y: cross_entropy(f.movedim(-1, 1), y), "value": GAUSSIAN},
+        by_name={"tags": normal(N, seed=7).abs(), "value": (torch.arange(N) % 3).double()},
+    ),
     "pixels and a number": Case(
         Segmenter,
         (N, 2, 2, 3),
@@ -217,11 +235,18 @@ def test_sums_over_the_data_are_those_of_the_loss(name: str) -> None:
     torch.testing.assert_close(co.TangentKernel(lin).to_dense().trace(), J.square().sum(), **TIGHT)
 
 
+WITH_POINT_WEIGHTS = (co.KFAC, co.EKFAC, co.EmpiricalFisher)
+"""Operators in which the weight of a point counts for itself, so that a weighted loss is another one."""
 OPERATORS = [co.GGN, co.KFAC, co.EKFAC, co.DiagonalGGN, co.EmpiricalFisher, co.Hessian, co.BlockDiagonal]
+COMPARED = [
+    pytest.param(name, kind, id=f"{kind.__name__}-{name}")
+    for name, case in CASES.items()
+    for kind in OPERATORS
+    if case.by_name is None or kind not in WITH_POINT_WEIGHTS
+]
 
 
-@EVERY
-@pytest.mark.parametrize("kind", OPERATORS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("name", "kind"), COMPARED)
 def test_curvatures_are_those_of_one_row_of_outputs(name: str, kind: Any) -> None:
     found, expected = (kind(lin).to_dense() for lin in (built(name)[3], as_one_row(name)))
     torch.testing.assert_close(found, expected, **TIGHT)
@@ -553,13 +578,12 @@ def test_samplers_take_the_sum_of_the_log_likelihoods(name: str, by_lin: bool) -
     """The value and its gradient, by a linearisation or from the likelihoods; chains, minibatches and a filter run."""
     case = CASES[name]
     joined, x, y, lin = built(name)
-    weighted = case.weights is not None
-    batch = (x, y, case.weights) if weighted else (x, y)
+    batch = (x, y, *case.weighted)
     if by_lin:
         density = co.sampling.log_posterior(lin, prior_precision=0.7)
     else:
         density = co.sampling.log_posterior(
-            joined.net, case.likelihoods, prior_precision=0.7, data_size=N, weights=weighted
+            joined.net, case.likelihoods, prior_precision=0.7, data_size=N, weights=bool(case.weighted)
         )
     params = {key: value.requires_grad_() for key, value in density.params.items()}
     w = torch.ones(N, dtype=torch.float64) if case.weights is None else case.weights
@@ -590,3 +614,43 @@ def test_a_noise_that_samplers_do_not_know_is_asked_for() -> None:
     density = co.sampling.log_posterior(net, FIRST.likelihoods, data_size=N)
     with pytest.raises(ValueError, match=r"There are 8 inputs, but the targets have shape \(7,\)"):
         density(density.params, (normal(N, 4), {"class": CLASSES[:7], "value": VALUES}))
+
+
+@pytest.mark.parametrize("kind", WITH_POINT_WEIGHTS, ids=lambda kind: kind.__name__)
+def test_equal_weights_by_name_are_those_of_the_points(kind: Any) -> None:
+    net, x, w = Several({"class": 3, "value": 2}).double(), normal(N, 4), normal(N, seed=6).abs()
+    named, of_points = (
+        kind(co.linearize(net, (x, FIRST.targets, weights), FIRST.likelihoods, weights=True)).to_dense()
+        for weights in ({"class": w, "value": w}, w)
+    )
+    torch.testing.assert_close(named, of_points, **TIGHT)
+
+
+def test_weights_by_name_are_one_number_for_each_point() -> None:
+    net, x, y = Several({"class": 3, "value": 2}).double(), normal(N, 4), FIRST.targets
+    one = torch.ones(N, dtype=torch.float64)
+    lin = co.linearize(net, (x, y, {"class": one, "value": 0 * one}), FIRST.likelihoods, weights=True)
+    alone = co.linearize(net, (x, {"class": y["class"]}), {"class": "classification"})
+    torch.testing.assert_close(lin.gradient()[:23], alone.gradient()[:23], **TIGHT)
+    loader = DataLoader(
+        [
+            ({"inputs": x[i], "targets": {n: t[i] for n, t in y.items()}} | {"weights": {"class": 1.0, "value": 0.0}})
+            for i in range(N)
+        ],
+        batch_size=3,
+    )
+    torch.testing.assert_close(
+        co.linearize(net, loader, FIRST.likelihoods, weights=True).gradient(), lin.gradient(), **TIGHT
+    )
+    half = lin.restrict(torch.arange(0, N, 2), 2.0)
+    assert half.data.weighted and next(iter(half.data)).weights.tolist() == [[2.0, 0.0]] * 4
+    for weights, message in (
+        ({"class": one}, r"given for 'value', but the sample weights are \['class'\]"),
+        ({"class": one, "value": torch.ones(N, 2)}, r"weights\['value'\] must have shape \(8,\)"),
+        ({"class": one[:7], "value": one}, r"There are 8 points, but the sample weights have shape \(7,\)"),
+        ({"class": one, "value": -one}, "negative sample weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            co.linearize(net, (x, y, weights), FIRST.likelihoods, weights=True)
+    with pytest.raises(TypeError, match="Weights by name are for several targets"):
+        co.linearize(nn.Linear(4, 3).double(), (x, y["class"], {"class": one}), "classification", weights=True)

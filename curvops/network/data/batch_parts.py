@@ -63,7 +63,7 @@ def only_inputs(item: object) -> Tensor | np.ndarray | None:
     return only if isinstance(only, Tensor | np.ndarray) else None
 
 
-def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
+def parts_of(item: object, weights: bool) -> tuple[object, Any, Any]:
     """Return what `split_batch` does, for a batch that has targets; raise MissingLabelsError for one without."""
     inputs, targets, w = split_batch(item, weights)
     if targets is None:
@@ -71,8 +71,10 @@ def parts_of(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
     return inputs, targets, w
 
 
-def split_batch(item: object, weights: bool) -> tuple[object, Any, Tensor | None]:
+def split_batch(item: object, weights: bool) -> tuple[object, Any, Any]:
     """Return inputs, targets and weights of one batch: a tuple, a list, a mapping with these names or with labels.
+
+    Several targets are a mapping or a tuple of tensors, and so may be their weights.
 
     An object with targets `y`, such as a batch of graphs, is the inputs itself.
 
@@ -98,13 +100,11 @@ def split_batch(item: object, weights: bool) -> tuple[object, Any, Tensor | None
         raise TypeError(_not_a_batch(item))
     if weights and not rest:
         raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
-    y, w = targets_of(targets), tensor_of(rest[0]) if rest else None
-    if (y is None and targets is not None) or (rest and not isinstance(w, Tensor)):
-        if y is not None and isinstance(w, Mapping):
-            raise TypeError(
-                "Weights are one tensor, a number for each point, which multiplies all its log-likelihoods."
-            )
-        kinds = type(targets).__name__ + (f", {type(w).__name__}" if rest else "")
+    y, w = targets_of(targets), targets_of(rest[0]) if rest else None
+    if isinstance(y, Tensor) and isinstance(w, Mapping | tuple):
+        raise TypeError("Weights by name are for several targets; those of one are a tensor, a number for each point.")
+    if (y is None and targets is not None) or (rest and w is None):
+        kinds = type(targets).__name__ + (f", {type(rest[0]).__name__}" if rest else "")
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
     return inputs, y, w
 
@@ -158,7 +158,7 @@ def _describe_undeclared(third: object) -> str:
     )
 
 
-def require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> None:
+def require_aligned(inputs: Inputs, targets: Any, weights: Any) -> None:
     """Raise ValueError unless inputs, targets and weights have the same number of points."""
     n = num_points(inputs)
     for leaf in [] if targets is None else tree_leaves(targets):  # a tensor is its own leaf
@@ -167,11 +167,12 @@ def require_aligned(inputs: Inputs, targets: Any, weights: Tensor | None) -> Non
                 f"There are {n} inputs, but the targets have shape {tuple(leaf.shape)}. The leading dimension of both "
                 f"counts points.{JOINED if isinstance(inputs, tuple | dict) else ''}"
             )
-    if weights is not None and (weights.ndim == 0 or len(weights) != n):
-        raise ValueError(
-            f"There are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one weight per "
-            "point or per position."
-        )
+    for leaf in [] if weights is None else tree_leaves(weights):
+        if leaf.ndim == 0 or len(leaf) != n:
+            raise ValueError(
+                f"There are {n} points, but the sample weights have shape {tuple(leaf.shape)}: give one weight per "
+                "point or per position."
+            )
 
 
 def _not_a_batch(item: object) -> str:

@@ -57,7 +57,7 @@ NONE = torch.zeros(())
 class Batch:
     """Some points: inputs, targets with leading dimension n, and sample weights, or None for ones.
 
-    Weights are (n,), (n, T), or of the targets' shape.
+    Weights are (n,), (n, T), of the targets' shape, or (n, K) for K outputs by name.
 
     any_targets: the targets; for data that are not `labelled` some others, which a curvature may take in their place,
         since H is the same for all (`Likelihood.any_targets`).
@@ -155,17 +155,17 @@ class Reading:
         """Read one item of the source as a batch on the device, checking its form but not its values."""
         inputs, targets, w = self.parts(item, index)
         with _in_batch(index):
-            if w is not None and not w.is_floating_point():
-                w = w.to(self.dtype or torch.get_default_dtype())
             if self.layout is not None:
                 w = None if w is None else self.layout.weights(w, getattr(targets, "shape", torch.Size()))
                 targets = None if targets is None else self.layout.targets(targets)
+            if w is not None and not w.is_floating_point():
+                w = w.to(self.dtype or torch.get_default_dtype())
         w = None if w is None else move_tensor(w, self.device, self.dtype)
         y = self.any_target.repeat(num_points(inputs), *[1] * self.any_target.ndim) if targets is None else targets
         y = move_tensor(y, self.device, self.dtype)
         return Batch(move(inputs, self.device, self.dtype), y, w, labelled=targets is not None)
 
-    def parts(self, item: object, index: int = 0) -> tuple[Inputs, Any, Tensor | None]:
+    def parts(self, item: object, index: int = 0) -> tuple[Inputs, Any, Any]:
         """Return inputs, targets and weights of one item as they are given, of as many points each."""
         with _in_batch(index):
             x, targets, w = split_batch(item, self.weights)

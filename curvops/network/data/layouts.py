@@ -95,7 +95,7 @@ class Layout:
             return y.squeeze(1)
         return y.unflatten(1, self.positions) if self.positions else y
 
-    def weights(self, w: Tensor, shape: torch.Size) -> Tensor:
+    def weights(self, w: Any, shape: torch.Size) -> Tensor:
         """Return sample weights (n,) unchanged, (n, *positions) as (n, T), and those of the targets' shape as targets.
 
         Raises ValueError for other shapes.
@@ -191,6 +191,22 @@ class NamedLayout(Layout):
                     f"given {target.dtype} of shape {tuple(target.shape)}.".replace("'n'", "n")
                 )
         return torch.cat([target.reshape(len(target), -1).double() for target in targets], 1)
+
+    def weights(self, w: Any, shape: torch.Size) -> Tensor:
+        """Return weights of points (n,) unchanged, and those (n,) under each of the K names as (n, K)."""
+        if isinstance(w, Tensor):
+            return super().weights(w, shape)
+        columns = []
+        for name in [member.name for member in self.members]:
+            assert name is not None
+            column = part_of(w, name, "the sample weights")
+            if column.ndim != 1:
+                raise ValueError(
+                    f"weights[{name!r}] must have shape ({len(column)},), a number for each point; given "
+                    f"{tuple(column.shape)}."
+                )
+            columns.append(column)
+        return torch.stack([column.double() for column in columns], 1)
 
     def _laid_out(self, y: Any) -> list[Tensor]:
         names = [member.name for member in self.members]

@@ -10,7 +10,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.network.data.layouts import Name, TargetShape, misplaced
-from curvops.network.likelihoods.likelihood import HessianParts, Likelihood, OutputBlock, Outputs, RootBlock
+from curvops.network.likelihoods.likelihood import (
+    HessianParts,
+    Likelihood,
+    OutputBlock,
+    Outputs,
+    RootBlock,
+    Weights,
+)
 
 SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | Float[Tensor, "n T m"] | None
 
@@ -175,15 +182,15 @@ class Sequences(Likelihood):
         return (w.unsqueeze(-1).expand(-1, self.positions) if w.ndim == 1 else w).flatten(0, 1)
 
 
-PointWeights = Float[Tensor, " n"] | None
+PointWeights = Float[Tensor, " n"] | Float[Tensor, "n K"] | None
 
 
 class Multitask(Likelihood):
     """A likelihood of several outputs, independent given the network: log p is a sum, and H is block-diagonal.
 
     Outputs are rows (n, ΣR): those of each likelihood, one after the other. Targets are rows (n, ΣM) in the same way,
-    in which whole numbers are floating-point. Weights (n,) multiply the sum. `co.linearize` makes it from a mapping of
-    likelihoods, and from outputs and targets with the same keys.
+    in which whole numbers are floating-point. Weights (n,) multiply the sum, and (n, K) its K terms. `co.linearize`
+    makes it from a mapping of likelihoods, and from outputs and targets with the same keys.
 
     Args:
         likelihoods: the likelihoods by name.
@@ -237,26 +244,26 @@ class Multitask(Likelihood):
     def missing(self) -> str | None:  # type: ignore[override]  # of any member
         return next((member.of_position.missing for member in self.members if member.of_position.missing), None)
 
-    def split(self, f: Outputs, y: Tensor) -> list[tuple[Likelihood, Tensor, Tensor]]:
-        return list(zip(self.members, f.split(self.num_outputs, -1), self._targets(y)))
+    def split(self, f: Outputs, y: Tensor, w: Weights = None) -> list[tuple[Likelihood, Tensor, Tensor, Weights]]:
+        return list(zip(self.members, f.split(self.num_outputs, -1), self._targets(y), self._weights(w)))
 
     def log_prob(self, f: Outputs, y: Tensor, w: PointWeights = None) -> Float[Tensor, " n"]:
-        return torch.stack([member.log_prob(f, y, w) for member, f, y in self.split(f, y)]).sum(0)
+        return torch.stack([member.log_prob(f, y, w) for member, f, y, w in self.split(f, y, w)]).sum(0)
 
     def residual(self, f: Outputs, y: Tensor, w: PointWeights = None) -> Outputs:
-        return torch.cat([member.residual(f, y, w) for member, f, y in self.split(f, y)], -1)
+        return torch.cat([member.residual(f, y, w) for member, f, y, w in self.split(f, y, w)], -1)
 
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: PointWeights = None) -> OutputBlock:
-        blocks = zip(self.split(f, y), u.split(self.num_outputs, -1))
-        return torch.cat([member.hessian_product(f, u, y, w) for (member, f, y), u in blocks], -1)
+        blocks = zip(self.split(f, y, w), u.split(self.num_outputs, -1))
+        return torch.cat([member.hessian_product(f, u, y, w) for (member, f, y, w), u in blocks], -1)
 
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: PointWeights = None) -> OutputBlock:
-        blocks = zip(self.split(f, y), z.split(self._columns_of_members("root_columns"), -1))
-        return torch.cat([member.root_product(f, z, y, w) for (member, f, y), z in blocks], -1)
+        blocks = zip(self.split(f, y, w), z.split(self._columns_of_members("root_columns"), -1))
+        return torch.cat([member.root_product(f, z, y, w) for (member, f, y, w), z in blocks], -1)
 
     def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: PointWeights = None) -> RootBlock:
-        blocks = zip(self.split(f, y), u.split(self.num_outputs, -1))
-        return torch.cat([member.root_transpose_product(f, u, y, w) for (member, f, y), u in blocks], -1)
+        blocks = zip(self.split(f, y, w), u.split(self.num_outputs, -1))
+        return torch.cat([member.root_transpose_product(f, u, y, w) for (member, f, y, w), u in blocks], -1)
 
     def root_columns(self, num_outputs: int) -> int:
         return sum(self._columns_of_members("root_columns"))
@@ -268,10 +275,11 @@ class Multitask(Likelihood):
         self, f: Outputs, y: Tensor, w: PointWeights, start: int, stop: int
     ) -> Float[Tensor, "{stop}-{start} n C"]:
         root, row, column = f.new_zeros(stop - start, *f.shape), 0, 0
-        for (member, g, targets), width in zip(self.split(f, y), self._columns_of_members("narrow_columns")):
+        widths = self._columns_of_members("narrow_columns")
+        for (member, g, targets, weights), width in zip(self.split(f, y, w), widths):
             first, last = max(start, row), min(stop, row + width)
             if first < last:
-                member_root = member.narrow_root(g, targets, w, first - row, last - row)
+                member_root = member.narrow_root(g, targets, weights, first - row, last - row)
                 root[first - start : last - start, :, column : column + g.shape[1]] = member_root
             row, column = row + width, column + g.shape[1]
         return root
@@ -284,7 +292,7 @@ class Multitask(Likelihood):
     def mc_residual(
         self, f: Outputs, y: Tensor, w: PointWeights = None, generator: torch.Generator | None = None
     ) -> Outputs:
-        return torch.cat([member.mc_residual(f, y, w, generator) for member, f, y in self.split(f, y)], -1)
+        return torch.cat([member.mc_residual(f, y, w, generator) for member, f, y, w in self.split(f, y, w)], -1)
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         return torch.cat([member.mean(f) for member, f in zip(self.members, f.split(self.num_outputs, -1))], -1)
@@ -303,7 +311,8 @@ class Multitask(Likelihood):
 
     def counted(self, y: Tensor, w: PointWeights = None) -> Bool[Tensor, " n"] | None:
         """Return a mask of the points of which some target counts; None if all do."""
-        masks = [member.counted(targets, w) for member, targets in zip(self.members, self._targets(y))]
+        parts = zip(self.members, self._targets(y), self._weights(w))
+        masks = [member.counted(targets, weights) for member, targets, weights in parts]
         present = [mask.reshape(len(mask), -1).any(1) for mask in masks if mask is not None]
         return torch.stack(present).any(0) if len(present) == len(masks) else None
 
@@ -332,6 +341,10 @@ class Multitask(Likelihood):
     def _columns_of_members(self, count: str) -> list[int]:
         """Return the numbers of columns of the members' roots, by the name of the method that counts them."""
         return [getattr(member, count)(R) for member, R in zip(self.members, self.num_outputs)]
+
+    def _weights(self, w: Weights) -> list[Weights]:
+        """Return each member's weights (n,)."""
+        return [w] * len(self.members) if w is None or w.ndim == 1 else list(w.unbind(1))
 
     def _targets(self, y: Tensor) -> list[Tensor]:
         """Return each member's targets in their own shape, whole numbers as such."""

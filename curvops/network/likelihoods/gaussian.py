@@ -190,8 +190,8 @@ def sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | No
 
     Of several outputs these are the Gaussian ones, one after the other.
     """
-    members = [member for member in likelihood.split(f, y) if isinstance(member[0].of_position, Gaussian)]
-    return torch.cat([_sums_of_squares(*member, w) for member in members], 1)
+    members = [member for member in likelihood.split(f, y, w) if isinstance(member[0].of_position, Gaussian)]
+    return torch.cat([_sums_of_squares(*member) for member in members], 1)
 
 
 def _sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "3 C"]:

@@ -90,9 +90,9 @@ class Likelihood(ABC):
         """The likelihoods of several outputs, or this one alone."""
         return (self,)
 
-    def split(self, f: Outputs, y: Tensor) -> list[tuple[Likelihood, Tensor, Tensor]]:
-        """Return each of the `members` with its outputs and targets."""
-        return [(self, f, y)]
+    def split(self, f: Outputs, y: Tensor, w: Weights = None) -> list[tuple[Likelihood, Tensor, Tensor, Weights]]:
+        """Return each of the `members` with its outputs, targets and weights."""
+        return [(self, f, y, w)]
 
     @property
     def single_noise(self) -> Tensor | None:
