@@ -22,7 +22,13 @@ Probabilities = Float[Tensor, "N *C"] | Float[np.ndarray, "N *C"]
 
 
 def regression(
-    post: Laplace, x: NumberSequence, *, output: int | None = None, title: str = "", ax: Axes | None = None
+    post: Laplace,
+    x: NumberSequence,
+    *,
+    output: int | None = None,
+    name: str | int | None = None,
+    title: str = "",
+    ax: Axes | None = None,
 ) -> Axes:
     """Draw a posterior's mean with two bands of two standard deviations, of the function and of targets, and the data.
 
@@ -34,6 +40,7 @@ def regression(
         post: A posterior of a network with one input feature, from `co.laplace`, with its training data.
         x: Inputs of the curve (M,) or (M, 1), in any order.
         output: The index of the output (with a noise, of the target) that is drawn; needed if there are several.
+        name: The name of one of several outputs, for a network that returns a mapping or a tuple.
         title: The panel's title.
         ax: The axes to draw into; None makes a figure.
 
@@ -43,7 +50,7 @@ def regression(
     Raises:
         TypeError: `post` is not a posterior, or `ax` is not a matplotlib Axes.
         ValueError: `x` is not a vector or a column, the network has several input features, or it has several outputs
-            and `output` names none of them.
+            and `output` or `name` names none of them.
 
     Examples:
         >>> import torch, curvops as co
@@ -58,15 +65,19 @@ def regression(
         raise TypeError(f"regression draws a posterior from co.laplace, then inputs; got {type(post).__name__} first.")
     points = np.sort(style.vector("x", x))
     lin = post.lin
-    if isinstance(lin.likelihood, Multitask):
-        raise ValueError("regression draws one output: linearise a network that returns a single one.")
-    x_train, y_train, shape = _training_data(lin)
+    names = list(lin.likelihood.likelihoods) if isinstance(lin.likelihood, Multitask) else [None]
+    if name not in names:
+        choice = "it has no names: leave name out" if names == [None] else f"pass name=, one of {names}"
+        raise ValueError(f"regression draws one output of the network, and {choice}; got name={name!r}.")
+    x_train, y_train, shape = _training_data(lin, name)
     inputs = torch.as_tensor(points, dtype=lin.theta.dtype, device=lin.theta.device).reshape(shape)
-    if with_noise := lin.likelihood.form == "numbers":
-        parts = post.uncertainty(inputs, generator=torch.Generator().manual_seed(0))
+    at: Any = post.at(inputs)
+    at = at if name is None else at[name]
+    if with_noise := at.lin.likelihood.form == "numbers":
+        parts = at.uncertainty(torch.Generator().manual_seed(0))
         moments = parts.mean, parts.epistemic.sqrt(), parts.total.sqrt()
     else:
-        predicted = post.predict(inputs)
+        predicted = at.predict()
         moments = predicted.mean, predicted.stddev, predicted.stddev
     outputs = moments[0].numel() // len(points)
     if output not in range(outputs) and (output is not None or outputs > 1):
@@ -96,8 +107,11 @@ def regression(
     return axes
 
 
-def _training_data(lin: Any) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Return the training inputs as a vector, the targets as rows, and the shape of a column of inputs."""
+def _training_data(lin: Any, name: str | int | None) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Return the training inputs as a vector, the targets (of this name) as rows, and the shape of a column of inputs.
+
+    Targets of several outputs are rows with those of each name one after the other.
+    """
     batches = [(batch.inputs, batch.targets) for batch in lin.data]
     first = batches[0][0]
     if not isinstance(first, Tensor) or first[0].numel() != 1:
@@ -105,6 +119,9 @@ def _training_data(lin: Any) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         raise ValueError(f"regression draws against one input feature, and this network has {features}.")
     x = np.concatenate([style.as_array(inputs).reshape(-1) for inputs, _ in batches])
     y = np.concatenate([style.as_array(targets).reshape(len(targets), -1) for _, targets in batches])
+    if name is not None:
+        widths = [form.columns for form in lin.likelihood.targets]
+        y = dict(zip(lin.likelihood.likelihoods, np.split(y, np.cumsum(widths)[:-1], axis=1)))[name]
     return x, y, (-1, *first.shape[1:])
 
 

@@ -223,6 +223,32 @@ def test_bands_of_a_regression_are_two_standard_deviations_and_its_data_those_of
     assert len(plots.regression(posterior(targets="counts"), GRID).collections) == 1  # no Gaussian noise: one band
 
 
+class Heads(nn.Module):
+    """A class, and two values, of one feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.values = nn.Linear(1, 3), nn.Linear(1, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"kind": self.kind(x), "values": self.values(x)}
+
+
+def test_one_of_several_outputs_is_drawn_by_its_name() -> None:
+    x = torch.linspace(-1, 1, 20).double().unsqueeze(1)
+    y = {"kind": torch.arange(20) % 3, "values": torch.cat([x.sin(), x.cos()], 1)}
+    choice = {"kind": "classification", "values": co.likelihoods.Gaussian(0.1)}
+    post = co.laplace(co.linearize(Heads().double(), (x, y), choice), prior_precision=1.0, check_mode=False)
+    axes = plots.regression(post, x, name="values", output=1)
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), post.predict(x)["values"].mean[:, 1], rtol=1e-12)
+    np.testing.assert_allclose(axes.lines[1].get_ydata(), x.cos()[:, 0], rtol=1e-12)
+    total = post.uncertainty(x)["values"].total[:, 1].sqrt()
+    top = axes.collections[0].get_paths()[0].vertices[:, 1].max()
+    assert top == pytest.approx(float((post.predict(x)["values"].mean[:, 1] + 2 * total).max()))
+    with pytest.raises(ValueError, match="it has no names: leave name out"):
+        regression(name="values")
+
+
 @pytest.mark.parametrize(
     "likelihood",
     [
