@@ -8,12 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.integrate import quad
 from torch import nn
 
 import curvops as co
 from curvops.network import PointNormals
 from curvops.posterior.predictions import answers, outputs
-from curvops.posterior.predictions.answers import decompose_labels
+from curvops.posterior.predictions.answers import decompose_labels, decompose_normal_labels
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64
@@ -167,11 +168,38 @@ def test_mutual_information_of_labels_equals_the_integral(labels):
     p = normal_average(torch.sigmoid, predicted.mean, predicted.variance)
     total = binary_entropy(p)
     aleatoric = normal_average(lambda f: binary_entropy(f.sigmoid()), predicted.mean, predicted.variance)
-    found = labels.uncertainty(X, generator=generator())
-    assert found.unit == "nats" and found.total.shape == (5, 2)
-    assert float(((found.epistemic - (total - aleatoric)) / found.stderr).abs().max()) < 5
+    found = labels.uncertainty(X)
+    assert found.unit == "nats" and found.total.shape == (5, 2) and found.stderr is None
+    for part, expected in ((found.mean, p), (found.aleatoric, aleatoric), (found.total, total)):
+        torch.testing.assert_close(part, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found.total, found.aleatoric + found.epistemic, rtol=1e-12, atol=1e-14)
-    assert float((found.mean - p).abs().max()) < 0.02
+    drawn = labels.uncertainty(X, samples=labels.sample(1000, generator()))
+    assert float(((drawn.epistemic - (total - aleatoric)) / drawn.stderr).abs().max()) < 5
+    assert float((drawn.mean - p).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("deviation", [1e-6, 1.0, 30.0])
+def test_entropies_of_normal_logits_are_integrals(deviation):
+    """By SciPy's adaptive quadrature; for small variances v the mutual information is ½ v p (1 − p)."""
+    mean, variance = torch.tensor([[0.3, -4.0]], dtype=DOUBLE), torch.full((1, 2), deviation**2, dtype=DOUBLE)
+    found = decompose_normal_labels(co.likelihoods.Bernoulli(), mean, variance)
+
+    def expected(function, centre):
+        def integrand(z):
+            f = torch.tensor(centre + deviation * z, dtype=DOUBLE)
+            return math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi) * float(function(f))
+
+        return quad(integrand, -9, 9, points=[-centre / deviation] if deviation > 1 else None, epsabs=1e-12, limit=500)[
+            0
+        ]
+
+    for place, centre in enumerate(mean[0].tolist()):
+        assert float(found.mean[0, place]) == pytest.approx(expected(torch.sigmoid, centre), rel=1e-9)
+        noise = expected(lambda f: binary_entropy(f.sigmoid()), centre)
+        assert float(found.aleatoric[0, place]) == pytest.approx(noise, rel=1e-8)
+    if deviation < 1e-3:
+        p = mean.sigmoid()
+        torch.testing.assert_close(found.epistemic, variance * p * (1 - p) / 2, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 1e-4), (torch.float32, 1e-2), (DOUBLE, 1e-8)])

@@ -31,17 +31,20 @@ from curvops.linalg.core.cache import Cache
 from curvops.linalg.operators.algebra import Product
 from curvops.network import LEAST_ROOM, PointNormals, saved_bytes
 from curvops.network.data.inputs import Inputs, components, cut, first_of, num_points
-from curvops.network.likelihoods import Likelihood
+from curvops.network.likelihoods import Bernoulli, Likelihood
 from curvops.operators import Linearization
 from curvops.operators.function_space.point_covariance import row_covariances
 from curvops.operators.linearized.network_operator import Jacobian
 from curvops.posterior.predictions.answers import (
+    NODES,
     NUMBERS,
     ErrorOfMean,
     Uncertainty,
     add_noise,
+    decompose_normal_labels,
     decompose_numbers,
     error_of_mean,
+    join_uncertainties,
     moments_of_draws,
 )
 from curvops.ranks.split_points import SplitPoints
@@ -180,6 +183,14 @@ class NormalOutputs(OutputDistribution):
         for mean, covariance in zip(means.split(step), covariances.split(step)):
             yield gaussian_draws(mean, covariance, OUTPUT_DRAWS, normals, first)
             first += len(mean)
+
+    def uncertainty_of_labels(self, likelihood: Bernoulli) -> Uncertainty:
+        """Return the uncertainty of labels, by an integral over the normal logit of each."""
+        mean, covariance = self.moments()
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        step = max(1, DRAWN_NUMBERS // (NODES * mean.shape[-1]))
+        parts = zip(mean.split(step), variance.split(step))
+        return join_uncertainties([decompose_normal_labels(likelihood, *some) for some in parts])
 
     def drawn_moments(
         self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int

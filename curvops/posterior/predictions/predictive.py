@@ -21,7 +21,7 @@ from curvops.checks import check_accuracy, check_choice, check_flag, check_gener
 from curvops.linalg import Estimate
 from curvops.linalg.core.cache import Cache
 from curvops.network import PointNormals
-from curvops.network.likelihoods import Gaussian, Likelihood, Multitask
+from curvops.network.likelihoods import Bernoulli, Gaussian, Likelihood, Multitask
 from curvops.operators import Linearization
 from curvops.posterior.arguments import checked_draws
 from curvops.posterior.predictions import answers
@@ -247,16 +247,16 @@ class Predictive(ABC):
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
             samples: draws (k, D) of the weights, from `sample`; by default each point's own covariance is used, with
-                1000 draws from it where there is no closed form.
+                1000 draws from it for classes and for distributions of the user's.
             generator: the source of these draws.
             gather: as in `predict`.
 
         Returns:
             For classes, entropies in nats (N,): that of the mean prediction, the mean entropy, and the mutual
             information between target and weights; for the labels of a Bernoulli likelihood the same for each label
-            (N, C). For numbers, variances (N, C): in closed form for Gaussian, heteroscedastic and Poisson targets,
-            from draws for a distribution of the user's. `mean` is the mean of the target: probabilities or (Poisson)
-            rates.
+            (N, C), by an integral over its normal logit. For numbers, variances (N, C): in closed form for Gaussian,
+            heteroscedastic and Poisson targets, from draws for a distribution of the user's. `mean` is the mean of the
+            target: probabilities or (Poisson) rates.
 
         Raises:
             ValueError: the likelihood is another one.
@@ -408,7 +408,8 @@ class Predictions:
         if likelihood.form is None:
             raise ValueError(f"{likelihood!r} has no decomposition of its uncertainty; use predict or functions(x, k).")
         check_generator(generator)
-        by_draws = not isinstance(likelihood, NUMBERS)
+        has_integral = isinstance(likelihood, Bernoulli) and isinstance(self._outputs, NormalOutputs)
+        by_draws = not has_integral and not isinstance(likelihood, NUMBERS)
         normals = normals_for(self._outputs, generator) if by_draws else None
         outputs, split = self._split(self._outputs, "uncertainty", normals)
         if by_draws:
@@ -416,6 +417,8 @@ class Predictions:
             decompose = decompose_labels if likelihood.form in NAMED else of_numbers
             drawn = outputs.draws(normals, split.start)
             uncertainty = join_uncertainties([decompose(likelihood, draws, outputs.error) for draws in drawn])
+        elif isinstance(likelihood, Bernoulli) and isinstance(outputs, NormalOutputs):
+            uncertainty = outputs.uncertainty_of_labels(likelihood)
         else:
             uncertainty = outputs.uncertainty_of_numbers(likelihood)
         return split.results_asked_for(uncertainty)
