@@ -87,7 +87,7 @@ def laplace(
             checked.
         validation: held-out data, (X, y), a Dataset, a DataLoader or batches, as in `co.evidence.validate`: they choose
             the prior precision, whatever training did, as the one under which they are most likely. Some hundred
-            points are enough.
+            points are enough; training points, or points of one class alone, draw an `UndeterminedWarning`.
 
     Returns:
         A `Laplace`. No matrix is formed, except for the factors of KFAC.

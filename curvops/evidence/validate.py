@@ -78,7 +78,8 @@ def validate(
     Returns:
         A new posterior; its `tuning` is a `Validation` with all that was tried and the scores.
 
-    Cost: a `post.log_likelihood(x, y)` for each value tried, some 25 for one hyperparameter and 80 for both.
+    Cost: a `post.log_likelihood(x, y)` for each value tried, some 25 for one hyperparameter and 80 for both, and a
+    reading of the training data.
 
     Raises:
         TypeError, ValueError: `post` is not a posterior, the likelihood cannot score the targets, precisions are not
@@ -86,9 +87,9 @@ def validate(
             cannot be built again at another noise.
         MissingLabelsError: the held-out data have no labels.
 
-    Warns with `UndeterminedWarning` if the best value is at the edge of those tried: often the largest precision, under
-    which predictions are those of the network itself; with `MaxStepsWarning` if the search over both ended before it
-    reached its accuracy.
+    Warns with `UndeterminedWarning` if most of the points are training points, or all have the same target, such as one
+    class; or if the best value is at the edge of those tried: often the largest precision, under which predictions are
+    those of the network itself; with `MaxStepsWarning` if the search over both ended before it reached its accuracy.
 
     Examples:
         >>> tuned = co.evidence.validate(post, x + 0.1, y, prior_precisions=[0.5, 1.0, 2.0])
@@ -111,6 +112,8 @@ def validate(
         raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")
     checks = [(x, partial(targets_by_position, post.lin, x, y)) for x, y in held_out]
     splits = [split_points(post.lin, x, False, "validation", targets=targets) for x, targets in checks]
+    if alone:
+        _warn_of_few_kinds(post, held_out, [split.targets for split in splits])
     by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)
     search = _Search(post, held_out, joint, "mc" if by_draws else link, generator, splits[0].is_split)
     with torch.no_grad():
@@ -127,6 +130,25 @@ def validate(
         if len(parts) > 1:
             search.together(xtol)
         return search.result("held-out data" if "scalar" in parts else post.prior.chosen_by)
+
+
+def _warn_of_few_kinds(post: Laplace, held_out: Sequence[tuple[Any, Any]], targets: Sequence[Any]) -> None:
+    """Warn if most held-out points are training points, or if all have the same target."""
+    every, data = torch.cat(list(targets)), post.lin.data
+    count = sum(max(sizes_of(y)) for _, y in held_out)
+    why = None
+    if isinstance(data, Batches) and 2 * (known := data.count_known(held_out)) > count:
+        why = f"{known} of the {count} held-out points are training points"
+    counted = post.lin.likelihood.of_position.counted(every)
+    every = every if counted is None else every[counted]
+    if len(every) and bool((every == every[:1]).all()):
+        why = f"all {count} held-out points have the same target"
+    if why is not None:
+        warn(
+            f"{why}: what they choose may harm predictions of new points. Pass points that were left out of training, "
+            "as many and as different as those to come.",
+            UndeterminedWarning,
+        )
 
 
 def _held_out_data(data: Any, post: Laplace) -> list[tuple[Any, Any]]:
@@ -220,8 +242,9 @@ class _Search:
         options = {"xatol": xtol, "fatol": math.inf, "initial_simplex": simplex, "maxfev": 80}
         if not minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options).success:
             warn(
-                "the search over prior precision and noise together tried 80 values before it reached the accuracy "
-                "xtol: continue from the returned posterior, or raise xtol.",
+                "the search over prior precision and noise together tried 80 values before it reached its accuracy. "
+                "Tune the returned posterior again, co.evidence.validate(post, x, y, ('scalar', 'noise')), which goes on "
+                "from its values and accepts a larger xtol.",
                 MaxStepsWarning,
             )
 

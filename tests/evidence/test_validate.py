@@ -1,5 +1,7 @@
 """Tuning on held-out data: no neighbour of what is returned scores better, by the same draws."""
 
+import warnings
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -87,3 +89,32 @@ def test_of_given_precisions_the_best_is_returned_and_all_are_noted(regression):
     expected = [score(post.with_prior(value), x, y) for value in values]
     assert list(best.tuning.prior_precisions) == values and list(best.tuning.scores) == pytest.approx(expected)
     assert float(best.prior_precision) == values[expected.index(max(expected))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (slice(0, 8), "8 of the 8 held-out points are training points"),
+        (slice(5, 14), "7 of the 9 held-out points are training points"),
+        (slice(12, 13), "all 1 held-out points have the same target"),
+        (slice(12, 24, 3), "all 4 held-out points have the same target"),
+    ],
+)
+def test_points_that_say_little_are_named(rows, words):
+    """Of 24 points and three classes in turn the first twelve are those of training."""
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 4).double(), torch.arange(24) % 3
+    lin = co.linearize(torch.nn.Linear(4, 3).double(), [(x[:5], y[:5]), (x[5:12], y[5:12])], "classification")
+    with pytest.warns(co.evidence.UndeterminedWarning, match=words):
+        co.laplace(lin, validation=(x[rows], y[rows]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        co.laplace(lin, validation=(x[9:], y[9:]))
+
+
+def test_a_search_over_both_that_ran_out_names_the_call_that_goes_on(regression):
+    post, x, y = regression
+    with pytest.warns(
+        co.evidence.MaxStepsWarning, match=r"again, co.evidence.validate\(post, x, y, \('scalar', 'noise'\)\)"
+    ):
+        co.evidence.validate(post, x, y, ("scalar", "noise"), xtol=1e-14)
