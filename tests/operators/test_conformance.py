@@ -68,10 +68,6 @@ def kronecker():
     return Kronecker(factor(2, 2, 3), factor(2, 3, 4))
 
 
-def kronecker_diagonal():
-    return Kronecker(torch.linspace(0.5, 2, 4).reshape(2, 2), factor(2, 3, 4))
-
-
 def block_diagonal(first=low_rank):
     positions = [torch.tensor([3, 1, 12, 0, 14, 5, 6]), torch.tensor([2, 4, 7]), torch.tensor([8, 9, 10, 11, 13, 15])]
     last = Kronecker(factor(1, 2, 3), factor(1, 3, 4))
@@ -123,11 +119,8 @@ RECTANGULAR = {
     "low_rank": low_rank,
     "dense": lambda: Dense(torch.randn(4, 6, generator=torch.Generator().manual_seed(3))),
     "expanded": lambda: ggn().expand(3, 14, 14),
-    "kronecker_diagonal": kronecker_diagonal,
     "eigen_kronecker": lambda: kronecker().eigen(),
     "block_diagonal": block_diagonal,
-    "low_rank_with_error": lambda: co.low_rank(Dense(spd(9)), 4, generator=torch.Generator().manual_seed(0)),
-    "low_rank_with_diagonal": lambda: low_rank().with_diagonal(low_rank().diagonal() + torch.linspace(0, 1, 7)),
 }
 
 SQUARE = {

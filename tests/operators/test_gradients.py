@@ -70,6 +70,7 @@ def test_sequences_are_one_row_each_or_one_a_token(per_token: bool) -> None:
         expected = expected.unflatten(0, (N, T)).sum(1)
     G = lin.gradients(per_token=per_token)
     torch.testing.assert_close(G.to_dense(), expected, **TIGHT)
+    torch.testing.assert_close(co.EmpiricalFisher(lin, per_token).to_dense(), expected.mT @ expected, **TIGHT)
     u = normal(len(expected), 2)
     torch.testing.assert_close(G.mT @ u, expected.mT @ u, **TIGHT)
 

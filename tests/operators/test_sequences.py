@@ -225,11 +225,3 @@ def test_all_sequences_have_one_length() -> None:
         co.linearize(model, lengths, "classification")
     with pytest.raises(ValueError, match=r"returns \(2, 2, 3\), but \(N, 3, 3\) before: pad"):
         linearised(model, x, "mask").predict(x[..., :2])
-
-
-def test_the_empirical_fisher_per_token() -> None:
-    model, x = pointwise()
-    lin = co.linearize(model, [(x[:3], LABELS[:3]), (x[3:], LABELS[3:])], "classification")
-    r = co.likelihoods.Categorical().residual(model(x).detach().flatten(0, 1), LABELS.flatten())
-    g = torch.einsum("ncd,nc->nd", jacobian_rows(model, x).flatten(0, 1), r)
-    torch.testing.assert_close(co.EmpiricalFisher(lin, per_token=True).to_dense(), g.mT @ g, **TIGHT)

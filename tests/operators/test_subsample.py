@@ -71,22 +71,16 @@ def test_the_mean_over_all_subsets_is_the_full_quantity(lin):
     assert all(part.num_data == 4 for part in parts)
 
 
-def test_a_weight_of_two_is_the_point_twice():
-    """Whatever a weight touches is linear in it; drawn targets are the same from equal seeds."""
+@pytest.mark.parametrize("name", DRAWN)
+def test_sums_over_drawn_targets_are_linear_in_the_weights(name):
+    """Drawn targets are the same from equal seeds."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x, y, w = torch.randn(5, 3, dtype=DOUBLE), torch.arange(5) % 2, torch.tensor([1, 2, 1, 0, 2]).double()
-    twice = torch.arange(5).repeat_interleave(w.long())
-
-    def weighted(factor):
-        return co.linearize(model, (x, y, factor * w), "classification", weights=True)
-
-    whole = co.linearize(model, (x[twice], y[twice]), "classification")
-    for name, make in SUMS.items():
-        if not name.startswith("KFAC"):  # its inputs are averaged over points, whatever these weigh
-            assert torch.allclose(make(weighted(1)), make(whole), rtol=1e-10, atol=1e-12), name
-    for name, make in DRAWN.items():
-        assert torch.allclose(make(weighted(3)), 3 * make(weighted(1)), rtol=1e-10, atol=1e-12), name
+    once, thrice = (
+        DRAWN[name](co.linearize(model, (x, y, factor * w), "classification", weights=True)) for factor in (1, 3)
+    )
+    torch.testing.assert_close(thrice, 3 * once, **TIGHT)
 
 
 def test_a_draw_is_without_replacement_and_given_by_its_generator(lin):
