@@ -245,8 +245,8 @@ class _Search:
         if not minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options).success:
             warn(
                 "the search over prior precision and noise together tried 80 values before it reached its accuracy. "
-                "Tune the returned posterior again, co.evidence.validate(post, x, y, ('scalar', 'noise')), which goes on "
-                "from its values and accepts a larger xtol.",
+                "Tune the returned posterior again, co.evidence.validate(post, x, y, ('scalar', 'noise')), which goes "
+                "on from its values and accepts a larger xtol.",
                 MaxStepsWarning,
             )
 

@@ -183,8 +183,7 @@ class NormalOutputs(OutputDistribution):
 
     def uncertainty_of_labels(self, likelihood: Bernoulli) -> Uncertainty:
         """Return the uncertainty of labels, by an integral over the normal logit of each."""
-        mean, covariance = self.moments()
-        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        mean, variance = self.mean, self.covariance().diagonal(dim1=-2, dim2=-1)
         step = max(1, DRAWN_NUMBERS // (NODES * mean.shape[-1]))
         parts = zip(mean.split(step), variance.split(step))
         return join_uncertainties([decompose_normal_labels(likelihood, *some) for some in parts])
