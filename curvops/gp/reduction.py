@@ -21,13 +21,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.ambient import columns_at_a_time
+from curvops.ambient import SMALL_BYTES, columns_at_a_time
 from curvops.argument_types import Points, PriorMean, PriorPrecision
 from curvops.checks import check_choice, check_generator, checked_number, checked_whole
 from curvops.linalg import Diagonal, Estimate, LowRank, Operator, cholesky, nystrom
 from curvops.linalg.core.vectors import combine, gram, independent_basis, part, rounding_level
 from curvops.linalg.operators.algebra import Product
-from curvops.network import LEAST_ROOM, Exact, read_precision
+from curvops.network import Exact, read_precision
 from curvops.operators import GGN, Linearization, TangentKernel
 from curvops.posterior import GaussianPosterior, Laplace
 from curvops.posterior.arguments import check_linearization
@@ -330,7 +330,7 @@ def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, c
     drawn = min(terms, 4 * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
     vectors = {"inducing": 3 * rank, "leading": 3 * _sketch_columns(D, rank), "random": drawn + 2 * rank}[features]
     numbers = vectors / rank * D + (2 * terms if features == "inducing" and points is None else 0)
-    room, needed = max(LEAST_ROOM, lin.memory.room()), int(numbers * rank * lin.theta.element_size())
+    room, needed = max(SMALL_BYTES, lin.memory.room()), int(numbers * rank * lin.theta.element_size())
     if needed > room:
         fits = int(room / (numbers * lin.theta.element_size()))
         raise ValueError(f"{rank} features need {needed:,} bytes, the memory budget has {room:,}: room for {fits}.")

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import SMALL_BYTES
 from curvops.checks import check_flag
 from curvops.linalg import Diagonal
 from curvops.network import Passes
@@ -29,7 +30,7 @@ from curvops.operators.linearized.network_operator import Jacobian
 from curvops.operators.linearized.user_operator import builds_sharded
 from curvops.ranks.on_shards import BlockRows, columns_over_ranks, formed_over_ranks
 from curvops.ranks.sharded_linearization import ShardedLinearization
-from curvops.ranks.sharded_vectors import PANEL_BYTES, Layouts, RowLayout, Sharded, times_block, transposed_times_block
+from curvops.ranks.sharded_vectors import Layouts, RowLayout, Sharded, times_block, transposed_times_block
 
 
 def layout_of_points(passes: Passes, beside: RowLayout) -> RowLayout:
@@ -60,7 +61,7 @@ def by_panels(
         return by_panels(block.unsqueeze(1), layout, length, multiply).squeeze(1)
     ranks, K = layout.ranks, block.shape[1]
     result = Sharded(block.local.new_empty(K, layout.counts[ranks.rank]).mT, layout)
-    width = max(1, -(-K // ranks.size), PANEL_BYTES // (length * block.dtype.itemsize))
+    width = max(1, -(-K // ranks.size), SMALL_BYTES // (length * block.dtype.itemsize))
     for start in range(0, K, width):
         panel = slice(start, start + width)
         result.local[:, panel] = multiply(block.local[:, panel])

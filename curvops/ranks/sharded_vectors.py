@@ -26,8 +26,6 @@ from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description, Vectors
 from curvops.ranks.process_group import Ranks, even_share, is_dtensor
 
-PANEL_BYTES = SMALL_BYTES
-"""The bytes that whole columns may take in addition to a block, whatever its size."""
 SEED = "the random numbers, from generator or torch.manual_seed"
 """The name under which ranks compare what they draw."""
 ARITHMETIC = ("add", "addcmul", "sub", "rsub", "mul", "div", "true_divide")
@@ -218,13 +216,13 @@ class Sharded(_Block):
 
         A panel of columns is gathered and multiplied, and each rank keeps its rows; if the products of the ranks are
         `partial`, they are added up on the way (reduce-scatter). The arrays of a panel, 8 in all (sent, received,
-        multiplied, the result and copies), take no more than this rank's part of the block, or than `PANEL_BYTES`, or a
+        multiplied, the result and copies), take no more than this rank's part of the block, or than `SMALL_BYTES`, or a
         panel is one column. The rows of A are in the given layout, by default in that of V or an even one.
         """
         if self.ndim == 1:
             return self.unsqueeze(1).multiplied(multiply, partial, layout).squeeze(1)
         ranks, K, result = self.rows.ranks, self.shape[1], None
-        width = max(1, K // (8 * ranks.size), PANEL_BYTES // (self.shape[0] * self.dtype.itemsize))
+        width = max(1, K // (8 * ranks.size), SMALL_BYTES // (self.shape[0] * self.dtype.itemsize))
         for start in range(0, max(K, 1), width):
             panel = slice(start, start + width)
             image = multiply(self.like(self.local[:, panel]).whole())

@@ -22,10 +22,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from curvops.ambient import SMALL_BYTES
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy as copy_of
 from curvops.network.data.inputs import take
-from curvops.network.engines.engine import LEAST_CHUNK
 from curvops.network.engines.layer_calls import Recording, never_ran, owners_of, record
 from curvops.network.engines.layerwise import Layerwise, Rows
 from curvops.network.engines.self_check import mismatches, path_of
@@ -36,7 +36,6 @@ from curvops.network.walks.row_squares import squares_of
 from curvops.network.walks.walk import Walk
 from curvops.ranks.shard import Shard
 from curvops.ranks.sharded_model import ShardedModel
-from curvops.ranks.sharded_vectors import PANEL_BYTES
 
 KNOWN = "Linear, convolution, embedding and normalisation layers of torch, without hooks, each called by itself"
 
@@ -118,7 +117,7 @@ class ShardedWalk(Walk):
     @property
     def chunk_bytes(self) -> int:
         """The bytes that sensitivities may take at a time."""
-        return max(LEAST_CHUNK, self.memory_budget // 8)
+        return max(SMALL_BYTES, self.memory_budget // 8)
 
     def _each_batch(self) -> Iterator[tuple[Any, Batch, bool]]:
         """Yield (inputs, labels, whether they count), equally often on each rank."""
@@ -217,7 +216,7 @@ class ShardedJacobian:
         """Yield the parameters of each layer with the columns that are gathered at a time, of its part of K vectors."""
         itemsize = self.layers.model.theta.element_size()
         for names in self.layers.groups:
-            width = max(1, PANEL_BYTES // (sum(self.shards.shapes[name].numel() for name in names) * itemsize))
+            width = max(1, SMALL_BYTES // (sum(self.shards.shapes[name].numel() for name in names) * itemsize))
             for start in range(0, columns, width):
                 yield names, slice(start, min(columns, start + width))
 
@@ -284,7 +283,7 @@ class ShardedLayers:
                 silent = never_ran(calls, self._owners)
                 _refuse_if(silent, "belong to layers that do not run")
                 _refuse_if(misfits, "belong to layers that run differently from their rules")
-                engine = Layerwise(self.model, recording, None, LEAST_CHUNK)
+                engine = Layerwise(self.model, recording, None, SMALL_BYTES)
                 reached = {name for jacobian in engine.parts for name in jacobian.layer.names.values()}
                 _refuse_if(set(self.model.selection.names) - reached, "have no effect on the outputs")
                 self.groups = tuple(group_calls(calls))

@@ -34,8 +34,6 @@ from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobi
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import MAPPED_BYTES, Blocks
 
-# The least number of bytes of sensitivities used at a time while a layerwise engine is built.
-LEAST_CHUNK = SMALL_BYTES
 # On a CPU passes without a graph are over at least so many points at a time, for which weights are read only once.
 FORWARD_POINTS = 32
 NO_LAYER = "its layer does not run as a layer"
@@ -189,7 +187,7 @@ class Engines:
         reference.record()  # a root needs the outputs, too
         rest = Streamed(self.model, inputs, others) if others else None
         root = IDENTITY if whole else random_root(num_points(inputs), self._num_outputs, self.model.theta)
-        engine = Layerwise(self.model, recording, rest, LEAST_CHUNK, root)
+        engine = Layerwise(self.model, recording, rest, SMALL_BYTES, root)
         pull = reference.pull if whole else RootJacobian(reference, root).pull
         reached = {name for jacobian in engine.parts for name in jacobian.layer.names.values()}
         wrong, shown = mismatches(engine, pull, reached)
@@ -339,7 +337,7 @@ class Engines:
             recording = self.record(subset)
             if recording[2]:
                 return None
-            engines.append(Layerwise(self.model, recording, None, LEAST_CHUNK))
+            engines.append(Layerwise(self.model, recording, None, SMALL_BYTES))
             if engines[-1].features is None:
                 return None
         return Layerwise.of_last_layers(engines)
@@ -347,7 +345,7 @@ class Engines:
     def _build_layerwise(self, inputs: Any, room: int, root: Root, recording: Recording) -> Layerwise:
         others = tuple(self.plan.others)
         rest = self._build_recorded(inputs, others) if others else None
-        return Layerwise(self.model, recording, rest, max(LEAST_CHUNK, room // 8), root)
+        return Layerwise(self.model, recording, rest, max(SMALL_BYTES, room // 8), root)
 
     def _routes_of(self, names: tuple[str, ...]) -> Routes:
         """Return the routes for some of the selected parameters: those for all, or better ones for these alone."""

@@ -30,9 +30,6 @@ from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Ro
 from curvops.network.model.model import Model
 from curvops.ranks.process_group import Ranks
 
-LEAST_ROOM = SMALL_BYTES
-"""Vectors may take this much whatever the budget is."""
-
 
 @runtime_checkable
 class Caching(Protocol):
@@ -89,7 +86,7 @@ class Budget:
 
     def room(self) -> int:
         """Return the bytes that an algorithm starting now may take for its vectors; 0 or less if all are in use."""
-        most, half = max(self.budget, LEAST_ROOM) - self._held, self.budget // 2
+        most, half = max(self.budget, SMALL_BYTES) - self._held, self.budget // 2
         if self.of_ranks is not None:
             return most - half
         wanted = 0

@@ -19,11 +19,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.ambient import CACHE_BYTES, Progress, Steps, in_force, progress_bar
+from curvops.ambient import CACHE_BYTES, SMALL_BYTES, Progress, Steps, in_force, progress_bar
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import cut, join, num_points, take
 from curvops.network.data.randomness import PointNormals
-from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
+from curvops.network.engines.engine import Engine, Engines
 from curvops.network.engines.layer_calls import Recording
 from curvops.network.engines.layerwise import Features, Layerwise
 from curvops.network.engines.plan import EngineChoice
@@ -290,7 +290,7 @@ class BatchRows(Walk, EngineCache, JacobianRows):
 
 def chunk_bytes_within(memory_budget: int, like: Tensor) -> int:
     """Return the bytes that rows may take at a time, on the device of `like`."""
-    return max(LEAST_CHUNK, min(memory_budget if like.is_cuda else MOST_CHUNK, memory_budget // 16))
+    return max(SMALL_BYTES, min(memory_budget if like.is_cuda else MOST_CHUNK, memory_budget // 16))
 
 
 class Passes(BatchRows):

@@ -25,11 +25,12 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import SMALL_BYTES
 from curvops.checks import carries_graph
 from curvops.linalg import Dense, LowRank, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.operators.algebra import Product
-from curvops.network import LEAST_ROOM, PointNormals, saved_bytes
+from curvops.network import PointNormals, saved_bytes
 from curvops.network.data.inputs import Inputs, components, cut, first_of, num_points
 from curvops.network.likelihoods import Bernoulli, Likelihood
 from curvops.operators import Linearization
@@ -330,7 +331,7 @@ class PointBlocks(Operator):
     def to_dense(self) -> Tensor:
         """Return all blocks; raise ValueError if they take more than the memory budget."""
         budget, needed = self._kwargs["memory_budget"], self.shape.numel() * self.dtype.itemsize
-        if needed > max(budget, LEAST_ROOM):
+        if needed > max(budget, SMALL_BYTES):
             n, c = self.shape[:2]
             raise ValueError(
                 f"the {c:,} × {c:,} covariances of {n:,} points need {needed:,} bytes, and the memory budget is "
@@ -453,7 +454,7 @@ class JointCovariance(Product):
     def to_dense(self) -> Tensor:
         """Form the matrix; raise ValueError if it exceeds the memory budget."""
         jacobian, needed = self.factors[0], self.shape.numel() * self.dtype.itemsize
-        if needed > max(jacobian.passes.memory_budget, LEAST_ROOM):
+        if needed > max(jacobian.passes.memory_budget, SMALL_BYTES):
             raise ValueError(
                 f"the joint covariance of {self.shape[-1]:,} outputs needs {needed:,} bytes, and the memory budget is "
                 f"{jacobian.passes.memory_budget:,}. Use joint draws, post.functions(x, k), the lazy low rank of "

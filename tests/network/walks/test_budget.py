@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.network.walks.engine_cache import LEAST_ROOM, Budget, default_budget
+from curvops.ambient import SMALL_BYTES
+from curvops.network.walks.engine_cache import Budget, default_budget
 
 MIB = 2**20
 
@@ -59,7 +60,7 @@ def test_what_is_kept_counts_as_long_as_its_owner_lives():
 
 
 def test_a_small_budget_leaves_room_for_small_vectors():
-    assert Budget(0).room() == LEAST_ROOM and Budget(0).for_engines == 0
+    assert Budget(0).room() == SMALL_BYTES and Budget(0).for_engines == 0
 
 
 GROUP = "/sys/fs/cgroup/memory."
