@@ -173,7 +173,7 @@ def test_a_single_evidence_decomposes_nothing(likelihood, monkeypatch):
     """Cholesky serves the first prior, unless rounding may matter; the spectrum later ones, to the same digits."""
     lin, decomposed = wide(likelihood), []
     eigh = torch.linalg.eigh
-    monkeypatch.setattr(torch.linalg, "eigh", lambda *args: decomposed.append(1) or eigh(*args))
+    monkeypatch.setattr(torch.linalg, "eigh", lambda *args, **options: decomposed.append(1) or eigh(*args, **options))
     post = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False)
     first = post.log_evidence(mode="map").log_determinant_ratio
     assert not decomposed and first.reason.name == "CONVERGED"
