@@ -288,7 +288,7 @@ class ShardedLayers:
                 _refuse_if(set(self.model.selection.names) - reached, "have no effect on the outputs")
                 self.groups = tuple(group_calls(calls))
                 self.num_outputs = outputs.shape[1]
-                self._sizes = [(call.kept[:1].nbytes, call.layer.output[1:].numel()) for call in calls]
+                self._sizes = [(call.layer_input[:1].nbytes, call.layer.output[1:].numel()) for call in calls]
                 bad: set[str] = set()
                 for names in self._together():
                     some = copy(engine)

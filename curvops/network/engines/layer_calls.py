@@ -115,16 +115,17 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a layer in a recorded pass: its input a, what is kept of it, and its position in the graph.
+    """One call of a layer in a recorded pass: its input a, and its position in the graph.
 
-    With `rows`, the rows of the call belong to points unevenly, and their table is what is kept.
+    `layer_input` is what the rule keeps of a. With `rows`, the rows of the call belong to points unevenly, and it is
+    their table.
     """
 
     owner: nn.Module
     layer: Layer
     a: Tensor
     version: int  # of a
-    kept: Tensor
+    layer_input: Tensor
     edge: GradientEdge
     rows: RaggedRows | None = None
 
@@ -251,7 +252,7 @@ def record(
             misfits.update(names.values())
             return
         a, count, work = tensors[0], output.shape[0] if form else n, rule.multiply_adds(module, output)
-        layer_input = form.kept if form else rule.keep(module, a if graph else a.detach())
+        layer_input = form.layer_input if form else rule.keep(module, a if graph else a.detach())
         size = layer_input.nbytes // (n * output.element_size())
         layer = Layer(path, module, rule, names, output.shape, size, work * count // n, is_ragged=form is not None)
         if form:
@@ -324,9 +325,10 @@ def _find_points(
             misfits.update(call.layer.names.values())
             continue
         assert form is not None
-        output, size = torch.Size((n, rows.width, *of_rows.shape[2:])), rows.kept[0].nbytes // outputs.element_size()
+        output = torch.Size((n, rows.width, *of_rows.shape[2:]))
+        size = rows.layer_input[0].nbytes // outputs.element_size()
         layer = replace(call.layer, rule=form.rule, output=output, inputs=size)
-        calls[i] = replace(call, layer=layer, kept=rows.kept, rows=rows)
+        calls[i] = replace(call, layer=layer, layer_input=rows.layer_input, rows=rows)
 
 
 def positions_of_rows(model: Model, outputs: Tensor, calls: Sequence[Call], positions: int) -> list[Tensor | None]:

@@ -85,7 +85,7 @@ class Factors(Part):
     outputs depends on each of them (negative if none does, or several); without `positions` this is not known.
     """
 
-    kept: Tensor
+    layer_input: Tensor
     delta: Tensor
     weight: Float[Tensor, "C out"] | None = None
     inside: Bool[Tensor, "n T"] | None = None
@@ -93,7 +93,7 @@ class Factors(Part):
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         of_layer = {local: tangents[name] for local, name in self.layer.names.items()}
-        z = self.layer.rule.push(self.layer.module, self.kept, of_layer)
+        z = self.layer.rule.push(self.layer.module, self.layer_input, of_layer)
         if self.weight is None:
             return torch.bmm(self.delta.flatten(2), z.flatten(2).mT).permute(2, 0, 1)
         through = (z * self.delta.unsqueeze(1)).flatten(0, 1)
@@ -105,7 +105,7 @@ class Factors(Part):
             s = torch.bmm(u, self.delta.flatten(2)).unflatten(2, self.delta.shape[2:])
         else:
             s = (u.flatten(0, 1) @ self.weight).unflatten(0, u.shape[:2]).mul_(self.delta.unsqueeze(1))
-        return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
+        return self.layer.rule.pull(self.layer.module, self.layer_input, s, tuple(self.layer.names))
 
     def of_rows(self, values: Shaped[Tensor, "n *s"]) -> Shaped[Tensor, "n *t"]:
         """Return a mask or weights of points or positions for ragged rows; in doubt, the largest of their point."""
@@ -118,35 +118,37 @@ class Factors(Part):
 
     def left(self) -> Tensor | None:
         """See `Rule.left`."""
-        return self.layer.rule.left(self.layer.module, self.kept, self.delta, tuple(self.layer.names))
+        return self.layer.rule.left(self.layer.module, self.layer_input, self.delta, tuple(self.layer.names))
 
     def right(self) -> Tensor:
         """See `Rule.right`."""
-        return self.layer.rule.right(self.layer.module, self.kept, tuple(self.layer.names))
+        return self.layer.rule.right(self.layer.module, self.layer_input, tuple(self.layer.names))
 
     def rows(self, points: slice) -> Blocks:
         """Return the rows of some points by parameter name, (n, R, *shape)."""
         layer = self.layer
-        rows = layer.rule.rows(layer.module, self.kept[points], self.delta[points], tuple(layer.names))
+        rows = layer.rule.rows(layer.module, self.layer_input[points], self.delta[points], tuple(layer.names))
         return {layer.names[local]: row for local, row in rows.items()}
 
     def at(self, points: slice) -> Factors:
         inside = None if self.inside is None else self.inside[points]
         positions = None if self.positions is None else self.positions[points]
-        return replace(self, kept=self.kept[points], delta=self.delta[points], inside=inside, positions=positions)
+        return replace(
+            self, layer_input=self.layer_input[points], delta=self.delta[points], inside=inside, positions=positions
+        )
 
     def widened(self, positions: int) -> Factors:
         """Return a table of ragged rows with this number of positions a point."""
         if self.inside is None or positions == self.inside.shape[1]:
             return self
         more = positions - self.inside.shape[1]
-        inputs = F.pad(self.kept, (0, 0) * (self.kept.ndim - 2) + (0, more))
+        inputs = F.pad(self.layer_input, (0, 0) * (self.layer_input.ndim - 2) + (0, more))
         delta = F.pad(self.delta, (0, 0) * (self.delta.ndim - 3) + (0, more))
-        return replace(self, kept=inputs, delta=delta, inside=F.pad(self.inside, (0, more)), positions=None)
+        return replace(self, layer_input=inputs, delta=delta, inside=F.pad(self.inside, (0, more)), positions=None)
 
     @property
     def nbytes(self) -> int:
-        return self.delta.nbytes + self.kept.nbytes
+        return self.delta.nbytes + self.layer_input.nbytes
 
     @cached_property
     def work(self) -> int:
@@ -191,7 +193,7 @@ class Rows(Part):
 class Features(Part):
     """The layer whose outputs are the model's, kept as its input a; its δ is the identity, for any C."""
 
-    kept: Tensor
+    layer_input: Tensor
 
     @property
     def outputs(self) -> int:
@@ -202,7 +204,7 @@ class Features(Part):
         """Return the layer's inputs at all positions, with a one appended for its bias; None for a bias alone."""
         if "weight" not in self.layer.names:
             return None
-        a = self.kept.flatten(0, -2)
+        a = self.layer_input.flatten(0, -2)
         return self.layer.rule.right(self.layer.module, a, tuple(self.layer.names))[:, 0, 0]
 
     @property
@@ -212,24 +214,24 @@ class Features(Part):
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         of_layer = {local: tangents[name] for local, name in self.layer.names.items()}
-        return self.layer.rule.push(self.layer.module, self.kept, of_layer).flatten(2).transpose(0, 1)
+        return self.layer.rule.push(self.layer.module, self.layer_input, of_layer).flatten(2).transpose(0, 1)
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         s = cotangents.transpose(0, 1).unflatten(2, self.layer.output[1:])
-        return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
+        return self.layer.rule.pull(self.layer.module, self.layer_input, s, tuple(self.layer.names))
 
     def at(self, points: slice) -> Features:
-        return replace(self, kept=self.kept[points])
+        return replace(self, layer_input=self.layer_input[points])
 
     @classmethod
     def concatenate(cls, pieces: Sequence[Features]) -> Features:
         """Return the inputs of consecutive points as one."""
-        inputs, layer = torch.cat([piece.kept for piece in pieces]), pieces[0].layer
+        inputs, layer = torch.cat([piece.layer_input for piece in pieces]), pieces[0].layer
         return cls(replace(layer, output=torch.Size((len(inputs), *layer.output[1:]))), inputs)
 
     @property
     def nbytes(self) -> int:
-        return self.kept.nbytes
+        return self.layer_input.nbytes
 
 
 class Layerwise:
@@ -350,12 +352,12 @@ def _layer_jacobians(model: Model, outputs: Tensor, calls: list[Call], chunk_byt
                 stores[i][:, some] = 0 if rows is None else rows
         del deltas, delta, rows  # before the next pass
     parts = [
-        Rows(call.layer, store) if rows else Factors(call.layer, call.kept, store)
+        Rows(call.layer, store) if rows else Factors(call.layer, call.layer_input, store)
         for call, store, rows, is_reached in zip(calls, stores, as_rows, reached)
         if is_reached
     ]
     feeding = [_slopes(model, call, last[0]) for call in before]
-    return [*parts, *feeding, *(Features(call.layer, call.kept) for call in last)]
+    return [*parts, *feeding, *(Features(call.layer, call.layer_input) for call in last)]
 
 
 def _slopes(model: Model, call: Call, last: Call) -> Factors:
@@ -365,10 +367,10 @@ def _slopes(model: Model, call: Call, last: Call) -> Factors:
         (slopes,) = torch.autograd.grad(h, call.edge, torch.ones_like(h), retain_graph=True)
     weight = model.values[layer.names["weight"]]
     weight = weight.mT if layer.rule.matrix_is_transposed else weight
-    return Factors(call.layer, call.kept, slopes.detach(), weight)
+    return Factors(call.layer, call.layer_input, slopes.detach(), weight)
 
 
 def _rows(call: Call, delta: Tensor) -> Tensor:
     layer = call.layer
-    rows = layer.rule.rows(layer.module, call.kept, delta, tuple(layer.names))
+    rows = layer.rule.rows(layer.module, call.layer_input, delta, tuple(layer.names))
     return torch.cat([rows[local].flatten(2) for local in layer.names], 2)

@@ -33,7 +33,7 @@ SILENT, SEVERAL = -1, -2
 class RaggedRows:
     """The rows of one call of a layer, in a table of points.
 
-    `kept` (n, T, *a) are the rows' inputs, and `inside` (n, T) says which entries of the table are rows.
+    `layer_input` (n, T, *a) are the rows' inputs, and `inside` (n, T) says which entries of the table are rows.
     """
 
     def __init__(self, form: SingleRows, points: Int[Tensor, " m"], num_points: int) -> None:
@@ -43,7 +43,7 @@ class RaggedRows:
         position[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[points[order]]
         self._split, self.places = form.split, points * self.width + position
         self.inside: Bool[Tensor, "n T"] = torch.arange(self.width, device=order.device) < counts.unsqueeze(1)
-        self.kept = self._table(form.kept)
+        self.layer_input = self._table(form.layer_input)
 
     def sensitivities(self, delta: Float[Tensor, "R *out"]) -> Float[Tensor, "n R T *b"]:
         """Return δ of the rows in the table from that of the call's output."""

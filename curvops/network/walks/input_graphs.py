@@ -94,9 +94,9 @@ class GraphRows(JacobianRows):
         if not self._engines.plan.is_last_layer:
             return None
         _, calls = self._record()
-        return (
-            [Features(call.layer, call.kept) for call in calls] if len(calls) == 1 and calls[0].layer.is_last else None
-        )
+        if len(calls) == 1 and calls[0].layer.is_last:
+            return [Features(calls[0].layer, calls[0].layer_input)]
+        return None
 
     def _record(self) -> tuple[Tensor, list[Call]]:
         self._engines.checked_others(self._inputs)

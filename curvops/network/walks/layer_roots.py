@@ -61,7 +61,8 @@ def _push_rows(rows: Blocks, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K
 
 def _concatenated(calls: Sequence[Factors]) -> Factors:
     inside = [factors.inside for factors in calls if factors.inside is not None]
-    inputs, delta = torch.cat([factors.kept for factors in calls]), torch.cat([factors.delta for factors in calls])
+    inputs = torch.cat([factors.layer_input for factors in calls])
+    delta = torch.cat([factors.delta for factors in calls])
     return Factors(calls[0].layer, inputs, delta, inside=torch.cat(inside) if inside else None)
 
 
@@ -78,7 +79,7 @@ class Group:
     names: tuple[str, ...]
     parts: tuple[Factors, ...]
     first: bool = True
-    given: Blocks = field(default_factory=dict)
+    rows_by_name: Blocks = field(default_factory=dict)
     start: int = 0
     positions: Tensor | None = None
     weights: Tensor | None = None
@@ -106,12 +107,12 @@ class Group:
 
     @property
     def _sample(self) -> Tensor:
-        return self.parts[0].delta if self.parts else next(iter(self.given.values()))
+        return self.parts[0].delta if self.parts else next(iter(self.rows_by_name.values()))
 
     @property
     def nbytes(self) -> int:
         """The bytes that these rows take in memory."""
-        return sum(factors.nbytes for factors in self.parts) + sum(rows.nbytes for rows in self.given.values())
+        return sum(factors.nbytes for factors in self.parts) + sum(rows.nbytes for rows in self.rows_by_name.values())
 
     def is_like(self, other: Group) -> bool:
         """Return whether rows of other points belong to the same layers and have the same sizes."""
@@ -119,13 +120,13 @@ class Group:
 
     @property
     def _sizes(self) -> tuple[Any, ...]:
-        sizes = [(factors.layer.path, factors.kept.shape[1:], factors.delta.shape[1:]) for factors in self.parts]
-        return self.names, sizes, {name: rows.shape[1:] for name, rows in self.given.items()}
+        sizes = [(factors.layer.path, factors.layer_input.shape[1:], factors.delta.shape[1:]) for factors in self.parts]
+        return self.names, sizes, {name: rows.shape[1:] for name, rows in self.rows_by_name.items()}
 
     def take(self, points: slice) -> Group:
         """Return the rows of some of the points."""
         parts = tuple(factors.at(points) for factors in self.parts)
-        rows_by_name = {name: rows[points] for name, rows in self.given.items()}
+        rows_by_name = {name: rows[points] for name, rows in self.rows_by_name.items()}
         start = self.start + points.indices(self.num_points)[0]
         return Group(self.names, parts, self.first, rows_by_name, start)
 
@@ -139,14 +140,14 @@ class Group:
         parts = [
             replace(factors, layer=replace(factors.layer, names=n)) for factors, n in zip(self.parts, layer_names) if n
         ]
-        rows_by_name = {name: rows for name, rows in self.given.items() if name in names}
-        return replace(self, names=tuple(names), parts=tuple(parts), given=rows_by_name)
+        rows_by_name = {name: rows for name, rows in self.rows_by_name.items() if name in names}
+        return replace(self, names=tuple(names), parts=tuple(parts), rows_by_name=rows_by_name)
 
     @cached_property
     def layer(self) -> Layer | None:
         """The layer to which these rows belong, if it is only one and has an outer-product structure."""
         paths = {factors.layer.path for factors in self.parts}
-        return self.parts[0].layer if len(paths) == 1 and not self.given else None
+        return self.parts[0].layer if len(paths) == 1 and not self.rows_by_name else None
 
     def lefts(self) -> list[Tensor] | None:
         """Return the left side of each call with gradient Σ_t left ⊗ right (see `Rule.left`), views of δ, or None."""
@@ -166,7 +167,7 @@ class Group:
 
     def rows(self, points: slice = slice(None)) -> Blocks:
         """Return the gradients by parameter name, (n, r, *shape); calls that share weights add up."""
-        total = {name: rows[points] for name, rows in self.given.items()}
+        total = {name: rows[points] for name, rows in self.rows_by_name.items()}
         for factors in self.parts:
             for name, rows in factors.rows(points).items():
                 total[name] = total[name] + rows if name in total else rows
@@ -175,7 +176,7 @@ class Group:
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
         """Return the rows times K tangents by name, (K, *shape) each."""
         pushed = [_push(factors, tangents) for factors in self.parts]
-        for name, rows in self.given.items():  # a parameter may be 0-d
+        for name, rows in self.rows_by_name.items():  # a parameter may be 0-d
             V = tangents[name].reshape(len(tangents[name]), -1)
             pushed.append((rows.reshape(*rows.shape[:2], -1) @ V.mT).movedim(2, 0))
         return torch.stack(pushed).sum(0) if len(pushed) > 1 else pushed[0]
@@ -189,14 +190,14 @@ class Group:
         if not all(group.is_like(first) for group in groups):
             groups = _alike(groups)
             first = groups[0]
-        rows_by_name = {name: torch.cat([group.given[name] for group in groups]) for name in first.given}
+        rows_by_name = {name: torch.cat([group.rows_by_name[name] for group in groups]) for name in first.rows_by_name}
         parts = tuple(_concatenated(calls) for calls in zip(*(group.parts for group in groups)))
         return cls(first.names, parts, first.first, rows_by_name)
 
     def pieces(self, most_bytes: int, first: int = 0, together: int = 1) -> Iterator[Blocks]:
         """Yield `rows` of some points at a time from a point on: at least `together`, otherwise up to `most_bytes`."""
         size = sum(factors.layer.size for factors in self.parts[:1]) or sum(
-            v[0, 0].numel() for v in self.given.values()
+            v[0, 0].numel() for v in self.rows_by_name.values()
         )
         step = most_bytes // max(1, size * self.num_columns * self._sample.element_size())
         step = max(1, step // together) * together
@@ -212,7 +213,7 @@ def _alike(groups: Sequence[Group]) -> Sequence[Group]:
         wide = [replace(g, parts=tuple(p.widened(width) for p, width in zip(g.parts, most))) for g in groups]
         if all(group.is_like(wide[0]) for group in wide):
             return wide
-    return [replace(group, parts=(), given=group.rows()) for group in groups]
+    return [replace(group, parts=(), rows_by_name=group.rows()) for group in groups]
 
 
 def joined(groups: Iterable[Group]) -> list[Group]:
@@ -229,7 +230,7 @@ def groups_of(features: Features, outputs: int) -> list[Group]:
     If a position of the model has as many `outputs` as the layer, each position is a point. If positions are flattened
     into the outputs of one point, with covariances between them, the point keeps them together.
     """
-    layer, a, outputs_each = features.layer, features.kept, features.outputs_each
+    layer, a, outputs_each = features.layer, features.layer_input, features.outputs_each
     if outputs_each == outputs:
         a, delta = a.flatten(0, -2), torch.eye(outputs_each, dtype=a.dtype, device=a.device)
     else:
@@ -300,7 +301,7 @@ def each_group(
         if advance is not None:
             advance((stop - start) * n)
     if last is not None and H is not None:
-        factors = Factors(last.layer, last.kept, H.diagonal.to(f.dtype).reshape(n, 1, *last.layer.output[1:]))
+        factors = Factors(last.layer, last.layer_input, H.diagonal.to(f.dtype).reshape(n, 1, *last.layer.output[1:]))
         layer_names = tuple(sorted(last.layer.names.values()))
         yield Group(layer_names, (factors,), positions=positions, weights=weights, hessian=H)
 
@@ -372,7 +373,7 @@ def groups_of_calls(
     for names, members in group_calls(calls).items():
         some = [(calls[i], deltas[i], None if tables is None else tables[i]) for i in members]
         factors = [
-            Factors(call.layer, call.kept, delta, None, None if call.rows is None else call.rows.inside, of_rows)
+            Factors(call.layer, call.layer_input, delta, None, None if call.rows is None else call.rows.inside, of_rows)
             for call, delta, of_rows in some
             if delta is not None
         ]

@@ -81,13 +81,13 @@ def _of_first_and_others(group: Group, same: bool, chunk_bytes: int) -> tuple[Bl
     """Return Σ_n of the rows of a group's first column, and `squares_of` of the others (with `same`, of this one)."""
     slopes: Blocks = {}
     for factors in group.parts:
-        _add(slopes, _pull(factors.layer, factors.kept, factors.delta[:, :1]))
+        _add(slopes, _pull(factors.layer, factors.layer_input, factors.delta[:, :1]))
     rest = group.parts if same else tuple(replace(factors, delta=factors.delta[:, 1:]) for factors in group.parts)
     first = rest[0]
-    if len(rest) > 1 or first.kept.ndim != 2 or not isinstance(first.layer.rule, LinearRule):
+    if len(rest) > 1 or first.layer_input.ndim != 2 or not isinstance(first.layer.rule, LinearRule):
         return slopes, squares_of(replace(group, parts=rest), chunk_bytes)
     # Rows of a linear layer at one position are outer products, and their squares are those of the sides' squares.
-    return slopes, _pull(first.layer, first.kept.square(), sum_of_squares(first.delta).unsqueeze(1))
+    return slopes, _pull(first.layer, first.layer_input.square(), sum_of_squares(first.delta).unsqueeze(1))
 
 
 def _pull(layer: Layer, inputs: Tensor, delta: Float[Tensor, "n 1 *out"]) -> Blocks:

@@ -230,8 +230,8 @@ class BatchRows(Walk, EngineCache, JacobianRows):
     def _pieces_of_last(self, features: Features) -> Iterator[tuple[slice, Features]]:
         """Yield (some points, their inputs of the last layer), as many at a time as fit into a chunk."""
         step = max(1, self.chunk_bytes // max(1, self.engines.plan.sensitivity_bytes * features.outputs))
-        for start in range(0, len(features.kept), step):
-            points = slice(start, min(start + step, len(features.kept)))
+        for start in range(0, len(features.layer_input), step):
+            points = slice(start, min(start + step, len(features.layer_input)))
             yield points, features.at(points)
 
     def recorded_outputs(self) -> Tensor | None:

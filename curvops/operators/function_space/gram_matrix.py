@@ -138,10 +138,10 @@ def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: float) -> 
 def _as_rows(group: Group) -> Group:
     """Return rows themselves where they take less memory than δ and a, as those of norms do."""
     sizes = {name: call.layer.shape_of(local) for call in group.parts for local, name in call.layer.names.items()}
-    held = sum(call.delta.numel() + call.kept.numel() for call in group.parts)
+    held = sum(call.delta.numel() + call.layer_input.numel() for call in group.parts)
     if group.num_rows * sum(size.numel() for size in sizes.values()) > held:
         return group
-    return replace(group, parts=(), given=group.rows()) if group.parts else group
+    return replace(group, parts=(), rows_by_name=group.rows()) if group.parts else group
 
 
 def _joined(panel: list[Piece]) -> list[Piece]:
@@ -195,7 +195,7 @@ def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tens
 
 def sides_of(group: Group) -> Sides | None:
     """Return the two sides of the rows of a layer that is applied once, to numbers; None for others."""
-    if len(group.parts) != 1 or not group.parts[0].kept.is_floating_point():
+    if len(group.parts) != 1 or not group.parts[0].layer_input.is_floating_point():
         return None
     (factors,) = group.parts
     left = factors.left()

@@ -29,7 +29,7 @@ class SingleRows:
     """
 
     rule: Rule
-    kept: Tensor
+    layer_input: Tensor
     split: Callable[[Tensor], Tensor]
 
 
