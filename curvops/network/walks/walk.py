@@ -56,7 +56,9 @@ class Walk(ABC):
 
     @abstractmethod
     def each(self, columns: int, root: OutputFisher | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield (label, J of the batch) for every batch, for a product with `columns` vectors (0: for outputs only).
+        """Yield (label, J of the batch) for every batch, for a product with `columns` vectors.
+
+        0 vectors are for outputs, or for their gradient by `pull_of`.
 
         With a `root` it is Lᵀ J, with H = L Lᵀ.
         """
@@ -362,27 +364,26 @@ class Passes(BatchRows):
     def each(self, columns: int, root: OutputFisher | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield (label, J of the batch) for every batch; a walk over kept engines does not read the data again."""
         self.model.refuse_modes()
-        count, start = 0, 0 if self.shard is None else self.shard.start
         with self.model.lock:
-            kept = [self._kept[i] for i in range(len(self._kept))] if self._complete else []
-        if kept:
-            for label, engine in kept:
-                stop = start + len(engine.outputs)
-                yield label, self._map(engine, slice(start, stop), label, root)
-                start = stop
-            return
-        # Outputs alone are no reason to build an engine, unless its first pass is all that it needs.
+            kept = [self._kept[i] for i in range(len(self._kept))] if self._complete else None
+        for label, J in self._pass(columns) if kept is None else kept:
+            yield label, J if root is None else RootJacobian(J, Root(root, label))
+
+    def _pass(self, columns: int) -> Iterator[tuple[Any, BatchMap]]:
+        """Yield (label, J of the batch) from a pass over the data, and keep what the budget has room for."""
+        # Outputs and a gradient are no reason to build an engine, unless its first pass is all that it needs.
         many = columns > 0 and (self._has_multiplied or in_force.get() is not None)
         self._has_multiplied |= columns > 0
+        count, start = 0, 0 if self.shard is None else self.shard.start
         try:
             with self._steps("pass over the data") as steps:
                 for index, (inputs, label) in enumerate(self.source):
+                    points = slice(start, start + num_points(inputs))
                     with self.model.lock:
-                        engine = self._engine_for(index, inputs, label, None if many else columns)
-                    stop = start + num_points(inputs)
-                    yield label, self._map(engine, slice(start, stop), label, root)
-                    steps.advance(stop - start, engine.kind)
-                    count, start = index + 1, stop
+                        J = self._jacobian_of(index, inputs, label, points, None if many else columns)
+                    yield label, J
+                    steps.advance(points.stop - start, J.engine.kind)
+                    count, start = index + 1, points.stop
         except Exception:  # the data changed, so the kept engines are invalid
             with self.model.lock:
                 self._kept.clear()
@@ -390,10 +391,6 @@ class Passes(BatchRows):
             raise
         with self.model.lock:
             self._complete = len(self._kept) == count
-
-    def _map(self, engine: Engine, points: slice, label: Any, root: OutputFisher | None) -> BatchMap | RootJacobian:
-        J = BatchMap(engine, self.model, points)
-        return J if root is None else RootJacobian(J, Root(root, label))
 
     def over(
         self, source: Iterable[tuple[Any, Any]], model: Model | None = None, engine: Engine | None = None
@@ -407,7 +404,8 @@ class Passes(BatchRows):
             return Passes(model, source, self._choice, memory, progress=self.progress)
         walk = Passes(self.model, source, self._choice, self.memory, self.engines)
         if engine is not None:
-            walk._kept, walk._complete = {0: (None, engine)}, True
+            J = BatchMap(engine, self.model, slice(0, len(engine.outputs)))
+            walk._kept, walk._complete = {0: (None, J)}, True
         return walk
 
     @property
