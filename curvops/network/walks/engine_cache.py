@@ -171,7 +171,7 @@ class EngineCache(ABC):
         """Start without engines, as after unpickling."""
         self._kept: dict[int, tuple[Any, BatchMap]] = {}  # (label, J) by the number of the batch
         self._has_multiplied = False
-        self._complete = False  # whether each batch has a kept engine
+        self._every: list[tuple[Any, BatchMap]] | None = None  # (label, J) of all batches in order, if all are kept
         self.memory.register(self)
 
     @property
@@ -217,7 +217,7 @@ class EngineCache(ABC):
         with self.model.lock:
             while not self._alike and self._kept and self.kept_bytes > most:
                 self._kept.popitem()
-                self._complete = False
+                self._every = None
 
     def _jacobian_of(self, index: int, inputs: Any, label: Any, points: slice, single: int | None) -> BatchMap:
         """Return J of a batch: the one that is kept, or a new one, for many products or a `single` one."""

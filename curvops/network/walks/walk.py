@@ -33,7 +33,7 @@ from curvops.network.walks.engine_cache import BatchMap, Budget, EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.ranks.shard import Shard
 
-CACHES = ("_kept", "_has_multiplied", "_complete", "_recorded", "_outputs", "_gathered")
+CACHES = ("_kept", "_has_multiplied", "_every", "_recorded", "_outputs", "_gathered")
 # On a CPU larger pieces are slower, since memory for them is allocated anew, page by page, for each layer.
 MOST_CHUNK = 2**27
 FEW_POINTS, SHARE = 16, 16
@@ -268,7 +268,7 @@ class BatchRows(Walk, EngineCache, JacobianRows):
                 return None
             for _ in self.each(0):  # a walk keeps the inputs
                 pass
-            engines = self.kept_engines if self._complete else []
+            engines = [] if self._every is None else self.kept_engines
             batch_features = [engine.features for engine in engines if isinstance(engine, Layerwise)]
             whole = [features for features in batch_features if features is not None]
             return whole if whole and len(whole) == len(engines) else None
@@ -364,8 +364,7 @@ class Passes(BatchRows):
     def each(self, columns: int, root: OutputFisher | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield (label, J of the batch) for every batch; a walk over kept engines does not read the data again."""
         self.model.refuse_modes()
-        with self.model.lock:
-            kept = [self._kept[i] for i in range(len(self._kept))] if self._complete else None
+        kept = self._every
         for label, J in self._pass(columns) if kept is None else kept:
             yield label, J if root is None else RootJacobian(J, Root(root, label))
 
@@ -387,10 +386,10 @@ class Passes(BatchRows):
         except Exception:  # the data changed, so the kept engines are invalid
             with self.model.lock:
                 self._kept.clear()
-                self._complete = False
+                self._every = None
             raise
         with self.model.lock:
-            self._complete = len(self._kept) == count
+            self._every = [self._kept[i] for i in range(count)] if len(self._kept) == count else None
 
     def over(
         self, source: Iterable[tuple[Any, Any]], model: Model | None = None, engine: Engine | None = None
@@ -405,7 +404,7 @@ class Passes(BatchRows):
         walk = Passes(self.model, source, self._choice, self.memory, self.engines)
         if engine is not None:
             J = BatchMap(engine, self.model, slice(0, len(engine.outputs)))
-            walk._kept, walk._complete = {0: (None, J)}, True
+            walk._kept, walk._every = {0: (None, J)}, [(None, J)]
         return walk
 
     @property
