@@ -93,9 +93,9 @@ def linearize() -> Callable[[], Any]:
 
 CALLS = {
     "linearize": (linearize, 30, 280),
-    "G @ v": (product, 13, 58),
-    "P.solve(b)": (solve, 28, 185),
-    "co.linalg.cg(P, B)": (block_solve, 23, 163),
+    "G @ v": (product, 13, 56),
+    "P.solve(b)": (solve, 28, 182),
+    "co.linalg.cg(P, B)": (block_solve, 22, 143),
     "co.linalg.trace(G)": (trace, 35, 170),
     "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 49, 370),
     "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 41, 200),

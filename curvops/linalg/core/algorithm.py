@@ -49,7 +49,7 @@ def algorithm(work: Callable[P, R]) -> Callable[P, R]:
         if distributed:
             args, options, any_blocks = as_blocks(args, options)
         arguments = {**dict(zip(signature.parameters, args)), **options}
-        A, progress, memory_budget = (arguments.get(name) for name in (first, "progress", "memory_budget"))
+        A, progress, memory_budget = arguments.get(first), arguments.get("progress"), arguments.get("memory_budget")
         if arguments.get("checkpoint") is not None and (any_blocks or getattr(A, "layouts", None) is not None):
             raise ValueError("sharded vectors cannot be saved in a checkpoint: omit checkpoint=.")
         problem = signature, args, options

@@ -236,7 +236,7 @@ class Plan(Tabular):
 
         For a `single` product, with a block of so many vectors, an engine that costs more than streaming is not built.
         """
-        fitting = [kind for kind in self.candidates() if points * self.bytes_needed(kind) <= free]
+        fitting = [kind for kind in self.candidates() if points * self.bytes_needed(kind) <= max(0, free)]
         if self.prefers_layerwise and "layerwise" in fitting:
             return "layerwise"
         best = min(fitting, key=lambda kind: self.cost(kind, points, MANY, WIDTH))

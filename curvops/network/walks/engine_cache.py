@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.ambient import SMALL_BYTES
-from curvops.network.data.inputs import copy, num_points
+from curvops.network.data.inputs import copy
 from curvops.network.engines.autodiff import Streamed
 from curvops.network.engines.engine import Engine, Engines
 from curvops.network.engines.plan import EngineKind, Plan
@@ -166,9 +166,9 @@ class EngineCache(ABC):
 
     def forget(self) -> None:
         """Start without engines, as after unpickling."""
-        self._kept: dict[int, tuple[Any, Engine]] = {}  # (label, engine) by the number of the batch
+        self._kept: dict[int, tuple[Any, BatchMap]] = {}  # (label, J) by the number of the batch
         self._has_multiplied = False
-        self._complete = False  # whether each batch has a kept engine
+        self._every: list[tuple[Any, BatchMap]] | None = None  # (label, J) of all batches in order, if all are kept
         self.memory.register(self)
 
     @property
@@ -184,12 +184,12 @@ class EngineCache(ABC):
     @property
     def kept_engines(self) -> list[Engine]:
         """The engines that are kept now, in the order of their batches."""
-        return [engine for _, (_, engine) in sorted(self._kept.items(), key=itemgetter(0))]
+        return [J.engine for _, (_, J) in sorted(self._kept.items(), key=itemgetter(0))]
 
     def kept_engine(self, batch: int) -> Engine | None:
         """Return the engine that is kept for a batch, by its number; None if there is none."""
-        _, engine = self._kept.get(batch, (None, None))
-        return engine
+        _, J = self._kept.get(batch, (None, None))
+        return None if J is None else J.engine
 
     @property
     def plan(self) -> Plan:
@@ -207,28 +207,29 @@ class EngineCache(ABC):
     @property
     def kept_bytes(self) -> int:
         """The bytes of the engines that are kept now."""
-        return sum([engine.nbytes for _, engine in list(self._kept.values())])
+        return sum([J.engine.nbytes for _, J in list(self._kept.values())])
 
     def shrink(self, most: int) -> None:
         """Free engines of the last batches until at most this many bytes are kept."""
         with self.model.lock:
             while not self._alike and self._kept and self.kept_bytes > most:
                 self._kept.popitem()
-                self._complete = False
+                self._every = None
 
-    def _engine_for(self, index: int, inputs: Any, label: Any, single: int | None) -> Engine:
-        """Return the engine of a batch: the one that is kept, or a new one, for many products or a `single` one."""
-        if (kept := self.kept_engine(index)) is not None:
-            return kept
+    def _jacobian_of(self, index: int, inputs: Any, label: Any, points: slice, single: int | None) -> BatchMap:
+        """Return J of a batch: the one that is kept, or a new one, for many products or a `single` one."""
+        if index in self._kept:
+            return self._kept[index][1]
         room = self._free()
-        kind = self._choose(num_points(inputs), room, single)
+        kind = self._choose(points.stop - points.start, room, single)
         if kind != "streamed":
             inputs = copy(inputs)  # kept engines must not change with the user's tensors
         root = IDENTITY if self._fisher is None else Root(self._fisher, label)
         engine = self.engines.build(kind, inputs, room, root)
+        J = BatchMap(engine, self.model, points)
         if engine.kind != "streamed" and engine.nbytes <= room:
-            self._kept[index] = (label, engine)
-        return engine
+            self._kept[index] = (label, J)
+        return J
 
     def _choose(self, points: int, room: int, single: int | None) -> EngineKind:
         """Choose an engine by the cost rule, again if it keeps a recorded pass that has not been tried yet."""
@@ -247,7 +248,7 @@ class BatchMap:
     """J of one batch on flat vectors: push (D, K) -> (K, n, C) and pull (K, n, C) -> (D, K), both differentiable."""
 
     def __init__(self, engine: Engine, model: Model, points: slice) -> None:
-        self._engine, self._selection, self._lock = engine, model.selection, model.lock
+        self.engine, self._selection, self._lock = engine, model.selection, model.lock
         self.points = points
         """The positions of the batch's points among all points of the walk."""
 
@@ -255,13 +256,13 @@ class BatchMap:
     def outputs(self) -> Float[Tensor, "n C"]:
         """The outputs f(θ, inputs)."""
         with self._lock:
-            return self._engine.outputs
+            return self.engine.outputs
 
     def pull_of(self, cotangent: Callable[[Tensor], Tensor]) -> Float[Tensor, "D 1"]:
         """Return Jᵀ u for a function u of the outputs, which one pass computes with their graph."""
         with self._lock:
-            if isinstance(self._engine, Streamed):
-                self._engine.record()
+            if isinstance(self.engine, Streamed):
+                self.engine.record()
         return self.pull(cotangent(self.outputs)[None])
 
     def push(self, vectors: Float[Tensor, "D K"]) -> Float[Tensor, "K n C"]:
@@ -269,14 +270,14 @@ class BatchMap:
         if torch.is_grad_enabled() and vectors.requires_grad:
             return linear(vectors, self.push, self.pull)
         with self._lock:
-            return self._engine.push(self._selection.split(vectors.detach()))
+            return self.engine.push(self._selection.split(vectors.detach()))
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Float[Tensor, "D K"]:
         """Return Jᵀ U."""
         if torch.is_grad_enabled() and cotangents.requires_grad:
             return linear(cotangents, self.pull, self.push)
         with self._lock:
-            return self._selection.join(self._engine.pull(cotangents.detach()))
+            return self._selection.join(self.engine.pull(cotangents.detach()))
 
 
 class _Linear(Function):

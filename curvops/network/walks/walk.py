@@ -33,7 +33,7 @@ from curvops.network.walks.engine_cache import BatchMap, Budget, EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.ranks.shard import Shard
 
-CACHES = ("_kept", "_has_multiplied", "_complete", "_recorded", "_outputs", "_gathered")
+CACHES = ("_kept", "_has_multiplied", "_every", "_recorded", "_outputs", "_gathered")
 # On a CPU larger pieces are slower, since memory for them is allocated anew, page by page, for each layer.
 MOST_CHUNK = 2**27
 FEW_POINTS, SHARE = 16, 16
@@ -56,7 +56,9 @@ class Walk(ABC):
 
     @abstractmethod
     def each(self, columns: int, root: OutputFisher | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield (label, J of the batch) for every batch, for a product with `columns` vectors (0: for outputs only).
+        """Yield (label, J of the batch) for every batch, for a product with `columns` vectors.
+
+        0 vectors are for outputs, or for their gradient by `pull_of`.
 
         With a `root` it is Lᵀ J, with H = L Lᵀ.
         """
@@ -266,7 +268,7 @@ class BatchRows(Walk, EngineCache, JacobianRows):
                 return None
             for _ in self.each(0):  # a walk keeps the inputs
                 pass
-            engines = self.kept_engines if self._complete else []
+            engines = [] if self._every is None else self.kept_engines
             batch_features = [engine.features for engine in engines if isinstance(engine, Layerwise)]
             whole = [features for features in batch_features if features is not None]
             return whole if whole and len(whole) == len(engines) else None
@@ -362,38 +364,32 @@ class Passes(BatchRows):
     def each(self, columns: int, root: OutputFisher | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield (label, J of the batch) for every batch; a walk over kept engines does not read the data again."""
         self.model.refuse_modes()
-        count, start = 0, 0 if self.shard is None else self.shard.start
-        with self.model.lock:
-            kept = [self._kept[i] for i in range(len(self._kept))] if self._complete else []
-        if kept:
-            for label, engine in kept:
-                stop = start + len(engine.outputs)
-                yield label, self._map(engine, slice(start, stop), label, root)
-                start = stop
-            return
-        # Outputs alone are no reason to build an engine, unless its first pass is all that it needs.
+        kept = self._every
+        for label, J in self._pass(columns) if kept is None else kept:
+            yield label, J if root is None else RootJacobian(J, Root(root, label))
+
+    def _pass(self, columns: int) -> Iterator[tuple[Any, BatchMap]]:
+        """Yield (label, J of the batch) from a pass over the data, and keep what the budget has room for."""
+        # Outputs and a gradient are no reason to build an engine, unless its first pass is all that it needs.
         many = columns > 0 and (self._has_multiplied or in_force.get() is not None)
         self._has_multiplied |= columns > 0
+        count, start = 0, 0 if self.shard is None else self.shard.start
         try:
             with self._steps("pass over the data") as steps:
                 for index, (inputs, label) in enumerate(self.source):
+                    points = slice(start, start + num_points(inputs))
                     with self.model.lock:
-                        engine = self._engine_for(index, inputs, label, None if many else columns)
-                    stop = start + num_points(inputs)
-                    yield label, self._map(engine, slice(start, stop), label, root)
-                    steps.advance(stop - start, engine.kind)
-                    count, start = index + 1, stop
+                        J = self._jacobian_of(index, inputs, label, points, None if many else columns)
+                    yield label, J
+                    steps.advance(points.stop - start, J.engine.kind)
+                    count, start = index + 1, points.stop
         except Exception:  # the data changed, so the kept engines are invalid
             with self.model.lock:
                 self._kept.clear()
-                self._complete = False
+                self._every = None
             raise
         with self.model.lock:
-            self._complete = len(self._kept) == count
-
-    def _map(self, engine: Engine, points: slice, label: Any, root: OutputFisher | None) -> BatchMap | RootJacobian:
-        J = BatchMap(engine, self.model, points)
-        return J if root is None else RootJacobian(J, Root(root, label))
+            self._every = [self._kept[i] for i in range(count)] if len(self._kept) == count else None
 
     def over(
         self, source: Iterable[tuple[Any, Any]], model: Model | None = None, engine: Engine | None = None
@@ -407,7 +403,8 @@ class Passes(BatchRows):
             return Passes(model, source, self._choice, memory, progress=self.progress)
         walk = Passes(self.model, source, self._choice, self.memory, self.engines)
         if engine is not None:
-            walk._kept, walk._complete = {0: (None, engine)}, True
+            J = BatchMap(engine, self.model, slice(0, len(engine.outputs)))
+            walk._kept, walk._every = {0: (None, J)}, [(None, J)]
         return walk
 
     @property

@@ -10,6 +10,7 @@ from torch import nn
 
 import curvops as co
 from benchmarks.gpu.counts import H100
+from curvops.ambient import running
 from curvops.network.engines.plan import CPU, GPU, Plan, Rates
 from curvops.network.model.model import Model
 from curvops.network.walks.walk import Passes
@@ -178,10 +179,22 @@ def test_an_algorithm_builds_the_engine_at_its_first_product() -> None:
         assert lin.plan.in_use == {"layerwise": 1}
 
 
+def test_a_gradient_is_no_reason_to_build_an_engine() -> None:
+    """It takes one pass, also after a product, and within an algorithm (each step of the extended Kalman filter)."""
+    model, data = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (torch.randn(6, 3), torch.arange(6) % 2)
+    lin = co.linearize(model, data, "classification")
+    co.GGN(lin) @ lin.theta
+    with running("gradients", co.GGN(lin)):
+        gradients = [lin.gradient() for _ in range(2)]
+    assert lin.plan.in_use == {}
+    assert torch.equal(*gradients)
+
+
 def test_what_does_not_fit_is_not_taken() -> None:
     plan = wide(10)
     needed = 100 * min(plan.bytes_needed("recorded"), plan.bytes_needed("layerwise"))
     assert plan.choose(100, needed - 1) == "streamed"
+    assert plan.choose(100, -1) == "streamed"  # vectors have taken bytes from engines
 
 
 def test_an_engine_can_be_forced() -> None:
