@@ -204,7 +204,7 @@ def _first_point(parts: BatchParts) -> BatchParts:
     return BatchParts(
         move(inputs, "cpu"),
         None if targets is None else move(take(targets, slice(n)), "cpu"),
-        None if weights is None else weights[:n].cpu(),
+        None if weights is None else move(take(weights, slice(n)), "cpu"),
     )
 
 

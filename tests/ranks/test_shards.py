@@ -68,7 +68,7 @@ class Heads(nn.Module):
 
 
 def of_targets(group: Any) -> Answers:
-    """Several outputs, missing targets and weights of targets."""
+    """Several outputs, missing targets, weights of targets, and weights by the names of outputs."""
     own = own_slice(*place_of(group))
     torch.manual_seed(0)
     model = Heads().double()
@@ -98,7 +98,9 @@ def of_targets(group: Any) -> Answers:
             f"{name}: prediction": here(post.predict(x[:3])).variance,
             f"{name}: gathered": here(post.predict(x[own], gather=True) if group else post.predict(x)).variance,
         }
-    return found
+    by_name = {"kind": w[own, 0], "value": w[own, 1]}
+    named = co.linearize(model, (x[own], targets, by_name), choice, weights=True, process_group=group)
+    return found | {"weights by name": co.GGN(named).to_dense()}
 
 
 def without_labels(group: Any) -> Answers:
