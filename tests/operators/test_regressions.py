@@ -191,3 +191,13 @@ def test_transforms_are_refused_and_leave_nothing_behind(name, kind):
                 TRANSFORMS[name](function, x)
     expected = torch.linalg.solve(A.to_dense() + level * torch.eye(26).double(), b)
     torch.testing.assert_close(P.solve(b.clone().requires_grad_()).detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh(), nn.ReLU()])
+def test_inputs_whose_squares_overflow_are_named(activation) -> None:
+    """The factors of KFAC held Inf, and the error was LAPACK's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), activation, nn.Linear(8, 2))
+    lin = co.linearize(model, (1e20 * torch.randn(40, 3), torch.randn(40, 2)), co.likelihoods.Gaussian(1.0))
+    with pytest.raises(ValueError, match="holds NaN or Inf.*Scale them, or use a dtype with a wider range"):
+        co.laplace(lin, co.KFAC, 1.0, check_mode=False).sample(2)

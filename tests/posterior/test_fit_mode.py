@@ -63,6 +63,26 @@ def test_the_gradient_of_the_log_posterior_vanishes(kind):
         post.log_evidence()
 
 
+@pytest.mark.parametrize(("gradients", "steps"), [(30, 0), (80, 50)])
+def test_an_interruption_leaves_the_weights_after_the_last_full_50_steps(gradients, steps):
+    x, y = data(likelihood="regression")
+    likelihood = LIKELIHOODS["regression"]
+
+    def interrupt(description, done, total):
+        if done > gradients:
+            raise KeyboardInterrupt
+
+    model, stopped = network(), network()
+    if steps:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ModeWarning)
+            co.fit_mode(model, (x, y), likelihood, 0.5, atol=1e-12, maxiter=steps)
+    with pytest.raises(KeyboardInterrupt):
+        co.fit_mode(stopped, (x, y), likelihood, 0.5, atol=1e-12, progress=interrupt)
+    for kept, expected in zip(stopped.parameters(), model.parameters()):
+        assert torch.equal(kept, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 @pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
 def test_a_small_network_ends_within_a_nat_of_a_mode(activation, dtype):

@@ -244,7 +244,7 @@ def effective_dimension(
 
     Args:
         G: (n, n), positive semidefinite.
-        prior: the prior precision, a positive number or a vector (n,).
+        prior: the prior precision, a positive number (`logdet` calls it shift) or a vector (n,).
         rtol: the goal for standard error and bias bound, each relative to the value.
         max_matvecs: a limit on products; by default as many as are needed to meet rtol. With n or more, and for n ≤ 256
             without a limit, the value is exact by a dense eigendecomposition.

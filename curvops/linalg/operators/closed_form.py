@@ -26,6 +26,7 @@ from curvops.linalg.core.vectors import ROUNDING_SEEN, Matrix, ScalarFunction, d
 from curvops.linalg.operators.draws import normal
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner, FilteredPreconditioner
 from curvops.linalg.preconditioners.jacobi import block_jacobi
+from curvops.summary import name_of
 
 METHODS = ("__matmul__", "sqrt_inverse", "sqrt", "logdet", "bounds", "floor", "matvecs")
 """What a preconditioner has."""
@@ -256,6 +257,14 @@ def not_definite(base: LinearOperator, smallest: float) -> NotPositiveSemidefini
         f"{type(base).__name__} {tuple(base.shape)} + diag(d) is singular or indefinite: its smallest eigenvalue is "
         f"{smallest:.3g} to working precision. Add a prior precision or a noise (add_diagonal), or use the "
         "pseudo-inverse."
+    )
+
+
+def not_finite(what: str, dtype: torch.dtype) -> ValueError:
+    """Return the error that names a matrix which holds NaN or Inf, and the remedy."""
+    return ValueError(
+        f"{what} holds NaN or Inf: if the inputs are finite, their squares leave the range of {name_of(dtype)}. Scale "
+        "them, or use a dtype with a wider range."
     )
 
 

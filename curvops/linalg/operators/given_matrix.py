@@ -35,6 +35,7 @@ from curvops.linalg.operators.closed_form import (
     DiagonalPlusRoot,
     Spectral,
     not_definite,
+    not_finite,
     warn_of_rounding,
 )
 from curvops.linalg.operators.draws import normal, require_not_negative
@@ -70,7 +71,10 @@ class DenseForm(ClosedForm):
         """The Cholesky factor L with P = L Lᵀ."""
         L, info = torch.linalg.cholesky_ex(self.dense)
         if bool(info != 0) or self._has_lost_pivot(L):
-            raise not_definite(self.base, float(torch.linalg.eigvalsh(self.dense.detach()).min()))
+            dense = self.dense.detach()
+            if not bool(dense.isfinite().all()):
+                raise not_finite(f"{type(self.base).__name__} {tuple(self.base.shape)}", self.base.dtype)
+            raise not_definite(self.base, float(torch.linalg.eigvalsh(dense).min()))
         warn_of_rounding(self.base, self._error)
         return L
 

@@ -17,6 +17,7 @@ from curvops.ambient import PATIENCE, Memories, Memory, Progress, hold, progress
 from curvops.checks import carries_graph
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.structure import eigh_in_place
+from curvops.linalg.operators.closed_form import not_finite
 from curvops.linalg.operators.given_matrix import round_with_rest
 
 AT_ONCE = 2**26
@@ -124,18 +125,28 @@ def operations(factor: Factor) -> int:
 
 def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     """Return eigenvalues (g, m) in float64, zero within rounding, and vectors in the factor's dtype, or ones."""
-    if factor.ndim == 2:
-        values, vectors = factor.double(), torch.ones_like(factor)
-    elif (root := details.root_of(factor)) is not None:
-        values, vectors = _eigh_of_root(root)
-    else:
-        matrix = to_double(factor, details)
-        if matrix.requires_grad:
-            values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    try:
+        if factor.ndim == 2:
+            values, vectors = factor.double(), torch.ones_like(factor)
         else:
-            values, vectors = torch.linalg.eigh(matrix) if matrix is factor else eigh_in_place(matrix)
-        vectors = vectors.to(factor.dtype)
-    return without_rounding(values, factor, details, name), vectors
+            values, vectors = _eigh_of_matrix(factor, details)
+        return without_rounding(values, factor, details, name), vectors
+    except (RuntimeError, NotPositiveSemidefiniteError) as error:  # LAPACK's, or that of eigenvalues which are NaN
+        if bool(factor.isfinite().all()):
+            raise
+        raise not_finite(f"the {name} factor of a Kronecker product", factor.dtype) from error
+
+
+def _eigh_of_matrix(factor: Tensor, details: Details) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues of matrices, or of the rows that stand for them, and vectors in the factor's dtype."""
+    if (root := details.root_of(factor)) is not None:
+        return _eigh_of_root(root)
+    matrix = to_double(factor, details)
+    if matrix.requires_grad:
+        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    else:
+        values, vectors = torch.linalg.eigh(matrix) if matrix is factor else eigh_in_place(matrix)
+    return values, vectors.to(factor.dtype)
 
 
 def without_rounding(values: Tensor, factor: Tensor, details: Details, name: str) -> Tensor:

@@ -91,7 +91,8 @@ def fit_mode(
 
     Args:
         model: as in `co.linearize`, in evaluation mode if it has dropout or batch normalisation. Its selected
-            parameters are changed in place; after an interruption they are those of the last 50 steps.
+            parameters are changed in place, after every 50 steps. So an interruption (Ctrl-C) leaves them where the
+            last 50 steps ended, and unchanged before that, or if a last layer's mode is sought by Newton's method.
         data: as in `co.linearize`.
         likelihood: as in `co.linearize`.
         prior_precision: A, as in `co.laplace`: a number, a vector, a mapping by glob, an operator or a posterior.

@@ -272,3 +272,18 @@ def test_a_trace_is_exact_where_the_diagonal_is_known(name):
         estimate = A.trace()
         assert (float(estimate.stderr), estimate.matvecs) == (0.0, 0)
         torch.testing.assert_close(estimate.value, expected.trace(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        Dense(torch.full((2, 2), torch.inf), psd=True),
+        Kronecker(torch.full((2, 2), torch.inf), torch.eye(2)),
+        Kronecker(torch.eye(2), torch.full((2, 2), torch.inf)),
+    ],
+    ids=["dense", "left", "right"],
+)
+def test_a_matrix_that_is_not_finite_is_refused_by_name(matrix):
+    words = r"Dense \(2, 2\)" if isinstance(matrix, Dense) else "factor of a Kronecker product"
+    with pytest.raises(ValueError, match=f"{words} holds NaN or Inf.*range of float32. Scale them"):
+        matrix.add_diagonal(1.0).logdet()
