@@ -253,7 +253,7 @@ def descent(post):
     return co.posterior.StochasticDescent(loss, epochs=500, momentum=momentum, final=1.0, averaging=1.0)
 
 
-DESCENTS = ("number", "vector", "by layer", "matrix", "KFAC + number", "variational, dense", "update", "low-rank updates")
+DESCENTS = ("number", "vector", "matrix", "KFAC + number", "variational, dense", "update", "low-rank updates")
 """A prior of each kind that descent multiplies with or divides by."""
 
 

@@ -86,15 +86,6 @@ def test_against_eigh(name, which):
     assert_honest(A, pairs, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["clustered", "kappa 1e8"])
-def test_restarts_reach_the_same_with_a_small_basis(name):
-    A = symmetric(SPECTRA[name])
-    pairs = eigsh(A, 5, rtol=1e-10, memory_budget=budget(24, 120), generator=generator())
-    torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(A).flip(0)[:5], rtol=1e-10, atol=0)
-    assert set(pairs.reasons) == FLAWLESS
-    assert_honest(A, pairs, 1e-10)
-
-
 @pytest.mark.parametrize(("block_size", "columns"), [(1, None), (1, 24), (2, None), (4, 24)])
 def test_every_member_of_a_tight_cluster_is_found(block_size, columns):
     """scipy#26112: a single vector sees one member of 1, 1 + 1e-9 (five times); seven pairs reach all of them."""
