@@ -72,9 +72,10 @@ def linearized(name: str) -> tuple[co.operators.Linearization, int]:
 
 OF_EACH_NETWORK = ["matrix of two sets", "transposed product", "blocks"]
 CASES = [
-    *(("mlp", prior, question) for prior in ("number", "vector") for question in QUESTIONS),
+    *(("mlp", "vector", question) for question in QUESTIONS),
+    *(("mlp", "number", question) for question in ("product", "diagonal", "blocks")),
     *((name, "vector", question) for name in [*NETWORKS][1:] for question in OF_EACH_NETWORK),
-    *((name, "number", "matrix") for name in [*NETWORKS][1:]),
+    *((name, "number", "matrix") for name in NETWORKS),
 ]
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import curvops as co
 from tests.network.products import agree
-from tests.zoo import ZOO, call, parameters_of, reference
+from tests.zoo import ZOO, call, reference
 from tests.zoo_modules import Wired
 
 X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0, 1, 2, 0])
@@ -146,20 +146,6 @@ def test_a_subnetworks_weights_load_into_the_model_and_leave_the_others_alone() 
     torch.testing.assert_close(moved, torch.zeros_like(moved).index_fill(0, index, 1.0))
     step = torch.cat([t.flatten() for t in lin.unflatten_tangent(lin.theta).values()])
     assert int((step != 0).sum()) == len(index)
-
-
-def test_a_mask_selects_what_its_positions_do() -> None:
-    model, index = net().double(), torch.tensor([3, 20, 50])
-    mask = torch.zeros(51, dtype=torch.bool).index_fill(0, index, True)
-    found, expected = (co.GGN(co.linearize(model, (X, Y), "classification", chosen)) for chosen in (mask, index))
-    torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-12, atol=0)
-
-
-def test_theta_is_the_parameters_in_order() -> None:
-    model = net()
-    lin = co.linearize(model, (X, Y), "classification")
-    assert torch.equal(lin.theta, torch.cat([p.detach().flatten() for p in parameters_of(model).values()]))
-    assert torch.equal(lin.flatten(dict(model.named_parameters())), lin.theta)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda lin: pickle.loads(pickle.dumps(lin))], ids=["copy", "pickle"])

@@ -142,7 +142,8 @@ ENDS = {
 
 
 @pytest.mark.parametrize(
-    ("end", "structure"), [*((end, "KFAC") for end in ENDS), *(("flattened by outputs", s) for s in STRUCTURES)]
+    ("end", "structure"),
+    [*((end, "KFAC") for end in ENDS), *(("flattened by outputs", s) for s in (*EACH_NETWORK, "EKFAC"))],
 )
 def test_linear_operations_after_a_position_wise_layer(end, structure):
     """Blocks, variances and the gradient in x, of the last layer and of all, against rows and solves."""

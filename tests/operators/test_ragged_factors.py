@@ -58,8 +58,9 @@ def data(pooled: bool, what: str) -> Any:
     return inputs, y
 
 
-@pytest.mark.parametrize("what", ["all", "missing", "weights"])
-@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize(
+    ("pooled", "what"), [(True, "all"), (True, "missing"), (True, "weights"), (False, "all"), (False, "missing")]
+)
 def test_even_rows_have_the_factors_of_positions(pooled: bool, what: str) -> None:
     """Whatever the order of the rows; they are the positions of the outputs in their order if outputs have some."""
     even, ragged = (co.linearize(model, data(pooled, what), "classification") for model in networks(pooled))

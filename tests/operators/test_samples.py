@@ -1,4 +1,4 @@
-"""Draws of N(0, P) and N(0, P⁻¹) for every operator: their covariance is exact (see `samples`).
+"""Draws of N(0, P) and N(0, P⁻¹) for curvatures: their covariance is exact (see `samples`).
 
 Tests `draws.py`.
 """
@@ -33,19 +33,13 @@ OPERATORS = {
     "ggn_gaussian": lambda: co.GGN(lin("regression")),
     "mc_fisher": lambda: co.GGN(lin(), mc_samples=3, generator=generator()),
     "empirical_fisher": lambda: co.EmpiricalFisher(lin()),
-    "diagonal": lambda: co.DiagonalGGN(lin()),
     "kfac": lambda: co.KFAC(lin()),
-    "kfac_reduce": lambda: co.KFAC(lin(), sharing="reduce", fisher="empirical"),
     "ekfac": lambda: co.EKFAC(lin()),
     "block_diagonal": lambda: co.BlockDiagonal(lin()),
     "subnetwork": lambda: co.Subnetwork(co.GGN(lin()), torch.arange(0, 39, 3)),
     "low_rank": lambda: co.low_rank(co.GGN(lin()), rank=6, generator=generator()),
-    "low_rank_with_diagonal": lambda: co.low_rank(co.GGN(lin()), rank=6, generator=generator()).with_diagonal(
-        co.DiagonalGGN(lin()).diagonal()
-    ),
     "tangent_kernel": lambda: co.TangentKernel(lin(), 2.0),
     "sum": lambda: co.GGN(lin()) + co.KFAC(lin("regression")),
-    "scaled": lambda: 0.5 * co.KFAC(lin()),
     "sliced": lambda: co.GGN(lin())[3:20, 3:20],
 }
 

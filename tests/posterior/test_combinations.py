@@ -253,13 +253,17 @@ def descent(post):
     return co.posterior.StochasticDescent(loss, epochs=500, momentum=momentum, final=1.0, averaging=1.0)
 
 
-def methods_of(post):
+DESCENTS = ("number", "vector", "matrix", "KFAC + number", "variational, dense", "update", "low-rank updates")
+"""A prior of each kind that descent multiplies with or divides by."""
+
+
+def methods_of(post, prior):
     kinds = ["cg"]
     if post.precision._closed_form() is not None:
         kinds.append("closed form")
     if isinstance(post.curvature, co.GGN | co.EmpiricalFisher):
         kinds += ["dual"] if post.prior.diagonal is not None else []
-        if not isinstance(post.curvature.output, Sampled):  # whose minibatches are not known
+        if prior in DESCENTS and not isinstance(post.curvature.output, Sampled):  # whose minibatches are not known
             kinds.append(descent(post))
     return kinds
 
@@ -273,6 +277,11 @@ def holds_other_data(curvature, prior):
     if prior in ("update", "update of a tempered one", "updates"):
         return curvature in BY_DATA
     return prior in ("GGN + number", "update of a GGN")
+
+
+def is_reloaded(curvature, prior):
+    """Whether the posterior is saved and loaded: what it holds is saved part by part, each curvature, each prior."""
+    return curvature in ("GGN", "KFAC", "LowRank") or prior in ("number", "update")
 
 
 def refusal(curvature, prior):
@@ -298,7 +307,7 @@ def test_every_answer_is_that_of_dense_matrices(curvature, prior, tmp_path):
     inverse = torch.linalg.inv(P)
     torch.testing.assert_close(post.precision.to_dense(), P, **CLOSE)
     numbers_of = {}
-    for method in methods_of(post):
+    for method in methods_of(post, prior):
         with pytest.MonkeyPatch.context() as patched:
             M = matrix_of_draws(post, method, patched, numbers_of)
         torch.testing.assert_close(M @ M.mT, T * inverse, **CLOSE)
@@ -314,6 +323,8 @@ def test_every_answer_is_that_of_dense_matrices(curvature, prior, tmp_path):
     if holds_other_data(curvature, prior):
         with pytest.raises(ValueError, match="of other data or weights"):
             post.save(tmp_path / "post")
+        return
+    if not is_reloaded(curvature, prior):
         return
     post.save(tmp_path / "post")
     again = co.load(tmp_path / "post", *network(next(i for i in range(5) if task(i) is post.lin)))

@@ -72,19 +72,6 @@ def test_the_smaller_of_memory_and_budget_is_named(most, reason):
     assert e.matvecs == 30 and e.reason is reason
 
 
-@pytest.mark.parametrize(("method", "rank"), [("xtrace", 9), ("xnystrace", 19), ("hutch++", 6)])
-@pytest.mark.parametrize("n", [100, 300])
-def test_exact_for_low_rank(method, rank, n):
-    # Budget 20: XTrace has 10 columns and is exact to rank 9, XNysTrace 20 and 19, Hutch++ a sketch of 6.
-    for r in (1, 2, rank // 2, rank - 1, rank):
-        A = symmetric(torch.cat([torch.linspace(1, 5, r), torch.zeros(n - r)]).double())
-        e, exact = trace(A, method=method, max_matvecs=20), A.trace()
-        torch.testing.assert_close(e.value, exact, rtol=1e-10, atol=0)
-        low, high = e.interval()
-        # At the last ranks a square sketch's condition number amplifies rounding.
-        assert r > 0.7 * rank or (low <= exact <= high and high - low < 1e-9)
-
-
 # Identities: the same numbers as by leaving each probe out and starting over.
 
 
@@ -209,16 +196,6 @@ def test_adaptive_stops_at_the_tolerance_or_the_budget():
     assert trace(A, max_matvecs=50, generator=generator()).reason is Reason.BUDGET_SPENT
     with pytest.raises(ValueError, match="memory_budget"):
         trace(A, memory_budget=1000, max_matvecs=50)
-
-
-@pytest.mark.parametrize("method", STOCHASTIC)
-def test_adaptive_without_a_limit_reaches_any_tolerance(method):
-    values = torch.arange(1, 401, dtype=torch.float64) ** -2.0
-    A = symmetric(values)
-    for rtol in (1e-1, 1e-3, 1e-9):
-        e = trace(A, method=method, rtol=rtol, generator=generator())
-        assert e.reason is Reason.CONVERGED and (e.value - values.sum()).abs() <= 2 * rtol * values.sum()
-        assert e.within(rtol) and e.matvecs <= 800
 
 
 @pytest.mark.parametrize("error", [1.05, 1.2, 1.5, 30.0])

@@ -6,7 +6,7 @@ Tests `apply_function.py`.
 import pytest
 import torch
 
-from curvops.linalg import Dense, Diagonal, LowRank, solve
+from curvops.linalg import Dense, LowRank, solve
 from tests.linalg.known import Rooted
 
 N = 260
@@ -78,10 +78,3 @@ def test_draws_of_each_member(name):
     ratio = (draws * direction).sum(-1).square().mean(0) / variance
     assert bool(((ratio - 1).abs() < 5.2 * (2 / 400) ** 0.5).all())
     assert not torch.equal(draws[:, 0], draws[:, 1])
-
-
-@pytest.mark.parametrize("base", [low_rank, lambda: Diagonal(torch.ones(N, dtype=torch.float64))])
-def test_the_symmetric_root_under_a_vector_diagonal(base):
-    P = base().add_diagonal(shift()[0])
-    B = torch.randn(N, 3, dtype=torch.float64)
-    torch.testing.assert_close(P.sqrt_inv_matmul(B), symmetric_inverse_root(P.to_dense()) @ B, rtol=1e-8, atol=1e-8)

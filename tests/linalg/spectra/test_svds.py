@@ -54,16 +54,6 @@ def test_triplets_unpack_as_a_decomposition():
     torch.testing.assert_close(U.mT @ A @ V, values.diag(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["clustered", "kappa 1e8"])
-def test_restarts_reach_the_same_with_a_small_basis(name):
-    A = rectangular(SPECTRA[name], 130, 120)
-    triplets = svds(A, 5, rtol=1e-10, memory_budget=(24 + 8) * 250 * 8, generator=generator())
-    expected = SPECTRA[name].sort(descending=True).values[:5]
-    torch.testing.assert_close(triplets.values, expected, rtol=1e-10, atol=0)
-    assert set(triplets.reasons) == {Reason.CONVERGED}
-    assert_honest(A, triplets, 1e-10)
-
-
 @pytest.mark.parametrize("shape", [(20, 12), (12, 20)])
 def test_rank_deficient_and_all_triplets(shape):
     A = rectangular(torch.tensor([3.0, 2.0, 2.0, 1e-9], dtype=torch.float64), *shape)

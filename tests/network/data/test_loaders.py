@@ -132,7 +132,7 @@ QUESTIONS: dict[str, Callable[[co.operators.Linearization], Tensor]] = {
 }
 """What a posterior and its parts are made of, from products, from rows and from passes within passes."""
 FEW = ("product", "sampled Fisher", "log likelihood", "EKFAC")
-ASKED = {"started for each pass": FEW, "shuffled": FEW}
+ASKED = {"started for each pass": FEW, "shuffled": FEW, "prefetching": FEW}
 """Every other question takes passes in the same way."""
 
 

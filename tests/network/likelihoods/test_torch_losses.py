@@ -238,7 +238,7 @@ class Halved(nn.MSELoss):
 CLASSES = torch.arange(6) % C
 HIT = F.one_hot(CLASSES, C).double()
 # name: outputs of six points, from zero to far beyond where a softmax rounds to a unit vector
-OUTPUTS = {f"{gap} ahead": gap * HIT + normal(6, C, scale=0.1) for gap in (6, 14, 17, 40, 88, 1000)}
+OUTPUTS = {f"{gap} ahead": gap * HIT + normal(6, C, scale=0.1) for gap in (6, 17, 88, 1000)}
 OUTPUTS |= {"zero": 0 * HIT, "tiny": normal(6, C, scale=1e-8), "ordinary": normal(6, C), "wrong": -300 * HIT}
 OUTPUTS |= {"huge": normal(6, C, scale=1e6)}
 SOFTMAX = co.likelihoods.Categorical()
