@@ -385,7 +385,7 @@ class TrainedNetwork(NetworkOnData):
     def gradient(self) -> Float[Tensor, " D"]:
         """Return the gradient of the negative log-likelihood (a sum over the data), Jᵀr. Costs one gradient."""
         exact = self._exact
-        return self.passes.total(lambda batch, J: J.pull_of(lambda f: exact.residual(f, batch)), 0).squeeze(1)
+        return self.passes.total(lambda batch, J: J.pull_of(lambda f: exact.residual(f, batch)), 1).squeeze(1)
 
     def hessian_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         """Return the Hessian of the negative log-likelihood times a block of vectors; see `hessian_product`."""

@@ -56,9 +56,7 @@ class Walk(ABC):
 
     @abstractmethod
     def each(self, columns: int, root: OutputFisher | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield (label, J of the batch) for every batch, for a product with `columns` vectors.
-
-        0 vectors are for outputs, or for their gradient by `pull_of`.
+        """Yield (label, J of the batch) for every batch, for a product with `columns` vectors (0: for outputs only).
 
         With a `root` it is Lᵀ J, with H = L Lᵀ.
         """
@@ -370,7 +368,7 @@ class Passes(BatchRows):
 
     def _pass(self, columns: int) -> Iterator[tuple[Any, BatchMap]]:
         """Yield (label, J of the batch) from a pass over the data, and keep what the budget has room for."""
-        # Outputs and a gradient are no reason to build an engine, unless its first pass is all that it needs.
+        # Outputs alone are no reason to build an engine, unless its first pass is all that it needs.
         many = columns > 0 and (self._has_multiplied or in_force.get() is not None)
         self._has_multiplied |= columns > 0
         count, start = 0, 0 if self.shard is None else self.shard.start

@@ -370,7 +370,7 @@ class DisplacedGGN(Curvature):
     def gradient(self) -> Float[Tensor, " D"]:
         """Return Jᵀr, the gradient of the linear model's negative log-likelihood. One pull of J."""
         exact = self.output
-        return self.lin.passes.total(lambda batch, J: J.pull_of(lambda f: exact.residual(f, batch)), 0).squeeze(1)
+        return self.lin.passes.total(lambda batch, J: J.pull_of(lambda f: exact.residual(f, batch)), 1).squeeze(1)
 
     def log_likelihood(self, step: Float[Tensor, "N C"] | float = 0.0) -> Float[Tensor, ""]:
         """Return Σ_n log p(y_n | f_n + shift_n + step_n) in nats, in float64. No product with J."""

@@ -10,7 +10,6 @@ from torch import nn
 
 import curvops as co
 from benchmarks.gpu.counts import H100
-from curvops.ambient import running
 from curvops.network.engines.plan import CPU, GPU, Plan, Rates
 from curvops.network.model.model import Model
 from curvops.network.walks.walk import Passes
@@ -177,17 +176,6 @@ def test_an_algorithm_builds_the_engine_at_its_first_product() -> None:
     for lin in (fresh, used):
         co.linalg.cg(co.GGN(lin).add_diagonal(1.0), lin.theta, maxiter=1)
         assert lin.plan.in_use == {"layerwise": 1}
-
-
-def test_a_gradient_is_no_reason_to_build_an_engine() -> None:
-    """It takes one pass, also after a product, and within an algorithm (each step of the extended Kalman filter)."""
-    model, data = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (torch.randn(6, 3), torch.arange(6) % 2)
-    lin = co.linearize(model, data, "classification")
-    co.GGN(lin) @ lin.theta
-    with running("gradients", co.GGN(lin)):
-        gradients = [lin.gradient() for _ in range(2)]
-    assert lin.plan.in_use == {}
-    assert torch.equal(*gradients)
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
