@@ -163,10 +163,10 @@ def linearize(
             "labels" are the targets and everything else the inputs. Weights, (N,) or one per position, multiply
             log-likelihoods; targets that are independent given the outputs may have one each, several outputs a mapping
             of weights (N,). NaN in targets is refused unless the likelihood ignores it,
-            `co.likelihoods.Gaussian(missing="ignore")`. Without labels: one tensor X, or (X, None), where X
-            may also be a Dataset or a DataLoader of inputs. What depends on labels then raises `MissingLabelsError`.
-            Batches of a DataLoader, or of an iterable, may also be (anything, targets), if the model makes one output
-            for each target; a DataLoader then gives single points, too.
+            `co.likelihoods.Gaussian(missing="ignore")`. Without labels: one tensor X, or (X, None), where X may also be
+            a Dataset or a DataLoader of inputs. What depends on labels then raises `MissingLabelsError`. Batches of a
+            DataLoader, or of an iterable, may also be (anything, targets), if the model makes one output for each
+            target; a DataLoader then gives single points, too.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
             `Poisson()`, `HeteroscedasticGaussian()`); "classification", or "regression", which is `Gaussian()` with a
             noise that is estimated; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()` or
