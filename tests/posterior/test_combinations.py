@@ -329,6 +329,9 @@ def test_every_answer_is_that_of_dense_matrices(curvature, prior, tmp_path):
     post.save(tmp_path / "post")
     again = co.load(tmp_path / "post", *network(next(i for i in range(5) if task(i) is post.lin)))
     torch.testing.assert_close(again.precision.to_dense(), P, **CLOSE)
+    assert getattr(again.curvature, "arguments", None) == getattr(post.curvature, "arguments", None)
+    if post.compression is not None:
+        assert again.compression.value == post.compression.value and again.compression.stderr == post.compression.stderr
     assert torch.equal(again.predict(X).covariance_matrix, found)
     assert torch.equal(again.sample(2, seeded()), post.sample(2, seeded()))
 

@@ -88,15 +88,18 @@ def test_updates_of_a_linear_model_are_the_posterior_of_all_data(curvature):
         return make(co.linearize(model, data, likelihood))
 
     post = at_mode(parts[0], lambda lin: co.laplace(lin, curvature, 1.5, check_mode=False))
+    evidence = post.log_evidence().value
     for data in parts[1:]:
         before = post
         post = at_mode(data, lambda lin, before=before: before.update(lin, check_mode=False))
+        evidence = evidence + post.log_evidence().value
     own = [curvature(co.linearize(model, data, likelihood)).to_dense() for data in parts]
     P = sum(own) + 1.5 * torch.eye(8, dtype=DOUBLE)
     torch.testing.assert_close(post.precision.to_dense(), P, **TIGHT)
     if curvature is co.GGN:
         joint = at_mode((x, y), lambda lin: co.laplace(lin, curvature, 1.5, check_mode=False))
         torch.testing.assert_close(post.mean, joint.mean, **TIGHT)
+        torch.testing.assert_close(evidence, joint.log_evidence().value, **TIGHT)
         torch.testing.assert_close(post.predict(x[:2]).variance, joint.predict(x[:2]).variance, rtol=1e-7, atol=1e-9)
         assert post.mode_gap < 1e-8
     if curvature is co.DiagonalGGN:
@@ -134,10 +137,6 @@ def test_low_rank_with_the_rest_of_the_diagonal_and_what_it_leaves_out(first, n,
     without = alone.prior_precision.to_dense() - torch.eye(51, dtype=DOUBLE)
     assert (C - found).norm() < (C - without).norm()
     assert alone.compression is alone.prior_precision.base.error
-    P = kept.precision.to_dense()
-    J = lin.jacobian(x[:3]).to_dense()
-    variance = (J @ torch.linalg.solve(P, J.mT)).diagonal().view(3, 3)
-    torch.testing.assert_close(kept.predict(x[:3]).variance, variance, rtol=1e-7, atol=1e-9)
 
 
 # Kronecker posteriors
@@ -168,10 +167,10 @@ def task(t, moved=0.1):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_kronecker_posteriors_stay_kronecker_and_are_their_own_dense_definition(bias, temperature):
-    """Predictive, evidence and draws come without a solve; the error is that of the blocks against their sum."""
+    """The error is that of the blocks against their sum; `test_combinations.py` asks for draws and predictions."""
     lins = [task(t) for t in range(3)]
     post = co.laplace(lins[0], co.KFAC(lins[0], bias=bias), 1.5, temperature=temperature, check_mode=False)
-    shift, x = 1.5, normal(2, 4, seed=20)
+    shift = 1.5
     for lin in lins[1:]:
         before = post
         post = before.update(lin, form="kronecker", check_mode=False)
@@ -184,19 +183,9 @@ def test_kronecker_posteriors_stay_kronecker_and_are_their_own_dense_definition(
         true = (P - exact).norm() / (exact - shift * eye).norm()
         torch.testing.assert_close(post.compression.value, true, rtol=1e-7, atol=1e-8)
         assert post.compression.stderr == 0 and 0 < true < 0.5
-        J = lin.jacobian(x).to_dense()
-        covariance = J @ torch.linalg.solve(P, J.mT)
-        torch.testing.assert_close(post.predict(x, joint=True).covariance_matrix, covariance, **TIGHT)
-        torch.testing.assert_close(post.predict(x).variance.flatten(), covariance.diagonal(), **TIGHT)
         A, gap = post.prior_precision.to_dense(), post.mean - before.mean
         ratio = torch.logdet(P) - torch.logdet(A) + gap @ A @ gap
         torch.testing.assert_close(post.log_evidence().value, lin.log_likelihood() - 0.5 * ratio, **TIGHT)
-        draws = post.sample(4000, torch.Generator().manual_seed(0)) - post.mean
-        # A draw's squared length in the metric of P is χ² of D: the mean of 4,000 is off by 4 errors once in 16,000.
-        lengths = ((draws @ P) * draws).sum(1).mean()
-        D = lin.num_parameters
-        assert abs(lengths - D) <= 4 * (2 * D / 4000) ** 0.5
-        torch.testing.assert_close(post.penalty(post.mean + 0.1), 0.005 * P.sum(), **TIGHT)
     other_heads = {name for names in post.precision.base.names for name in names}
     assert other_heads == set(lins[0].unflatten(lins[0].theta))
 
@@ -257,24 +246,6 @@ def test_an_updated_posterior_follows_a_learned_noise(curvature):
     variances = (J @ torch.linalg.solve(expected, J.mT)).diagonal().view_as(before)
     torch.testing.assert_close(post.predict(x).variance.detach(), variances, **TIGHT)
     assert bool((variances < before).all())
-
-
-@pytest.mark.parametrize("options", [{"form": "kronecker"}, {"rank": 5}, {"rank": 5, "form": "low_rank_diagonal"}])
-def test_a_posterior_in_a_form_is_saved_and_loaded_with_it(options, tmp_path):
-    """After one update, and after two, when the prior itself is in that form."""
-    models = [Heads(t).double() for t in range(3)]
-    x = normal(9, 4, seed=30)
-    data = [(x + t, (x[:, 0] > 0).long()) for t in range(3)]
-    lins = [co.linearize(model, each, "classification") for model, each in zip(models, data)]
-    post = co.laplace(lins[0], co.KFAC if options.get("form") == "kronecker" else co.GGN, 1.0, check_mode=False)
-    for t in (1, 2):
-        post = post.update(lins[t], generator=torch.Generator().manual_seed(0), check_mode=False, **options)
-        post.save(tmp_path / str(t))
-        back = co.load(tmp_path / str(t), models[t], data[t])
-        assert torch.equal(back.precision.to_dense(), post.precision.to_dense())
-        assert torch.equal(back.predict(x[:2]).variance, post.predict(x[:2]).variance)
-        assert back.curvature.arguments == post.curvature.arguments == {}
-        assert back.compression.value == post.compression.value and back.compression.stderr == post.compression.stderr
 
 
 # The curvature of the next task

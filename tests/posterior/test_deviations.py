@@ -133,29 +133,6 @@ def test_curvatures_without_a_root_by_points_are_drawn_from_and_solved(curvature
     torch.testing.assert_close(again, of_data + 2 * of_prior, rtol=1e-7, atol=1e-8)
 
 
-def test_the_root_of_the_covariance_is_exact():
-    """z is linear in unit noise: the map of each method, column by column, is a square root of P⁻¹."""
-    post = setting()
-    noise = post.deviations(1, generator=seeded()).noise
-    root = CurvatureRoot.of(post.curvature)
-    D, R = root.shape
-
-    class Unit(type(noise)):
-        def of_data(self, size, columns, like):
-            return torch.eye(R, R + D, dtype=like.dtype)[:, columns.start : columns.stop]
-
-        def of_prior(self, prior, columns, like):
-            return (
-                prior.precision.sqrt()
-                * torch.eye(D, R + D, dtype=like.dtype).roll(R, 1)[:, columns.start : columns.stop]
-            )
-
-    unit = Unit(0, R + D, noise.num_parameters, noise.num_data, noise.data)
-    for method in ("cg", "dual"):
-        z = post.deviations(R + D, unit, method=method, rtol=1e-11).draws
-        torch.testing.assert_close(z.mT @ z @ post.precision.to_dense(), torch.eye(D, dtype=DOUBLE), rtol=0, atol=1e-8)
-
-
 def test_a_prior_operator_and_an_earlier_posterior():
     post = setting()
     prior = co.linalg.Dense(torch.diag(vector_prior(post)), psd=True)

@@ -164,13 +164,6 @@ def test_a_gradient_in_the_inputs_takes_the_matrix_that_was_formed(lin):
     torch.testing.assert_close(*slopes, **TIGHT)
 
 
-def test_single_precision_is_that_of_the_data_alone(lin):
-    """Its matrix is summed and factorised in float64, where products in float32 lose the digits of a weak prior."""
-    post = co.laplace(lin, co.GGN, 1e-4, check_mode=False)
-    single = co.laplace(lin.cast(torch.float32), co.GGN, 1e-4, check_mode=False)
-    torch.testing.assert_close(single.predict(X.float()).variance.double(), post.predict(X).variance, rtol=1e-3, atol=0)
-
-
 def test_without_memory_for_the_matrix_it_is_solved_with():
     model, x, y = problem(width=40)
     lin = co.linearize(model, (x, y), "classification")

@@ -8,7 +8,6 @@ import gpytorch
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import curvops as co
 from tests.posterior.trained import Counted, problem
@@ -69,22 +68,6 @@ def test_the_predictive_from_draws_approaches_the_exact_one(classification):
     assert ((sampled / exact - 1).abs() < 5 * 0.0224).all()
     joint = post.predict(x, joint=True, samples=draws).covariance_matrix
     assert (joint - dense_covariance(post, x)).norm() < 0.15 * dense_covariance(post, x).norm()
-
-
-def test_the_evidence_equals_the_dense_definition(classification):
-    lin, post, _, y = classification
-    G, theta = co.GGN(lin).to_dense(), lin.theta
-    for value in (0.1, 1.0, 10.0):
-        P = G + value * torch.eye(51, dtype=torch.float64)
-        log_likelihood = -nn.functional.cross_entropy(lin.outputs(), y, reduction="sum")
-        expected = log_likelihood - 0.5 * (value * theta.square().sum() + P.logdet() - 51 * torch.tensor(value).log())
-        low, high = (
-            post.with_prior(value).log_evidence(rtol=1e-3, generator=torch.Generator().manual_seed(1)).interval()
-        )
-        assert low - 0.02 <= expected <= high + 0.02
-    count = post.effective_parameters(rtol=1e-3)
-    exact = torch.linalg.solve(post.precision.to_dense(), G).trace()
-    assert (count.value - exact).abs() < 0.1 + 4 * count.stderr
 
 
 def test_maximize_finds_the_maximum_of_the_dense_evidence(classification):
