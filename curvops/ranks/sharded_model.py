@@ -311,8 +311,8 @@ class ShardedModel(Model):
         for module in self._sharded:
             module.reshard()  # type: ignore[operator]
 
-    def _checked_call(self, inputs: Any) -> Any:
-        return self._call({}, inputs)
+    def _first_call(self, inputs: Any) -> tuple[Any, set[str]]:
+        return self._call({}, inputs), set()  # the module itself is run, and reads its own parameters
 
     def _require_known(self, tensors: Mapping[str, Any]) -> None:
         """Raise ValueError for several meshes, meshes of several dimensions, other ranks, offloading, low precision."""

@@ -23,8 +23,10 @@ from curvops.network.data.inputs import (
     Inputs,
     as_inputs,
     copy,
+    cut,
     first_of,
     in_pieces,
+    map_inputs,
     names_with_gradient,
     num_points,
 )
@@ -52,7 +54,7 @@ from curvops.network.trained.first_points import (
     try_objects,
 )
 from curvops.network.walks.engine_cache import BatchMap, Budget, default_budget, linear
-from curvops.network.walks.input_graphs import outputs_at
+from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.walk import Passes, accumulate
@@ -331,6 +333,18 @@ class TrainedNetwork(NetworkOnData):
     def plan(self) -> Plan:
         """The plan of engines and its reasons: engine per layer, bytes, expected gradients per product."""
         return self.passes.plan
+
+    def walk_at(self, x: Any, differentiable: bool = False) -> tuple[Passes, int, InputGraph | None]:
+        """Return a walk over a copy of these inputs, their number, and their graph if they require a gradient.
+
+        Raises as `admit`, and ValueError if J has no gradient in the inputs that is certain to be right.
+        """
+        inputs, engines = copy(self.admit(x, differentiable)), self.passes.engines
+        batches = [(map_inputs(Tensor.detach, subset), None) for _, subset in cut(inputs, self.data.largest)]
+        walk = Passes(self.model, batches, self.engine, self.memory, engines, progress=self.passes.progress)
+        points = num_points(inputs)
+        names = names_with_gradient(inputs) if points else ()
+        return walk, points, InputGraph(engines, inputs, names) if names else None
 
     def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"] | Any:
         """Return f(x, θ*), the network's outputs at its snapshot, with each position as a point, (n·T, C).

@@ -29,8 +29,7 @@ from curvops.checks import (
 )
 from curvops.errors import warn
 from curvops.linalg.core.matrix_identity import Sources
-from curvops.network import EngineChoice, InputGraph, Passes, TrainedNetwork
-from curvops.network.data.inputs import copy, cut, map_inputs, names_with_gradient, num_points
+from curvops.network import EngineChoice, TrainedNetwork
 from curvops.operators.linearized.network_operator import Gradients, Jacobian
 from curvops.ranks.process_group import holds_shards
 from curvops.ranks.sharded_linearization import ShardedLinearization
@@ -101,14 +100,10 @@ class Linearization(TrainedNetwork):
                 )
             return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
         # Copy x: the operator is lazy, and a later change of x must not affect half of a prediction.
-        inputs, engines = copy(self.admit(x, differentiable)), self.passes.engines
-        batches = [(map_inputs(Tensor.detach, subset), None) for _, subset in cut(inputs, self.data.largest)]
-        walk = Passes(self.model, batches, self.engine, self.memory, engines, progress=self.passes.progress)
-        points = num_points(inputs)
+        walk, points, graph = self.walk_at(x, differentiable)
         rows = points * self.num_outputs
-        if not points or not (names := names_with_gradient(inputs)):
+        if graph is None:
             return Jacobian(self.theta, passes=walk, rows=rows)
-        graph = InputGraph(engines, inputs, names)
         return Jacobian(self.theta, *graph.tensors, passes=walk, rows=rows, graph=graph.detached())
 
     def push(self, delta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
