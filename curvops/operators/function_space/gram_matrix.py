@@ -31,7 +31,7 @@ from torch import Tensor
 from curvops.ambient import CACHE_BYTES
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.structure import mirror
-from curvops.network import Group, Layer, Model, Passes, Plan
+from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.function_space.row_products import (
     Sides,
     add_gram,
@@ -88,7 +88,7 @@ def gram_terms(
         result = state["sums"].view_as(result)
         most_bytes = min(of_sets, most_bytes)
     sets, share = layer_sets(plan, total // plan.num_outputs, of_sets) if same else ([None], 2 * WORK)
-    scales = _scales(passes.model, prior)
+    scales = _scales(passes, prior)
 
     def add(piece: Piece, other: Piece) -> None:
         (row, group), (column, partner) = piece, other
@@ -161,9 +161,9 @@ def _joined(panel: list[Piece]) -> list[Piece]:
     return joined
 
 
-def _scales(model: Model, prior: Tensor) -> dict[str, Tensor]:
+def _scales(passes: Passes, prior: Tensor) -> dict[str, Tensor]:
     """Return A⁻¹ by name: 0-d if constant on a tensor, otherwise of its shape, with zeros outside the selection."""
-    selection = model.selection
+    selection = passes.model.selection
     if prior.ndim == 0 and selection.index is None:
         return dict.fromkeys(selection.names, 1 / prior)
     scales = {}
