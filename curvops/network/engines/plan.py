@@ -34,7 +34,7 @@ from curvops.summary import Table, Tabular
 
 EngineKind = Literal["streamed", "recorded", "layerwise", "formed"]
 EngineChoice = Literal["auto", "streamed", "autodiff", "layerwise"]
-MANY, WIDTH = 100, 4
+MANY, WIDTH = 50, 4
 """The number of vectors that an engine is built for, and how many of them it multiplies at a time."""
 STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD, RECORDING = 2.0, 3.0, 4 / 3, 5 / 3, 7 / 3
 VISITS: dict[EngineKind, tuple[float, float]] = {
