@@ -211,8 +211,8 @@ def maximize(
     with torch.no_grad():
         base = present.detach() if present.ndim and groups is None else None  # all entries are held fixed
         chosen = precision_groups(post.lin, groups or "scalar", base)
-        several = noise and post.lin.likelihood.single_noise is None
-        seed = drawn_seed(generator) if several else 0
+        single = not noise or post.lin.likelihood.single_noise is not None
+        seed = 0 if single or generator is None else drawn_seed(generator)
         first = noises_of(post.lin.likelihood) if noise else None
         start = Hyperparameters(post, chosen, chosen.start(present), first, seed)
         return Ascent(start, groups, rtol, xtol, generator, int(probes), at).run(int(steps))

@@ -224,6 +224,11 @@ DOORS = [
         "run",
         rows={
             "batches is empty": (lambda: read([]), "empty"),
+            "one batch with targets by name": (
+                lambda: read((torch.ones(2, 1), {"a": torch.ones(2)})),
+                TypeError,
+                "batches must be a list of batches",
+            ),
             "minibatches of a Metropolis sampler": (
                 lambda: S.run(S.lmc(regression()[0], 0.1), regression()[0].params, regression()[1], steps=2),
                 "4 of the 10 points",

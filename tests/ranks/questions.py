@@ -175,6 +175,8 @@ def of_tuning(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str,
     yield "grid", lambda: torch.stack([e.value for e in co.evidence.grid(post, [0.1, 1.0], generator=seeded())])
     tuned = lambda: co.evidence.maximize(post, over=("scalar", "noise"), generator=seeded()).lin.likelihood  # noqa: E731
     yield "maximize over the noise", lambda: tuned().hyperparameters[0]
+    each = post.with_noise(torch.tensor([0.3, 0.5], dtype=DOUBLE))
+    yield "maximize over noises", lambda: co.evidence.maximize(each, ("scalar", "noise")).lin.likelihood.noise
 
 
 def of_gradients(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:

@@ -156,8 +156,8 @@ def linearize(
             Inputs may be a tensor, a tuple or a mapping. Floating-point data are cast to the parameters' dtype. Each
             item may also be a mapping {"inputs": ..., "targets": ..., "weights": ...}, or a Hugging Face batch, whose
             "labels" are the targets and everything else the inputs. Weights, (N,) or one per position, multiply
-            log-likelihoods; targets that are independent given the outputs may have one each, several outputs a mapping
-            of weights (N,). NaN in targets is refused unless the likelihood ignores it,
+            log-likelihoods; targets that are independent given the outputs may have one each, several outputs a
+            mapping. NaN in targets is refused unless the likelihood ignores it,
             `co.likelihoods.Gaussian(missing="ignore")`. Without labels: one tensor X, or (X, None), where X may also be
             a Dataset or a DataLoader of inputs. What depends on labels then raises `MissingLabelsError`. Batches of a
             DataLoader, or of an iterable, may also be (anything, targets), if the model makes one output for each
