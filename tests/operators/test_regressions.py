@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import curvops as co
-from curvops.linalg import LowRank, draw
+from curvops.linalg import Diagonal, LowRank, draw
 
 
 def test_factors_of_a_confident_network_in_single_precision():
@@ -98,6 +98,19 @@ def test_low_rank_solves_within_its_span_in_single_precision(s, shift):
     rest = torch.randn(500, 2)
     rest = rest - U @ (U.mT @ rest)
     torch.testing.assert_close(P.solve(rest), rest / shift, rtol=1e-4, atol=1e-4 / shift)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Diagonal(torch.tensor([-1.0, 1.0])),
+        lambda: LowRank(torch.eye(3)[:, :1], torch.tensor([-1.0])),
+        lambda: co.GGN(large()).add_diagonal(-0.5),
+    ],
+)
+def test_nothing_is_drawn_for_an_indefinite_matrix(make):
+    with pytest.raises(ValueError, match="negative"):
+        draw(make(), 2)
 
 
 def test_wide_norm_layers_have_blocks_that_are_drawn_from():

@@ -191,6 +191,14 @@ def test_gradients_of_the_effective_number_of_parameters(network, curvature):
     agrees(value, torch.tensor(1.3, dtype=DOUBLE))
 
 
+def test_gradients_of_a_tangent_kernel_in_its_prior(network):
+    lin, at = linearised(network, 0.5), torch.tensor(1.3, dtype=DOUBLE)
+    for value in (lambda K: K.to_dense(), lambda K: K @ torch.ones(4, dtype=DOUBLE)):
+        agrees(lambda prior, value=value: weighted(value(co.TangentKernel(lin, prior, X))), at)
+    dense, prior = co.TangentKernel(lin, 1.3, X).to_dense(), torch.tensor(1.3, dtype=DOUBLE, requires_grad=True)
+    torch.testing.assert_close(co.TangentKernel(lin, prior, X).to_dense(), dense, rtol=1e-12, atol=1e-12)
+
+
 def test_values_with_a_gradient_are_those_without(network):
     noise, prior = (torch.tensor(v, dtype=DOUBLE, requires_grad=True) for v in (0.5, 1.3))
     post = co.laplace(linearised(network, noise), co.GGN, prior_precision=prior, check_mode=False)

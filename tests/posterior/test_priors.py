@@ -59,12 +59,15 @@ def dense_of(lin, name):
 
 @pytest.mark.parametrize("name", PRIORS)
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_the_evidence_and_the_gap_of_the_mode_are_those_of_dense_matrices(lin, curvature, name):
+def test_variances_evidence_and_the_gap_of_the_mode_are_those_of_dense_matrices(lin, curvature, name):
     """Under a mean and a temperature; `test_combinations.py` asks for all other answers."""
-    mean = normal(lin.num_parameters, seed=2)
+    mean, x = normal(lin.num_parameters, seed=2), normal(4, 4)
     post = co.laplace(lin, CURVATURES[curvature], PRIORS[name](lin), mean, temperature=0.25, check_mode=False)
     A, gap = dense_of(lin, name), lin.theta - mean
-    log_ratio = torch.logdet(post.curvature.to_dense() + A) - torch.logdet(A)
+    P, J = post.curvature.to_dense() + A, lin.jacobian(x).to_dense()
+    variance = 0.25 * (J @ torch.linalg.solve(P, J.mT)).diagonal().view(4, 3)
+    torch.testing.assert_close(post.predict(x).variance, variance, **TIGHT)
+    log_ratio = torch.logdet(P) - torch.logdet(A)
     found = post.log_evidence(1e-3, generator())
     assert found.stderr == 0 and post.effective_parameters(1e-3, generator()).stderr == 0
     torch.testing.assert_close(found.value, lin.log_likelihood() - 0.5 * (gap @ A @ gap + log_ratio), **TIGHT)
