@@ -245,7 +245,13 @@ def find_mode(
         saved.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
     ours = is_psd(terms.curvature) and terms.closed_form is None
     few = None if saved or theta.nbytes * SOLVE_VECTORS <= terms.lin.memory_budget else solving_kernel(terms)
-    sketch = None
+
+    def sketched() -> tuple[Any, int]:
+        with saved.name_part("preconditioner"):
+            return _preconditioner(terms)
+
+    # A run that goes on has its first step's sketch even where no step is left, since what comes next uses it, too.
+    sketch = sketched() if ours and saved and steps else None
 
     def step_at(model: _LinearModel, steps: int) -> Tensor:
         nonlocal matvecs, sketch
@@ -260,8 +266,7 @@ def find_mode(
             M, spent = precision.preconditioner(1), 0
         else:
             if sketch is None or not saved:  # one for all steps of a run with a checkpoint
-                with saved.name_part("preconditioner"):
-                    sketch = _preconditioner(terms)
+                sketch = sketched()
             M, spent = sketch
             spent = 0 if saved and steps else spent
         solution = cg(precision, -model.gradient, preconditioner=M, rtol=goal)

@@ -117,6 +117,19 @@ def test_a_checkpoint_is_read_by_any_number_of_processes(tmp_path: Path) -> None
                     assert own[messages] < whole[0][messages], f"{what}: products were made twice"
 
 
+@saved_at_once()
+def test_a_run_goes_on_from_any_save_to_the_same_bits(tmp_path: Path) -> None:
+    """MacKay's steps are a mode, draws and solves; from the last save of a mode, the sketch was drawn again."""
+    lin = linearise("labels", SHARDS[1], None, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", co.evidence.MaxStepsWarning)
+        whole = tuned(lin, tmp_path / "whole")
+        for saves in range(2, 48, 2):  # the first mode, the first draws, the second mode
+            with stopped(saves):
+                tuned(lin, tmp_path / str(saves))
+            assert torch.equal(tuned(lin, tmp_path / str(saves)), whole), saves
+
+
 KILLS = int(os.environ.get("KILLS", "1"))
 KILLED = {"eigsh": 2, "cg": 6, "MacKay": 30}
 """The runs that are killed, and the largest number of saves before a kill."""
