@@ -281,7 +281,8 @@ def _conversion(x: object) -> str:
 
 def _kind(x: object) -> str:
     if isinstance(x, (tuple, list)):
-        return f"a {type(x).__name__} of ({', '.join(type(value).__name__ for value in x)})"
+        shown = ", ".join(type(value).__name__ for value in x[:4]) + (", ..." if len(x) > 4 else "")
+        return f"a {type(x).__name__} of ({shown})"
     if isinstance(x, Mapping):
         return "a mapping of " + ", ".join(f"{name!r}: {type(value).__name__}" for name, value in x.items())
     return f"a {type(x).__name__}"

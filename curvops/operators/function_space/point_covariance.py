@@ -109,9 +109,9 @@ def row_covariances(J: Jacobian, W: LinearOperator, outputs: int, diagonals: boo
 def _by_solves(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool) -> Target:
     """Return the blocks by solves for the rows of J, of as many points at a time as make one block of rows.
 
-    The rows of some points, which the layers give, are multiplied by W and by themselves. If memory has no room for the
-    rows of one point, a parameter has no layer rule or a gradient in P is recorded, rows come from products with unit
-    vectors, and what they become is pushed through J again.
+    The rows of some points are multiplied by W and by themselves. If memory has no room for the rows of one point, or a
+    gradient in P is recorded, rows come from products with unit vectors, and what they become is pushed through J
+    again.
     """
     C, recorded = J.passes.engines.plan.num_outputs, carries_graph((*J.representation(), *W.representation()))
     together = max(1, outputs // C)
@@ -120,7 +120,7 @@ def _by_solves(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool) ->
     for piece in J.by_points(points, together):
         rows = piece.shape[-2]
         with holding(J, beside), torch.set_grad_enabled(recorded):
-            if rows <= width and not recorded and not J.passes.engines.plan.others:
+            if rows <= width and not recorded:
                 formed = piece.formed()
                 one, other = (columns.mT.unflatten(0, (-1, outputs)) for columns in (formed, W._matmul(formed)))
                 block = one @ other.mT
