@@ -58,6 +58,8 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
         hint = "; wrap a tensor as co.linalg.Dense(matrix, psd=True)" * isinstance(operator, Tensor)
         if isinstance(operator, numbers.Real):
             hint = f"; a prior precision is named: co.laplace(lin, prior_precision={operator})"
+        elif callable(operator):
+            hint = "; of a function, pass what it makes: curvature(lin)"
         raise TypeError(
             f"curvature must be a name ('kfac', …), a class (co.KFAC, …) or an operator, got {shown(operator)}{hint}."
         )
