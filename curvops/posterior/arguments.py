@@ -66,7 +66,8 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
     check_operator("curvature", operator, lin.model)
     if not is_symmetric(operator):
         raise ValueError(
-            f"curvature {type(operator).__name__} is not known to be symmetric: see co.linalg.Dense(matrix)."
+            f"curvature {type(operator).__name__} is not known to be symmetric: if it is, a class of your own says so "
+            "by symmetric = True or psd = True, and a matrix by co.linalg.Dense(matrix, psd=True)."
         )
     return operator
 
