@@ -187,7 +187,10 @@ def check_like(name: str, value: Any, like: Any, owner: str) -> None:
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
     """Return indices or a boolean mask as distinct positions below `size`; raise ValueError or TypeError for others."""
-    index = torch.as_tensor(indices)
+    try:
+        index = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"indices must be positions or a boolean mask, got {shown(indices)}.") from None
     if index.dtype == torch.bool:
         check_shape("the mask", index, (size,))
         index = index.nonzero().squeeze(1)

@@ -218,7 +218,10 @@ class Hyperparameters:
             False: "it still rises as {} falls (the data do not determine it)",
         }
         listed = "; ".join(why[by > 0].format(name) for name, by in lost)
-        raise ValueError(f"the log evidence has no maximum within a factor {FURTHEST:.0g} of the start: {listed}.")
+        raise ValueError(
+            f"the log evidence has no maximum within a factor {FURTHEST:.0g} of the start: {listed}; or the start is "
+            "too far from it: search from another, post.with_prior(value) or post.with_noise(value)."
+        )
 
     def with_values(self, alpha: Float[Tensor, " G"], noise: Float[Tensor, "*K"] | None) -> Hyperparameters:
         """Return the same hyperparameters with other values."""

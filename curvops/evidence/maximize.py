@@ -256,7 +256,8 @@ def _search(
             return tell_choice(post.with_prior(math.exp(best)), "the evidence")
     raise ValueError(
         f"the log evidence has no maximum between prior precisions {start / FURTHEST:.1g} and {start * FURTHEST:.1g}: "
-        "these data do not determine it at these weights."
+        "the present one is too far from it (search from another, post.with_prior(value)), or these data do not "
+        "determine it at these weights."
     )
 
 
@@ -316,7 +317,8 @@ class Ascent:
                 if not bool(((start.noise / FURTHEST < noise) & (noise < start.noise * FURTHEST)).all()):
                     raise ValueError(
                         f"the log evidence has no maximum in the noise within a factor {FURTHEST:.0g} of "
-                        f"{summary(start.noise)}: the network fits its targets exactly. Keep the noise fixed."
+                        f"{summary(start.noise)}: this start is too far from it (search from another, "
+                        "post.with_noise(value)), or the network fits its targets exactly (keep the noise fixed)."
                     )
             self.now = self.now.with_values(alpha, noise)
             if largest <= self.xtol:

@@ -58,13 +58,16 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
         hint = "; wrap a tensor as co.linalg.Dense(matrix, psd=True)" * isinstance(operator, Tensor)
         if isinstance(operator, numbers.Real):
             hint = f"; a prior precision is named: co.laplace(lin, prior_precision={operator})"
+        elif callable(operator):
+            hint = "; of a function, pass what it makes: curvature(lin)"
         raise TypeError(
             f"curvature must be a name ('kfac', …), a class (co.KFAC, …) or an operator, got {shown(operator)}{hint}."
         )
     check_operator("curvature", operator, lin.model)
     if not is_symmetric(operator):
         raise ValueError(
-            f"curvature {type(operator).__name__} is not known to be symmetric: see co.linalg.Dense(matrix)."
+            f"curvature {type(operator).__name__} is not known to be symmetric: if it is, a class of your own says so "
+            "by symmetric = True or psd = True, and a matrix by co.linalg.Dense(matrix, psd=True)."
         )
     return operator
 

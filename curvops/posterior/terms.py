@@ -437,11 +437,12 @@ def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior:
     positive semidefinite or that belongs to other parameters or other weights.
     """
     selection, theta = network.selection, network.theta
-    mean = read_mean(prior_mean, selection, theta)
     if isinstance(prior_precision, LinearOperator):
-        return Prior(_checked_operator(prior_precision, network, posterior), mean)
-    others = ", an operator or an earlier posterior"
-    return Prior(read_precision("prior_precision", prior_precision, selection, theta, others), mean)
+        precision: Tensor | LinearOperator = _checked_operator(prior_precision, network, posterior)
+    else:
+        others = ", an operator or an earlier posterior"
+        precision = read_precision("prior_precision", prior_precision, selection, theta, others)
+    return Prior(precision, read_mean(prior_mean, selection, theta))
 
 
 def _checked_operator(prior: LinearOperator, network: Model, definite: bool) -> LinearOperator:

@@ -194,7 +194,8 @@ def sghmc(
     proportional to the mass. This equals the sampler without D in the coordinates D^-½ θ.
 
     At τ = 0 and m = 0, momentum first is `torch.optim.SGD(lr=ε²s, momentum=1 − εsα)`; the order of the paper uses each
-    gradient one step later. On a Gaussian of curvature h (of D^½ H D^½) the paper's order is stable only if εh < α.
+    gradient one step later. On a Gaussian of curvature h (of D^½ H D^½) the paper's order is stable only if εh < α, and
+    its variance is too large by a factor of about 1 / (1 − εh/α); momentum first, the error is second order in ε.
 
     Args:
         log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as

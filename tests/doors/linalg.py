@@ -65,7 +65,11 @@ DOORS = [
         "a function as A",
         rows={
             "no size": (lambda: trace(lambda V: V), TypeError, "the size of a function's matrix is unknown"),
-            "no transpose": (lambda: lsmr(lambda V: V, B), TypeError, "lsmr for example, needs products with Aᵀ"),
+            "no transpose": (
+                lambda: lsmr(lambda V: V, B),
+                TypeError,
+                "lsmr for example, needs products with Aᵀ.*symmetric = True",
+            ),
             "of vectors": (lambda: cg(lambda v: B * v, B[:, None]), r"must have shape \(4, 1\), got \(4, 4\)"),
             "another dtype": (
                 lambda: cg(lambda V: V.float(), B),

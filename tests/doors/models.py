@@ -83,7 +83,7 @@ DOORS = [
             "complex": (lambda: outputs_of(lambda h: h * 1j), TypeError, "returns torch.complex64"),
             "vector": (
                 lambda: outputs_of(lambda h: h[:, 0]),
-                r"shape \(2,\), expected \(N, C\): add outputs.unsqueeze\(1\)",
+                r"shape \(2,\), expected \(N, C\): add outputs.unsqueeze\(1\) in the model, or.*x.unsqueeze\(0\)",
             ),
         },
     ),

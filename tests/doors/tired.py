@@ -122,6 +122,11 @@ DOORS = [
                 TypeError,
                 r"curvature must be a name.*co.laplace\(lin, prior_precision=1.0\)",
             ),
+            "a function that makes a curvature": (
+                lambda: co.laplace(lin(), lambda lin: co.KFAC(lin, sharing="reduce")),
+                TypeError,
+                r"pass what it makes: curvature\(lin\)",
+            ),
             "a curvature's name": (lambda: co.laplace(lin(), "KFAC"), "one of 'kfac'.*got 'KFAC'"),
             "draws and inputs swapped": (lambda: post().functions(3, X), TypeError, r"got Tensor of shape \(10, 4\)"),
             "a loader": (

@@ -85,6 +85,21 @@ def test_a_search_finds_the_maximum_from_far_below_and_from_far_above(network):
         torch.testing.assert_close(each.prior_precision, near.prior_precision, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("prior", "noise", "over", "remedy"),
+    [
+        (1e-12, 0.3, "scalar", "with_prior"),
+        (1e13, 0.3, "scalar", "with_prior"),
+        (1e-12, 0.3, "layers", "with_prior"),
+        (1.0, 1e-14, "noise", "with_noise"),
+        (1.0, 1e13, "noise", "with_noise"),
+    ],
+)
+def test_a_start_beyond_the_reach_of_a_search_is_named_as_a_cause(network, prior, noise, over, remedy):
+    with pytest.raises(ValueError, match=rf"no maximum.*too far from it.*{remedy}\(value\)"):
+        co.evidence.maximize(posterior(network, prior=prior, noise=noise), over)
+
+
 def test_a_scalar_found_by_gradient_is_that_of_the_search(network):
     """At fixed noise the two ways meet: ("scalar", "noise") started at its own maximum in the noise does not move."""
     both = co.evidence.maximize(posterior(network), ("scalar", "noise"), xtol=1e-8)

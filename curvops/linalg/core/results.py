@@ -56,8 +56,9 @@ class Reason(Enum):
         "Use lsmr, or symmetrise the operator."
     )
     SINGULAR = (
-        "The operator is singular to working precision and the right-hand side leaves its range. Add a prior "
-        "(add_diagonal) or project the right-hand side; minres and lsmr return a least-squares solution."
+        "The operator is singular to working precision and the right-hand side leaves its range. Add a prior, or a "
+        "larger one (add_diagonal), compute in float64, or project the right-hand side; minres and lsmr return a "
+        "least-squares solution."
     )
     NON_FINITE = (
         "A right-hand side, a product or a solution holds NaN or Inf, or lies below the dtype's smallest numbers. "

@@ -492,7 +492,10 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
     if not outputs.is_floating_point():
         raise TypeError(f"the model returns {outputs.dtype}, expected a real floating-point tensor (N, C).")
     if outputs.ndim == 0 or (outputs.ndim == 1 and (layout is None or layout.shape)):
-        raise ValueError(f"the model returns shape {tuple(outputs.shape)}, expected (N, C): add outputs.unsqueeze(1).")
+        raise ValueError(
+            f"the model returns shape {tuple(outputs.shape)}, expected (N, C): add "
+            "outputs.unsqueeze(1) in the model, or, for inputs of a single point, pass x.unsqueeze(0)."
+        )
     if outputs.shape[1:].numel() == 0:
         raise ValueError(f"the model returns shape {tuple(outputs.shape)}: a point has no outputs.")
     if layout is not None and layout.shape != outputs.shape[1:]:
