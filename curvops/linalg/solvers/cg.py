@@ -56,6 +56,7 @@ from curvops.linalg.solvers.systems import (
     Resumption,
     as_function,
     check,
+    raise_norm,
     solve_in_groups,
 )
 from curvops.storage import restore, state_of
@@ -405,6 +406,8 @@ class ConjugateGradients:
                 stopped = Reason.STAGNATION
             self.keep(column, part(x, i, i + 1), residual, backward)
             if stopped is not None:
+                if stopped is Reason.STAGNATION and self.precondition is not None:
+                    self.sharpen_norm(column, part(true, i, i + 1), residual)
                 reason = self.classify(column, stopped)
                 records.give(column, Reason.NOT_SYMMETRIC if reason in UNDECIDED and skewed else reason)
             elif drift > DRIFT * residual:
@@ -453,6 +456,18 @@ class ConjugateGradients:
         if self.null_met and idle > 3 * CHECK_EVERY:
             return Reason.SINGULAR
         return Reason.STAGNATION if idle > self.records.patience else None
+
+    def sharpen_norm(self, column: int, r: Float[Vectors, "n 1"], length: float) -> None:
+        """Raise the estimate of ‖A‖ by one product, with a residual that rounding may have left.
+
+        Preconditioned directions avoid the largest eigenvalues, along which products round most.
+        """
+        records = self.records
+        if 0 < length <= ANSWERED and not records.limited(column):
+            records.matvecs += 1
+            self.norm_A = raise_norm(self.norm_A, norm(self.multiply(r)).tolist(), [length])
+            size = float(norm(part(records.X, column, column + 1)))
+            records.backward[column] = records.best[column] / (self.norm_A * size + 1)
 
     def classify(self, column: int, reason: Reason) -> Reason:
         """Return the reason of a stop, from the best true residual and the smallest backward error."""

@@ -270,3 +270,18 @@ def test_an_operator_of_a_network_keeps_directions_within_a_quarter_of_the_bytes
     assert torch.equal(usual.x, every.x) and usual.matvecs < none.matvecs
     least = 12 * 2 * 8 * lin.num_parameters
     assert torch.equal(cg(P, B, memory_budget=least).x, none.x)
+
+
+def test_what_rounding_leaves_under_a_preconditioner_is_not_taken_for_a_null_vector() -> None:
+    """Its directions avoid the largest eigenvalues: ‖A‖ was estimated by small ones, and the solution was refused."""
+    n, rank = 100, 20
+    values = torch.cat([torch.logspace(4.3, 1, rank, dtype=torch.float64), torch.full((n - rank,), 0.3).double()])
+    for seed in range(8):
+        g = torch.Generator().manual_seed(seed)
+        Q = torch.linalg.qr(torch.randn(n, n, generator=g, dtype=torch.float64)).Q
+        A = ((Q * values) @ Q.mT).float()
+        sketch = co.linalg.nystrom(co.linalg.Dense((A + A.mT) / 2, psd=True), rank=rank, generator=g)
+        b = (Q @ torch.cat([torch.ones(rank), torch.full((n - rank,), 0.2)]).double()).float()
+        A = co.linalg.Dense((A + A.mT) / 2, psd=True)
+        solution = co.linalg.cg(A, b, preconditioner=sketch.preconditioner(0.3), rtol=1e-7)
+        assert solution.reasons == (Reason.PRECISION_LIMIT,) and solution.accepted, seed
