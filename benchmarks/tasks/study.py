@@ -50,8 +50,6 @@ SHORT = {
     "ekf": "a diagonal EKF",
 }
 """The tasks in few words, for a chart."""
-OVERSTATED = ("sghmc", "ekf")
-"""Measured when steps on small networks repeated recorded operations, which is no longer done."""
 LONG, PAIRS = 60.0, 9
 """Seconds of a first run of both from which on it counts; the largest number of pairs, which take half of that."""
 OURS, PATIENCE = 600, 900
@@ -185,11 +183,10 @@ def summary(found: Any) -> str:
 
 
 def speed_chart(found: Any) -> Figure:
-    """Draw how many times as fast each task is with one thread, as a bar; two rows that overstate are left out."""
+    """Draw how many times as fast each task is with one thread, as a bar."""
     from curvops.plots import style
 
-    one = [row for row in found["1"]["rows"] if row["name"] not in OVERSTATED]
-    rows = sorted(one, key=lambda row: row["ratio"]["median"], reverse=True)
+    rows = sorted(found["1"]["rows"], key=lambda row: row["ratio"]["median"], reverse=True)
     figure, axes = style.panel(9.6, 4.4)
     times = [1 / row["ratio"]["median"] for row in rows]
     looks = style.looks(sorted(peer(row) for row in rows))
