@@ -22,8 +22,8 @@ from curvops.errors import MaxStepsWarning, ModeWarning, warn
 from curvops.evidence.maximize import maximize
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
 from curvops.network.data.inputs import batch_inputs, move, move_tensor, value_of
+from curvops.network.data.layouts import checked_outputs
 from curvops.network.data.point_sources import with_collate
-from curvops.network.model.model import checked_outputs
 from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace

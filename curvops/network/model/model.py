@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
 from curvops.network.data.inputs import Inputs, components, copy, first_of, is_finite, map_inputs, value_of
-from curvops.network.data.layouts import Layout, Name, NamedLayout, part_of
+from curvops.network.data.layouts import Layout, checked_outputs, layout_of
 from curvops.network.data.objects import Objects, digest_of
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
@@ -472,52 +472,6 @@ def slots_of(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks
                     named[name] = tensor
                 slots.append(Slot(module, local, name))
     return slots, parameters, buffers
-
-
-def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
-    """Return the outputs; raise TypeError or ValueError unless they are a floating-point tensor (n, C) or (n, ..., C).
-
-    With a layout they must have its shape, which may be one number per point, (n,). Several outputs are joined to rows.
-    """
-    if isinstance(layout, NamedLayout):
-        return layout.join([checked_outputs(outputs, member) for member in layout.members])
-    if layout is not None and layout.name is not None:
-        outputs = part_of(outputs, layout.name)
-    if not isinstance(outputs, Tensor):
-        wanted = "outputs.logits" if hasattr(outputs, "logits") else "only the tensor of outputs"
-        raise TypeError(
-            f"the model returns {type(outputs).__name__}, not a tensor (N, C): let forward return {wanted}, or pass a "
-            'mapping of likelihoods for several outputs, such as {"kind": "classification", "value": "regression"}.'
-        )
-    if not outputs.is_floating_point():
-        raise TypeError(f"the model returns {outputs.dtype}, expected a real floating-point tensor (N, C).")
-    if outputs.ndim == 0 or (outputs.ndim == 1 and (layout is None or layout.shape)):
-        raise ValueError(
-            f"the model returns shape {tuple(outputs.shape)}, expected (N, C): add "
-            "outputs.unsqueeze(1) in the model, or, for inputs of a single point, pass x.unsqueeze(0)."
-        )
-    if outputs.shape[1:].numel() == 0:
-        raise ValueError(f"the model returns shape {tuple(outputs.shape)}: a point has no outputs.")
-    if layout is not None and layout.shape != outputs.shape[1:]:
-        expected = ", ".join(str(length) for length in layout.shape)
-        raise ValueError(f"the model returns {tuple(outputs.shape)}, but (N, {expected}) before: pad sequences.")
-    return outputs
-
-
-def layout_of(outputs: Any, class_dim: int = -1, numbers: bool = False, name: Name | None = None) -> Layout:
-    """Return the layout of a tensor that a model returns, alone or under a name.
-
-    class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: read (n,) as (n, 1).
-    """
-    output = outputs if name is None else part_of(outputs, name)
-    if numbers and isinstance(output, Tensor) and output.ndim == 1:
-        return Layout(torch.Size(()), name=name)
-    try:
-        return Layout(checked_outputs(output).shape[1:], class_dim, name=name)
-    except (TypeError, ValueError) as error:
-        if name is None:
-            raise
-        raise type(error)(f"output {name!r}: {error}") from error
 
 
 def _require_deterministic(module: Any, name: str) -> None:

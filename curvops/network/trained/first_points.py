@@ -30,7 +30,7 @@ from curvops.network.data.inputs import (
     take,
     value_of,
 )
-from curvops.network.data.layouts import Layout, Name, NamedLayout, part_of
+from curvops.network.data.layouts import Layout, Name, NamedLayout, layout_of, part_of
 from curvops.network.data.objects import WholeBatch, digest_of
 from curvops.network.data.point_sources import LoaderOfPoints
 from curvops.network.data.randomness import items, own_randomness
@@ -49,7 +49,7 @@ from curvops.network.likelihoods import (
 from curvops.network.likelihoods.by_autograd import ByAutograd, shrunk
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
 from curvops.network.likelihoods.likelihood import ROUNDINGS, Independent, Likelihood
-from curvops.network.model.model import Model, layout_of
+from curvops.network.model.model import Model
 from curvops.ranks.process_group import Ranks
 
 WRONG = "so that curvature, posterior and predictions are not those of your classifier"

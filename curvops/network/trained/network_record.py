@@ -21,7 +21,7 @@ from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Reading, as_source
 from curvops.network.data.inputs import Inputs, as_inputs, batch_inputs, first_of, join, num_points, take
-from curvops.network.data.layouts import Layout, NamedLayout, TargetShape
+from curvops.network.data.layouts import Layout, NamedLayout, TargetShape, layout_of
 from curvops.network.data.objects import Objects
 from curvops.network.data.point_sources import with_collate
 from curvops.network.likelihoods import (
@@ -37,7 +37,7 @@ from curvops.network.likelihoods import (
 )
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
-from curvops.network.model.model import Model, layout_of, tensors_of
+from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection
 from curvops.network.trained.first_points import (
     at_positions,
