@@ -206,12 +206,11 @@ class Kronecker(_GroupedBlocks):
     """The block-diagonal matrix over groups of left_g ⊗ right_g: V (p, q) -> left_g V right_gᵀ; (n, n), n = g·p·q.
 
     left (g, p, p) or (g, p) for a diagonal factor; right (g, q, q) or (g, q). Factors are positive semi-definite. A
-    product costs 2·n·(p + q) operations per column, as two batched matrix products. A factor of low rank may be given
-    by a root of r rows, (g, r, p), where `details` say so: 2·r stands in place of p then, in two matrix products.
+    product costs 2·n·(p + q) operations per column, as two batched matrix products.
 
     Args:
-        left: (g, p, p), or (g, p) for a diagonal factor, or a root (g, r, p).
-        right: (g, q, q), or (g, q), or a root (g, r, q).
+        left: (g, p, p), or (g, p) for a diagonal factor.
+        right: (g, q, q), or (g, q).
         cache: eigendecompositions shared with a multiple of the matrix.
         details: data of the factors that make their eigendecompositions more accurate than their dtype allows, or
             cheaper than their size would require.
@@ -241,8 +240,8 @@ class Kronecker(_GroupedBlocks):
     ) -> None:
         check_tensor("left", left)
         check_tensor("right", right)
-        for name, factor, detail in (("left", left, details[0]), ("right", right, details[1])):
-            square = factor.ndim == 2 or (factor.ndim == 3 and (detail.by_root or factor.shape[1] == factor.shape[2]))
+        for name, factor in (("left", left), ("right", right)):
+            square = factor.ndim == 2 or (factor.ndim == 3 and factor.shape[1] == factor.shape[2])
             if not square or factor.shape[0] != left.shape[0]:
                 raise ValueError(f"{name} must be (g, m, m), or (g, m) if diagonal, with one g: {factor.shape}.")
         if left.dtype != right.dtype:
@@ -251,13 +250,13 @@ class Kronecker(_GroupedBlocks):
 
     @property
     def left(self) -> Tensor:
-        """The left factor, (g, p, p), or its diagonal, (g, p); one that is given by its root is formed."""
-        return _whole(self._args[0], self.details[0])
+        """The left factor, (g, p, p), or its diagonal, (g, p)."""
+        return self._args[0]
 
     @property
     def right(self) -> Tensor:
-        """The right factor, (g, q, q), or its diagonal, (g, q); one that is given by its root is formed."""
-        return _whole(self._args[1], self.details[1])
+        """The right factor, (g, q, q), or its diagonal, (g, q)."""
+        return self._args[1]
 
     @property
     def details(self) -> tuple[Details, Details]:
@@ -270,12 +269,7 @@ class Kronecker(_GroupedBlocks):
         return left.shape[0], left.shape[-1], right.shape[-1]
 
     def _product(self, block: Tensor) -> Tensor:
-        (left, of_left, _), (right, of_right, _) = self.factors
-        if not (of_left.by_root or of_right.by_root):
-            return _two_sided(left, right, block)
-        groups = _both(left, right, _to_groups(block, self.sizes))
-        groups = _both(left.mT if of_left.by_root else None, right.mT if of_right.by_root else None, groups)
-        return _from_groups(groups, block)
+        return _two_sided(self.left, self.right, block)
 
     # Transposed factors have the same product, but their gradients differ between an entry and its mirror image.
 
@@ -287,22 +281,17 @@ class Kronecker(_GroupedBlocks):
 
     @property
     def _transposed(self) -> Kronecker:
-        left, right = (factor if detail.by_root else _transpose(factor) for factor, detail, _ in self.factors)
-        return Kronecker(left, right, details=self.details)
+        return Kronecker(_transpose(self.left), _transpose(self.right), details=self.details)
 
     def _diagonal(self) -> Tensor:
-        left, right = (
-            factor.square().sum(1) if detail.by_root else _diagonal_of(factor) for factor, detail, _ in self.factors
-        )
-        return (left.unsqueeze(2) * right.unsqueeze(1)).flatten()
+        return (_diagonal_of(self.left).unsqueeze(2) * _diagonal_of(self.right).unsqueeze(1)).flatten()
 
     def _times(self, factor: Tensor) -> LinearOperator:
         if bool(factor < 0):
             return super()._times(factor)
         of_left, of_right = self.details
         scaled = of_left.map(lambda rest: rest * factor, lambda root: root * factor.sqrt())
-        left, right = self._args
-        return Kronecker(left * (factor.sqrt() if of_left.by_root else factor), right, details=(scaled, of_right))
+        return Kronecker(self.left * factor, self.right, details=(scaled, of_right))
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
         """Convert to another dtype or device; in float64, restore the parts of the factors that rounding removed."""
@@ -312,7 +301,7 @@ class Kronecker(_GroupedBlocks):
             return tensor.to(device=device, dtype=dtype)
 
         def converted(factor: Tensor, detail: Details) -> tuple[Tensor, Details]:
-            if dtype == torch.float64 and factor.ndim == 3 and not detail.by_root:
+            if dtype == torch.float64 and factor.ndim == 3:
                 return change(to_double(factor, detail)), replace(detail.map(change, change), rest=None)
             return change(factor), detail.map(change, change)
 
@@ -518,14 +507,12 @@ def _from_groups(groups: Float[Tensor, "g k p q"], block: Tensor) -> Tensor:
     return groups.transpose(0, 1).contiguous().flatten(1).mT
 
 
-def _both(left: Tensor | None, right: Tensor | None, groups: Tensor) -> Tensor:
-    """Return left_g V right_gᵀ for each group and column; factors (g, m) are diagonal, and None is the identity."""
-    if right is not None and right.ndim == 2:
+def _both(left: Tensor, right: Tensor, groups: Tensor) -> Tensor:
+    """Return left_g V right_gᵀ for each group and column; factors (g, m) are diagonal."""
+    if right.ndim == 2:
         groups = right[:, None, None, :] * groups
-    elif right is not None:
+    else:
         groups = torch.bmm(groups.flatten(1, 2), right.mT).unflatten(1, groups.shape[1:3])
-    if left is None:
-        return groups
     return left[:, None, :, None] * groups if left.ndim == 2 else left.unsqueeze(1) @ groups
 
 
@@ -544,10 +531,6 @@ def _transpose(factor: Tensor) -> Tensor:
 
 def _diagonal_of(factor: Tensor) -> Tensor:
     return factor if factor.ndim == 2 else factor.diagonal(dim1=-2, dim2=-1)
-
-
-def _whole(factor: Tensor, details: Details) -> Tensor:
-    return details.formed(factor)[0] if details.by_root else factor
 
 
 def _shift(factor: Tensor, levels: Tensor) -> Tensor:

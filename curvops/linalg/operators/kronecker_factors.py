@@ -33,14 +33,12 @@ class Details:
     `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m) gives the factor as rootᵀ root; `rounding` is
     the largest error of the factor's eigenvalues, relative to the largest one, if it is a sum of many terms; and
     `of_rows` is the error of the rows whose outer products are summed, relative to the root of the factor's trace.
-    With `by_root` the factor's own tensor is such a root (g, r, m); only `left` and `right` form the factor.
     """
 
     rest: Tensor | None = None
     root: Tensor | None = None
     rounding: float = 0.0
     of_rows: float = 0.0
-    by_root: bool = False
 
     def map(self, change: Any, change_root: Any) -> Details:
         """Return the details of a changed factor."""
@@ -50,20 +48,21 @@ class Details:
 
     def formed(self, factor: Tensor) -> tuple[Tensor, Details]:
         """Return the factor without a root, with `rest` instead, to be changed by more than a multiple."""
-        if self.root is None and not self.by_root:
+        if self.root is None:
             return factor, self
         matrix, rest = round_with_rest(to_double(factor, self), factor.dtype)
-        return matrix, replace(self, rest=rest, root=None, by_root=False)
+        return matrix, replace(self, rest=rest, root=None)
 
     def block(self, factor: Tensor, indices: slice) -> tuple[Tensor, Details]:
         """Return a diagonal block of the factor, and its details."""
-        submatrix = factor[:, :, indices] if self.by_root else factor[:, indices, indices]
-        return submatrix, self.map(lambda rest: rest[:, indices, indices], lambda root: root[:, :, indices])
+        return factor[:, indices, indices], self.map(
+            lambda rest: rest[:, indices, indices], lambda root: root[:, :, indices]
+        )
 
-    def root_of(self, factor: Tensor) -> Tensor | None:
-        """Return a root with fewer rows than columns, from which eigenvectors are cheaper, if there is one."""
-        root = factor if self.by_root else self.root
-        return root if root is not None and root.shape[1] < root.shape[2] else None
+    @property
+    def short_root(self) -> Tensor | None:
+        """The root, if it has fewer rows than columns, so that eigenvectors are cheaper from it."""
+        return self.root if self.root is not None and self.root.shape[1] < self.root.shape[2] else None
 
 
 Factor = tuple[Tensor, Details, str]
@@ -119,7 +118,7 @@ def operations(factor: Factor) -> int:
     tensor, details, _ = factor
     if tensor.ndim == 2:
         return 0
-    root = details.root_of(tensor)
+    root = details.short_root
     return tensor.shape[0] * tensor.shape[2] ** 2 * (tensor.shape[2] if root is None else root.shape[1])
 
 
@@ -139,7 +138,7 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
 
 def _eigh_of_matrix(factor: Tensor, details: Details) -> tuple[Tensor, Tensor]:
     """Return eigenvalues of matrices, or of the rows that stand for them, and vectors in the factor's dtype."""
-    if (root := details.root_of(factor)) is not None:
+    if (root := details.short_root) is not None:
         return _eigh_of_root(root)
     matrix = to_double(factor, details)
     if matrix.requires_grad:
@@ -173,9 +172,8 @@ def noise_of(details: Details, factor: Tensor) -> float:
 
 def to_double(factor: Tensor, details: Details) -> Tensor:
     """Return the factor in float64, with the part that rounding to its dtype removed."""
-    root = factor if details.by_root else details.root
-    if root is not None:
-        rows = root.double()
+    if details.root is not None:
+        rows = details.root.double()
         return rows.mT @ rows
     return factor.double() if details.rest is None else factor.double() + details.rest
 

@@ -7,7 +7,7 @@ number of terms (Van Loan & Pitsianis 1993). The error that this makes is comput
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast, get_args
 
@@ -46,19 +46,15 @@ class LayerBlocksForm(DirectSumForm):
     @cached_property
     def kronecker_forms(self) -> dict[tuple[str, ...], EigenKroneckerForm]:
         """The forms of the blocks that are Kronecker products, by the names of their parameters."""
-        blocks = zip(cast(LayerBlocks, self.base).names, self.forms)
+        blocks = zip(cast(LayerBlocks, self.base).names, self.decomposed)
         return {names: form for names, form in blocks if isinstance(form, EigenKroneckerForm)}
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
         """The forms of all blocks, with their eigendecompositions computed together."""
-        self.decompose(self.forms)
-        return self.forms
-
-    def decompose(self, forms: Iterable[ClosedForm]) -> None:
-        """Compute the eigendecompositions of some of the blocks together."""
-        blocks = (form.base for form in forms if isinstance(form, KroneckerForm))
+        blocks = (form.base for form in self.forms if isinstance(form, KroneckerForm))
         decompose(blocks, self.base.progress, self.base.memory)
+        return self.forms
 
 
 class LayerBlocks(DirectSum):

@@ -102,18 +102,15 @@ class OuterSum:
         self.rows = [passes.line_up(self.rows, 1)] if self.rows else []
         self.total = None if self.total is None else passes.add_up(self.total)
 
-    def matrix(self, divisor: float | int, dtype: torch.dtype) -> tuple[Float[Tensor, "g r p"], Details]:
+    def matrix(self, divisor: float | int, dtype: torch.dtype) -> tuple[Float[Tensor, "g p p"], Details]:
         """Return the sum divided by a number, in a dtype, and the details which that dtype cannot hold.
 
-        Rows that are fewer than their columns stand for the sum themselves. This ends the sum: call it once, over ranks
-        after `join`.
+        This ends the sum: call it once, over ranks after `join`.
         """
         if self.rows:
             rows, self.rows = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows, 1), []
             p, of_rows = rows.shape[-1], rounding_of_rows(rows.dtype)
-            if rows.shape[1] < p:
-                return _divided(rows, math.sqrt(divisor)), Details(of_rows=of_rows, by_root=True)
-            if dtype != torch.float64:
+            if dtype != torch.float64 or rows.shape[1] < p:
                 total = rows.new_zeros(len(rows), p, p)
                 _add_upper(total, rows)
                 root = _divided(rows, math.sqrt(divisor))

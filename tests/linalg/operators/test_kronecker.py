@@ -52,43 +52,6 @@ def test_the_eigenbasis_is_kept_and_dropped_by_copies():
     close(eigen.trace().value, K.trace().value)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5, 9])
-@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)])
-def test_a_factor_given_by_its_root_is_the_factor(rows, which):
-    """All answers of a product of two factors are those with the factors themselves."""
-    roots = random(2, rows, 5, seed=1), random(2, rows, 4, seed=2)
-    dense = [root.mT @ root for root in roots]
-    details = tuple(Details(by_root=i in which) for i in (0, 1))
-    K = Kronecker(*(roots[i] if i in which else dense[i] for i in (0, 1)), details=details)
-    expected = Kronecker(*dense)
-    close(K.to_dense(), kron(*dense))
-    close((K.mT @ random(40, 3)), kron(*dense).mT @ random(40, 3))
-    table = random(10, 3, 4)
-    columns = table.transpose(1, 2).reshape(40, 3)
-    for product in (K._product, K._transposed_product):
-        close(product(table.clone()).transpose(1, 2).reshape(40, 3), kron(*dense) @ columns)
-    close(K.diagonal(), kron(*dense).diagonal())
-    close((3.0 * K).to_dense(), 3.0 * kron(*dense))
-    close(K.left, dense[0])
-    close(K.right, dense[1])
-    close(K.eigenvalues().sum(), kron(*dense).trace())
-    close(K.eigen().to_dense(), kron(*dense))
-    close(K.heuristic_damping(0.3).to_dense(), expected.heuristic_damping(0.3).to_dense())
-    close(nearest_kronecker([K, expected]).operator.to_dense(), 2.0 * kron(*dense))
-    for shift in (0.5, torch.tensor([0.5] * 20 + [2.0] * 20, dtype=torch.float64)):
-        P, Q = K.add_diagonal(shift), expected.add_diagonal(shift)
-        whole = kron(*dense) + (shift * torch.eye(40, dtype=torch.float64))
-        close(P.solve(random(40, 2)), torch.linalg.solve(whole, random(40, 2)))
-        close(P.logdet(), whole.logdet())
-        close(P.inverse().diagonal(), whole.inverse().diagonal())
-        close(*(A._closed_form().draw_inverse(3, torch.Generator().manual_seed(0)) for A in (P, Q)))
-    single = K.to(torch.float32)
-    assert single.dtype == torch.float32
-    torch.testing.assert_close(single.to(torch.float64).to_dense(), kron(*dense), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="left must be"):
-        Kronecker(random(2, 3, 5), dense[1])
-
-
 @pytest.mark.parametrize("rows", [3, 9])
 def test_eigenvalues_of_a_root_are_zero_where_it_has_no_rows(rows):
     """With a root of fewer and of more rows than columns, a diagonal factor, and groups."""
