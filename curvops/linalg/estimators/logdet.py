@@ -223,9 +223,6 @@ class Split(Protocol):
     def shifted_form(self) -> ShiftedParts | None:
         """Return the parts, or None."""
 
-    def nearby_preconditioner(self) -> FactoredPreconditioner | None:
-        """Return a preconditioner from a closed form under a nearby diagonal; None if none is near enough."""
-
 
 def _of_sum(
     P: Any,
@@ -237,8 +234,6 @@ def _of_sum(
 ) -> tuple[Estimate, VectorPairs | None]:
     """Estimate log det P of a curvature plus a prior, whose lower bound is the prior."""
     base, level, offset, scale = parts
-    if scale is not None and preconditioner == "auto":
-        preconditioner = P.nearby_preconditioner() or "auto"
     if scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it belongs to P, not to B
         least = float(scale.max()) ** -2
         beside = len(scale) * math.log(least) - float(offset.detach())

@@ -24,7 +24,7 @@ from curvops.linalg.core.matrix_identity import (
 )
 from curvops.linalg.core.structure import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator, as_part, joined, number_of
-from curvops.linalg.operators.closed_form import ClosedForm, ScaledForm, closed_form
+from curvops.linalg.operators.closed_form import ClosedForm, ScaledForm
 from curvops.linalg.operators.draws import draw_together, normal
 from curvops.linalg.spectra.apply_function import inverse_root_product
 from curvops.ranks.sharded_vectors import Layouts, layouts_of
@@ -140,10 +140,6 @@ class SumForm(ClosedForm):
             and self._cancellation <= 1e-4  # a step of refinement corrects this
             and self.inner is not None
         )
-
-    def nearby_shift(self) -> Tensor:
-        form = closed_form(self.rest, self.shift)
-        return self.shift if form is None else form.nearby_shift()
 
     @cached_property
     def inner(self) -> Any:

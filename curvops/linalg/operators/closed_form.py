@@ -68,10 +68,6 @@ class ClosedForm(ABC):
         """Whether this form holds for the operand and the shift; otherwise P is treated like any other matrix."""
         return True
 
-    def nearby_shift(self) -> Tensor:
-        """Return a shift for which this form holds, equal or near to the given one, if there is one."""
-        return self.shift
-
     def require_definite(self) -> None:  # noqa: B027 - some hold only for definite P
         """Raise NotPositiveSemidefiniteError (a ValueError) if P is singular or indefinite."""
 
@@ -141,9 +137,6 @@ class ScaledForm(ClosedForm):
     @property
     def holds(self) -> bool:
         return not self.factor.ndim and bool(self.factor > 0) and self.inner is not None and self.inner.holds
-
-    def nearby_shift(self) -> Tensor:
-        return self.shift if self.inner is None else self.inner.nearby_shift() * self.factor
 
     @cached_property
     def inner(self) -> Any:
@@ -272,8 +265,6 @@ def not_finite(what: str, dtype: torch.dtype) -> ValueError:
 class ClosedFormPreconditioner(FilteredPreconditioner):
     """An operator P whose solves, symmetric inverse root and log-determinant have a closed form.
 
-    `least` is a lower bound of the eigenvalues of P⁻¹B for the matrix B that P was made for, if one is known.
-
     Examples:
         >>> P = co.linalg.as_preconditioner(co.linalg.Diagonal(torch.tensor([1.0, 4.0])))
         >>> P @ torch.ones(2), round(float(P.logdet()), 4)
@@ -284,11 +275,6 @@ class ClosedFormPreconditioner(FilteredPreconditioner):
     form: Any
     extremes: tuple[float, float]
     matvecs: int = 0
-    least: float | None = None
-
-    def floor(self, level: float) -> float:
-        """Return the known lower bound, or ``level`` over the largest eigenvalue of P."""
-        return super().floor(level) if self.least is None else self.least
 
     def logdet(self) -> Float[Tensor, ""]:
         """Return log det P, exact."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -26,14 +25,11 @@ from curvops.linalg.operators.algebra import Product, Sum, UnaryOperator
 from curvops.linalg.operators.base import Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import (
     ClosedForm,
-    ClosedFormPreconditioner,
     DiagonalPlusRoot,
-    as_preconditioner,
-    closed_form,
 )
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.operators.given_matrix import Diagonal
-from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
+from curvops.linalg.preconditioners.nystrom import nystrom
 from curvops.linalg.solvers.solve import solve
 from curvops.ranks.sharded_vectors import RowLayout, over_ranks
 
@@ -189,10 +185,9 @@ class Damped(UnaryOperator):
 
         The preconditioner is a Nyström sketch of A^-½-scaled A, with its rank chosen by expected total cost and within
         ``memory_budget`` bytes, and is kept for later solves. With a vector shift d the sketch is of S A S, S =
-        diag(d)^-½, so that the prior's scales cost no iterations. If A has a closed form under a shift near d (a KFAC
-        under one number for each layer), that form is used if its bound on the condition number is lower. With a
-        ``checkpoint`` the sketch is that of the folder, or a new one, as in `nystrom`. Without a ``generator`` it has
-        a fixed seed: a solve does not advance torch's generator, and gives the same result each time.
+        diag(d)^-½, so that the prior's scales cost no iterations. With a ``checkpoint`` the sketch is that of the
+        folder, or a new one, as in `nystrom`. Without a ``generator`` it has a fixed seed: a solve does not advance
+        torch's generator, and gives the same result each time.
 
         Args:
             columns: the number of right-hand sides.
@@ -231,46 +226,21 @@ class Damped(UnaryOperator):
         base, level, scale = self._whiten(shift)
         if memory_budget is None and (room := room_in(self.memories, 0)) is not None:
             memory_budget = max(0, room - SOLVE_VECTORS * describe(self).vector_bytes)  # room for one column
-        near = self._nearby_form()
-        most = None if near is None else math.ceil(expected_products(near.condition, columns))
         try:
             sketch = nystrom(
                 base,
                 rank=None,
                 shift=level,
                 rhs=columns,
-                max_rank=most,
                 generator=generator,
                 memory_budget=memory_budget,
                 checkpoint=checkpoint,
             )
         except NotPositiveSemidefiniteError:  # A is indefinite, but P may still be positive definite
             return None
-        if near is not None and near.condition <= 1 + sketch.tail / level:
-            return replace(near.preconditioner, matvecs=sketch.matvecs)
         inner = sketch.preconditioner(level)
         keep(self, inner, inner.U.nbytes)
         return inner if scale is None else ScaledPreconditioner(scale, inner)
-
-    def _nearby_form(self) -> NearbyForm | None:
-        """Return A's closed form of A + diag(m), with m near d, as a preconditioner; None if there is no such form."""
-        base, shift = self.base.detach(), self.shift.detach()
-        form = closed_form(base, shift)
-        if form is None or self.batch_shape or not is_psd(base) or not bool((shift > 0).all()):
-            return None
-        near = base.add_diagonal(form.nearby_shift())
-        if near._closed_form() is None:
-            return None
-        least, most = torch.aminmax(shift / near.shift)
-        low, high = min(1.0, float(least)), max(1.0, float(most))
-        M = cast(ClosedFormPreconditioner, as_preconditioner(near))
-        extremes = float(near.shift.min()), M.extremes[1]
-        return NearbyForm(replace(M, extremes=extremes, least=low), high / low)
-
-    def nearby_preconditioner(self) -> ClosedFormPreconditioner | None:
-        """Return a closed form under a shift within a factor of 1e3 of d, for determinants."""
-        near = self._nearby_form()
-        return near.preconditioner if near is not None and near.condition <= 1e3 else None
 
     def _whiten(self, shift: Tensor) -> tuple[LinearOperator, float, Tensor | None]:
         """Return B, λ, s with P = S⁻¹ (B + λ I) S⁻¹; with a scalar shift, B is A."""
@@ -341,13 +311,6 @@ def add(left: Operator, right: LinearOperator) -> LinearOperator:
         if isinstance(one, Damped):
             return Damped(one.base + other, one.shift, sources=one._shift_sources)
     return Sum(left, right)
-
-
-class NearbyForm(NamedTuple):
-    """The closed form of A + diag(m) as a preconditioner of A + diag(d), and a bound of the condition number."""
-
-    preconditioner: ClosedFormPreconditioner
-    condition: float
 
 
 class Inverse(UnaryOperator):

@@ -29,34 +29,13 @@ class DirectSumForm(ClosedForm):
     def holds(self) -> bool:
         return len(self.forms) == len(self.base.blocks)
 
-    def nearby_shift(self) -> Tensor:
-        shifts = []
-        for block, base, shift, form in zip(self._damped_blocks, self.base.blocks, self._shifts, self._block_forms):
-            near, form = shift, closed_form(block.base, block.shift) if form is None else None
-            if form is not None:
-                near = form.nearby_shift()
-                rest = near if block.base is base else near - base.shift  # a damped block already has its own shift
-                near = rest if bool((rest > 0).all()) else near
-            shifts.append(near.expand(block.shape[-1]))
-        return self.base.partition.join(shifts)
-
-    @property
-    def _shifts(self) -> list[Tensor]:
-        """The part of the shift on each block."""
-        return [self.shift] * len(self.base.blocks) if self.shift.ndim == 0 else self.base.partition.split(self.shift)
-
     @cached_property
-    def _damped_blocks(self) -> list[Any]:
-        return [block.add_diagonal(shift) for block, shift in zip(self.base.blocks, self._shifts)]
-
-    @cached_property
-    def _block_forms(self) -> list[ClosedForm | None]:
-        return [_form(block) for block in self._damped_blocks]
-
-    @property
     def forms(self) -> list[ClosedForm]:
-        """The closed form of each block."""
-        return [form for form in self._block_forms if form is not None]
+        """The closed form of each block that has one."""
+        base, d = self.base, self.shift
+        shifts = [d] * len(base.blocks) if d.ndim == 0 else base.partition.split(d)
+        forms = [_form(block.add_diagonal(shift)) for block, shift in zip(base.blocks, shifts)]
+        return [form for form in forms if form is not None]
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:

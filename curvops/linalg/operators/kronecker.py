@@ -38,10 +38,6 @@ class EigenKroneckerForm(Spectral):
     def holds(self) -> bool:
         return self.shift.ndim == 0 or bool((self._by_group == self._by_group[:, :1]).all())
 
-    def nearby_shift(self) -> Tensor:
-        levels = self._by_group.detach().log().mean(1, keepdim=True).exp()
-        return levels.expand_as(self._by_group).flatten()
-
     @property
     def _by_group(self) -> Tensor:
         """The shift of each group, (g, p·q)."""

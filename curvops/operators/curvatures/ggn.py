@@ -185,9 +185,6 @@ class OutputBlocksForm(DirectSumForm):
         blocks: DirectSum = G.cache.get_or_compute("by output", tensors, self._blocks, tensors[1:])
         return blocks
 
-    def nearby_shift(self) -> Tensor:
-        return self.shift  # whether this form holds does not depend on it
-
     def _blocks(self) -> DirectSum:
         blocks = output_blocks(self.curvature.lin, self.curvature.output)
         keep(self.curvature, blocks, self._nbytes)
