@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -26,7 +25,6 @@ from curvops.linalg.core.structure import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator, as_part, joined, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, ScaledForm
 from curvops.linalg.operators.draws import draw_together, normal
-from curvops.linalg.spectra.apply_function import inverse_root_product
 from curvops.ranks.sharded_vectors import Layouts, layouts_of
 
 
@@ -108,98 +106,6 @@ class Transposed(UnaryOperator):
         return self.base._matmul(rhs)
 
 
-class SumForm(ClosedForm):
-    """The closed form of A + W Wᵀ + diag(d), A ≥ 0, d > 0, by Woodbury's identity and A's own closed form.
-
-    Its differences cancel ‖W‖² / d of the digits; if a step of refinement cannot correct this, the form does not hold.
-    """
-
-    @cached_property
-    def terms(self) -> tuple[Any, Tensor]:
-        """The only term A that is not of low rank (None if there are several), and W (n, r) for all the rest."""
-        roots = [getattr(term, "low_rank_root", None) for term in self.base.terms]
-        rest = [term for term, root in zip(self.base.terms, roots) if root is None]
-        narrow = [root for root in roots if root is not None]
-        return (rest[0], torch.cat(narrow, 1)) if len(rest) == 1 and narrow else (None, torch.empty(0))
-
-    @property
-    def rest(self) -> Any:
-        """The term A."""
-        return self.terms[0]
-
-    @property
-    def root(self) -> Tensor:
-        """The root W, (n, r)."""
-        return self.terms[1]
-
-    @property
-    def holds(self) -> bool:
-        return (
-            is_psd(self.rest)
-            and bool((self.shift > 0).all())
-            and self._cancellation <= 1e-4  # a step of refinement corrects this
-            and self.inner is not None
-        )
-
-    @cached_property
-    def inner(self) -> Any:
-        """The closed form of A + diag(d), or None."""
-        return self.rest.add_diagonal(self.shift)._closed_form()
-
-    @property
-    def _cancellation(self) -> float:
-        """The share of the digits that is cancelled by the differences of Woodbury's identity."""
-        size = self.root.detach().square().sum() / self.shift.detach().min()
-        return torch.finfo(self.root.dtype).eps * float(size)
-
-    @cached_property
-    def solved(self) -> Tensor:
-        """The solutions (A + diag(d))⁻¹ W, (n, r)."""
-        return self.inner.solve(self.root)
-
-    @cached_property
-    def chol(self) -> Tensor:
-        """The Cholesky factor of I + Wᵀ (A + diag(d))⁻¹ W, (r, r)."""
-        inside = self.root.mT @ self.solved
-        eye = torch.eye(len(inside), dtype=inside.dtype, device=inside.device)
-        return torch.linalg.cholesky(eye + (inside + inside.mT) / 2)
-
-    def require_definite(self) -> None:
-        self.inner.require_definite()
-
-    def solve(self, block: Tensor) -> Tensor:
-        X = self._solve(block)
-        left = self.base._matmul(X) + (self.shift.unsqueeze(-1) if self.shift.ndim else self.shift) * X
-        return X + self._solve(block - left)
-
-    def _solve(self, block: Tensor) -> Tensor:
-        return self.inner.solve(block) - self.solved @ torch.cholesky_solve(self.solved.mT @ block, self.chol)
-
-    def logdet(self) -> Tensor:
-        if self.shift.ndim and self.shift.requires_grad:  # A's form may use only the means of d: d log det P = P⁻¹ dd
-            constant = self.shift.detach()
-            return SumForm(self.base, constant).logdet() + self.inverse_diagonal().detach() @ (self.shift - constant)
-        return self.inner.logdet() + 2 * self.chol.diagonal().log().sum()
-
-    def logdet_error(self) -> float:
-        return self.inner.logdet_error() + self.root.shape[1] * math.log1p(self._cancellation)
-
-    def inverse_diagonal(self) -> Tensor:
-        lower = torch.linalg.solve_triangular(self.chol, self.solved.mT, upper=False)
-        return self.inner.inverse_diagonal() - lower.square().sum(0)
-
-    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        noise = normal(self.root.shape[1], k, self.root.dtype, self.root.device, generator)
-        return self.inner.draw(k, generator) + self.root @ noise
-
-    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self.solve(self.draw(k, generator))
-
-    def inverse_root(self, block: Tensor) -> Tensor:
-        least = float(self.shift.detach().min())
-        return inverse_root_product(self.base.add_diagonal(self.shift), block, lower_bound=least)
-
-
 class Sum(Operator):
     """The sum A + B + …: one product with each term per column.
 
@@ -215,7 +121,6 @@ class Sum(Operator):
         tensor([3., 3.])
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = SumForm
     _in_formula: ClassVar[str] = "({})"
 
     def __init__(self, *terms: LinearOperator) -> None:

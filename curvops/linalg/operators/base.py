@@ -144,11 +144,6 @@ class Operator(LinearOperatorContract):
         return self._kwargs.get("sources")
 
     @property
-    def low_rank_root(self) -> Tensor | None:
-        """The root W (n, r) with A = W Wᵀ, for an operator that stores one with a small r; otherwise None."""
-        return None
-
-    @property
     def narrow_root(self) -> LinearOperator | None:
         """The root S (n, m) with A = S Sᵀ, if m is much smaller than n and S and Sᵀ cost what A does; else None."""
         return None

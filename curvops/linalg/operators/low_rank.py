@@ -340,10 +340,6 @@ class LowRank(Operator):
         return DiagonalPlusRoot(self.values.new_zeros(len(self.vectors)), self.root)
 
     @property
-    def low_rank_root(self) -> Tensor | None:
-        return self.root if self.psd and self.layouts is None else None
-
-    @property
     def psd(self) -> bool:
         return bool((self.values >= 0).all())
 

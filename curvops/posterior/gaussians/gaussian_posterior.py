@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from curvops import storage
 from curvops.checks import carries_graph, check_accuracy, check_kind, check_like, checked_whole
-from curvops.linalg import Damped, Dense, Estimate, Inverse, Operator, logdet, low_rank
+from curvops.linalg import Damped, Dense, Estimate, Inverse, LowRank, logdet, low_rank
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.matrix_identity import sources_of
 from curvops.linalg.estimators.frobenius import relative_distance
@@ -289,9 +289,9 @@ class GaussianPosterior(GaussianWeights):
 
     def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
         """Return log det P, from whichever operator is not the lazy inverse of the other."""
-        root = self.covariance.low_rank_root if isinstance(self.covariance, Operator) else None
-        if root is not None and root.shape[1] < len(self.mean):
-            raise ValueError(f"a covariance of rank {root.shape[1]} has no density over {len(self.mean):,} weights.")
+        rank = len(self.covariance.values) if isinstance(self.covariance, LowRank) else len(self.mean)
+        if rank < len(self.mean):
+            raise ValueError(f"a covariance of rank {rank} has no density over {len(self.mean):,} weights.")
         matrix, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)
         exact = len(self.mean) <= routes.MOST_DECOMPOSED or isinstance(matrix, Dense)
         return logdet(matrix, rtol=rtol, max_matvecs=len(self.mean) if exact else None, generator=generator) * sign

@@ -121,16 +121,6 @@ def test_linear_operators_samples_are_exact_too(name):
     assert_covariance(lambda k, _: P.inverse().zero_mean_mvn_samples(k).mT, torch.linalg.inv(dense), generator=own)
 
 
-def test_a_large_low_rank_term_has_a_closed_form_where_there_are_digits_for_it():
-    """Woodbury's differences cancel digits: float64 has them, and a step of refinement makes good; float32 has not."""
-    K = Kronecker(positive(1, 16), positive(1, 20, seed=1))
-    P = (K + LowRank(random(320, 3), 1e4 * uniform(3))).add_diagonal(1e-2)
-    b = random(320, 2)
-    assert P._closed_form() is not None and P.float()._closed_form() is None
-    assert bool((P._matmul(P.solve(b)) - b).norm() < 1e-9 * b.norm())
-    close(P.logdet(), P.to_dense().logdet())
-
-
 def test_factorised_once_and_again_after_a_change_in_place():
     shift = torch.tensor(0.5, dtype=torch.float64)
     K = Kronecker(positive(2, 9), positive(2, 17))
@@ -226,7 +216,7 @@ def test_sums_and_multiples_still_solve_by_woodbury(build, expected):
 @pytest.mark.parametrize("name", OPERANDS)
 def test_multiples_stay_in_their_class(name):
     operator, dense, _ = OPERANDS[name]()
-    if name not in ("dense", "blocks + low rank"):
+    if name != "dense":
         assert type(2.5 * operator) is type(operator)
     close((2.5 * operator).to_dense(), 2.5 * dense)
     close((-operator).to_dense(), -dense)
@@ -251,7 +241,7 @@ def test_a_damped_operator_plus_another_keeps_its_shift():
 def test_every_structured_class_names_its_closed_form_and_no_other_has_one():
     classes = [cls for cls in vars(linalg).values() if isinstance(cls, type) and issubclass(cls, linalg.Operator)]
     assert {cls.__name__ for cls in classes if cls._damped_form is not None} == {
-        "Diagonal", "LowRank", "Dense", "Kronecker", "EigenKronecker", "DirectSum", "Scaled", "Sum",
+        "Diagonal", "LowRank", "Dense", "Kronecker", "EigenKronecker", "DirectSum", "Scaled",
     }  # fmt: skip
     assert all(issubclass(cls._damped_form, ClosedForm) for cls in classes if cls._damped_form is not None)
     assert linalg.Sum(_diagonal, _diagonal).add_diagonal(1.0)._closed_form() is None
