@@ -6,7 +6,8 @@ Unit: one loss gradient of the batch, 3 F multiply-adds if a forward pass takes 
 - recorded: the same without the forward passes, 4/3 (5/3 if J v comes from a double backward pass). To build: a forward
   pass, one with tangents, and a product that checks it;
 - layerwise: two products per layer, 2/3 in all, and the stored numbers are read once in each direction. To build: a
-  forward pass and C backward passes. Layers without a rule add a recorded product;
+  forward pass and C backward passes, each of which visits the layers anew where δ exceeds a CPU's cache. Layers without
+  a rule add a recorded product;
 - formed: the rows of J, if parameters have no layer rule: a product reads C·D numbers a point in each direction. To
   build: a forward pass and C backward passes for each point alone. It pays if outputs are few.
 
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from curvops.ambient import CACHE_BYTES
 from curvops.network.engines.autodiff import Pushes
 from curvops.network.engines.layer_calls import Layer
 from curvops.summary import Table, Tabular
@@ -228,8 +230,12 @@ class Plan(Tabular):
             return (1 + 2 * self.num_outputs) / 3
         if kind != "layerwise":
             return 0.0 if kind == "streamed" else RECORDING
-        backward = 0 if all(layer.is_last or layer.feeds_last for layer in self.layers) else self.num_outputs
-        return (1 + backward) / 3 + (RECORDING if self.records(kind) else 0.0)
+        return (1 + self.backward) / 3 + (RECORDING if self.records(kind) else 0.0)
+
+    @property
+    def backward(self) -> int:
+        """The number of backward passes that build the layerwise engine."""
+        return 0 if all(layer.is_last or layer.feeds_last for layer in self.layers) else self.num_outputs
 
     def choose(self, points: int, free: int, single: int | None = None) -> EngineKind:
         """Return the engine for a batch of `points` with the least cost for many vectors, if `free` bytes are left.
@@ -253,8 +259,13 @@ class Plan(Tabular):
         return round(self.cost_to_build(kind, points) + products, 9)  # rounded: ties go to the kind that keeps least
 
     def cost_to_build(self, kind: EngineKind, points: int) -> float:
-        """Return `build` with the visits of layers; for rows, the passes of each point visit them anew."""
+        """Return `build` with the visits of layers: for rows, the passes of each point visit them anew.
+
+        The backward passes of the layerwise engine share their visits as far as their δ fit a CPU's cache together.
+        """
         alone = points * (1 + self.num_outputs / 2) if kind == "formed" else 0.0
+        if kind == "layerwise" and self.rates is CPU:
+            alone = self.backward / 2 * min(1.0, points * self.sensitivity_bytes / CACHE_BYTES)
         return self.build(kind) + self.overhead(VISITS[kind][1] + alone, points)
 
     def overhead(self, visits: float, points: int) -> float:

@@ -10,7 +10,8 @@ from torch import nn
 
 import curvops as co
 from benchmarks.gpu.counts import H100
-from curvops.network.engines.plan import CPU, GPU, Plan, Rates
+from curvops.ambient import CACHE_BYTES
+from curvops.network.engines.plan import CPU, GPU, VISITS, Plan, Rates
 from curvops.network.model.model import Model
 from curvops.network.walks.walk import Passes
 from tests.network.products import PLENTY, columns, push, walk
@@ -103,6 +104,24 @@ def test_a_wide_block_of_a_small_network_is_multiplied_as_a_block() -> None:
     assert plan.per_vector("layerwise", 20_000) > plan.per_vector("recorded", 20_000)
     assert plan.choose(64, PLENTY) == plan.choose(64, PLENTY, single=20_000) == "layerwise"
     assert plan.choose(64, PLENTY, single=1) == "streamed"
+
+
+def test_each_output_of_images_visits_the_layers_anew_where_the_layerwise_engine_is_built() -> None:
+    """Two thousand backward passes of a small network were counted as one visit: a product took two minutes for 60 ms.
+
+    For ten outputs, and where δ of all columns fit a cache together, visits are shared as before.
+    """
+    narrow = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.ReLU())]
+    plan = plan_of(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *narrow, nn.Conv2d(4, 2, 1)), torch.randn(2, 1, 32, 32))
+    assert plan.num_outputs == 2048
+    points = 50
+    assert points * plan.sensitivity_bytes > CACHE_BYTES
+    visits = plan.overhead(VISITS["layerwise"][1] + 1024, points)
+    assert plan.cost_to_build("layerwise", points) == plan.build("layerwise") + visits > 1000
+    assert plan.choose(points, 10**12) == "recorded"
+    few = wide(10)
+    shared = few.build("layerwise") + few.overhead(VISITS["layerwise"][1], points)
+    assert shared < few.cost_to_build("layerwise", points) < 1.1 * shared
 
 
 def test_on_a_gpu_visits_of_layers_outweigh_arithmetic_up_to_far_larger_networks() -> None:
