@@ -304,12 +304,13 @@ def stein_discrepancy(draws: Draws, scores: Draws, scale: float | str = 1.0) -> 
     if list(points) != list(slopes) or any(points[name].shape != slopes[name].shape for name in points):
         raise ValueError("scores must have the names and the shapes of the draws.")
     products, dimension = _products(points, slopes)
-    if len(products[0]) < 4:
-        raise ValueError(f"there are {len(products[0])} draws, but the standard error of a U-statistic needs four.")
     squares = products[0].diagonal()
     squares = (squares.unsqueeze(1) + squares - 2 * products[0]).clamp_min_(0)  # the distances of all pairs
-    u = stein_kernel(*products, squares, dimension, _checked_scale(scale, squares))
-    return u_statistic(u)
+    if scale == "median":
+        i, j = torch.triu_indices(len(squares), len(squares), 1, device=squares.device)
+        scale = float(squares[i, j].median().sqrt())
+    scale = checked_number("scale", scale, kind="a positive number or 'median'")
+    return u_statistic(stein_kernel(*products, squares, dimension, scale))
 
 
 def stein_kernel(
@@ -365,17 +366,6 @@ def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tup
 def _parts(tensor: Tensor, n: int) -> Iterator[Float[Tensor, "n d"]]:
     flat = tensor.flatten(0, 1).reshape(n, -1)
     return (columns.double() for columns in flat.split(max(1, AT_A_TIME // n), 1))
-
-
-def _checked_scale(scale: Any, squares: Tensor) -> float:
-    if scale == "median":
-        n = len(squares)
-        i, j = torch.triu_indices(n, n, 1, device=squares.device)
-        median = float(squares[i, j].median().sqrt())
-        if not median > 0:
-            raise ValueError("scale='median' is zero: at least half of the pairs of draws are the same; pass a number.")
-        return median
-    return checked_number("scale", scale, kind="a positive number or 'median'")
 
 
 @torch.no_grad()

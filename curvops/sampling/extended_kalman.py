@@ -22,8 +22,7 @@ from curvops.sampling.log_density import LogPosterior, order_at_mean
 from curvops.sampling.state import Info, NoiseSource, State
 from curvops.sampling.transition import Transition, common_arguments
 
-FORMS = {"diagonal": ["diagonal"], "dense": ["matrix"], "low_rank_diagonal": ["diagonal", "root"]}
-"""The tensors of each form of the precision."""
+FORMS = ("diagonal", "dense", "low_rank_diagonal")
 FISHERS = ("ggn", "empirical")
 
 
@@ -85,11 +84,6 @@ class ExtendedKalmanFilter(Transition):
         if self.form == "dense":
             return {"matrix": torch.diag(diagonal)}
         return {"diagonal": diagonal} | ({} if self.form == "diagonal" else {"root": theta.new_zeros(len(theta), 0)})
-
-    def _check_state(self, state: Any) -> None:
-        super()._check_state(state)
-        if sorted(state.precision) != FORMS[self.form]:
-            raise ValueError(f"the state has another form than {self.form!r}: make it with init of this filter.")
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
         rate, _ = self._now(state)
@@ -178,7 +172,6 @@ class ExtendedKalmanFilter(Transition):
         Raises:
             TypeError, ValueError: the state is of another kind, or the linearisation has other parameters or weights.
         """
-        self._check_state(state)
         check_linearization(lin)
         order, held = order_at_mean(lin, state), state.precision
         if self.form == "diagonal":

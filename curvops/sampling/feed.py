@@ -155,9 +155,7 @@ def minibatches(
     check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(...)")
     shard = log_posterior.shard if isinstance(log_posterior, SharedLogPosterior) else None
     count = log_posterior.data_size
-    size = checked_whole("size", size)
-    if size > count:
-        raise ValueError(f"size={size} is more than the {count} points: pass all data in each step, [(X, y)].")
+    size = checked_whole("size", size, 1, count)
     data = with_collate(data, collate)
     points = ChosenPoints.of(data, log_posterior.weighted, shard, count)
     seed = drawn_seed(generator)

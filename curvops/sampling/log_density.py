@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from curvops.argument_types import GivenBatch, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import identify
-from curvops.checks import check_like, check_shape, checked_whole
+from curvops.checks import check_like, check_shape, checked_whole, shown
 from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
 from curvops.network.data.batch_parts import parts_of, require_aligned, sizes_of
@@ -37,7 +37,7 @@ from curvops.network.trained.first_points import (
     reading_for,
 )
 from curvops.network.walks.engine_cache import Budget, default_budget
-from curvops.operators import Linearization, ShardedLinearization
+from curvops.operators import Linearization
 from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
 from curvops.posterior.terms import Prior
 from curvops.ranks.process_group import Ranks
@@ -94,16 +94,6 @@ class LogPosterior:
     def _names(self) -> tuple[str, ...]:
         return self.model.selection.names if self.model.selection.index is None else (SUBNETWORK,)
 
-    @cached_property
-    def _place(self) -> tuple[torch.device, torch.dtype]:
-        """The device and the dtype of the parameters."""
-        return self.model.theta.device, self.model.theta.dtype
-
-    @cached_property
-    def _closed_prior(self) -> tuple[Tensor, Tensor] | None:
-        """The precision and the mean of a diagonal prior, in which the log prior has a closed form for all chains."""
-        return None if self.prior.diagonal is None else (self.prior.diagonal, self.prior.mean)
-
     def facts(self) -> dict[str, Any]:
         """Return by name what distinguishes this log posterior from others. Costs a pass over the weights."""
         return {
@@ -134,18 +124,13 @@ class LogPosterior:
     def _log_probabilities(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, " n"]:
         """Return log p(y | x, params) at each position of the batch, for parameters in order."""
         points, targets, weights = parts_of(batch, self.weighted)
-        n = max(sizes_of(targets))
-        if not n:
-            raise ValueError("the batch has no points, so its mean log-likelihood is undefined: leave it out.")
-        place = self._place
-        inputs = move(batch_inputs(points, n), *place)
+        place = self.model.theta.device, self.model.theta.dtype
+        inputs = move(batch_inputs(points, max(sizes_of(targets))), *place)
         require_aligned(inputs, targets, weights)
         likelihood = self._likelihood[0] if self._likelihood else self._likelihood_at(inputs, targets)
         values = params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
         outputs, layout = self.model(values, inputs), self.model.layout
         assert layout is not None
-        if len(outputs) != n:
-            raise ValueError(f"the model returns {len(outputs)} rows for a batch of {n} points: return one per point.")
         y = move_tensor(layout.targets(targets), *place)
         shape = getattr(targets, "shape", torch.Size())
         w = None if weights is None else layout.weights(weights, shape).to(*place)
@@ -159,20 +144,17 @@ class LogPosterior:
 
     def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return the part of the log posterior that autograd differentiates, without a prior of closed form."""
-        if tuple(params) != self._names:
-            raise ValueError(f"params must have the names {list(self._names)}: make the state with init.")
         mean = self._log_probabilities(params, batch).mean()
-        return mean if self._closed_prior is not None else mean + self.log_prior(params) / self.data_size
+        return mean if self.prior.diagonal is not None else mean + self.log_prior(params) / self.data_size
 
     def completed(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
     ) -> tuple[Float[Tensor, "*k"], Any]:
         """Return the log posterior and its gradient from those of the `differentiated` part at these vectors."""
-        if self._closed_prior is None:
+        if self.prior.diagonal is None:
             return value, gradient
-        A, m = self._closed_prior
-        gap = theta - m
-        pull = A * gap / self.data_size
+        gap = theta - self.prior.mean
+        pull = self.prior.diagonal * gap / self.data_size
         value = value - 0.5 * (pull * gap).sum(-1)
         return value, None if gradient is None else gradient.sub_(pull)
 
@@ -201,7 +183,7 @@ class LogPosterior:
         """
         likelihood, network, reading = self._reading(weights, batch)
         data = Batches([batch], reading, hold=True)
-        memory = Budget(self._budget, self._place[0])
+        memory = Budget(self._budget, self.model.theta.device)
         if engines is None:
             engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget)
         assert network.layout is not None
@@ -228,8 +210,7 @@ class LogPosterior:
         if self.ranks is not None:
             raise ValueError("over a process group no batch is linearised: use co.linearize(..., process_group=).")
         if not self._likelihood:
-            points, targets, _ = parts_of(batch, self.weighted)
-            self._likelihood_at(move(batch_inputs(points, max(sizes_of(targets))), *self._place), targets)
+            self._log_probabilities(self.params, batch)
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         return likelihood, network, reading_for(network, likelihood, layout, self.weighted)
@@ -237,12 +218,11 @@ class LogPosterior:
     @cached_property
     def _budget(self) -> int:
         """The bytes for each linearisation, determined once: asking the system takes as long as a small pass."""
-        return default_budget(self._place[0])
+        return default_budget(self.model.theta.device)
 
     def _likelihood_at(self, inputs: Inputs, targets: Any) -> Likelihood:
         """Return the likelihood for the model's positions, from the first batch, which is checked against it."""
-        device, dtype = self._place
-        few = few_of(inputs)
+        device, dtype, few = self.model.theta.device, self.model.theta.dtype, few_of(inputs)
         interpreted, layout, _ = likelihood_at(self.model, take(inputs, few), self._spec, take(targets, few))
         self.model.layout = layout
         likelihood = interpreted.to(device=device, dtype=dtype)
@@ -345,36 +325,21 @@ class Evaluation:
         f, at_one, leaves = self.log_posterior, partial(self._at_one, structure, batch), structure.parts(theta.detach())
         for leaf in leaves:
             leaf.requires_grad_()
-        of_network = isinstance(f, LogPosterior)  # its prior depends on all parameters
         try:
             with torch.enable_grad():
                 value = at_one(*leaves) if theta.ndim == 1 else torch.vmap(at_one)(*leaves)
-            if value.requires_grad:
-                ones = torch.ones_like(value)
-                slopes = torch.autograd.grad(value, leaves, ones, allow_unused=True, materialize_grads=of_network)
-            elif of_network:
-                slopes = tuple(map(torch.zeros_like, leaves))
-            else:
-                raise ValueError(
-                    "log_posterior has no gradient in params: compute it from the params that it receives."
-                )
         except (RuntimeError, NotImplementedError) as error:
             self._fall_back(error, theta)
             return self.gradient(theta, structure, batch)
-        if not of_network and any(slope is None for slope in slopes):
-            missing = ", ".join(name for name, slope in zip(structure.names, slopes) if slope is None)
-            raise ValueError(f"log_posterior does not depend on {missing}: leave them out of params.")
+        unused = isinstance(f, LogPosterior)  # the prior, added below, depends on all parameters of a network
+        slopes = torch.autograd.grad(value, leaves, torch.ones_like(value), materialize_grads=unused)
         value, gradient = value.detach(), structure.concatenate(slopes, theta.ndim - 1)
         return f.completed(value, gradient, theta) if isinstance(f, LogPosterior) else (value, gradient)
 
     def _fall_back(self, error: Exception, theta: Tensor) -> None:
         """Evaluate k points one by one from now on; raise the error if that is no remedy."""
-        if theta.ndim == 1 or isinstance(error, torch.OutOfMemoryError):
+        if theta.ndim == 1 or self.vectorized or isinstance(error, torch.OutOfMemoryError):
             raise error
-        if "running_mean" in str(error):
-            raise ValueError("the model normalises by batch statistics in train mode: call model.eval().") from error
-        if self.vectorized:
-            raise ValueError(f"vectorized=True, but torch.vmap cannot run log_posterior: {error}") from error
         warn(
             f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
             "To choose this from the start, pass chains(..., vectorized=False).",
@@ -386,12 +351,8 @@ class Evaluation:
         """Return what is differentiated at one point; raise TypeError unless it is one real number."""
         f = self.log_posterior.differentiated if isinstance(self.log_posterior, LogPosterior) else self.log_posterior
         value = f(pytree.tree_unflatten(parts, structure.spec), batch)
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim:
-            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"log_posterior must return one real number (), the mean log-likelihood of the batch + log prior / N, "
-                f"got {kind}: take the mean over the batch."
-            )
+        if not isinstance(value, Tensor) or value.ndim:
+            raise TypeError(f"log_posterior must return one number, the mean over the batch, got {shown(value)}.")
         return value
 
 
@@ -434,8 +395,6 @@ def log_posterior(
         >>> density(density.params, (x, y)).shape
         torch.Size([])
     """
-    if isinstance(model, ShardedLinearization):
-        raise TypeError("a sampler holds all parameters on each rank: pass an unsharded copy of the model.")
     if isinstance(model, Linearization):
         facts = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
         twice = [name for name, value in facts.items() if value is not None]
@@ -448,8 +407,6 @@ def log_posterior(
         return LogPosterior(*fields_of) if shard is None else SharedLogPosterior(*fields_of, shard=shard)
     if isinstance(parameters, str) and parameters == "last_layer":
         raise ValueError('for parameters="last_layer" pass co.linearize(model, data, likelihood, "last_layer").')
-    if likelihood is None:
-        raise ValueError("likelihood is missing: pass one of co.likelihoods, a torch loss, or 'classification'.")
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
     several = likelihoods_by_name(likelihood)
     if several is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -18,7 +18,7 @@ from curvops.linalg import Diagonal, Inverse
 from curvops.posterior.terms import Prior
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Info, MomentumState, NoiseSource, State, flatten, long_dot
-from curvops.sampling.transition import Constant, Transition, as_metric, common_arguments
+from curvops.sampling.transition import Transition, as_metric, common_arguments
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -238,17 +238,8 @@ class CrankNicolson(Metropolis):
     mean: Tensor
     largest_step: ClassVar[float] = 1.0
 
-    def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
-        if self.mean.ndim and self.mean.shape != state.theta.shape[-1:]:
-            raise ValueError(f"mean has {len(self.mean)} entries, but params {state.theta.shape[-1]}.")
-        return super()._initial_tensors(state, noise)
-
     def _evaluate(self, state: MetropolisState, batch: Any) -> Tensor:
         return self.density.value(state.theta, state.structure, batch)
-
-    def with_preconditioner(self, preconditioner: Any) -> NoReturn:
-        """Raise TypeError: C is the covariance of a Gaussian in the acceptance rule, not a preconditioner."""
-        raise TypeError("pcn has no preconditioner: pass the proposals' covariance, pcn(..., covariance=C).")
 
     def _step(self, state: MetropolisState, batch: Any, noise: NoiseSource) -> Info:
         self._refresh(state, batch)
@@ -321,12 +312,8 @@ def pcn(
         mean = prior.mean if mean is None else mean
     shared = common_arguments(log_posterior, step_size, temperature, data_size, None)
     shared["metric"] = as_metric(covariance, "covariance")
-    if isinstance(shared["step_size"], Constant) and shared["step_size"].value > 1:
-        raise ValueError(f"step_size must lie in (0, 1] for pcn, got {step_size}.")
     if mean is None or isinstance(mean, int | float):
         centre = torch.as_tensor(0.0 if mean is None else float(mean), dtype=torch.float64)
     else:
         centre = mean.detach().clone() if isinstance(mean, Tensor) and mean.ndim < 2 else flatten(mean)[0]
-    if not bool(centre.isfinite().all()):
-        raise ValueError("mean holds NaN or Inf.")
     return CrankNicolson(**shared, mean=centre)

@@ -228,7 +228,7 @@ def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
     """
     if model.module is None:
         raise TypeError("reprior finds the readout of an nn.Module; for a pair (function, params) use form='ntk'.")
-    path, layer = _layer_by_name(model, last) if last is not None else _layer_of_outputs(model, inputs)
+    path, layer = _layer(model, inputs, last)
     where = f"the readout {path or 'of the model itself'!r} ({type(layer).__name__})"
     parameters = dict(layer.named_parameters(recurse=False))
     at = {name: f"{path}.{name}" if path else name for name in parameters}
@@ -244,18 +244,10 @@ def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
     return _with_factors(readout, model, inputs, where)
 
 
-def _layer_by_name(model: Model, last: Any) -> tuple[str, nn.Module]:
+def _layer(model: Model, inputs: Inputs, last: Any) -> tuple[str, nn.Module]:
+    """Return the module of this name, or the one whose output the model returns, with its name."""
     assert model.module is not None
-    parts = dict(model.module.named_modules())
-    if last not in parts:
-        linear = [name for name, module in parts.items() if isinstance(module, nn.Linear)]
-        raise ValueError(f"last={last!r} names no module of the model; its linear layers are {linear}.")
-    return last, parts[last]
-
-
-def _layer_of_outputs(model: Model, inputs: Inputs) -> tuple[str, nn.Module]:
-    assert model.module is not None
-    layer = layer_of_outputs(model, inputs)
+    layer = model.module.get_submodule(last) if last is not None else layer_of_outputs(model, inputs)
     if layer is None:
         raise ValueError(f"the model has no linear readout: no single layer's output is the model's output; {REMEDY}.")
     return next(name for name, module in model.module.named_modules() if module is layer), layer
@@ -274,10 +266,7 @@ def _with_factors(readout: Readout, model: Model, inputs: Inputs, where: str) ->
 
     def outputs(**changed: Tensor) -> tuple[Tensor, Tensor]:
         arguments, f = inputs_of(readout.layer, model, {**values, **zeros, **changed}, inputs)
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        if len(arguments) != 1 or not tensors:
-            raise ValueError(f"{where} is called several times, or with several arguments, in one pass: {REMEDY}.")
-        return tensors[0], f
+        return arguments[0], f
 
     h, offset = outputs()
     W = probes[readout.weight]
@@ -297,8 +286,8 @@ def _with_factors(readout: Readout, model: Model, inputs: Inputs, where: str) ->
     linear = ((together - total).abs() <= slack).all() & (offset.abs() <= slack).all()  # False for NaN
     if not bool(linear) or 0.0 in factors:
         raise ValueError(
-            f"{where} is not linear in its parameters, or another operation follows it, or its inputs are zero or not "
-            f"finite: the outputs are not its inputs times its weight plus its bias; {REMEDY}."
+            f"{where} is not linear in its parameters, is called several times, or another operation follows it: the "
+            f"outputs are not its inputs times its weight plus its bias; {REMEDY}."
         )
     return Readout(readout.path, readout.layer, readout.weight, readout.bias, (factors[0], (*factors, 1.0)[1]))
 

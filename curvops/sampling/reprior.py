@@ -276,12 +276,7 @@ class Reprior:
         weighted = draws is None
         if draws is None:
             draws = self.normal(checked_whole("samples", samples, 2), generator)
-        else:
-            check_kind("draws", draws, Mapping, "a mapping of parameter names to tensors (k, *shape)")
-            counts = {len(block) for block in draws.values()}
-            if len(counts) != 1 or min(counts) < 2:
-                raise ValueError(f"draws must be equally many of each parameter, at least 2, got {sorted(counts)}.")
-            self._checked({name: block[0] for name, block in draws.items()}, "draws (one of them)")
+        self._checked({name: block[0] for name, block in draws.items()}, "draws (one of them)")
 
         def ratio(phi: Blocks) -> Tensor:
             return -self.energy(phi) - log_normal(phi)
@@ -364,7 +359,7 @@ def reprior(
             weights (`estimated_logdet` for more). A linear model gets N(μ, Σ²) instead of N(μ, Σ). For small λ, T may
             fold, so that two φ have the same image and a chain counts it twice: check that inverse(map(φ)) is φ, or
             raise reg.
-        last: the name of the readout's module; None finds it by running the model.
+        last: the name of the readout's module; None finds it by running the model; form="ntk" has none.
         prior_precision: A as in `co.laplace`: a number, a vector (D,) or a mapping {glob: number}, with one value for
             all outputs of the readout; `co.sampling.ntk_precision(model)` is the prior of the theory.
         likelihood: None for a Gaussian of variance `noise`; "classification", `nn.CrossEntropyLoss(...)` or
@@ -392,16 +387,13 @@ def reprior(
     """
     if form is not None:
         check_choice("form", form, get_args(Form))
-    if last is not None and form == "ntk":
-        raise ValueError("last= names a readout, but form='ntk' changes all weights alike: leave out one of them.")
     stated = None if noise is None else checked_number("noise", noise)
     level = None if reg is None else checked_number("reg", reg, "(0, inf)" if form == "ntk" else "(0, inf]")
     lin = linearize(model, data, _likelihood(likelihood, stated), weights=weights, collate=collate)
     variance = _variance(lin, stated)
-    if level is None and variance is None and stated is None:
-        raise ValueError("classes need reg=λ, or noise= of the regression onto one-hot targets, such as 0.1.")
     level = (variance if stated is None else stated) if level is None else level
-    assert level is not None
+    if level is None:
+        raise ValueError("classes need reg=λ, or noise= of the regression onto one-hot targets, such as 0.1.")
     precision = read_prior(prior_precision, 0.0, lin.model).diagonal
     if precision is None:
         raise TypeError("prior_precision must be a number, a vector or a mapping {glob: number}.")
@@ -411,8 +403,7 @@ def reprior(
         return Reprior("ntk", level, variance, (), lin.num_data, problem, TangentMap(*model_of_targets, level))
     readout = find_readout(lin.model, problem.inputs[0], last)
     for name in readout.names:
-        scale = problem.scale[name]
-        if bool((scale != scale[:1]).any()):
+        if bool((problem.scale[name] != problem.scale[name][:1]).any()):
             raise ValueError(f"prior_precision differs between the rows of the readout's {name!r}: use form='ntk'.")
     width = problem.scale[readout.weight].shape[1] + (readout.bias is not None)
     chosen: Form = form if form is not None else "feature" if width <= lin.num_data else "data"
@@ -428,14 +419,16 @@ def reprior(
 
 def _likelihood(likelihood: Any, noise: float | None) -> Any:
     """Return the likelihood to pass to `linearize`."""
-    if likelihood is None:
+    if (
+        likelihood is None
+        or likelihood == "regression"
+        or (isinstance(likelihood, Gaussian) and needs_noise(likelihood))
+    ):
         if noise is None:
             raise ValueError("noise is missing: pass the variance of the targets, or likelihood='classification'.")
         return Gaussian(noise)
     if isinstance(likelihood, Gaussian) and noise is not None:
         raise ValueError("likelihood and noise both give a variance: leave out one of them.")
-    if likelihood == "regression" or (isinstance(likelihood, Gaussian) and needs_noise(likelihood)):
-        raise ValueError("the noise cannot be estimated by a network that is not trained: give noise=variance.")
     return likelihood
 
 

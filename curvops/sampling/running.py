@@ -182,11 +182,8 @@ def run(
     check_generator(generator)
     check_progress(progress)
     adaptation = _adaptation(sampler, target_acceptance, warmup)
-    if isinstance(start, State) and generator is not None:
-        raise ValueError("start is a state, which has its own generators: leave generator out.")
     random = identify(start.random) if isinstance(start, State) else seed_of(generator)  # before the first draw from it
     state = start if isinstance(start, State) else sampler.init(start, generator)
-    sampler._check_state(state)
     if sampler.ranks is not None and sampler.spread is None:
         sampler.ranks.require_equal(_options(sampler))
     if checkpoint is not None:
@@ -301,13 +298,12 @@ def _take_steps(
 def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepSizeSearch | None:
     if target is None:
         return None
-    if not sampler.metropolis:
-        raise ValueError(f"target_acceptance needs a Metropolis sampler (hmc, lmc, pcn), got {type(sampler).__name__}.")
     checked_number("target_acceptance", target, "(0, 1)")
-    if warmup < 1:
-        raise ValueError("target_acceptance is tuned in a warm-up: pass warmup=, some hundred steps.")
-    if not isinstance(sampler.step_size, Constant):
-        raise ValueError("target_acceptance sets the step size, which follows a schedule here: pass a number.")
+    if not sampler.metropolis or not warmup or not isinstance(sampler.step_size, Constant):
+        raise ValueError(
+            "target_acceptance sets the step size of a Metropolis sampler (hmc, lmc, pcn), which must be a number, in "
+            "a warm-up: pass warmup=, some hundred steps."
+        )
     return StepSizeSearch.start(sampler.step_size.value, float(target), sampler.largest_step)
 
 
@@ -413,9 +409,8 @@ def chains(
         A sampler of the same kind, for `co.sampling.run` or its own `init` and `update`.
 
     Raises:
-        TypeError, ValueError: k is not a number of chains, or is smaller than the number of ranks; the sampler already
-            has chains; these ranks share the data of the log posterior; or, in the first step, a module normalises by
-            batch statistics.
+        TypeError, ValueError: k is not a number of chains, or is smaller than the number of ranks; or these ranks share
+            the data of the log posterior.
         RanksDifferError: numbers of chains differ; in `init`, starts or seeds differ.
 
     Cost: k times the memory of one chain; together, for a small network, far less than k times its time.
@@ -427,18 +422,13 @@ def chains(
         torch.Size([3, 5, 17])
     """
     check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
-    if sampler.chains is not None:
-        raise ValueError(f"the sampler already runs {sampler.chains} chains; pass the sampler of a single chain.")
     count = checked_whole("k", k, kind="a whole number of chains")
     if vectorized is not None:
         check_flag("vectorized", vectorized)
-    check_flag("gather", gather)
     if process_group is not None:
         spread = Spread(Ranks(process_group), count, gather)
         if isinstance(sampler.log_posterior, LogPosterior) and sampler.log_posterior.ranks is not None:
             spread.require_apart(sampler.log_posterior.ranks)
         sampler = replace(sampler, spread=spread)
-    elif not gather:
-        raise ValueError("gather=False is for chains that the ranks of a process_group share: leave it out.")
     density = replace(sampler.density, vectorized=vectorized, _together=[vectorized is not False])
     return replace(sampler, chains=count, density=density)

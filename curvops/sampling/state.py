@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Float64, Int, UInt8
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvops.argument_types import SamplingMethod
@@ -40,18 +40,14 @@ def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
     """Copy a tree of parameters into one vector; return it and its layout.
 
     Raises:
-        TypeError: params is a module, or a leaf is not a real floating-point tensor.
-        ValueError: there is no tensor, or tensors differ in dtype or device, or hold NaN or Inf.
+        TypeError: a leaf is not a real floating-point tensor.
+        ValueError: tensors differ in dtype or device, or hold NaN or Inf.
     """
-    if isinstance(params, nn.Module):
-        raise TypeError("params is a module: pass its tensors, dict(model.named_parameters()).")
     paths_and_leaves, spec = pytree.tree_flatten_with_path(params)
-    if not paths_and_leaves:
-        raise ValueError(f"params contain no tensor: {params!r}.")
     leaves: dict[str, Tensor] = {}
     for path, leaf in paths_and_leaves:
         name = f"params{pytree.keystr(path)}"
-        check_kind(name, leaf, Tensor, "a tensor: params are a tree (dict, tuple, …) of tensors")
+        check_kind(name, leaf, Tensor, "a tensor: params are a tree of tensors, such as dict(model.named_parameters())")
         if not leaf.is_floating_point():
             raise TypeError(f"{name} is {leaf.dtype}, which cannot be sampled: keep it inside log_posterior.")
         leaves[name] = leaf.detach()
@@ -75,15 +71,9 @@ def flatten_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"]
             f"the list has {len(starts)} starts for {chains} chains: pass params that are a list as a tuple."
         )
     rows, structures = zip(*[flatten(start) for start in starts])
-    first = structures[0]
-    for i, other in enumerate(structures):
-        if (other.spec, other.shapes) != (first.spec, first.shapes):
-            raise ValueError(f"start {i} has {_describe(other)}, start 0 {_describe(first)}: all chains need the same.")
-    return torch.stack(rows), first
-
-
-def _describe(structure: Structure) -> str:
-    return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(structure.names, structure.shapes))
+    if any((other.names, other.shapes) != (structures[0].names, structures[0].shapes) for other in structures):
+        raise ValueError("the starts differ in the names or shapes of their tensors: all chains need the same.")
+    return torch.stack(rows), structures[0]
 
 
 def long_dot(a: Float[Tensor, "*k d"], b: Float[Tensor, "*k d"]) -> Float64[Tensor, "*k"]:
@@ -271,7 +261,7 @@ def checked_draws(draws: Any, name: str = "draws", chains: int = 1, least: int =
     They must be finite, and have at least `chains` chains of `least` draws.
 
     Raises:
-        TypeError: the draws are not floating-point tensors.
+        TypeError: the draws are not tensors.
         ValueError: tensors have different numbers of chains or draws, or too few of them, or draws are not finite.
     """
     if isinstance(draws, Chain) and draws.spread is not None:
@@ -279,10 +269,13 @@ def checked_draws(draws: Any, name: str = "draws", chains: int = 1, least: int =
     draws = getattr(draws, "params", draws)  # of the chain that a run returns
     tensors = {UNNAMED: draws} if isinstance(draws, Tensor) else draws
     check_kind(name, tensors, Mapping, "{name: tensor (chain, draw, ...)} or one such tensor")
-    if not tensors:
-        raise ValueError(f"{name} hold no parameter; pass at least one tensor.")
-    for key, tensor in tensors.items():
-        _check_draws(f"{name}[{key!r}]" if tensors is draws else name, tensor)
+    for tensor in tensors.values():
+        check_kind(name, tensor, Tensor, "a tensor (chain, draw, ...)")
+        if tensor.ndim < 2 or 0 in tensor.shape:
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{name} must have leading dimensions (chain, draw) and an entry, got {shape}.")
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} hold NaN or Inf: the chain diverged; use a smaller step size.")
     sizes = {tensor.shape[:2] for tensor in tensors.values()}
     if len(sizes) > 1:
         raise ValueError(f"{name} have unequal numbers of chains and draws: {sorted(map(tuple, sizes))}.")
@@ -293,15 +286,3 @@ def checked_draws(draws: Any, name: str = "draws", chains: int = 1, least: int =
             "(Pass a single chain without a dimension for chains as tensor.unsqueeze(0).)"
         )
     return dict(tensors)
-
-
-def _check_draws(name: str, tensor: Any) -> None:
-    """Raise TypeError or ValueError unless this is a tensor (chain, draw, ...) of finite floating-point numbers."""
-    check_kind(name, tensor, Tensor, "a tensor (chain, draw, ...)")
-    if tensor.ndim < 2 or 0 in tensor.shape:
-        raise ValueError(f"{name} must have leading dimensions (chain, draw) and an entry, got {tuple(tensor.shape)}.")
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name} holds {tensor.dtype}; draws of weights are floating-point numbers.")
-    if not bool(tensor.isfinite().all()):
-        bad = int((~tensor.isfinite()).flatten(2).any(2).sum()) if tensor.ndim > 2 else int((~tensor.isfinite()).sum())
-        raise ValueError(f"{name} holds NaN or Inf in {bad} draws: the chain diverged; use a smaller step size.")

@@ -79,10 +79,7 @@ class RobbinsMonro:
     def __post_init__(self) -> None:
         checked_number("a", self.a)
         checked_number("b", self.b)
-        if not 0.5 < checked_number("gamma", self.gamma) <= 1:
-            raise ValueError(
-                f"gamma must lie in (½, 1], got {self.gamma}: at ½ or below, the squared steps add up to ∞."
-            )
+        checked_number("gamma", self.gamma, "(0.5, 1]")  # at ½ or below, the squared steps add up to ∞
 
     def __call__(self, step: int) -> float:
         return self.a * (self.b + step) ** -self.gamma
@@ -255,10 +252,6 @@ class Transition(Summarised, ABC):
     chains: int | None = None
     spread: Spread | None = None
 
-    def __post_init__(self) -> None:
-        if self.cold and self.temperature == Constant(0.0):
-            raise ValueError(self.cold)
-
     @property
     def log_posterior(self) -> LogDensity:
         """The function (params, batch) -> mean log-likelihood + log prior / N."""
@@ -330,10 +323,9 @@ class Transition(Summarised, ABC):
         Raises:
             DivergenceError: the log posterior is not finite; the message suggests a step size. On an accelerator the
                 check happens every 20 steps.
-            TypeError, ValueError: the state belongs to another sampler, or the log posterior is not one number per
-                chain or does not depend on the parameters.
+            TypeError, RuntimeError: the log posterior is not one number per chain, or does not depend on the
+                parameters.
         """
-        self._check_state(state)
         new = state if inplace else state.clone()
         noise = NoiseSource(new.random, new.theta.device)
         info = self._step(new, batch, noise)
@@ -407,15 +399,6 @@ class Transition(Summarised, ABC):
             f"try {name}={epsilon / 4:.2g}.{'' if self.stability_limit(1.0) is None else measured}"
         )
 
-    def _check_state(self, state: Any) -> None:
-        kind, actual = self.state_type, type(state)
-        if not isinstance(state, kind):
-            raise TypeError(f"state must be a {kind.__name__}, from init of this sampler, got {actual.__name__}.")
-        chains = self.chains if self.spread is None else self.spread.count
-        if state.theta.shape[:-1] != (() if chains is None else (chains,)):
-            got = tuple(state.theta.shape[:-1])
-            raise ValueError(f"the state has chains {got}, not {chains}: make it with init of this sampler.")
-
 
 def _named_chains(bad: Tensor) -> str:
     """Count and name chains, at most five of them by number."""
@@ -442,9 +425,8 @@ def common_arguments(
         )
     if data_size is None and own_size is None:
         raise ValueError(
-            "data_size is missing: log_posterior is a mean over N points, and temperature 1 is the posterior only "
-            "if N is known. Pass data_size=N (1 for a density that is not a mean over data), or build log_posterior "
-            "with co.sampling.log_posterior(...), which carries it."
+            "data_size is missing: pass the number N of points whose mean log_posterior is (1 for a density that is no "
+            "mean over data), or build it with co.sampling.log_posterior(...), which carries N."
         )
     if data_size is None:
         data_size = own_size

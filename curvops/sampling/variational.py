@@ -299,7 +299,6 @@ class VariationalState(OptimizerState):
     """
 
     spread: dict[str, Tensor]
-    family: str = field(repr=False)
     average: dict[str, Tensor] = field(repr=False)
     square: dict[str, Tensor] = field(repr=False)
     centre: dict[str, Tensor] = field(repr=False)
@@ -343,14 +342,8 @@ class Variational(Optimizer):
         if self.chains is not None:
             raise ValueError("variational inference makes one fit, not chains: pass draws= for several draws per step.")
         spread = self.family.start(state.structure, self.initial_scale, state.theta, noise)
-        tensors: dict[str, Any] = {"spread": spread, "family": repr(self.family)}
-        tensors |= {"average": {}, "square": {}, "centre": {}}
+        tensors: dict[str, Any] = {"spread": spread, "average": {}, "square": {}, "centre": {}}
         return super()._initial_tensors(state, noise) | tensors
-
-    def _check_state(self, state: Any) -> None:
-        super()._check_state(state)
-        if state.family != repr(self.family):
-            raise ValueError("the state has another family or rank: make it with init of this sampler.")
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> VariationalInfo:
         numbers = self.family.noise(state.structure, self.draws, state.theta, noise)
@@ -384,7 +377,6 @@ class Variational(Optimizer):
         Returns:
             The ending, whose value says what to do.
         """
-        self._check_state(state)
         settled = 0.1  # the largest error of the mean in standard deviations, and of the precision as a relative error
         steps = int(state.step) * 7 / 16  # the steps of an average with equal weights that has the same variance
         if steps <= 1:

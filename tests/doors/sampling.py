@@ -117,27 +117,10 @@ DOORS = [
         rows={
             "lambda: S.sgld(F, 0.1)": (lambda: S.sgld(F, 0.1), "data_size is missing"),
             "lambda: S.pcn(F, 0.1, data_size=1)": (lambda: S.pcn(F, 0.1, data_size=1), "covariance is missing"),
-            "lambda: S.pcn(F, 1.1, covariance=1.0, data_size=1)": (
-                lambda: S.pcn(F, 1.1, covariance=1.0, data_size=1),
-                r"\(0, 1\]",
-            ),
-            "lambda: S.pcn(F, 0.1, covariance=1.0, mean=float(nan), data_size=1)": (
-                lambda: S.pcn(F, 0.1, covariance=1.0, mean=float("nan"), data_size=1),
-                "mean",
-            ),
             "lambda: S.RobbinsMonro(0.1, gamma=0.5)": (lambda: S.RobbinsMonro(0.1, gamma=0.5), "gamma must lie in"),
             "lambda: S.sgld(F, 0.1, data_size=1, preconditioner=-ones(4))": (
                 lambda: S.sgld(F, 0.1, data_size=1, preconditioner=-torch.ones(4)),
                 "positive semidefinite",
-            ),
-            "lambda: S.chains(S.chains(S.sgld(F, 0.1, data_size=1), 2), 2)": (
-                lambda: S.chains(S.chains(S.sgld(F, 0.1, data_size=1), 2), 2),
-                "already",
-            ),
-            "lambda: S.optimizer(optim.SGD([ones(1)], lr=1.0), F)": (
-                lambda: S.optimizer(torch.optim.SGD([torch.ones(1)], lr=1.0), F),
-                TypeError,
-                "class",
             ),
         },
     ),
@@ -145,7 +128,6 @@ DOORS = [
         "params of samplers",
         rows={
             "truths": (lambda: started({"x": torch.ones(2, dtype=torch.bool)}), TypeError, "torch.bool"),
-            "nothing": (lambda: started({}), "no tensor"),
             "NaN": (lambda: started({"x": torch.tensor([1.0, float("nan")])}), "NaN or Inf"),
             "two dtypes": (lambda: started({"x": torch.ones(2), "y": torch.ones(2, dtype=torch.float64)}), "convert"),
             "a module": (lambda: started(torch.nn.Linear(2, 2)), TypeError, r"dict\(model.named_parameters\(\)\)"),
@@ -169,15 +151,11 @@ DOORS = [
         },
     ),
     Door(
-        "states of samplers",
-        rows={"one chain for many": (lambda: S.chains(SGLD, 2).update(SGLD.init(ZERO)), "has chains")},
-    ),
-    Door(
         "starts of chains",
         rows={
             "another shape": (
                 lambda: S.chains(SGLD, 3).init([{"x": torch.ones(2)}] * 2 + [{"x": torch.ones(3)}]),
-                r"start 2 has params\['x'\] \(3,\)",
+                "differ in the names or shapes",
             ),
             "none": (lambda: S.chains(SGLD, 3).init([]), "has 0 starts"),
             "a group that is a number": (
@@ -185,13 +163,11 @@ DOORS = [
                 TypeError,
                 "process_group must be",
             ),
-            "not gathered in one process": (lambda: S.chains(SGLD, 3, gather=False), "gather=False is for"),
         },
     ),
     Door(
         "log_posterior",
         rows={
-            "no likelihood": (lambda: S.log_posterior(classifier(), data_size=11), "likelihood is missing"),
             "points of a linearisation": (lambda: S.log_posterior(lin(), data_size=11), "already has data_size"),
             "a noise to be estimated": (
                 lambda: S.log_posterior(classifier(), "regression", data_size=11),
@@ -217,7 +193,7 @@ DOORS = [
         rows={
             "fewer points": (lambda: S.minibatches(density(), (X[:5], Y[:5]), 4), "have 5 points"),
             "batches": (lambda: S.minibatches(density(), [(X, Y)], 4), TypeError, "Dataset with a length"),
-            "more than all points": (lambda: S.minibatches(density(), (X, Y), 12), "more than the 11 points"),
+            "more than all points": (lambda: S.minibatches(density(), (X, Y), 12), "between 1 and the 11"),
         },
     ),
     Door(
@@ -248,11 +224,7 @@ DOORS = [
             "an acceptance without warm-up": (lambda: run_metropolis(target_acceptance=0.5), "warm-up"),
             "an acceptance with a schedule": (
                 lambda: S.run(S.lmc(F, S.Cosine(0.1, 5), data_size=1), ZERO, steps=5, warmup=5, target_acceptance=0.5),
-                "follows a schedule",
-            ),
-            "a generator beside a state": (
-                lambda: S.run(SGLD, SGLD.init(ZERO), steps=5, generator=seeded(0)),
-                "leave generator out",
+                "must be a number",
             ),
             "a shuffling loader without a seed that is to be resumed": (
                 lambda: S.run(
@@ -274,7 +246,6 @@ DOORS = [
                 lambda: diagnostics.ess(TWO[0, :, 0]),
                 r"leading dimensions \(chain, draw\)",
             ),
-            "lambda: diagnostics.ess({})": (lambda: diagnostics.ess({}), "no parameter"),
             "lambda: diagnostics.rhat({a: TWO, b: TWO[:, 1:]})": (
                 lambda: diagnostics.rhat({"a": TWO, "b": TWO[:, 1:]}),
                 "unequal numbers of chains and draws",
@@ -286,14 +257,6 @@ DOORS = [
             "lambda: diagnostics.stein_discrepancy(ONE, TWO)": (
                 lambda: diagnostics.stein_discrepancy(ONE, TWO),
                 "names and the shapes",
-            ),
-            "lambda: diagnostics.stein_discrepancy(ONE[:, :3], ONE[:, :3])": (
-                lambda: diagnostics.stein_discrepancy(ONE[:, :3], ONE[:, :3]),
-                "needs four",
-            ),
-            "lambda: diagnostics.stein_discrepancy(0 * ONE, ONE, median)": (
-                lambda: diagnostics.stein_discrepancy(0 * ONE, ONE, "median"),
-                "the same",
             ),
             "scores of no batch": (lambda: diagnostics.scores(LOG_POSTERIOR, chain(), []), "0 of 24 points"),
             "scores of a pair": (
@@ -316,7 +279,6 @@ DOORS = [
             "float32": (lambda: empirical(({name: t.float() for name, t in drawn().items()},)), "float32"),
             "whole numbers": (
                 lambda: empirical(({name: t.long() for name, t in drawn().items()},)),
-                TypeError,
                 "int64",
             ),
         },
@@ -325,8 +287,6 @@ DOORS = [
         "vi",
         rows={
             "a rank of a diagonal": (lambda: S.vi(LOG_POSTERIOR, rank=3), "'diagonal' has no rank"),
-            "no temperature": (lambda: S.vi(LOG_POSTERIOR, temperature=0), "co.sampling.optimizer"),
-            "an optimiser with a closure": (lambda: S.vi(LOG_POSTERIOR, optimizer=torch.optim.LBFGS), "LBFGS"),
             "an option that Adam has not": (lambda: S.vi(LOG_POSTERIOR, momentum=0.9), TypeError, "momentum"),
             "chains": (lambda: S.chains(VI, 2).init(START), "one fit"),
             "a temperature that falls to 0": (
@@ -336,10 +296,6 @@ DOORS = [
             "a posterior at other weights": (
                 lambda: VI.posterior(VI.update(STATE, BATCH)[0], gaussian(MODEL)),
                 "has other weights than the mean",
-            ),
-            "a state of another family": (
-                lambda: S.vi(LOG_POSTERIOR, "kronecker", lr=1e-2).update(STATE, BATCH),
-                "another family",
             ),
             "NaN at the start": (
                 lambda: S.vi(lambda params, batch: params["weight"].sum() * torch.nan, data_size=3, lr=1e-2).update(
@@ -355,7 +311,6 @@ DOORS = [
             "a rank of a diagonal": (lambda: S.ekf(LOG_POSTERIOR, rank=3), "'diagonal' has no rank"),
             "a parameter alone": (lambda: EKF.init({"weight": START["weight"]}), "params must have the names"),
             "chains": (lambda: S.chains(EKF, 2).init(START), "deterministic"),
-            "a state of another form": (lambda: S.ekf(LOG_POSTERIOR, "dense").update(FILTERED, BATCH), "another form"),
         },
     ),
 ]

@@ -68,19 +68,6 @@ def test_the_mean_over_equal_batches_is_the_whole() -> None:
     assert float(torch.stack(parts).mean()) == pytest.approx(float(f(f.params, (X, y))), rel=1e-12)
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_a_batch_without_points_is_refused(later: bool) -> None:
-    model, X, y = problem()
-    f = S.log_posterior(model, "classification", prior_precision=1.0, data_size=11)
-    batches = [(X, y)] * 3 * later + [(X[:0], y[:0])]
-    sampler = S.sgld(f, 1e-3)
-    state = sampler.init(f.params, seeded(0))
-    with pytest.raises(ValueError, match="the batch has no points"):
-        for batch in batches:
-            state, _ = sampler.update(state, batch)
-    assert all(bool(value.isfinite().all()) for value in state.params.values())
-
-
 def test_it_is_a_snapshot_and_gives_copies() -> None:
     model, X, y = problem()
     f = S.log_posterior(model, "classification", data_size=11, parameters="2.*")
@@ -147,22 +134,14 @@ def test_a_network_without_vmap_falls_back_to_the_loop() -> None:
         found = S.run(S.chains(sampler, 3), f.params, [(X, y)], steps=4, generator=seeded(0))
     loop = S.run(S.chains(sampler, 3, vectorized=False), f.params, [(X, y)], steps=4, generator=seeded(0))
     assert torch.equal(found.theta, loop.theta)
-    with pytest.raises(ValueError, match="vectorized=True"):
+    with pytest.raises(RuntimeError, match="vmap"):
         S.run(S.chains(sampler, 3, vectorized=True), f.params, [(X, y)], steps=1)
 
 
 def test_batch_statistics_are_refused() -> None:
-    _, X, y = problem()
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
     with pytest.raises(ValueError, match=r"model.eval\(\)"):
         S.log_posterior(model, "classification", data_size=11)
-
-    def value(params: Any, batch: Any) -> Tensor:
-        return -torch.func.functional_call(model, params, (batch[0],)).square().mean()
-
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    with pytest.raises(ValueError, match="batch statistics"):
-        S.run(S.chains(S.sgld(value, 0.1, data_size=11), 2), params, [(X, y)], steps=1)
     S.log_posterior(model.eval(), "classification", data_size=11)
 
 

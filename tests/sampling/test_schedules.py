@@ -20,11 +20,9 @@ pytestmark = pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [
-        (lambda p, b: (p["x"].sum(), None), TypeError, "one real number"),
+        (lambda p, b: (p["x"].sum(), None), TypeError, "one number"),
         (lambda p, b: p["x"], TypeError, "mean over the batch"),
-        (lambda p, b: 3.0, TypeError, "got float"),
-        (lambda p, b: p["x"].detach().sum(), ValueError, "no gradient in params"),
-        (lambda p, b: p["x"].sum(), ValueError, r"does not depend on params\['y'\]"),
+        (lambda p, b: 3.0, TypeError, "got 3.0"),
         (lambda p, b: (p["x"].sum() + p["y"].sum()) * float("nan"), ValueError, "at the initial params"),
         (lambda p, b: (p["x"].sum() + p["y"].sum()) / 0.0, ValueError, "at the initial params"),
     ],
@@ -43,8 +41,6 @@ def test_log_posteriors(value: Any, kind: type[Exception], message: str, k: int 
 
 
 def test_what_a_sampler_has_not_cannot_be_replaced() -> None:
-    with pytest.raises(TypeError, match="covariance"):
-        S.pcn(F, 0.1, covariance=1.0, data_size=1).with_preconditioner(torch.ones(4))
     adam = S.optimizer(torch.optim.SGD, F, lr=0.1)
     with pytest.raises(TypeError, match="temperature 0"):
         adam.with_preconditioner(torch.ones(4))
