@@ -7,7 +7,7 @@ number of terms (Van Loan & Pitsianis 1993). The error that this makes is comput
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast, get_args
 
@@ -46,19 +46,15 @@ class LayerBlocksForm(DirectSumForm):
     @cached_property
     def kronecker_forms(self) -> dict[tuple[str, ...], EigenKroneckerForm]:
         """The forms of the blocks that are Kronecker products, by the names of their parameters."""
-        blocks = zip(cast(LayerBlocks, self.base).names, self.forms)
+        blocks = zip(cast(LayerBlocks, self.base).names, self.decomposed)
         return {names: form for names, form in blocks if isinstance(form, EigenKroneckerForm)}
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
         """The forms of all blocks, with their eigendecompositions computed together."""
-        self.decompose(self.forms)
-        return self.forms
-
-    def decompose(self, forms: Iterable[ClosedForm]) -> None:
-        """Compute the eigendecompositions of some of the blocks together."""
-        blocks = (form.base for form in forms if isinstance(form, KroneckerForm))
+        blocks = (form.base for form in self.forms if isinstance(form, KroneckerForm))
         decompose(blocks, self.base.progress, self.base.memory)
+        return self.forms
 
 
 class LayerBlocks(DirectSum):
@@ -174,11 +170,10 @@ class KFAC(KroneckerCurvature):
     factors a `PrecisionWarning` warning is issued if the prior precision is below the rounding of single precision.
 
     With a prior that is constant in each layer, products, solves, log-determinants and samples have a closed form in
-    the eigenbases of A and B, which are computed once; the first two predictions at few points need no eigenbasis of a
-    factor beside one of at most 8 columns (an adapter of low rank). With a prior that varies within a layer, layers of
-    up to 2,048 weights are factorised. If a larger layer is among them, conjugate gradients and probes compute
-    everything, preconditioned by the closed form under each layer's geometric mean if the prior is close to it. An
-    added term of low rank (an update with form="low_rank") keeps the closed form, by Woodbury's identity.
+    the eigenbases of A and B, which are computed once. With a prior that varies within a layer, layers of up to 2,048
+    weights are factorised. If a larger layer is among them, conjugate gradients and probes compute everything,
+    preconditioned by the closed form under each layer's geometric mean if the prior is close to it. An added term of
+    low rank (an update with form="low_rank") keeps the closed form, by Woodbury's identity.
     `heuristic_damping` gives Martens & Grosse's factored damping instead.
 
     Cost to build: a forward pass, a backward pass for each column (C, of a softmax C − 1, `mc_samples`, or 1), and the

@@ -14,9 +14,8 @@ be far larger than everything else.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,7 +26,6 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import Memories, hold, progress_bar
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Inverse, Operator
 from curvops.linalg.core.algorithm import holding, solve_width
@@ -35,8 +33,6 @@ from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, ScaledForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.given_matrix import DenseForm
-from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
-from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows, work_bytes
 from curvops.network import Group, JacobianRows, Layer, OuterRows
 from curvops.operators.curvatures.ggn import OutputBlocksForm
 from curvops.operators.curvatures.kfac import LayerBlocksForm
@@ -73,9 +69,6 @@ class Metric(ABC):
     def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
         """Add the part of a last layer from its inputs alone; return False if P has no structure on its matrix."""
         return False
-
-    def finish(self) -> None:  # noqa: B027 - most have nothing left
-        """Add the parts of all groups that wait for the last one."""
 
 
 def row_covariances(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool = False) -> Target:
@@ -186,9 +179,7 @@ def point_covariances(
         elif isinstance(form, OutputBlocksForm):
             blocks = _sum_over_layers(walk, InOutputBlocks(form), shape)
         elif isinstance(form, DirectSumForm):
-            blocks = _sum_over_layers(
-                walk, InLayerBlocks(walk, form, jacobian.shape[0] if rows is None else None), shape
-            )
+            blocks = _sum_over_layers(walk, InLayerBlocks(walk, form), shape)
         else:
             parts = inverse.diagonal_plus_root() if form is None else form.inverse_parts()
             if parts is not None and rows is None and parts.vectors is not None and not bool(parts.weights.any()):
@@ -224,7 +215,6 @@ def _sum_over_layers(
                 columns = pushed[:, row : row + group.num_rows]
                 columns += group.push(tangents).flatten(1)
             del group
-    metric.finish()
     return total
 
 
@@ -331,55 +321,24 @@ class Elementwise(Metric):
 
 
 class InLayerBlocks(Metric):
-    """The inverse of blocks of whole layers plus a prior: Kronecker products in their eigenbases, others as stored.
+    """The inverse of blocks of whole layers plus a prior: Kronecker products in their eigenbases, others as stored."""
 
-    If `count`, the number of rows in all, is small, some products need no eigenbasis: their rows wait for the last one.
-    """
-
-    def __init__(self, walk: JacobianRows, form: DirectSumForm, count: int | None) -> None:
+    def __init__(self, walk: JacobianRows, form: DirectSumForm) -> None:
         self.form, self._selection = form, walk.model.selection
-        self.forms: dict[tuple[str, ...], EigenKroneckerForm] = {}
-        self.few: dict[tuple[str, ...], KroneckerForm] = {}
-        self.waiting: dict[tuple[str, ...], list[tuple[Target, Tensor]]] = {}
+        self.layers: dict[tuple[str, ...], LayerMetric] = {}
         if isinstance(form, LayerBlocksForm):
-            self.forms = form.kronecker_forms
-            missing = {
-                names: block
-                for names, block in self.forms.items()
-                if isinstance(block, KroneckerForm) and block.base.known_eigen is None
+            self.layers = {
+                names: LayerMetric(block.weights, block.eigen.left_vectors, block.eigen.right_vectors)
+                for names, block in form.kronecker_forms.items()
             }
-            if missing:
-                if count is not None and walk.features() is None:
-                    self._take_few(missing, count, walk.model.theta.element_size())
-                form.decompose(block for names, block in missing.items() if names not in self.few)
-        self.layers = {
-            names: LayerMetric(block.weights, block.eigen.left_vectors, block.eigen.right_vectors)
-            for names, block in self.forms.items()
-            if names not in self.few
-        }
-
-    def _take_few(self, missing: Mapping[tuple[str, ...], KroneckerForm], count: int, itemsize: int) -> None:
-        """Choose the products without an eigenbasis whose rows wait for the last one, in a quarter of the budget."""
-        memory = self.form.base.memory
-        room = math.inf if memory is None else memory.budget // 4
-        for names, form in missing.items():
-            size = count * form.base.shape[0] * itemsize
-            if size <= room and serves_rows(form, count):
-                self.few[names] = form
-                room -= size
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """Add the group's part; return False if its weights are not those of one block."""
-        products = members(group, self.forms) if self.forms else ()
+        products = members(group, self.layers) if self.layers else ()
         for names, matrices in products:
-            if names in self.few:
-                calls = [left.mT @ right.to(left.dtype).unsqueeze(1) for left, right in matrices]
-                rows = calls[0] if len(calls) == 1 else torch.stack(calls).sum(0)
-                self.waiting.setdefault(names, []).append((target, rows.flatten(0, 1)))
-            elif names in self.layers:
-                _add(target, matrices, self.layers[names], most_bytes)
-            else:
+            if names not in self.layers:
                 return False
+            _add(target, matrices, self.layers[names], most_bytes)
         return bool(products) or self._add_as_stored(target, group, most_bytes)
 
     def _add_as_stored(self, target: Target, group: Group, most_bytes: int) -> bool:
@@ -406,27 +365,6 @@ class InLayerBlocks(Metric):
         parts = self.form.base.partition.parts
         firsts = (int(positions[0] if isinstance(positions, range) else positions.min()) for positions in parts)
         return dict(zip(firsts, zip(parts, self.form.forms)))
-
-    def finish(self) -> None:
-        if not self.waiting:
-            return
-        base = self.form.base
-        memories: Memories = frozenset() if base.memory is None else frozenset((base.memory,))
-        with progress_bar("Cholesky factorisations", len(self.waiting), base.progress) as steps:
-            while self.waiting:
-                names, waiting = self.waiting.popitem()
-                form, targets = self.few[names], [target for target, _ in waiting]
-                lengths, rows = (
-                    [len(point_rows) for _, point_rows in waiting],
-                    torch.cat([point_rows for _, point_rows in waiting]),
-                )
-                waiting.clear()
-                with hold(memories, work_bytes(form, rows)):
-                    for root in half_solved(form, rows):
-                        for target, point_rows in zip(targets, root.split(lengths)):
-                            block = point_rows.unflatten(0, target.shape[:2])
-                            _add_products(target, block, block)
-                steps.advance(1, f"a matrix of {max(form.base.sizes):,} rows")
 
     def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
         names = layer.names
