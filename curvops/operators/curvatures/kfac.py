@@ -170,11 +170,8 @@ class KFAC(KroneckerCurvature):
     factors a `PrecisionWarning` warning is issued if the prior precision is below the rounding of single precision.
 
     With a prior that is constant in each layer, products, solves, log-determinants and samples have a closed form in
-    the eigenbases of A and B, which are computed once; the first two predictions at few points need no eigenbasis of a
-    factor beside one of at most 8 columns (an adapter of low rank). With a prior that varies within a layer, layers of
-    up to 2,048 weights are factorised. If a larger layer is among them, conjugate gradients and probes compute
-    everything, preconditioned by the closed form under each layer's geometric mean if the prior is close to it. An
-    added term of low rank (an update with form="low_rank") keeps the closed form, by Woodbury's identity.
+    the eigenbases of A and B, which are computed once. With a prior that varies within a layer, layers of up to 2,048
+    weights are factorised. If a larger layer is among them, conjugate gradients and probes compute everything.
     `heuristic_damping` gives Martens & Grosse's factored damping instead.
 
     Cost to build: a forward pass, a backward pass for each column (C, of a softmax C − 1, `mc_samples`, or 1), and the

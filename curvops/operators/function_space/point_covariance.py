@@ -33,7 +33,6 @@ from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, ScaledForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.given_matrix import DenseForm
-from curvops.linalg.operators.kronecker import EigenKroneckerForm
 from curvops.network import Group, JacobianRows, Layer, OuterRows
 from curvops.operators.curvatures.ggn import OutputBlocksForm
 from curvops.operators.curvatures.kfac import LayerBlocksForm
@@ -152,11 +151,10 @@ def point_covariances(
 
     A block belongs to a position, a point or several points; a single block of all rows is the joint covariance.
     With `diagonals` only the diagonals of the blocks are computed. `rows` that carry a graph replace the walk over the
-    Jacobian, and give the result a graph. Returns None for other operators, and if Woodbury's difference would lose too
-    many digits.
+    Jacobian, and give the result a graph. Returns None for other operators, if parameters have no layer rule, and if
+    Woodbury's difference would lose too many digits.
 
-    Cost: a forward pass, C backward passes (none for a last layer; C for each point alone if a parameter has no layer
-    rule) and two rotations per layer (none for a diagonal P).
+    Cost: a forward pass, C backward passes (none for a last layer) and two rotations per layer (none for a diagonal P).
     A layer that is applied at one position adds Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij; one that is applied at few positions
     adds the same for each pair of them; otherwise, and between points, the layer's own Jacobian is formed in chunks.
     Low rank adds J U, from the same a and δ; a `DualInverse` needs only Gram matrices.
@@ -174,6 +172,8 @@ def point_covariances(
             form, factor = form.inner, form.factor if factor is None else form.factor * factor
         if isinstance(form, DenseForm):
             blocks: Target | None = _sum_by_cholesky(walk, form, shape)
+        elif jacobian.passes.engines.plan.others:
+            return None
         elif isinstance(inverse, DualInverse):
             blocks = None if rows is not None else _sum_by_kernel(jacobian, inverse, shape)
         elif isinstance(form, OutputBlocksForm):
@@ -325,17 +325,16 @@ class InLayerBlocks(Metric):
 
     def __init__(self, walk: JacobianRows, form: DirectSumForm) -> None:
         self.form, self._selection = form, walk.model.selection
-        self.forms: dict[tuple[str, ...], EigenKroneckerForm] = {}
+        self.layers: dict[tuple[str, ...], LayerMetric] = {}
         if isinstance(form, LayerBlocksForm):
-            self.forms = form.kronecker_forms
-        self.layers = {
-            names: LayerMetric(block.weights, block.eigen.left_vectors, block.eigen.right_vectors)
-            for names, block in self.forms.items()
-        }
+            self.layers = {
+                names: LayerMetric(block.weights, block.eigen.left_vectors, block.eigen.right_vectors)
+                for names, block in form.kronecker_forms.items()
+            }
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """Add the group's part; return False if its weights are not those of one block."""
-        products = members(group, self.forms) if self.forms else ()
+        products = members(group, self.layers) if self.layers else ()
         for names, matrices in products:
             if names not in self.layers:
                 return False
@@ -489,7 +488,7 @@ def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Targe
     """Yield the group's rows, a few points at a time and all tensors together, with their part of the target."""
     start = 0
     for rows in group.pieces(most_bytes, together=max(1, target.shape[1] // group.num_columns)):
-        flat = torch.cat([rows[name].reshape(*rows[name].shape[:2], -1) for name in group.names], 2)  # some are 0-d
+        flat = torch.cat([rows[name].flatten(2) for name in group.names], 2)
         count = flat.shape[0] * flat.shape[1] // target.shape[1]
         yield target[start : start + count], flat
         start += count
