@@ -68,7 +68,7 @@ DOORS = [
             "no transpose": (
                 lambda: lsmr(lambda V: V, B),
                 TypeError,
-                "lsmr for example, needs products with Aᵀ.*symmetric = True",
+                "lsmr for example, needs products with Aᵀ",
             ),
             "of vectors": (lambda: cg(lambda v: B * v, B[:, None]), r"must have shape \(4, 1\), got \(4, 4\)"),
             "another dtype": (
@@ -90,7 +90,7 @@ DOORS = [
             "a sketch as preconditioner": (
                 lambda: cg(torch.eye(3), torch.ones(3), preconditioner=nystrom(torch.eye(3), rank=2)),
                 TypeError,
-                "a Nystrom approximates A, and a preconditioner must approximate its inverse: pass the result of",
+                "a Nystrom approximates A, not A⁻¹: pass its preconditioner",
             ),
             "float16": (
                 lambda: cg(torch.eye(3, dtype=torch.float16), torch.ones(3, dtype=torch.float16)),
@@ -166,7 +166,7 @@ DOORS = [
         "lanczos",
         rows={
             "steps=2, start=zeros(4)": (lambda: lanczos(torch.eye(4), steps=2, start=torch.zeros(4)), "not zero"),
-            "steps=2, start=ones(5)": (lambda: lanczos(torch.eye(4), steps=2, start=torch.ones(5)), r"\(5,\)"),
+            "steps=2, start=ones(5)": (lambda: lanczos(torch.eye(4), steps=2, start=torch.ones(5)), r"\(5, 1\)"),
         },
     ),
     Door(
@@ -177,14 +177,17 @@ DOORS = [
             "max_matvecs=6": (lambda: eigsh(torch.eye(9), 3, max_matvecs=6), "at least 8"),
             "memory_budget=100": (lambda: eigsh(torch.eye(9), 3, memory_budget=100), "at least 324"),
             "start=zeros(9, 2)": (lambda: eigsh(torch.eye(9), 3, start=torch.zeros(9, 2)), "not zero"),
-            "start=ones(8, 2)": (lambda: eigsh(torch.eye(9), 3, start=torch.ones(8, 2)), r"\(9, b\)"),
+            "start=ones(8, 2)": (lambda: eigsh(torch.eye(9), 3, start=torch.ones(8, 2)), r"\(9, 2\)"),
         },
     ),
     Door("svds", rows={"1, max_matvecs=3": (lambda: svds(torch.ones(3, 5), 1, max_matvecs=3), "at least 8")}),
     Door(
         "apply_function",
         rows={
-            "a function that sums": (lambda: apply_function(torch.eye(4), lambda x: x.sum(), torch.ones(4)), "shape")
+            "a function that sums": (
+                lambda: apply_function(torch.eye(4), lambda x: x.sum(), torch.ones(4)),
+                "result of f must have shape",
+            )
         },
     ),
     Door(
@@ -211,11 +214,11 @@ DOORS = [
     Door(
         "logdet",
         rows={
-            "another preconditioner": (lambda: logdet(torch.eye(4), preconditioner="kfac"), "must be"),
+            "another preconditioner": (lambda: logdet(torch.eye(4), preconditioner="kfac"), TypeError, "must be"),
             "a matrix as preconditioner": (
                 lambda: logdet(POSITIVE, shift=1.0, preconditioner=POSITIVE),
                 TypeError,
-                "has no log-determinant",
+                r"as_preconditioner\(P\)",
             ),
             "a matrix of shifts": (lambda: logdet(torch.eye(4), shift=torch.ones(2, 2)), r"\(m,\)"),
             "a grid with a gradient": (
@@ -256,8 +259,6 @@ DOORS = [
         "partition",
         rows={
             "[tensor([[0, 1]])]": (lambda: partition([torch.tensor([[0, 1]])]), "LongTensor"),
-            "[range(0)]": (lambda: partition([range(0)]), "non-empty"),
-            "[]": (lambda: partition([]), "at least one"),
         },
     ),
     Door(
@@ -268,7 +269,6 @@ DOORS = [
                 lambda: DirectSum(Diagonal(uniform(3)), positions=[range(3), range(3, 4)]),
                 "as many sets",
             ),
-            "a tensor": (lambda: DirectSum(uniform(3).diag(), positions=[range(3)]), TypeError, "Operator"),
         },
     ),
     Door(

@@ -64,8 +64,6 @@ DOORS = [
             "a Jacobian of a model": (lambda: co.Jacobian(lin().model.module), TypeError, r"co.linearize\(model, data"),
             "gradients by their class": (lambda: co.Gradients(lin()), TypeError, r"lin.gradients\(\) makes"),
             "no indices": (lambda: co.Subnetwork(co.GGN(lin())), TypeError, "indices"),
-            "a shift for an operator": (lambda: co.linalg.Damped(1.0, co.GGN(lin())), TypeError, "Damped.*float"),
-            "a word for a shift": (lambda: co.linalg.Damped(co.GGN(lin()), "one"), TypeError, "shift.*'one'"),
             "a vector for Dense": (lambda: Dense(torch.ones(3)), r"\(3,\)"),
             "a matrix for Diagonal": (lambda: Diagonal(torch.eye(3)), r"\(3, 3\)"),
             "values of another rank": (lambda: LowRank(torch.eye(3)[:, :2], torch.ones(3)), r"\(3, 2\)"),

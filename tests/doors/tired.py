@@ -308,7 +308,7 @@ DOORS = [
             ),
             "a preconditioner's image of another shape": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=lambda V: V[:3]),
-                r"given torch.float64 of shape \(27, 1\), but returned Tensor of shape \(3, 1\)",
+                r"given torch.float64 of shape \(27, 1\), but returned torch.float64 of shape \(3, 1\)",
             ),
             "a preconditioner's image in float32": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=lambda V: V.float()),
@@ -396,7 +396,7 @@ DOORS = [
             "a function's name": (
                 lambda: co.linalg.apply_function(precision(), "exp", torch.ones(27).double()),
                 TypeError,
-                "such as torch.exp, got 'exp'",
+                "f must be a function.*got 'exp'",
             ),
         },
     ),

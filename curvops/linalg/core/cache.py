@@ -23,9 +23,7 @@ def require_first_derivative() -> None:
     would silently be zero.
     """
     if torch.is_grad_enabled():
-        raise RuntimeError(
-            "products, solves, determinants and draws have first derivatives only: no create_graph=True."
-        )
+        raise RuntimeError("answers of linalg have first derivatives only: no create_graph=True.")
 
 
 class _DifferentiableOnce(Function):

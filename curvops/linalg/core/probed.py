@@ -31,7 +31,6 @@ from curvops.linalg.core.vectors import (
     check_finite,
     describe,
     largest,
-    multiply_adds_of,
     norm,
     product,
     random_block,
@@ -92,13 +91,6 @@ class Probed:
     facts: Description
     generator: torch.Generator | None = None
     limits: Limits = Limits()
-    matrix: Matrix | None = None
-    """The matrix behind the product."""
-
-    @property
-    def multiply_adds(self) -> float | int:
-        """The multiply-adds of a product with one vector, as far as they are known."""
-        return 0 if self.matrix is None else multiply_adds_of(self.matrix)
 
     def probes(self, k: int, kind: ProbeKind = "signs") -> Float[Vectors, "n k"]:
         """Draw random signs, or Gaussian columns scaled to length √n, which lowers the variance.
@@ -148,7 +140,7 @@ def probing(
     """Yield A, or ``multiply`` instead of its product, within the given bytes or those that `working` finds."""
     check_generator(generator)
     with working(A, least, multiply) as (multiply, room):
-        yield Probed(multiply, describe(A), generator, replace(limits, memory=room), A)
+        yield Probed(multiply, describe(A), generator, replace(limits, memory=room))
 
 
 @runtime_checkable

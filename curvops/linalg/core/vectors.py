@@ -93,8 +93,6 @@ def describe(A: Matrix) -> Description:
     """
     if not isinstance(A, (Tensor, LinearOperator)):
         hint = "; pass torch.as_tensor(A)" if isinstance(A, np.ndarray | list) else ""
-        sparse = type(A).__module__.startswith("scipy.sparse")
-        hint = "; pass scipy.sparse.linalg.aslinearoperator(A)" if sparse else hint
         hint = "; pass an operator made from it, such as co.GGN(lin)" if hasattr(A, "jacobian") else hint
         raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}{hint}.")
     if len(A.shape) != 2:
@@ -114,14 +112,6 @@ def describe(A: Matrix) -> Description:
 def described_for_ranks(A: Matrix, facts: Description) -> Description:
     """Return the description of a matrix that processes of a group multiply together, or these facts alone."""
     return facts
-
-
-def multiply_adds_of(A: Matrix) -> float | int:
-    """Return the multiply-adds of a product with one vector: known, or the numbers that A holds."""
-    if isinstance(A, Tensor):
-        return A.numel()
-    multiply_adds: float | int | None = getattr(A, "multiply_adds", None)
-    return sum(tensor.numel() for tensor in A.representation()) if multiply_adds is None else multiply_adds
 
 
 def require_precision(dtype: torch.dtype, device: torch.device) -> None:

@@ -270,9 +270,7 @@ class NystromSketch:
         whiten = torch.linalg.solve_triangular(torch.linalg.cholesky(overlap), eye, upper=False)
         lowest, rounding = float(torch.linalg.eigvalsh(whiten @ core @ whiten.mT)[0]), self.eps * size
         if lowest < -1e3 * rounding:
-            raise NotPositiveSemidefiniteError(
-                f'A is not positive semidefinite ({lowest:.3e}): use method="xtrace" ("xdiag").'
-            )
+            raise NotPositiveSemidefiniteError(f'A has an eigenvalue {lowest:.3e}: use method="xtrace" ("xdiag").')
         nu = max(rounding, -10 * lowest)
         L, info = torch.linalg.cholesky_ex(core + nu * overlap)
         if bool(info):

@@ -24,7 +24,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.ambient import Progress, current_run
-from curvops.checks import checked_number
+from curvops.checks import checked_number, shown
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import ESTIMATE_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, accept, indefinite
@@ -40,7 +40,8 @@ from curvops.linalg.solvers.systems import shifted
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
 
 LEFT = 0.1
-"""A preconditioner grows until the eigenvalues that it leaves are below this share of μ."""
+"""A preconditioner grows until the eigenvalues that it leaves are below this share of μ: a product for each of the
+others, which as many products of probes are given to meet the tolerance before it is made."""
 
 
 @algorithm
@@ -77,7 +78,7 @@ def logdet(
             value by a dense eigendecomposition, and so does n ≤ 256 without a limit.
         generator: source of the probes.
         preconditioner: "auto" uses a Nyström preconditioner if the spectrum decays and probes without one have not
-            met rtol by the work that it takes, with at most half of the budget and rank 400:
+            met rtol by the products that it takes, with at most half of the budget and rank 400:
             log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None uses none. An object
             (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used
             as it is. The bracket remains a bound; only low-rank ones give Â ≤ A, and with others it is wider.
@@ -102,7 +103,8 @@ def logdet(
     """
     A = as_matrix(A)
     facts, limits = describe_square(A), Limits(rtol, max_matvecs)
-    _check_preconditioner(preconditioner)
+    if not (preconditioner is None or isinstance(preconditioner, FactoredPreconditioner) or preconditioner == "auto"):
+        raise TypeError(f'preconditioner must be "auto", None or as_preconditioner(P), got {shown(preconditioner)}.')
     form = A._closed_form() if shift is None and hasattr(A, "_closed_form") else None
     if form is not None:
         limits.check(0)
@@ -126,9 +128,8 @@ def logdet(
         else:
             if min(levels) == 0 and not estimated:
                 raise ValueError(
-                    "a stochastic log-determinant needs shift or lower_bound, a positive bound of the spectrum. Give "
-                    f'one, lower_bound="estimate", or for the dense value max_matvecs >= {facts.rows} (any '
-                    f"memory_budget >= {16 * facts.rows**2} bytes)."
+                    'a stochastic log-determinant needs shift=, lower_bound= or lower_bound="estimate"; the dense one '
+                    f"needs max_matvecs >= {facts.rows} (and any memory_budget >= {16 * facts.rows**2} bytes)."
                 )
             with probing(A, generator, limits, ESTIMATE_VECTORS) as probed:
                 spent = 0
@@ -146,15 +147,6 @@ def logdet(
             if estimated and estimate.reason is Reason.CONVERGED:
                 estimate = replace(estimate, reason=Reason.UNVERIFIED)
     return estimate if pairs is None else attach_gradient(estimate, A, pairs)
-
-
-def _check_preconditioner(preconditioner: object) -> None:
-    if isinstance(preconditioner, str) and preconditioner != "auto":
-        raise ValueError(f'preconditioner must be "auto", None or an object, got {preconditioner!r}.')
-    if not (preconditioner is None or isinstance(preconditioner, (str, FactoredPreconditioner))):
-        raise TypeError(
-            f"{type(preconditioner).__name__} has no log-determinant: see curvops.linalg.as_preconditioner(P)."
-        )
 
 
 def _bound_and_levels(
@@ -275,8 +267,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
         return 0.0, run.matvecs
     raise ValueError(
         f"{run.matvecs} products show no positive lower bound of the spectrum: the smallest Ritz value is {lowest:.3e} "
-        f"± {lowest - bound:.1e}. Give shift or lower_bound, add a prior (add_diagonal), or for the dense value "
-        f"max_matvecs >= {facts.rows}."
+        f"± {lowest - bound:.1e}. Give shift or lower_bound, or max_matvecs >= {facts.rows} for the dense value."
     )
 
 
@@ -318,7 +309,8 @@ def _by_probes(
                     excess.after(spent).with_half_memory(), [log_ratio(mu)], beside, scale, mu if solves else None
                 )
                 sampler.first(FIRST_PROBES)
-            if sampler is None or sampler.capped or not sampler.add(worth=_worth(sampler, most, mu)):
+            worth = 0.0 if sampler is None else min(most, sampler.eigenvalues_above(LEFT * mu))
+            if sampler is None or sampler.capped or not sampler.add(worth=worth):
                 spent += 0 if sampler is None else sampler.matvecs
                 sampler = None  # frees its probes
                 full = grow(excess.apart(), None, most, LEFT * mu, 1e12)
@@ -334,20 +326,6 @@ def _by_probes(
     estimate = sampler.quadrature().logdet(floor)
     estimate = replace(estimate + (logdet_of_P + n * math.log(mu)), matvecs=estimate.matvecs + spent)
     return estimate, _solve_pairs(sampler.solves, P, mu - bound) if solves else None
-
-
-def _worth(sampler: Sampler, most: int, mu: float) -> float:
-    """Return the products of further probes that take the work of a preconditioner, at most ``most`` columns.
-
-    It has a column for each eigenvalue above ``LEFT`` μ. Work is counted in multiply-adds: those of products, and of
-    vectors of length n: 10 n r for a column beside r others (two QR factorisations and five products of r columns), and
-    2 n m for a Lanczos vector beside m others. Probes that do not meet the tolerance within this work are replaced by
-    the preconditioner, so that all work is at most about twice that of the better choice.
-    """
-    nodes, counts = sampler.eigenvalues()
-    rank = min(float(most), max(1.0, float(counts[nodes > LEFT * mu].sum())))
-    n, product = sampler.facts.rows, sampler.probed.multiply_adds
-    return rank * (product + 10 * n * rank) / (product + 2 * n * sampler.depth)
 
 
 def _less(multiply: Multiply, bound: float) -> Multiply:

@@ -466,6 +466,11 @@ class Sampler:
                 best, choice = expected, rank
         return choice
 
+    def eigenvalues_above(self, level: float) -> float:
+        """Return the expected number of eigenvalues above a level, at least 1."""
+        nodes, counts = self.eigenvalues()
+        return max(1.0, float(counts[nodes > level].sum()))
+
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """Return the nodes in falling order, and the expected number of eigenvalues at each."""
         nodes = torch.cat([r.gauss for r in self.rules])
@@ -525,9 +530,7 @@ def rules(lanczos: LockStep, k: int, scale: float) -> Rules:
     noise = 1e3 * lanczos.eps * max(scale, highest)
     # ‖Gz‖² ≤ ‖G‖ zᵀGz for a positive semidefinite G; an image of z without curvature along z disproves it.
     if lowest < -noise or (highest == 0 and beta > noise):
-        raise indefinite(
-            f"the operator is not positive semidefinite, or lower_bound is too large: {lowest:.3e} is below."
-        )
+        raise indefinite(f"A is not positive semidefinite, or lower_bound is too large: {lowest:.3e} is below.")
     gauss = nodes.clamp_min(0), size * V[0].square()
     if beta == 0 or highest == 0:
         return Rules(*gauss, *gauss, lowest, highest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -26,11 +26,11 @@ from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_mo
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
 from curvops.linalg.core.matrix_identity import Sources, Spaces
-from curvops.linalg.core.vectors import ROUNDINGS, Vectors, as_columns, has_rows, multiply_adds_of, product, shaped_as
+from curvops.linalg.core.vectors import ROUNDINGS, Vectors, as_columns, has_rows, product, shaped_as
 from curvops.linalg.estimators.spectral_density import spectral_density
 from curvops.linalg.estimators.trace import trace
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
-from curvops.linalg.operators.contract import LinearOperatorContract, positions, takes_all
+from curvops.linalg.operators.contract import LinearOperatorContract, positions
 from curvops.linalg.operators.draws import draw_by_products, draw_dense
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.solve import solve, system_of
@@ -169,11 +169,6 @@ class Operator(LinearOperatorContract):
         return memories
 
     @property
-    def multiply_adds(self) -> float | int:
-        """The multiply-adds of a product with one vector, as far as they are known."""
-        return sum(multiply_adds_of(arg) for arg in self._args if isinstance(arg, Tensor | LinearOperator))
-
-    @property
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
         for arg in self._args:
@@ -225,12 +220,8 @@ class Operator(LinearOperatorContract):
         if type(other) is not Tensor and is_dtensor(other):
             return self._times_shards(unwrapped(other))
         if not isinstance(other, Tensor):
-            named = " lin.flatten(mapping) makes a vector from named tensors." if isinstance(other, Mapping) else ""
-            named = " Pass torch.as_tensor(vector)." if isinstance(other, np.ndarray) else named
-            raise TypeError(
-                f"{type(self).__name__} multiplies a tensor (n,) or (n, K) or an operator, got {type(other).__name__}."
-                f"{named}"
-            )
+            hint = " Pass torch.as_tensor(vector)." if isinstance(other, np.ndarray) else ""
+            raise TypeError(f"an operator multiplies tensors and operators, got {type(other).__name__}.{hint}")
         self.require_fit(other)
         if other.ndim > 1 and not other.numel():  # there is nothing to multiply
             batch = torch.broadcast_shapes(self.batch_shape, other.shape[:-2])
@@ -248,10 +239,7 @@ class Operator(LinearOperatorContract):
         """Multiply a block that was a DTensor; the result is a DTensor, too."""
         self.require_fit(block)
         if carries_graph(self.representation()):
-            raise TypeError(
-                f"no gradient passes through sharded vectors, and {type(self).__name__} requires one: detach() its "
-                "tensors, or multiply under torch.no_grad()."
-            )
+            raise TypeError("no gradient passes through sharded vectors: detach() the operator.")
         image = product(over_ranks(self, block.rows))(as_columns(block))
         return stored(shaped_as(image, block))
 
@@ -319,18 +307,12 @@ class Operator(LinearOperatorContract):
         if isinstance(other, ZeroLinearOperator) or (isinstance(other, int | float) and other == 0):
             return self
         if isinstance(other, numbers.Number) or (isinstance(other, Tensor) and other.ndim < 2):
-            raise TypeError(
-                f"{type(self).__name__} + a {'number' if isinstance(other, numbers.Number) else 'vector'} would add to "
-                "every entry of the matrix; for the diagonal use add_diagonal("
-                f"{other if isinstance(other, numbers.Number) else 'v'})."
-            )
+            raise TypeError(f"A + {shown(other)} would add to every entry: use add_diagonal({shown(other)}).")
         if isinstance(other, ConstantDiagLinearOperator) and other.diag_values.ndim == 1:
             return self.add_diagonal(other.diag_values.squeeze(0))
         if isinstance(other, ConstantDiagLinearOperator | IdentityLinearOperator | DiagLinearOperator):
             return self.add_diagonal(other._diagonal())
         if isinstance(other, Tensor):
-            if other.shape[-2:] != self.matrix_shape:
-                raise ValueError(f"cannot add a matrix of shape {tuple(other.shape)} to one of {tuple(self.shape)}.")
             other = given_matrix.Dense(other)
         if not isinstance(other, LinearOperator):
             raise TypeError(f"cannot add {type(other).__name__} to {type(self).__name__}; expected an operator.")
@@ -371,7 +353,7 @@ class Operator(LinearOperatorContract):
         if not self.is_square:
             raise ValueError(f"add_diagonal needs a square operator, got {tuple(self.shape)}.")
         diag = unwrapped(diag).whole() if is_dtensor(diag) else diag
-        if not isinstance(diag, numbers.Real | Tensor | np.ndarray) or isinstance(diag, bool):
+        if not isinstance(diag, numbers.Real | Tensor | np.ndarray):
             raise TypeError(f"the diagonal must be a number or a tensor ({self.shape[-1]},), got {shown(diag)}.")
         shift = torch.as_tensor(diag, dtype=self.dtype, device=self.device)
         shift = shift.squeeze(-1) if shift.ndim and shift.shape[-1] == 1 and self.shape[-1] != 1 else shift
@@ -386,8 +368,6 @@ class Operator(LinearOperatorContract):
     # Entries, slices, batches
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        if batch_indices and any(not takes_all(index) for index in batch_indices):
-            raise ValueError(f"{type(self).__name__} has no batch dimension to index with {batch_indices}.")
         rows, columns = map(partial(positions, device=self.device), (row_index, col_index), self.matrix_shape)
         return self if rows is None and columns is None else algebra.Sliced(self, rows=rows, columns=columns)
 
@@ -541,10 +521,7 @@ class Operator(LinearOperatorContract):
             return draw_dense(self, k, generator)
         if self.psd and not self.batch_shape:
             return draw_by_products(self, k, generator)
-        raise ValueError(
-            f"this {type(self).__name__} of shape {tuple(self.shape)} is not known to be positive semidefinite, and no "
-            "exact square root of it is known; draw from its parts, or from operator.inverse() of a Damped one."
-        )
+        raise ValueError(f"no root of this {type(self).__name__} is known, nor that it is positive semidefinite.")
 
 
 def as_part(value: Any) -> str:

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import shown
 from curvops.errors import NotPositiveSemidefiniteError, PrecisionWarning, warn
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.vectors import ROUNDING_SEEN, Matrix, ScalarFunction, describe_square
@@ -27,9 +28,6 @@ from curvops.linalg.operators.draws import normal
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner, FilteredPreconditioner
 from curvops.linalg.preconditioners.jacobi import block_jacobi
 from curvops.summary import name_of
-
-METHODS = ("__matmul__", "sqrt_inverse", "sqrt", "logdet", "bounds", "floor", "matvecs")
-"""What a preconditioner has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,16 +317,12 @@ def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditio
     if not isinstance(P, LinearOperator):
         if isinstance(P, FactoredPreconditioner):
             return P
-        raise TypeError(
-            f"a preconditioner must be an operator, a tensor, or have {', '.join(METHODS)}; got {type(P).__name__}."
-        )
-    n = describe_square(P).rows
+        raise TypeError(f"a preconditioner must be an operator, a tensor, or a FactoredPreconditioner; got {shown(P)}.")
+    describe_square(P)
     form = (P._closed_form() or P.add_diagonal(0.0)._closed_form()) if hasattr(P, "_closed_form") else None
     if form is None:
-        raise TypeError(
-            f"no closed form of this {type(P).__name__} of {n} rows is known (a low rank needs add_diagonal(shift)); "
-            "sketch it with nystrom or cholesky instead, or pass its tensor if it is small."
-        )
+        hint = "use nystrom or cholesky, and for a low rank add_diagonal(shift)"
+        raise TypeError(f"no closed form of this {type(P).__name__} is known: {hint}.")
     form.require_definite()
     spectrum = getattr(form, "spectrum", None)
     with torch.no_grad():

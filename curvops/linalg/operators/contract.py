@@ -167,14 +167,10 @@ class LinearOperatorContract(LinearOperator):
     def repeat(self, *sizes: Any) -> LinearOperator:
         """Repeat the operator over leading batch dimensions, like torch.Tensor.repeat with trailing (1, 1)."""
         sizes = tuple(sizes[0]) if len(sizes) == 1 else sizes
-        if len(sizes) < 2 or tuple(sizes[-2:]) != (1, 1):
-            raise ValueError(f"only batch dimensions can be repeated: the last two sizes must be 1, got {sizes}.")
         batch = [1] * (len(sizes) - 2 - len(self.batch_shape)) + list(self.batch_shape)
         return self._expand_batch([repeat * size for repeat, size in zip(sizes, batch)])
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
-        if num_tridiag:
-            raise ValueError("solve computes no tridiagonal matrices: use curvops.linalg.lanczos.")
         return solve(self, rhs)
 
     def inv_quad(self, inv_quad_rhs: Tensor, reduce_inv_quad: bool = True) -> Tensor:

@@ -47,9 +47,6 @@ class Damped(UnaryOperator):
         cache: results shared with another operator of the same matrix; None starts an empty one.
         sources: the record of the data of a shift that is not a prior.
 
-    Raises:
-        TypeError: the base is not an operator, or the shift is neither a number nor a tensor.
-
     Examples:
         >>> P = co.linalg.Diagonal(torch.tensor([3.0, 0.0])).add_diagonal(1.0)
         >>> P.solve(torch.ones(2)), round(float(P.logdet()), 4)
@@ -68,10 +65,6 @@ class Damped(UnaryOperator):
         *,
         sources: Sources | None = None,
     ) -> None:
-        if not isinstance(base, LinearOperator):
-            raise TypeError(f"Damped needs an operator and a shift, got {type(base).__name__} as the operator.")
-        if not isinstance(shift, float | int | Tensor):
-            raise TypeError(f"the shift must be a number or a tensor, got {shift!r}.")
         if not isinstance(shift, Tensor):
             shift = torch.as_tensor(shift, dtype=base.dtype, device=base.device)
         super().__init__(base, shift, cache=Cache() if cache is None else cache, sources=sources)
@@ -288,8 +281,6 @@ class Damped(UnaryOperator):
             return (draw_dense if self._is_small else draw_by_products)(self, k, generator)
         if bool((self.shift < 0).any()):
             raise ValueError(f"A + diag(d) has no known root for a negative shift ({float(self.shift.min()):.3g}).")
-        if self.shift.ndim > 1:
-            raise ValueError(f"this is a batch of {tuple(self.batch_shape)} operators; draw from each one, P[i].")
         noise = normal(self.shape[-1], k, self.dtype, self.device, generator)
         return draw_together(self.base, k, generator) + self._shift_against(noise).sqrt() * noise
 

@@ -207,10 +207,7 @@ class DirectSum(Operator):
 
 
 def check_blocks(blocks: Sequence[LinearOperator], positions: Sequence[Tensor | range]) -> Partition:
-    """Return the partition for these blocks; raise ValueError if sizes differ, TypeError for non-Operators."""
-    for block in blocks:
-        if not isinstance(block, Operator):
-            raise TypeError(f"a block must be an Operator, got {type(block).__name__}; wrap a tensor in Dense(tensor).")
+    """Return the partition for these blocks; raise ValueError if sizes differ."""
     if len(blocks) != len(positions):
         raise ValueError(f"{len(blocks)} blocks need as many sets of positions, got {len(positions)}.")
     parts = partition(positions, blocks[0].device if blocks else None)

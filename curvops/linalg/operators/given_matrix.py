@@ -351,10 +351,7 @@ class GivenProducts(Operator):
     def _transposed_product(self, block: Float[Tensor, "m K"]) -> Float[Tensor, "n K"]:
         adjoint = self._kwargs["adjoint"]
         if adjoint is None:
-            raise TypeError(
-                f"{NO_ADJOINT}: pass a SciPy LinearOperator with an rmatvec, or a subclass of Operator, of a symmetric "
-                "matrix with symmetric = True."
-            )
+            raise TypeError(f"{NO_ADJOINT}: pass a SciPy LinearOperator with an rmatvec, or a subclass of Operator.")
         return _checked(adjoint(block), block, self.shape[1])
 
 

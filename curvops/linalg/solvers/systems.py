@@ -128,31 +128,21 @@ def as_function(preconditioner: Preconditioner, facts: Description) -> Multiply:
     multiply: Any = preconditioner
     if isinstance(preconditioner, Tensor | LinearOperator):
         if tuple(preconditioner.shape) != (facts.rows, facts.rows) or preconditioner.dtype != facts.dtype:
-            raise ValueError(
-                f"the preconditioner must be ({facts.rows}, {facts.rows}) and {facts.dtype}, as A is, got "
-                f"{tuple(preconditioner.shape)} and {preconditioner.dtype}."
-            )
+            given = f"{tuple(preconditioner.shape)} and {preconditioner.dtype}"
+            raise ValueError(f"the preconditioner must be {(facts.rows,) * 2} and {facts.dtype}, as A is, got {given}.")
         multiply = product(preconditioner)
     elif callable(getattr(preconditioner, "preconditioner", None)):
-        raise TypeError(
-            f"a {type(preconditioner).__name__} approximates A, and a preconditioner must approximate its "
-            "inverse: pass the result of its preconditioner(shift)."
-        )
+        raise TypeError(f"a {type(preconditioner).__name__} approximates A, not A⁻¹: pass its preconditioner(shift).")
     elif hasattr(preconditioner, "__array_interface__"):
-        raise TypeError(
-            f"preconditioner must be a matrix of torch, or a function on blocks, got {shown(preconditioner)}."
-        )
+        raise TypeError(f"preconditioner must be a matrix of torch or a function, got {shown(preconditioner)}.")
     elif isinstance(preconditioner, Multiplies):
         multiply = preconditioner.__matmul__
 
     def precondition(V: Vectors) -> Vectors:
         image = as_step(0, multiply, V)
-        if getattr(image, "shape", None) != V.shape or image.dtype != V.dtype:
-            dtype = getattr(image, "dtype", None)
-            raise ValueError(
-                f"the preconditioner was given {V.dtype} of shape {tuple(V.shape)}, but returned "
-                f"{shown(image) if dtype in (None, V.dtype) else dtype}."
-            )
+        if image.shape != V.shape or image.dtype != V.dtype:
+            given, got = (f"{block.dtype} of shape {tuple(block.shape)}" for block in (V, image))
+            raise ValueError(f"the preconditioner was given {given}, but returned {got}.")
         return image
 
     return precondition

@@ -33,7 +33,6 @@ from curvops.linalg.core.vectors import (
     Given,
     Matrix,
     Vectors,
-    as_block,
     as_matrix,
     columns,
     combine,
@@ -42,17 +41,16 @@ from curvops.linalg.core.vectors import (
     empty_block,
     gram,
     inner,
-    largest,
     norm,
     part,
     product,
     put,
-    random_block,
     tall_qr,
     zero_block,
 )
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import Callback, iterations_allowed, shifted
+from curvops.linalg.spectra.lanczos import start_block
 from curvops.linalg.spectra.thick_restart import (
     BLOCK_VECTORS,
     RTOL,
@@ -276,22 +274,6 @@ def _non_finite_pairs(facts: Description, k: int, matvecs: int, history: Tensor)
     nothing = torch.full((k,), math.nan, dtype=torch.float64, device=facts.device)
     vectors = zero_block(facts, k) * math.nan
     return Eigenpairs(nothing, vectors, nothing.nan_to_num(math.inf), (Reason.NON_FINITE,) * k, matvecs, history)
-
-
-def start_block(
-    facts: Description, start: Vectors | None, block_size: int, generator: torch.Generator | None
-) -> Float[Vectors, "n b"]:
-    """Check the given start and scale its columns to size about 1, or draw a random one."""
-    n, _, dtype, device = facts
-    if start is None:
-        return random_block(facts, checked_whole("block_size", block_size, 1, n), "gaussian", generator)
-    if start.ndim != 2 or start.shape[0] != n or not start.shape[1] or start.dtype != dtype or start.device != device:
-        actual = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
-        raise ValueError(f"start must have shape ({n}, b), {dtype} on {device}, got {actual}.")
-    sizes = largest(start)
-    if not bool(torch.isfinite(sizes).all() & (sizes > 0).any()):
-        raise ValueError("start must be finite and not zero.")
-    return as_block(start / torch.where(sizes > 0, sizes, 1.0).to(start.dtype))
 
 
 class BlockLanczos(Projection):

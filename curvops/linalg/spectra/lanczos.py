@@ -11,14 +11,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import Progress, current_run
-from curvops.checks import check_tensor, checked_whole
+from curvops.checks import check_like, check_shape, check_tensor, checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.structure import MOST_SKEW, most_explained, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
+    Description,
     Given,
     Matrix,
     Vectors,
+    as_block,
     as_matrix,
     axpy,
     column_bytes,
@@ -124,24 +126,15 @@ def lanczos(
     """
     A = as_matrix(A)
     facts = describe_square(A)
-    n, _, dtype, device = facts
+    n = facts.rows
     checked_whole("steps", steps)
     if start is not None:
         check_tensor("start", start)
-    if start is None:
-        block = random_block(facts, 1, "gaussian", generator)
-    elif start.shape != (n,) or start.dtype != dtype or start.device != device:
-        actual = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
-        raise ValueError(f"start must have shape ({n},), {dtype} on {device}, got {actual}.")
-    else:
-        block = start.unsqueeze(1)
-    size = float(largest(block))
-    if not 0 < size < torch.inf:
-        raise ValueError("start must be finite and not zero.")
+    block = start_block(facts, None if start is None else start.unsqueeze(1), 1, generator)
     current_run().expect(min(steps, n))
     with working(A, TWO_STEPS_VECTORS) as (multiply, room):
         depth = depth_within(steps, n, column_bytes(block), 1, room)
-        run = LockStep(multiply, block / size, depth)
+        run = LockStep(multiply, block, depth)
         run.extend(depth)
     m = int(run.depths[0])
     if not run.finite:
@@ -157,13 +150,26 @@ def lanczos(
     return LanczosResult(run.vectors(0, m), alphas, betas, last, reason, run.matvecs)
 
 
+def start_block(
+    facts: Description, start: Vectors | None, block_size: int, generator: torch.Generator | None
+) -> Float[Vectors, "n b"]:
+    """Check the given start and scale its columns to size about 1, or draw a random one."""
+    if start is None:
+        return random_block(facts, checked_whole("block_size", block_size, 1, facts.rows), "gaussian", generator)
+    check_shape("start", start, (facts.rows, start.shape[-1]))
+    check_like("start", start, facts, "A")
+    sizes = largest(start)
+    if not bool(torch.isfinite(sizes).all() & (sizes > 0).any()):
+        raise ValueError("start must be finite and not zero.")
+    return as_block(start / torch.where(sizes > 0, sizes, 1.0).to(start.dtype))
+
+
 class LockStep:
     """Lanczos for K start vectors at once: one block product per step, each vector with its own basis.
 
     The bases lie one after another in ``store``, a block of K (capacity + 1) columns. ``alphas`` and ``betas`` are
-    (K, m) float64 on the CPU; ``depths`` (K,) counts the steps of each vector, ``done`` (K,) marks invariant Krylov
-    spaces, and ``dropped`` (K,) is their last beta, which counts as 0. ``extend`` may be called again for more depth;
-    ``most`` is the depth that memory allows.
+    (K, m) float64 on the CPU; ``depths`` (K,) counts the steps of each vector, and ``done`` (K,) marks invariant Krylov
+    spaces. ``extend`` may be called again for more depth; ``most`` is the depth that memory allows.
 
     Beyond ``capacity`` steps, which must then be at least ``LEAST_CAPACITY``, the last three places of a basis are used
     in turn: a new vector is orthogonal to the vectors stored before them and to the last three. ``combinations`` makes
@@ -188,7 +194,6 @@ class LockStep:
         self.betas = torch.zeros(self.K, 0, dtype=torch.float64)
         self.depths = torch.zeros(self.K, dtype=torch.long)
         self.done = torch.zeros(self.K, dtype=torch.bool)
-        self.dropped = torch.zeros(self.K, dtype=torch.float64)
         self.scale = 0.0
         self.gaps, self.images = torch.zeros(2, self.K, dtype=torch.float64)
         self.matvecs = 0
@@ -345,7 +350,6 @@ class LockStep:
         self.scale = max(self.scale, float(image.nan_to_num(0.0, 0.0).amax()))
         # The rest after two passes is rounding once it falls to eps times the largest image so far.
         ended = ~(beta > 10 * self.eps * self.scale) | ~torch.isfinite(alpha)
-        self.dropped[live] = torch.where(ended, beta, 0.0)
         if m + 1 == self.n and m <= self.capacity:
             ended[:] = True  # no direction is left
         beta = torch.where(ended & torch.isfinite(beta), 0.0, beta)

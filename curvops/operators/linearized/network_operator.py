@@ -109,13 +109,6 @@ class NetworkOperator(Operator):
         return frozenset((self.lin.memory,))
 
     @property
-    def multiply_adds(self) -> float | int:
-        """The multiply-adds of a gradient of the data, which a product takes, too; at least one a weight and point."""
-        plan = getattr(self.lin, "plan", None)  # a model that runs itself has none
-        count: int = 3 * self.lin.num_data * max(self.theta.shape[-1], 0 if plan is None else plan.forward)
-        return count
-
-    @property
     def progress(self) -> Progress:
         progress: Progress = self.lin.passes.progress
         return progress
