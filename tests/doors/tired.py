@@ -396,7 +396,7 @@ DOORS = [
             "a function's name": (
                 lambda: co.linalg.apply_function(precision(), "exp", torch.ones(27).double()),
                 TypeError,
-                "f must be a function.*got 'exp'",
+                "such as torch.exp, got 'exp'",
             ),
         },
     ),

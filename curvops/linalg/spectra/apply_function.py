@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.ambient import Progress, as_step, current_run, remark, running
-from curvops.checks import check_callable, check_limits, checked_number
+from curvops.checks import check_limits, checked_number
 from curvops.errors import PrecisionWarning, warn
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.cache import require_first_derivative
@@ -39,12 +39,16 @@ from curvops.linalg.core.vectors import (
     join,
     norm,
     put,
+    random_block,
     shaped_as,
     zero_block,
 )
 from curvops.linalg.solvers.systems import Callback, UsableColumns, check
 from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, TWO_STEPS_VECTORS, LockStep
-from curvops.linalg.spectra.ritz import SpectralFunction, approximants
+from curvops.linalg.spectra.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
+
+# The number of steps from a random start that show the range of the spectrum.
+SEEN_DEPTH = 10
 
 
 @algorithm
@@ -81,8 +85,8 @@ def apply_function(
     Returns:
         A FunctionProduct; ``value`` has the shape of B. RANK_CAPPED (products) or ITERATION_LIMIT: the value reached
         within the limits. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps.
-        PRECISION_LIMIT: rounding in A's dtype exceeds the rest of the error; with an estimate of inf the value may be
-        rounding alone. SINGULAR: f has no value at
+        PRECISION_LIMIT: rounding in A's dtype exceeds the rest of the error, as it does whenever f(A) b is tiny
+        compared with max |f| ‖b‖; with an estimate of inf the value may be rounding alone. SINGULAR: f has no value at
         an eigenvalue that is zero to working precision; the value is the last approximation that was defined, or zero.
 
     Raises:
@@ -91,7 +95,9 @@ def apply_function(
             100 eps ‖A‖ of 0 counts as 0.
 
     Before a column counts as converged, the error estimate evaluates f at about a thousand points near the Ritz values,
-    so that up to n products resolve a step or a peak between them. The estimate cannot detect a narrower peak, nor an
+    so that up to n products resolve a step or a peak between them. If a column ends after few steps, and f may be so
+    large elsewhere that rounding in b would matter, ten products from a random start explore the rest of the spectrum,
+    once; without the budget for them the column is UNVERIFIED. The estimate cannot detect a narrower peak, nor an
     eigenvalue far beyond the Ritz values along which b has almost no component.
 
     Source: Lanczos with full reorthogonalisation, or twice with a partial one; the estimate of the error from Ilić,
@@ -210,7 +216,6 @@ def _apply(
 ) -> FunctionProduct:
     A = as_matrix(A, B)
     check(describe_square(A), B, rtol, maxiter, callback=callback)
-    check_callable("f", f)
     check_limits(max_matvecs=max_matvecs)
     current_run().expect(max_matvecs)
     bound = None if lower_bound is None else float(lower_bound)
@@ -240,6 +245,7 @@ class FunctionRun:
         zero = torch.tensor([reason is Reason.ZERO_RIGHT_HAND_SIDE for reason in self.reasons], dtype=torch.bool)
         self.errors = torch.where(zero, 0.0, math.inf).double()
         self.f = SpectralFunction(f, bound, torch.finfo(B.dtype).eps)
+        self.seen, self.search_matvecs = torch.zeros(0, dtype=torch.float64), 0
         least = (LEAST_CAPACITY + 2) * len(self.live) * column_bytes(B)
         room = None if memory_budget is None else max(memory_budget, least)
         limit = 1000 if maxiter is None else maxiter
@@ -257,7 +263,7 @@ class FunctionRun:
 
     @property
     def matvecs(self) -> int:
-        return self.run.matvecs
+        return self.run.matvecs + self.search_matvecs
 
     def solve(self, rtol: float, budget: int | None, callback: Callback | None) -> None:
         while self.active:
@@ -272,7 +278,7 @@ class FunctionRun:
             if target > self.run.capacity:
                 self.run.reserve(min(self.run.most, 2 * target))
             self.run.extend(target, beyond_capacity=True)
-            self._assess(rtol)
+            self._assess(rtol, budget)
             self.active = [k for k in self.active if not self.stopped[k]]
             remark(lambda: f"error {float(self.errors.amax()):.1e}")
             if callback is not None:
@@ -286,7 +292,7 @@ class FunctionRun:
             steps += int((depths - self.run.most + LEAST_CAPACITY).clamp_min(0).sum())
         return self.matvecs + steps
 
-    def _assess(self, rtol: float) -> None:
+    def _assess(self, rtol: float, budget: int | None) -> None:
         """Estimate the errors of the active columns, and stop those that are done, with reasons."""
         if self.run.skewed:
             for k in self.active:
@@ -304,7 +310,13 @@ class FunctionRun:
         for m, together in by_depth.items():
             T = torch.stack([self.run.tridiagonal(k) for k in together])
             beta = self.run.betas[together, m - 1]
-            approximation = approximants(T, beta, self.f, self.run.scale, rtol)
+            question = T, beta, self.run.dropped[together], self.f, self.run.scale, rtol
+            approximation = approximants(*question, self.seen)
+            doubtful = self._leaves_doubt(approximation, beta, rtol)
+            if bool(doubtful.any()) and not len(self.seen) and self._search_spectrum(budget):
+                approximation = approximants(*question, self.seen)
+            if len(self.seen):
+                doubtful[:] = False
             errors = approximation.relative()
             for i, k in enumerate(together):
                 complete = float(beta[i]) == 0
@@ -321,7 +333,34 @@ class FunctionRun:
                 elif verified and (met or bool(approximation.settled[i])):
                     bounded = math.isfinite(float(approximation.rounding[i]))
                     limit = Reason.PRECISION_LIMIT if bounded else Reason.SINGULAR
-                    self._stop(k, Reason.CONVERGED if met else limit)
+                    self._stop(k, Reason.UNVERIFIED if bool(doubtful[i]) else Reason.CONVERGED if met else limit)
+
+    def _leaves_doubt(self, approximation: Approximants, beta: Tensor, rtol: float) -> Tensor:
+        """Return the columns that are about to end with too few Ritz values to bound f over the spectrum."""
+        m = approximation.coefficients.shape[1]
+        if m == self.run.n:
+            return torch.zeros_like(approximation.settled)
+        few = approximation.settled & approximation.defined & ((beta == 0) | (m < SEEN_DEPTH))
+        if not bool(few.any()):
+            return few
+        threat = ROUNDING * self.f.eps * self.f.largest_within(self.run.scale)
+        tolerated = 0.1 * rtol * approximation.coefficients.norm(dim=1)
+        return few & (threat > torch.maximum(approximation.rounding, tolerated))
+
+    def _search_spectrum(self, budget: int | None) -> bool:
+        """Find Ritz values by a short run from a random start within the budget; return whether there are any."""
+        depth = min(SEEN_DEPTH, self.run.n, SEEN_DEPTH if budget is None else budget - self.matvecs)
+        if depth < LEAST_DEPTH:
+            return False
+        generator = torch.Generator(device=self.B.device).manual_seed(0)  # the user's generator does not advance
+        run = LockStep(self.run.multiply, random_block(self.B, 1, "gaussian", generator), LEAST_CAPACITY)
+        run.extend(depth, beyond_capacity=True)
+        self.search_matvecs += run.matvecs
+        T = run.tridiagonal(0)
+        if not bool(torch.isfinite(T).all()):
+            return False
+        self.seen = torch.linalg.eigvalsh(T)
+        return True
 
     def _stop(self, k: int, reason: Reason) -> None:
         self.reasons[int(self.live[k])] = reason

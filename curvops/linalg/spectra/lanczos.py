@@ -130,6 +130,7 @@ def lanczos(
     checked_whole("steps", steps)
     if start is not None:
         check_tensor("start", start)
+        check_shape("start", start, (n,))
     block = start_block(facts, None if start is None else start.unsqueeze(1), 1, generator)
     current_run().expect(min(steps, n))
     with working(A, TWO_STEPS_VECTORS) as (multiply, room):
@@ -156,7 +157,8 @@ def start_block(
     """Check the given start and scale its columns to size about 1, or draw a random one."""
     if start is None:
         return random_block(facts, checked_whole("block_size", block_size, 1, facts.rows), "gaussian", generator)
-    check_shape("start", start, (facts.rows, start.shape[-1]))
+    if start.ndim != 2 or len(start) != facts.rows:
+        raise ValueError(f"start must have shape ({facts.rows}, b), got {tuple(start.shape)}.")
     check_like("start", start, facts, "A")
     sizes = largest(start)
     if not bool(torch.isfinite(sizes).all() & (sizes > 0).any()):
@@ -168,8 +170,9 @@ class LockStep:
     """Lanczos for K start vectors at once: one block product per step, each vector with its own basis.
 
     The bases lie one after another in ``store``, a block of K (capacity + 1) columns. ``alphas`` and ``betas`` are
-    (K, m) float64 on the CPU; ``depths`` (K,) counts the steps of each vector, and ``done`` (K,) marks invariant Krylov
-    spaces. ``extend`` may be called again for more depth; ``most`` is the depth that memory allows.
+    (K, m) float64 on the CPU; ``depths`` (K,) counts the steps of each vector, ``done`` (K,) marks invariant Krylov
+    spaces, and ``dropped`` (K,) is their last beta, which counts as 0. ``extend`` may be called again for more depth;
+    ``most`` is the depth that memory allows.
 
     Beyond ``capacity`` steps, which must then be at least ``LEAST_CAPACITY``, the last three places of a basis are used
     in turn: a new vector is orthogonal to the vectors stored before them and to the last three. ``combinations`` makes
@@ -194,6 +197,7 @@ class LockStep:
         self.betas = torch.zeros(self.K, 0, dtype=torch.float64)
         self.depths = torch.zeros(self.K, dtype=torch.long)
         self.done = torch.zeros(self.K, dtype=torch.bool)
+        self.dropped = torch.zeros(self.K, dtype=torch.float64)
         self.scale = 0.0
         self.gaps, self.images = torch.zeros(2, self.K, dtype=torch.float64)
         self.matvecs = 0
@@ -350,6 +354,7 @@ class LockStep:
         self.scale = max(self.scale, float(image.nan_to_num(0.0, 0.0).amax()))
         # The rest after two passes is rounding once it falls to eps times the largest image so far.
         ended = ~(beta > 10 * self.eps * self.scale) | ~torch.isfinite(alpha)
+        self.dropped[live] = torch.where(ended, beta, 0.0)
         if m + 1 == self.n and m <= self.capacity:
             ended[:] = True  # no direction is left
         beta = torch.where(ended & torch.isfinite(beta), 0.0, beta)

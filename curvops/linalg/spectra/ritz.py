@@ -9,20 +9,22 @@ the error stagnates.
 The maximum is taken over few points as long as they show an error above the tolerance. Before an error is accepted as
 small, f is evaluated at about a thousand points between the Ritz values, to detect a step, a kink or a peak there.
 
-Products in A's dtype are those of a matrix at a distance of a few eps ‖A‖: the change of f(T) e₁ under such a
-perturbation of T is the effect of rounding.
+Rounding in b, and in each product with A, adds eps ‖b‖ of every eigenvector. If f(A) b is tiny compared with
+max |f| ‖b‖, these parts exceed it, and T may not show them: for b near an eigenvector it has a single entry. They are
+bounded at the same points, which cover the whole spectrum that this run or one from a random start (``seen``) found.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.checks import check_shape
+from curvops.checks import shown
 from curvops.linalg.core.results import indefinite
 from curvops.linalg.core.vectors import NEAR_ZERO, ScalarFunction
 from curvops.linalg.spectra.lanczos import tridiagonal
@@ -66,14 +68,24 @@ class SpectralFunction:
     """
 
     def __init__(self, f: ScalarFunction, lower_bound: float | None, eps: float) -> None:
+        if not callable(f):
+            raise TypeError(f"f must be a function of a tensor, such as torch.exp, got {shown(f)}.")
         self.f, self.lower_bound, self.eps = f, lower_bound, eps
 
     def unchecked(self, x: Tensor) -> Tensor:
         """Return f(x) above the lower bound, finite or not."""
         flat = x.flatten() if self.lower_bound is None else x.flatten().clamp_min(self.lower_bound)
         y = self.f(flat.clone())
-        check_shape("the result of f", y, flat.shape)
+        if not isinstance(y, Tensor) or y.shape != flat.shape or y.is_complex():
+            got = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            raise ValueError(f"f must return a real tensor of the shape it is given, {tuple(flat.shape)}, got {got}.")
         return y.to(x).reshape(x.shape)
+
+    def largest_within(self, size: float) -> float:
+        """Return the largest finite |f| found on [−size, size], the range of eigenvalues for that norm."""
+        x = torch.linspace(-size, size, 2 * MOST_POINTS + 1, dtype=torch.float64)
+        y = self.unchecked(x).abs()
+        return float(y[torch.isfinite(y)].amax()) if bool(torch.isfinite(y).any()) else 0.0
 
     def at_zero(self) -> float:
         """Return f(0), which need not be finite."""
@@ -104,13 +116,16 @@ class SpectralFunction:
 def approximants(
     T: Float[Tensor, "K m m"],
     beta: Float[Tensor, " K"],
+    dropped: Float[Tensor, " K"],
     f: SpectralFunction,
     size: float,
     rtol: float,
+    seen: Float[Tensor, " s"],
 ) -> Approximants:
     """Return f(T) e₁ for each T with its errors, which are computed at many more points once settled.
 
-    β = 0 means that the space is complete.
+    ``dropped`` is the β below rounding level at which a space counts as complete (β = 0); ``seen`` holds the Ritz
+    values of a run from a random start, if there was one.
     """
     nodes, V = torch.linalg.eigh(T)
     values = f.on_ritz_values(nodes, size)
@@ -123,11 +138,14 @@ def approximants(
         _truncation(nodes, V, values, beta, f, _test_points(nodes, residuals, f)),
         rtol * y.norm(dim=1),
     )
-    for k in (finite & (beta != 0) & _is_settled(truncation, rounding, allowed, beta)).nonzero().flatten().tolist():
-        here = slice(k, k + 1)
-        between = _points_between(nodes[here], residuals[here], f)
-        finer = _truncation(nodes[here], V[here], values[here], beta[here], f, between)
-        truncation[k] = torch.maximum(truncation[k], finer[0])
+    for k in (finite & _is_settled(truncation, rounding, allowed, beta)).nonzero().flatten().tolist():
+        elsewhere = _rounding_elsewhere(nodes[k], V[k], values[k], float(dropped[k]), f, size, seen)
+        rounding[k] = rounding[k].clamp_min(elsewhere)
+        if beta[k] != 0:
+            here = slice(k, k + 1)
+            between = _points_between(*_expected_range(nodes[here], residuals[here], f), seen)
+            finer = _truncation(nodes[here], V[here], values[here], beta[here], f, between[None])
+            truncation[k] = torch.maximum(truncation[k], finer[0])
     # If f is 0 at every Ritz value, f(A) b may be arbitrarily large in comparison.
     truncation = torch.where((beta != 0) & (y == 0).all(1), math.inf, truncation)
     verified = (beta == 0) | (T.shape[1] >= LEAST_DEPTH)
@@ -145,20 +163,46 @@ def _truncation(
     bounds = torch.zeros_like(beta)
     for k in (beta != 0).nonzero().flatten().tolist():
         weights, largest = V[k, -1] * V[k, 0], -math.inf
-        for x in points[k].split(MOST_POINTS):
-            h = _divided_differences(x, nodes[k], values[k], f) @ weights
-            largest = max(largest, float(h.abs().nan_to_num(-math.inf, math.inf).amax()))
+        for _, gaps, rises in _differences(points[k], nodes[k], values[k], f):
+            largest = max(largest, float(((rises / gaps) @ weights).abs().nan_to_num(-math.inf, math.inf).amax()))
         bounds[k] = beta[k] * largest if largest > -math.inf else math.inf
     return bounds
 
 
-def _divided_differences(x: Tensor, nodes: Tensor, values: Tensor, f: SpectralFunction) -> Float[Tensor, "p m"]:
-    """Return (f(x) − f(θ))/(x − θ) at some points x; NaN where f is not finite."""
-    y, gaps = f.unchecked(x), x[:, None] - nodes
-    y = torch.where(torch.isfinite(y), y, math.nan)
-    # Points closer to a Ritz value than its own rounding show nothing of f between the two.
-    apart = gaps.abs() > 1e-15 * nodes.abs().amax()
-    return torch.where(apart | y.isnan()[:, None], y[:, None] - values, 0.0) / torch.where(apart, gaps, 1.0)
+def _differences(x: Tensor, nodes: Tensor, values: Tensor, f: SpectralFunction) -> Iterator[tuple[Tensor, ...]]:
+    """Yield F(x), x − θ and f(x) − f(θ), some points x at a time; NaN where f is not finite."""
+    for points in x.split(MOST_POINTS):
+        y, gaps = f.unchecked(points), points[:, None] - nodes
+        y = torch.where(torch.isfinite(y), y, math.nan)
+        # Points closer to a Ritz value than its own rounding show nothing of f between the two.
+        apart = gaps.abs() > 1e-15 * nodes.abs().amax()
+        yield y, torch.where(apart, gaps, 1.0), torch.where(apart | y.isnan()[:, None], y[:, None] - values, 0.0)
+
+
+def _rounding_elsewhere(
+    nodes: Tensor, V: Tensor, values: Tensor, dropped: float, f: SpectralFunction, size: float, seen: Tensor
+) -> float:
+    """Bound the effect of eps ‖b‖, eps ‖A‖ and a dropped β along an eigenvector anywhere in the spectrum.
+
+    A perturbation of A by E adds (f(x) − f(θ))/(x − θ) times its entry of E along the eigenvector of x, but no more
+    than a full turn of the eigenvectors, f(x) − f(θ). A tenth of each gap is left out, since f may have a pole there.
+    """
+
+    def effect(x: Tensor) -> Tensor:
+        errors = []
+        for y, gaps, rises in _differences(x, nodes, values, f):
+            rotation = (rises * (level / gaps.abs()).clamp_max(1.0)).square() @ first.square()
+            coupling = dropped * ((rises / gaps) @ (last * first)).abs()
+            errors.append((f.eps * y.abs() + rotation.sqrt() + coupling).nan_to_num(0.0))
+        return torch.cat(errors)
+
+    edges, level, first, last = torch.cat([nodes, seen]).sort().values, f.eps * size, V[0], V[-1]
+    largest = effect(edges).amax()
+    if len(edges) > 1:
+        between = effect(_points_between(edges)).unflatten(0, (len(edges) - 1, -1))
+        # A tenth of the points may be near a pole of f.
+        largest = torch.maximum(largest, between.quantile(0.9, dim=1).amax())
+    return float(largest)
 
 
 def _ends(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor, Tensor]:
@@ -179,17 +223,19 @@ def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float
     return torch.cat([low, high, middles, geometric, below], 1)
 
 
-def _points_between(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float[Tensor, "1 p"]:
-    """Return points over the range where eigenvalues are expected, denser towards Ritz values, to find features of f.
-
-    They are those of one column.
-    """
+def _expected_range(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor, ...]:
+    """Return the Ritz values of one column, and the ends of the range where eigenvalues are expected."""
     first, (low, high) = nodes[:, :1], _ends(nodes, residuals, f)
     floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
-    edges = torch.cat([torch.where(first > 0, floor, low), nodes, high], 1).sort().values[0]
+    return torch.where(first > 0, floor, low)[0], nodes[0], high[0]
+
+
+def _points_between(*parts: Tensor) -> Float[Tensor, " p"]:
+    """Return points over the whole range of the given ones, denser towards each, to find every feature of f."""
+    edges = torch.cat(parts).sort().values
     count = max(15, MOST_POINTS // len(edges))
     share = (1 - torch.cos(math.pi * torch.arange(1, count + 1, dtype=edges.dtype) / (count + 1))) / 2
-    return (edges[:-1, None] + edges.diff()[:, None] * share).reshape(1, -1)
+    return (edges[:-1, None] + edges.diff()[:, None] * share).flatten()
 
 
 def _rounding(T: Tensor, nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:

@@ -227,6 +227,40 @@ def test_too_few_steps_are_never_certified():
     assert unseen.reasons == (Reason.ITERATION_LIMIT,) and unseen.error_estimates == math.inf
 
 
+@pytest.mark.parametrize(("spectrum", "dtype"), [("uniform", torch.float64), ("spike", torch.float32)])
+def test_rounding_outweighs_what_is_tiny_beside_the_largest_f(spectrum, dtype):
+    """b near an eigenvector at which f nearly vanishes: rounding in b and A decides, and no column says otherwise."""
+    values = (torch.arange(40, dtype=torch.float64) + 0.5) / 40
+    values[-1] = 50.0 if spectrum == "spike" else values[-1]
+    # In float64 the reference is known to full accuracy for a diagonal A alone.
+    A = (symmetric(values) if dtype == torch.float32 else torch.diag(values)).to(dtype)
+    exact_values, vectors = torch.linalg.eigh(A.double())
+    noise = columns(40, 1)[:, 0]
+    near = [vectors[:, k] + size * noise for k in (0, 20, 39) for size in (0, 1e-12, 1e-7, 1e-4)]
+    B = torch.stack(near, 1).to(dtype)
+    for which in ("exp", "erfc", "peak", "step"):
+        f = SHARP[which]
+        exact = vectors @ (f(exact_values)[:, None] * (vectors.mT @ B.double()))
+        r = apply_function(A, f, B, rtol=1e-3)
+        error = (r.value.double() - exact).norm(dim=0) / exact.norm(dim=0)
+        assert r.accepted and (error <= 1e-3)[r.converged].all(), (which, error, r.reasons)
+        assert (r.error_estimates >= error / 3)[exact.norm(dim=0) > 0].all(), (which, error, r.error_estimates)
+        if spectrum == "uniform" and which in ("exp", "erfc"):  # where f is of its usual size nothing is lost
+            usual = exact.norm(dim=0) >= 0.3 * B.norm(dim=0) * f(exact_values).amax()
+            assert usual.any() and r.converged[usual].all(), (which, r.error_estimates)
+
+
+def test_where_the_spectrum_lies_is_looked_up_only_in_doubt():
+    A, b = torch.diag(torch.linspace(0, 1, 50)), torch.zeros(50)
+    b[-1] = 1.0
+    plain = apply_function(A, lambda x: torch.exp(-x), b, rtol=1e-4)
+    assert plain.reasons == (Reason.CONVERGED,) and plain.matvecs == 1
+    doubted = apply_function(A, SHARP["exp"], b)
+    assert doubted.reasons == (Reason.PRECISION_LIMIT,) and doubted.matvecs == 11
+    # Without products for that nothing is said.
+    assert apply_function(A, SHARP["exp"], b, max_matvecs=2).reasons == (Reason.UNVERIFIED,)
+
+
 def test_relative_errors_are_over_the_least_norm_that_rounding_allows():
     """Of norms 5, 0, 0, 1 and 5: an error beside nothing is infinite, no error of nothing is 0."""
     y = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 5.0]]).double()
