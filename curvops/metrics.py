@@ -381,6 +381,10 @@ def _check_shapes(values: Tensor, labels: Tensor, some: bool = True) -> None:
     if labels.is_floating_point():
         raise ValueError(f"labels must be integers, not {labels.dtype}{remedy}")
     if labels.numel() and (labels.min() < 0 or labels.max() >= values.shape[1]):
+        beyond = labels[(labels < 0) | (labels >= values.shape[1])].unique().tolist()
+        if len(beyond) == 1 and not remedy:
+            ignored = beyond[0]
+            remedy = f"; to leave out the label {ignored}, keep = labels != {ignored}: score values[keep], labels[keep]"
         span = f"{int(labels.min())}..{int(labels.max())}"
         raise ValueError(f"labels must lie in 0..{values.shape[1] - 1}, not {span}{remedy}")
 

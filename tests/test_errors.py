@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -105,6 +106,34 @@ def shown() -> dict[str, set[str]]:
 def test_warnings_point_at_the_line_of_the_user() -> None:
     """In another process: here the frames of the shape checks stand between the user and the library."""
     assert alone(shown) == {name: {__file__} for name in CASES}
+
+
+def test_a_limit_of_the_precision_comes_with_the_residual_that_was_reached() -> None:
+    torch.manual_seed(0)
+    with pytest.warns(co.errors.PrecisionWarning, match=r"largest true relative residual is \d\.\de-0\d, where rtol="):
+        ill_conditioned()
+
+
+def repeated() -> list[int]:
+    """How often a loop shows a warning of a known text: by default, from another line, and if all are asked for."""
+
+    model = nn.Linear(3, 1)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    counts = []
+    for action in ("default", "always"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter(action)  # type: ignore[arg-type]
+            for _ in range(3):
+                co.linearize(model, (X, X[:, :1] * 0), "regression")
+            co.linearize(model, (X, X[:, :1] * 0), "regression")
+        counts.append(sum(each.category is co.errors.NoiseWarning for each in caught))
+    return counts
+
+
+def test_a_loop_shows_a_warning_once_for_its_line() -> None:
+    """Self-checks change filters for a while, after which Python would show everything again."""
+    assert alone(repeated) == [2, 4]
 
 
 def test_every_warning_goes_through_one_function() -> None:

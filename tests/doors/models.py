@@ -78,7 +78,7 @@ DOORS = [
             "tuple": (
                 lambda: outputs_of(lambda h: (h, h)),
                 TypeError,
-                "returns tuple, not a tensor .* forward return only the tensor of outputs",
+                "returns tuple, not a tensor .* forward return one of them, or pass a tuple of likelihoods",
             ),
             "complex": (lambda: outputs_of(lambda h: h * 1j), TypeError, "returns torch.complex64"),
             "vector": (

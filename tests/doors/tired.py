@@ -49,6 +49,30 @@ def post() -> co.posterior.Laplace:
 
 
 @cache
+def images() -> co.posterior.Laplace:
+    """Of images of three channels."""
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(32, 3))
+    return co.laplace(co.linearize(model, (torch.zeros(3, 3, 6, 6), Y[:3]), "classification"), co.KFAC, 1.0)
+
+
+@cache
+def several_noises() -> co.posterior.Laplace:
+    likelihood = co.likelihoods.Gaussian(torch.tensor([0.5, 1.0], dtype=torch.float64))
+    return co.laplace(co.linearize(nn.Linear(4, 2).double(), (X, X[:, :2]), likelihood), co.KFAC, 1.0, check_mode=False)
+
+
+class Named(nn.Module):
+    """Logits by name, beside a loss that is not made, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3).double()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return {"loss": None, "logits": self.head(x)}
+
+
+@cache
 def precision() -> co.linalg.Damped:
     return co.GGN(lin()).add_diagonal(1.0)
 
@@ -134,6 +158,20 @@ DOORS = [
                 TypeError,
                 "given a DataLoader. Call this for the inputs of each batch",
             ),
+            "a point alone": (lambda: post().predict(X[0]), r"\(4,\) have the shape of a single point.*pass x\[None\]"),
+            "an image alone": (lambda: images().predict(torch.zeros(3, 6, 6)), r"x\[None\], of shape \(1, 3, 6, 6\)"),
+            "a precision beyond float32": (
+                lambda: co.laplace(single(), co.KFAC, 1e39, check_mode=False),
+                r"got inf: 1e\+39 is beyond the numbers of torch.float32; use model.double",
+            ),
+            "a precision below float32": (
+                lambda: co.laplace(single(), co.KFAC, 1e-50, check_mode=False),
+                r"got 0: 1e-50 is beyond the numbers of torch.float32",
+            ),
+            "one noise of several": (
+                lambda: several_noises().observation_noise,
+                r"read several as post.lin.likelihood.of_position.noise",
+            ),
             "scores of arrays": (
                 lambda: metrics.nll(np.full((2, 2), 0.5), np.array([0, 1])),
                 TypeError,
@@ -175,6 +213,29 @@ DOORS = [
             "a temperature of probabilities": (
                 lambda: metrics.temperature(X[:, :3].softmax(-1), Y),
                 r"pass temperature the logits, or probabilities.log\(\)",
+            ),
+            "labels to be ignored": (
+                lambda: metrics.nll(torch.full((3, 2), 0.5), torch.tensor([0, 255, 1])),
+                r"leave out the label 255, keep = labels != 255",
+            ),
+            "labels that torch ignores": (
+                lambda: metrics.accuracy(torch.full((3, 2), 0.5), torch.tensor([0, -100, 1])),
+                r"keep = labels != -100: score values\[keep\], labels\[keep\]",
+            ),
+            "one column of targets as a vector": (
+                lambda: co.linearize(nn.Linear(4, 2).double(), (X, X[:, 0]), nn.GaussianNLLLoss()),
+                r"a column for each mean, \(N, m\): pass y.unsqueeze\(1\)",
+            ),
+            "two classes by one logit": (
+                lambda: co.linearize(
+                    nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)).double(), (X, Y % 2), "classification"
+                ),
+                r"two classes from one logit a point, nn.BCEWithLogitsLoss\(\).*Bernoulli.* takes outputs \(N,\)",
+            ),
+            "outputs by name": (
+                lambda: co.linearize(Named(), (X, Y), "classification"),
+                TypeError,
+                r"return outputs\['logits'\], or pass .*such as \{'logits': 'classification'\} and \{'logits': y\}",
             ),
             "lists of scores": (lambda: metrics.auroc([0.1, 0.2], [0, 1]), TypeError, "scores must be a tensor"),
         },

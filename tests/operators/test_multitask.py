@@ -498,7 +498,11 @@ def test_training_takes_targets_by_name() -> None:
 @pytest.mark.parametrize(
     ("likelihoods", "targets", "message"),
     [
-        ("classification", FIRST.targets, "pass a mapping of likelihoods for several outputs"),
+        (
+            "classification",
+            FIRST.targets,
+            r"pass likelihoods and targets under the names .*\{'class': 'classification'\}",
+        ),
         (
             {"kind": "classification"},
             FIRST.targets,

@@ -198,7 +198,8 @@ class Solution(Summarised, ByColumn):
 def accept(solution: Solution, rtol: float) -> Vectors:
     """Return x if every column is accepted, else raise an error; warn if accuracy is limited by the dtype."""
     if Reason.PRECISION_LIMIT in solution.reasons:
-        warn(Reason.PRECISION_LIMIT.value, PrecisionWarning)
+        reached = f"The largest true relative residual is {float(solution.relative_residuals.max()):.1e}"
+        warn(f"{Reason.PRECISION_LIMIT.value} {reached}, where rtol={rtol:.1e}.", PrecisionWarning)
     return solution.raise_if_failed(rtol).x
 
 

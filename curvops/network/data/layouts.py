@@ -255,17 +255,14 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
     if layout is not None and layout.name is not None:
         outputs = part_of(outputs, layout.name)
     if not isinstance(outputs, Tensor):
-        wanted = "outputs.logits" if hasattr(outputs, "logits") else "only the tensor of outputs"
-        raise TypeError(
-            f"the model returns {type(outputs).__name__}, not a tensor (N, C): let forward return {wanted}, or pass a "
-            'mapping of likelihoods for several outputs, such as {"kind": "classification", "value": "regression"}.'
-        )
+        raise TypeError(f"the model returns {type(outputs).__name__}, not a tensor (N, C): {_remedy(outputs)}.")
     if not outputs.is_floating_point():
         raise TypeError(f"the model returns {outputs.dtype}, expected a real floating-point tensor (N, C).")
     if outputs.ndim == 0 or (outputs.ndim == 1 and (layout is None or layout.shape)):
         raise ValueError(
-            f"the model returns shape {tuple(outputs.shape)}, expected (N, C): add "
-            "outputs.unsqueeze(1) in the model, or, for inputs of a single point, pass x.unsqueeze(0)."
+            f"the model returns shape {tuple(outputs.shape)}, expected (N, C): add outputs.unsqueeze(1) in the model, "
+            "or, for inputs of a single point, pass x.unsqueeze(0). For two classes from one logit a point, "
+            "nn.BCEWithLogitsLoss() as the likelihood (Bernoulli) takes outputs (N,)."
         )
     if outputs.shape[1:].numel() == 0:
         raise ValueError(f"the model returns shape {tuple(outputs.shape)}: a point has no outputs.")
@@ -273,6 +270,22 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
         expected = ", ".join(str(length) for length in layout.shape)
         raise ValueError(f"the model returns {tuple(outputs.shape)}, but (N, {expected}) before: pad sequences.")
     return outputs
+
+
+def _remedy(outputs: Any) -> str:
+    """Return what to do about outputs that are no tensor, by the names that they have."""
+    if isinstance(outputs, Mapping):
+        names = [name for name, value in outputs.items() if isinstance(value, Tensor) and value.ndim]
+        if names:
+            name = "logits" if "logits" in names else names[0]
+            wanted = f"outputs.{name}" if hasattr(outputs, str(name)) else f"outputs[{name!r}]"
+            return (
+                f"let forward return {wanted}, or pass likelihoods and targets under the names that have them "
+                f"(of {names}), such as {{{name!r}: 'classification'}} and {{{name!r}: y}}"
+            )
+    if isinstance(outputs, tuple | list):
+        return "let forward return one of them, or pass a tuple of likelihoods, and one of targets, in their order"
+    return f"let forward return {'outputs.logits' if hasattr(outputs, 'logits') else 'only the tensor of outputs'}"
 
 
 def layout_of(outputs: Any, class_dim: int = -1, numbers: bool = False, name: Name | None = None) -> Layout:

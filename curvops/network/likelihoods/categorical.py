@@ -181,7 +181,7 @@ class Categorical(Likelihood):
         if num_outputs < 2:
             raise ValueError(
                 f"A categorical likelihood needs 2 outputs or more, not {num_outputs}: for two classes from one logit "
-                "f, use the logits (0, f), or co.likelihoods.Bernoulli()."
+                "f, use co.likelihoods.Bernoulli() with targets (n, 1), or the logits (0, f)."
             )
         if self.weight is not None and len(self.weight) != num_outputs:
             raise ValueError(f"{len(self.weight)} class weights were given, but the model has {num_outputs} outputs.")

@@ -286,8 +286,17 @@ class Model:
             return
         few = first_of(inputs)
         self.calls.arguments(value_of(few, apart=True))
-        with torch.no_grad():
-            self.raw(self.values, few, explained="")
+        try:
+            with torch.no_grad():
+                self.raw(self.values, few, explained="")
+        except (TypeError, ValueError) as error:
+            if isinstance(inputs, Tensor) and ((("inputs", inputs.dtype, inputs.shape),) in self._admitted):
+                shape = tuple(inputs.shape)
+                raise ValueError(
+                    f"inputs {shape} have the shape of a single point, and their first dimension was read as "
+                    f"{len(inputs)} points: pass x[None], of shape {(1, *shape)}."
+                ) from error
+            raise
         self._admitted.add(form)
 
     def require_points_apart(self, outputs: Tensor, alone: Tensor) -> None:

@@ -7,6 +7,7 @@ Prior precisions and means are given as a number, a vector or a mapping over par
 from __future__ import annotations
 
 import fnmatch
+import math
 import numbers
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -393,7 +394,13 @@ def read_precision(name: str, value: Any, selection: Selection, theta: Tensor, o
     hint = "wrap a matrix as co.linalg.Dense(matrix, psd=True)"
     precision = _read_vector(name, value, selection, theta, "a positive number", others, hint)
     if not within(precision, 0.0, strict=True):
-        raise ValueError(f"{name} must be positive and finite, got {float(precision.detach().min()):.3g}.")
+        low, high = (float(end) for end in torch.aminmax(precision.detach()))
+        wrong = low if not low > 0 else high
+        given = float(value) if isinstance(value, numbers.Real) else 0.0
+        why = (
+            f": {given:.3g} is beyond the numbers of {theta.dtype}; use model.double()" if 0 < given < math.inf else ""
+        )
+        raise ValueError(f"{name} must be positive and finite, got {wrong:.3g}{why}.")
     return precision
 
 

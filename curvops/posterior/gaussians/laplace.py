@@ -27,7 +27,7 @@ from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.linalg.operators.base import as_part
 from curvops.network import record_of_network
-from curvops.network.likelihoods import Gaussian
+from curvops.network.likelihoods import Gaussian, Multitask
 from curvops.operators import Linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value
 from curvops.posterior.arguments import (
@@ -166,15 +166,16 @@ class Laplace(GaussianWeights):
     @property
     def observation_noise(self) -> float:
         """The observation noise, the variance of a Gaussian likelihood; ValueError unless it is a single number."""
-        noise = self.lin.likelihood.single_noise
-        if noise is None:
-            raise ValueError(
-                f"{self.lin.likelihood!r} has no noise that is one number, as co.likelihoods.Gaussian(variance) has: "
-                "set several by post.with_noise(tensor), that of one of several outputs by its name, "
-                "post.with_noise({'value': variance}), estimate them by Gaussian(noise='per_output'), or tune them by "
-                "co.evidence.maximize(post, 'noise')."
-            )
-        return float(noise.detach())
+        likelihood = self.lin.likelihood
+        if likelihood.single_noise is not None:
+            return float(likelihood.single_noise.detach())
+        member = "likelihoods[name]." if isinstance(likelihood, Multitask) else ""
+        raise ValueError(
+            f"{likelihood!r} has no noise that is one number, as co.likelihoods.Gaussian(variance) has: read several "
+            f"as post.lin.likelihood.{member}of_position.noise, set them by post.with_noise(tensor), those of several "
+            "outputs by their names, post.with_noise({'value': variance}), estimate them by "
+            "Gaussian(noise='per_output'), or tune them by co.evidence.maximize(post, 'noise')."
+        )
 
     @algorithm
     def deviations(
