@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linear_operator.utils.errors import NotPSDError
 
@@ -216,29 +216,9 @@ CALLING_BACK = {"botorch", "contextlib", "curvops", "functools", "gpytorch", "li
 """Packages whose frames stand between a user's line and a warning: the library and those that call it back."""
 
 
-_shown: set[tuple[str, type[Warning], str, int]] = set()
-"""What was shown, and at which line: Python forgets it whenever filters change, as they do within `linearize`."""
-
-
 def warn(message: str, category: type[Warning]) -> None:
-    """Warn at the line of the user's code from which the library was called, at whatever depth.
-
-    Under Python's default filters the same warning is shown once for a line, however often this runs.
-    """
+    """Warn at the line of the user's code from which the library was called, at whatever depth."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in CALLING_BACK:
         frame, level = frame.f_back, level + 1
-    shown = message, category, frame.f_code.co_filename, frame.f_lineno
-    if shown in _shown and _is_shown_once(message, category, frame.f_globals.get("__name__", "")):
-        return
-    _shown.add(shown)
     warnings.warn(message, category, stacklevel=level)
-
-
-def _is_shown_once(message: str, category: type[Warning], module: str) -> bool:
-    """Return whether the filters in force show a warning once for each line."""
-    filters: Any = warnings.filters
-    for action, text, kind, where, _ in filters:
-        if issubclass(category, kind) and (not text or text.match(message)) and (not where or where.match(module)):
-            return bool(action == "default")
-    return True

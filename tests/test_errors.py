@@ -114,28 +114,6 @@ def test_a_limit_of_the_precision_comes_with_the_residual_that_was_reached() -> 
         ill_conditioned()
 
 
-def repeated() -> list[int]:
-    """How often a loop shows a warning of a known text: by default, from another line, and if all are asked for."""
-
-    model = nn.Linear(3, 1)
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    counts = []
-    for action in ("default", "always"):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter(action)  # type: ignore[arg-type]
-            for _ in range(3):
-                co.linearize(model, (X, X[:, :1] * 0), "regression")
-            co.linearize(model, (X, X[:, :1] * 0), "regression")
-        counts.append(sum(each.category is co.errors.NoiseWarning for each in caught))
-    return counts
-
-
-def test_a_loop_shows_a_warning_once_for_its_line() -> None:
-    """Self-checks change filters for a while, after which Python would show everything again."""
-    assert alone(repeated) == [2, 4]
-
-
 def test_every_warning_goes_through_one_function() -> None:
     files = [path for path in (ROOT / "curvops").rglob("*.py") if "warnings.warn(" in path.read_text(encoding="utf-8")]
     assert [path.name for path in files] == ["errors.py"]
