@@ -210,7 +210,7 @@ TABLE = {
     "KFAC": Row(lambda lin: co.KFAC(lin), SUMMED),
     "KFAC, evidence, draws, predictions of its posterior": Row(
         lambda lin: everything_of(co.laplace(lin, co.KFAC(lin), 1.0, check_mode=False)),
-        Counts(1, 1 + len(X) / N, C - 1 + C * len(X) / N),
+        Counts(1, 1 + 2 * len(X) / N, C - 1 + C * len(X) / N),
     ),
     "the check that weights are a mode": Row(lambda lin: co.laplace(lin, co.KFAC(lin), 1.0), Counts(2, 2, C)),
     "EKFAC": Row(lambda lin: co.EKFAC(lin), Counts(2, 2, 2 * (C - 1))),
@@ -248,7 +248,7 @@ TABLE = {
     "its five draws": Row(lambda lin: posterior(lin).sample(5), Counts((1, 4), (1, 3), (SLOPES, 2 * C), (0, 40))),
     "its predictions at four points": Row(
         lambda lin: posterior(lin).predict(X).covariance_matrix,
-        Counts((1, 3), (1, 3 + 2 * len(X) / N), (SLOPES, 3 * C), (0, 12 * 12)),
+        Counts((1, 3), (1, 3 + 3 * len(X) / N), (SLOPES, 3 * C), (0, 12 * 12)),
     ),
     "Hessian product, after a check at two points": Row(
         lambda lin: times(co.Hessian(lin)), Counts(2, 1 + 2 / N, (0, float("inf")))

@@ -103,7 +103,7 @@ class ShardedLinearization(NetworkOnData):
         reading: Reading = reading_for(network, probability, layout, weights, outputs, first_targets is not None)
         shard = Shard(as_source(data, step, weights), reading, ranks)
         shard.require_apart()
-        check_scores(network, probability, outputs, first_targets, likelihood)
+        check_scores(network, probability, outputs, first_targets)
         token = ranks.gather(os.urandom(16).hex())[0]
         walk = ShardedWalk(layers, shard, memory.budget)
         new = cls(walk, probability, output_shape(probability, layout), memory, token)

@@ -140,10 +140,7 @@ class ShardedParameters:
             lacking = sorted(set(self.layout.names) - set(tensors))
             unknown = sorted(set(tensors) - set(self.layout.names))
             raise ValueError(f"the mapping lacks {lacking} and has unknown names {unknown}.")
-        columns = {self._columns(name, tensors[name], like) for name in self.layout.names}
-        if len(columns) != 1:
-            raise ValueError(f"the tensors hold different numbers of vectors: {sorted(columns, key=str)}.")
-        (K,) = columns
+        (K,) = {self._columns(name, tensors[name], like) for name in self.layout.names}
         total = like.new_zeros(1 if K is None else K, len(self.own)).mT
         for name, shape in self.shapes.items():
             tensor, dim = tensors[name].detach(), self._dim[name] + 1
@@ -315,9 +312,8 @@ class ShardedModel(Model):
         return self._call({}, inputs), set()  # the module itself is run, and reads its own parameters
 
     def _require_known(self, tensors: Mapping[str, Any]) -> None:
-        """Raise ValueError for several meshes, meshes of several dimensions, other ranks, offloading, low precision."""
+        """Raise ValueError for meshes of several dimensions and for other ranks."""
         ours = dist.get_process_group_ranks(self.ranks.group)
-        meshes = {}
         for name, tensor in tensors.items():
             if not is_dtensor(tensor):
                 continue
@@ -326,36 +322,14 @@ class ShardedModel(Model):
                 raise ValueError(
                     f"parameter {name!r}: only meshes of one dimension are supported, fully_shard(model, mesh=)."
                 )
-            meshes[mesh] = name
             theirs = dist.get_process_group_ranks(mesh.get_group())
             if theirs != ours:
                 raise ValueError(f"parameter {name!r} is sharded over {theirs}, not {ours}: see process_group=.")
-        if len(meshes) > 1:
-            raise ValueError(f"the parameters {sorted(meshes.values())} lie on different meshes: use one mesh for all.")
-        dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-        for module in self._sharded:
-            self._require_plain_policies(module, dtypes)
-
-    def _require_plain_policies(self, module: Any, dtypes: set[torch.dtype]) -> None:
-        state, where = module._get_fsdp_state(), self.paths.get(module) or "the model"
-        policy = state._mp_policy
-        for what in ("param_dtype", "output_dtype"):
-            policy_dtype = getattr(policy, what, None)
-            if policy_dtype is not None and {policy_dtype} != dtypes:
-                raise ValueError(
-                    f"{where} has MixedPrecisionPolicy({what}={policy_dtype}): shard it without mp_policy."
-                )
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in groups:
-            if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":
-                raise ValueError(f"{where} is sharded with a CPUOffloadPolicy, which is not supported: remove it.")
 
     def _require_selectable(self, tensors: Mapping[str, Any]) -> None:
         for name in self.selection.names:
             if not is_dtensor(tensors[name]):
                 raise ValueError(f"parameter {name!r} is not sharded: leave it out of parameters=, or shard it.")
-            if not tensors[name].requires_grad:
-                raise ValueError(f"parameter {name!r} requires no gradient: call requires_grad_(), or leave it out.")
 
 
 def _local(tensor: Any) -> Tensor:
@@ -368,6 +342,4 @@ def _checked_spec(parameters: Any) -> Any:
     if isinstance(parameters, Tensor) or (isinstance(parameters, str) and parameters == "last_layer"):
         what = "a subnetwork" if isinstance(parameters, Tensor) else "'last_layer'"
         raise ValueError(f"parameters= got {what}: name a sharded model's parameters, by globs or a predicate.")
-    if isinstance(parameters, Selection):
-        raise ValueError("parameters= got a selection of another model: name the parameters.")
     return parameters

@@ -116,39 +116,3 @@ def test_a_walk_that_did_not_end_tells_no_log_likelihood() -> None:
     next(lin.root_pieces(co.GGN(lin).output, 1))
     with torch.no_grad():
         torch.testing.assert_close(lin.log_likelihood(), linearized().log_likelihood(), **TIGHT)
-
-
-@pytest.mark.parametrize("joint", [True, False])
-def test_a_prediction_takes_outputs_and_rows_from_one_pass(joint: bool) -> None:
-    lin = linearized()
-    post, x = co.laplace(lin, co.GGN, 1.0, check_mode=False), torch.randn(2, 4).double()
-    J = lin.jacobian(x).to_dense()
-    dense = J @ torch.linalg.inv(post.precision.to_dense()) @ J.mT
-    predicted = post.predict(x, joint=joint)
-    rows = lin.jacobian(x)
-    with passes() as counted:
-        mean, formed = rows.outputs(), rows.formed()
-    assert len(counted) == 1
-    torch.testing.assert_close(mean, lin.predict(x))
-    torch.testing.assert_close(formed.mT, J)
-    torch.testing.assert_close(rows.formed().mT, J)  # by a pass of its own
-    expected = dense if joint else torch.stack([dense[:3, :3], dense[3:, 3:]])
-    torch.testing.assert_close(predicted.covariance_matrix, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("link", ["probit", "bridge", "mc"])
-def test_probabilities_take_outputs_from_the_walk_over_rows(link: str) -> None:
-    """At points too many for one piece: each goes forward once, and later questions are answered as before."""
-    model, x, _ = problem()
-    lin = co.linearize(model, (x, torch.arange(30) % 3), "classification")
-    post, many = co.laplace(lin, co.KFAC, 1.0, check_mode=False), torch.randn(100, 4).double()
-    _ = post.probabilities(many[:1])  # decompositions and proofs
-    seed = {} if link != "mc" else {"generator": torch.Generator().manual_seed(0)}
-    with passes() as counted:
-        found = post.probabilities(many, link=link, **seed)
-    assert sum(counted) == len(many) and len(counted) > 1
-    torch.testing.assert_close(post.predict(many).mean, lin.predict(many), **TIGHT)
-    seed = {} if link != "mc" else {"generator": torch.Generator().manual_seed(0)}
-    predictive = post.at(many)
-    _ = predictive.predict().mean  # by a pass of its own
-    torch.testing.assert_close(predictive.probabilities(link=link, **seed), found, rtol=1e-10, atol=1e-12)

@@ -177,8 +177,8 @@ def test_a_curvature_that_depends_on_labels_is_refused(name: str) -> None:
         without_labels(likelihood)
 
 
-def test_a_subclass_of_a_loss_that_computes_something_else_is_refused() -> None:
-    with pytest.raises(ValueError, match="is not that of Categorical"):
+def test_a_subclass_of_a_loss_that_computes_something_else_needs_labels() -> None:
+    with pytest.raises(MissingLabelsError, match=r"the curvature of FromLoss\(Focal"):
         without_labels(Focal())
 
 

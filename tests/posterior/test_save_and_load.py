@@ -279,7 +279,7 @@ def test_another_model_is_refused_by_name(tmp_path):
     assert "in 4 of 4 tensors: '0.weight', '0.bias'" in refusal(co.load, path, net(seed=1))
     assert "lacks '0.bias', and also has nothing" in changed(lambda m: setattr(m[0], "bias", None))
     assert "also has 'more'" in changed(lambda m: m.register_buffer("more", torch.ones(1)))
-    assert "another shape of '2.weight', '2.bias' ('2.weight': (3, 3), here (2, 3))" in refusal(
+    assert "another shape of '2.weight', '2.bias' ('2.weight': [3, 3], here [2, 3])" in refusal(
         co.load, path, net(outputs=2)
     )
     assert "another dtype of '0.weight'" in changed(lambda m: m.float())

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -237,8 +237,6 @@ def refused_on_rank(group: Any) -> dict[str, str]:
     columns = parallelize_module(perceptron(), mesh, {"0": ColwiseParallel()})
     ignoring, hooked = perceptron(), perceptron()
     hooked[0].register_forward_hook(lambda module, given, output: 2 * output)
-    frozen = perceptron()
-    frozen[0].requires_grad_(False)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     found = {
         "DTensors in a mapping": said((function, params)),
@@ -247,13 +245,11 @@ def refused_on_rank(group: Any) -> dict[str, str]:
         "tensor parallel": said(columns, process_group=group),
         "replicas": said(fully_shard(perceptron(), mesh=replicas), process_group=group),
         "half precision": of(perceptron(), mp_policy=half),
-        "offloaded": of(perceptron(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "ignored": of(ignoring, ignored_params=set(ignoring[0].parameters())),
         "hooked": of(hooked),
         "no rule": of(Custom()),
         "read elsewhere": of(ReadsElsewhere()),
         "dropout": of(nn.Sequential(nn.Dropout(0.5), perceptron()).train()),
-        "no gradient": of(frozen, {"parameters": ["0.*"]}),
         "without a group": of(perceptron(), {"process_group": None}),
         "another engine": of(perceptron(), {"engine": "streamed"}),
         "a subnetwork": of(perceptron(), {"parameters": torch.arange(3)}),
@@ -292,14 +288,12 @@ REFUSED = {
     "a part": "call fully_shard on the model, too",
     "tensor parallel": "is a DTensor",
     "replicas": "only meshes of one dimension",
-    "half precision": "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
-    "offloaded": "CPUOffloadPolicy",
+    "half precision": "belong to layers that do not run",
     "ignored": "is not sharded: leave it out",
     "hooked": "['0.bias', '0.weight'] have no layer rule",
     "no rule": "['scale'] have no layer rule",
     "read elsewhere": "['inner.weight'] have gradients that differ from those of their layers' rules",
     "dropout": "call model.eval()",
-    "no gradient": "requires no gradient",
     "without a group": "process_group=mesh.get_group()",
     "another engine": "engine='streamed' would gather all parameters",
     "a subnetwork": "a subnetwork: name a sharded model's parameters",

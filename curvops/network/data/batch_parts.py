@@ -105,12 +105,12 @@ def split_batch(item: object, weights: bool) -> tuple[object, Any, Any]:
     elif isinstance(getattr(item, "y", None), Tensor):  # a batch of torch_geometric
         inputs, targets, rest = item, item.y, []  # type: ignore[attr-defined]
     else:
-        raise TypeError(_not_a_batch(item))
+        named = "Name the targets of a mapping 'labels', or pass (inputs, targets); without labels (inputs, None)."
+        hint = named if isinstance(item, Mapping) else ACCEPTED
+        raise TypeError(f"A batch is (inputs, targets); this is a {type(item).__name__}. {hint}")
     if weights and not rest:
         raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
     y, w = targets_of(targets), targets_of(rest[0]) if rest else None
-    if isinstance(y, Tensor) and isinstance(w, Mapping | tuple):
-        raise TypeError("Weights by name are for several targets; those of one are a tensor, a number for each point.")
     if (y is None and targets is not None) or (rest and w is None):
         kinds = type(targets).__name__ + (f", {type(rest[0]).__name__}" if rest else "")
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
@@ -181,10 +181,3 @@ def require_aligned(inputs: Inputs, targets: Any, weights: Any) -> None:
                 f"There are {n} points, but the sample weights have shape {tuple(leaf.shape)}: give one weight per "
                 "point or per position."
             )
-
-
-def _not_a_batch(item: object) -> str:
-    hint = ACCEPTED
-    if isinstance(item, Mapping):
-        hint = "Name the targets of a mapping 'labels', or pass (inputs, targets); without labels (inputs, None)."
-    return f"A batch is (inputs, targets); this is a {type(item).__name__}. {hint}"

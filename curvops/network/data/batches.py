@@ -353,23 +353,17 @@ class Batches:
         prints = []
         for index, item in enumerate(self._items()):
             if index == self.num_batches:
-                raise DataChangedError(
-                    self._describe_change(f"there are more than the first pass's {self.num_batches} batches")
-                )
+                raise self._changed(f"there are more than the first pass's {self.num_batches} batches")
             batch = self._reading.read(item, index)
             prints.append(fingerprint(batch.rows))
             if batch.form != self._forms[index]:
-                raise DataChangedError(self._describe_change(f"batch {index} has other shapes or dtypes"))
+                raise self._changed(f"batch {index} has other shapes or dtypes")
             yield batch
         if len(prints) < self.num_batches:
-            raise DataChangedError(
-                self._describe_change(f"there are only {len(prints)} of the first pass's {self.num_batches} batches")
-            )
+            raise self._changed(f"there are only {len(prints)} of the first pass's {self.num_batches} batches")
         changed = (torch.stack(prints) != self._batch_prints).tolist()
         if any(changed):
-            raise DataChangedError(
-                self._describe_change(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")
-            )
+            raise self._changed(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")
 
     def _items(self) -> Iterator[object]:
         return items(self._source, torch.device(self._reading.device or "cpu"))
@@ -388,8 +382,8 @@ class Batches:
         converted.prints, converted.fingerprint_dtype = self.prints, self.fingerprint_dtype
         return converted
 
-    def _describe_change(self, what: str) -> str:
-        return (
+    def _changed(self, what: str) -> DataChangedError:
+        return DataChangedError(
             f"The data differ from the first pass: {what}. Usual causes are shuffling, random augmentation and "
             "tensors changed in place: turn off the first two, pass a copy of the tensors, or linearise again if "
             "the change was intended."

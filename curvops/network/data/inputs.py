@@ -289,18 +289,12 @@ def _kind(x: object) -> str:
 
 
 def tensor_of(x: Any) -> Any:
-    """Convert a NumPy array to a tensor, sharing its memory if torch can; return anything else unchanged.
-
-    Raises TypeError for an array that holds no numbers.
-    """
+    """Convert a NumPy array to a tensor, sharing its memory if torch can; return anything else unchanged."""
     if not isinstance(x, np.ndarray):
         return x
     if x.dtype.kind == "u" and x.dtype.itemsize > 1:
         x = x.astype(np.int64)  # torch has few operations for unsigned integers
-    try:
-        return torch.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
-    except TypeError:
-        raise TypeError(f"an array of {x.dtype} cannot become a tensor: convert it with x.astype(float).") from None
+    return torch.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
 
 
 def copy_unless_recorded(original: Tensor, used: Tensor, what: str) -> Tensor:

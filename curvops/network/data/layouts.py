@@ -112,19 +112,13 @@ class Layout:
         return w.flatten(1) if w.ndim > 1 else w
 
     def _misplaced(self, y: Tensor) -> str:
-        if self.class_dim != 1:
-            first = (
-                " They fit outputs with the classes at dimension 1, as in torch's cross-entropy: if that is meant, "
-                "pass likelihood=torch.nn.CrossEntropyLoss(...), or return outputs.movedim(1, -1)."
+        if self.class_dim == 1:
+            return misplaced(self.positions, y) + (
+                " The classes or channels are taken from dimension 1 of the outputs; if they are last, use "
+                "curvops.likelihoods.Categorical(...), with the same options."
             )
-            return misplaced(self.positions, y) + (first if y.shape[1:] == self.shape[1:] else "")
-        C, n = self.num_outputs, len(y)
-        return (
-            f"the classes or channels are at dimension 1: outputs {('N', *self.shape)} are C = {C} classes at each of "
-            f"{_times(self.positions)} positions, so targets have shape {(n, *self.positions)} or, as probabilities or "
-            f"numbers, {(n, *self.shape)}; given {tuple(y.shape)}. If a classifier returns the classes last, use "
-            "curvops.likelihoods.Categorical(...), with the same options."
-        ).replace("'N'", "N")
+        first = " If the classes are at dimension 1, pass likelihood=torch.nn.CrossEntropyLoss(...)."
+        return misplaced(self.positions, y) + (first if y.shape[1:] == self.shape[1:] else "")
 
 
 def misplaced(positions: Sequence[int], y: Tensor) -> str:
@@ -185,11 +179,7 @@ class NamedLayout(Layout):
         targets = self._laid_out(y)
         for member, target, form in zip(self.members, targets, self.forms):
             if TargetShape(tuple(target.shape[1:]), target.is_floating_point()) != form:
-                kind = "floating-point" if form.floating else "whole"
-                raise ValueError(
-                    f"the first targets[{member.name!r}] were {kind} numbers of shape {('n', *form.shape)}; "
-                    f"given {target.dtype} of shape {tuple(target.shape)}.".replace("'n'", "n")
-                )
+                raise ValueError(f"targets[{member.name!r}] differ from the first ones in shape or dtype.")
         return torch.cat([target.reshape(len(target), -1).double() for target in targets], 1)
 
     def weights(self, w: Any, shape: torch.Size) -> Tensor:
@@ -200,11 +190,6 @@ class NamedLayout(Layout):
         for name in [member.name for member in self.members]:
             assert name is not None
             column = part_of(w, name, "the sample weights")
-            if column.ndim != 1:
-                raise ValueError(
-                    f"weights[{name!r}] must have shape ({len(column)},), a number for each point; given "
-                    f"{tuple(column.shape)}."
-                )
             columns.append(column)
         return torch.stack([column.double() for column in columns], 1)
 
@@ -264,8 +249,6 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
             "or, for inputs of a single point, pass x.unsqueeze(0). For two classes from one logit a point, "
             "nn.BCEWithLogitsLoss() as the likelihood (Bernoulli) takes outputs (N,)."
         )
-    if outputs.shape[1:].numel() == 0:
-        raise ValueError(f"the model returns shape {tuple(outputs.shape)}: a point has no outputs.")
     if layout is not None and layout.shape != outputs.shape[1:]:
         expected = ", ".join(str(length) for length in layout.shape)
         raise ValueError(f"the model returns {tuple(outputs.shape)}, but (N, {expected}) before: pad sequences.")
@@ -296,9 +279,4 @@ def layout_of(outputs: Any, class_dim: int = -1, numbers: bool = False, name: Na
     output = outputs if name is None else part_of(outputs, name)
     if numbers and isinstance(output, Tensor) and output.ndim == 1:
         return Layout(torch.Size(()), name=name)
-    try:
-        return Layout(checked_outputs(output).shape[1:], class_dim, name=name)
-    except (TypeError, ValueError) as error:
-        if name is None:
-            raise
-        raise type(error)(f"output {name!r}: {error}") from error
+    return Layout(checked_outputs(output).shape[1:], class_dim, name=name)

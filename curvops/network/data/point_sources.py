@@ -33,7 +33,7 @@ from torch.utils.data import (
 
 from curvops.argument_types import Collate
 from curvops.errors import MissingLabelsError
-from curvops.network.data.batch_parts import holds_all, parts_of, targets_of
+from curvops.network.data.batch_parts import holds_all, parts_of
 from curvops.network.data.objects import Objects, PointPairs, WholeBatch, copied_deep, digest_of, with_tensors
 
 
@@ -301,19 +301,11 @@ def with_collate(data: Any, collate: Collate | None) -> Any:
     """
     if collate is None:
         return data
-    if not callable(collate):
-        raise TypeError(f"collate must be a function of a list of points, got {type(collate).__name__}.")
     if isinstance(data, DataLoader):
         raise TypeError("a DataLoader joins points by its own collate_fn: leave collate= out, or pass its dataset.")
     if isinstance(data, Mapping) and "inputs" in data:
         return {**data, "inputs": _points_of(data["inputs"], collate)}
     if isinstance(data, tuple) or (isinstance(data, list) and holds_all(data)):
-        if len(data) not in (2, 3):
-            raise TypeError(
-                f"with collate= data are (points, targets), or a list of pairs; got {len(data)} in a tuple."
-            )
-        if not all(labels is None or targets_of(labels) is not None for labels in data[1:]):
-            raise TypeError("targets must be a tensor (or None): convert a list of numbers with torch.tensor.")
         return (_points_of(data[0], collate), *data[1:])
     if isinstance(data, Dataset | list) and hasattr(data, "__len__"):
         return PointPairs(data, collate)

@@ -139,11 +139,6 @@ Note = Callable[[nn.Module, Any, Any, Tensor, nn.Module], None]
 SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
-def owns_projection(module: nn.Module, local: str) -> bool:
-    """Return whether a parameter belongs to the common projection of query, key and value."""
-    return type(module) is nn.MultiheadAttention and local in ("in_proj_weight", "in_proj_bias")
-
-
 class Projections(TorchFunctionMode):
     """A context that calls `note` with each projection of these attention modules."""
 
@@ -193,7 +188,10 @@ def owners_of(model: Model) -> Owners:
     """
     ruled = {module for module in model.paths if rule_for(module) is not None}
     left = set(model.selection.names) - model.complex
-    left -= {name for module, local, name in model.slots if module not in ruled and not owns_projection(module, local)}
+    projections = ("in_proj_weight", "in_proj_bias")  # of query, key and value
+    for module, local, name in model.slots:
+        if not (module in ruled or (type(module) is nn.MultiheadAttention and local in projections)):
+            left.discard(name)
     owners: Owners = {}
     for module, local, name in model.slots:
         if name in left:

@@ -53,10 +53,6 @@ class Part(ABC):
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         """Return the adjoint's images by the layer's own names."""
 
-    @abstractmethod
-    def at(self, points: slice) -> Part:
-        """Return the rows of some points."""
-
     @property
     @abstractmethod
     def nbytes(self) -> int:
@@ -131,6 +127,7 @@ class Factors(Part):
         return {layer.names[local]: row for local, row in rows.items()}
 
     def at(self, points: slice) -> Factors:
+        """Return the rows of some points."""
         inside = None if self.inside is None else self.inside[points]
         positions = None if self.positions is None else self.positions[points]
         return replace(
@@ -177,9 +174,6 @@ class Rows(Part):
     def _layout(self) -> FlatLayout:
         return FlatLayout(tuple(self.layer.names), tuple(map(self.layer.shape_of, self.layer.names)))
 
-    def at(self, points: slice) -> Rows:
-        return replace(self, jacobian=self.jacobian[points])
-
     @property
     def nbytes(self) -> int:
         return self.jacobian.nbytes
@@ -221,6 +215,7 @@ class Features(Part):
         return self.layer.rule.pull(self.layer.module, self.layer_input, s, tuple(self.layer.names))
 
     def at(self, points: slice) -> Features:
+        """Return the rows of some points."""
         return replace(self, layer_input=self.layer_input[points])
 
     @classmethod
@@ -263,15 +258,6 @@ class Layerwise:
         """The only part, if it is the last layer's input."""
         features = self.parts[0] if len(self.parts) == 1 and self.rest is None else None
         return features if isinstance(features, Features) else None
-
-    def at(self, points: slice) -> Layerwise | None:
-        """Return the engine of some of the points, in the memory of this one; None if an autodiff part is involved."""
-        if self.rest is not None:
-            return None
-        other = copy(self)
-        other.outputs, other.nbytes = self.outputs[points], 0
-        other.parts = [jacobian.at(points) for jacobian in self.parts]
-        return other
 
     @classmethod
     def of_last_layers(cls, engines: Sequence[Layerwise]) -> Layerwise:

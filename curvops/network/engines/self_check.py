@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from curvops.network.data.batches import Batch
@@ -34,7 +34,6 @@ from curvops.network.engines.autodiff import (
 from curvops.network.engines.layer_calls import Recording
 from curvops.network.engines.layerwise import Layerwise
 from curvops.network.engines.plan import Routes
-from curvops.network.engines.replay import tensors_in
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.output_fisher import Root, Sampled
 from curvops.network.model.model import Model
@@ -85,11 +84,11 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
         )
     # Not in place: gradients of two parameters may be one tensor.
     linear = all(_close(scaled[name] / factor, value) for name, value in pulled.items())
-    has_custom = bool(custom_functions(graph.outputs, set()))
+    where, has_custom = named_custom_functions(graph.outputs), bool(custom_functions(graph.outputs, set()))
     del scaled, graph
     if not linear or (has_custom and not _adds_points(Streamed(model, inputs, names), u, pulled, generator)):
         raise ValueError(
-            f"the backward pass of {named_custom_functions(model, inputs)} is not linear in its "
+            f"the backward pass of {where} is not linear in its "
             "incoming gradient (it clips, rounds or normalises it, or mixes the points of a batch), so there is "
             "no Jacobian: give it a linear backward, remove hooks that change gradients, or leave the "
             "parameters before it out of the selection."
@@ -108,7 +107,6 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
     except (RuntimeError, NotImplementedError) as error:
         right, why = False, f"there is neither a forward-mode nor a second derivative ({str(error).splitlines()[0]})"
     if not right:
-        where = named_custom_functions(model, inputs)
         pushes, why = (
             "rows",
             why or (f"neither forward mode nor differentiating the backward pass gives the adjoint of Jᵀ ({where})"),
@@ -267,35 +265,9 @@ def custom_functions(tensor: Tensor, seen: set[Node]) -> list[str]:
     return [f.__name__ for f in functions if f is not None and not f.__module__.startswith("torch.nn.modules")]
 
 
-def named_custom_functions(model: Model, inputs: Any) -> str:
-    """Return "'act' (Round)", the modules with the custom functions that ran in them, or "the model". One pass."""
-    seen: set[Node] = set()
-    places: dict[str, None] = {}
-    running = ["the model"]
-    paths = model.paths
-
-    def note(values: Any) -> None:
-        """Assign nodes that are new in the graph behind these values to the running module."""
-        for tensor in tensors_in(values):
-            places.update(dict.fromkeys(f"{running[-1]} ({name})" for name in custom_functions(tensor, seen)))
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        note([args, kwargs])
-        running.append(repr(paths[module]) if paths[module] else "the model")
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        note(output)
-        running.pop()
-
-    handles: list[Any] = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.hookable]
-    handles += [module.register_forward_hook(leave) for module in model.hookable]
-    try:
-        with model.differentiating():
-            note(model(model.leaves(), inputs))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return ", ".join(places) or "the model"
+def named_custom_functions(outputs: Tensor) -> str:
+    """Return the names of the custom functions behind the outputs of a pass, or "the model"."""
+    return ", ".join(dict.fromkeys(custom_functions(outputs, set()))) or "the model"
 
 
 # Layer rules

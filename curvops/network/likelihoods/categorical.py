@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +34,7 @@ class Categorical(Likelihood):
 
     Args:
         weight: (C,) non-negative weights of the classes, a tensor or an array.
-        ignore_index: points with this index as target are left out; an index of 0 or more is rejected if targets are
-            class probabilities.
+        ignore_index: points with this index as target are left out; class probabilities have none.
         label_smoothing: s in [0, 1). With s > 0, weights or class probabilities, exp(log-likelihood) is not normalised
             over y.
 
@@ -138,9 +136,7 @@ class Categorical(Likelihood):
         if num_outputs is not None:
             self._check_classes(num_outputs)
         if y.is_floating_point() and y.ndim == 2:
-            if self.ignore_index >= 0:
-                raise ValueError("ignore_index has no meaning for class probabilities: use sample weights of zero.")
-            _check_probabilities(y, num_outputs)
+            _check_probabilities(y)
             return
         if y.is_floating_point() or y.dtype == torch.bool:
             raise TypeError(
@@ -235,9 +231,7 @@ def _zero_sum(x: Tensor, index: Tensor) -> Tensor:
     return x.scatter_add(-1, index.expand(*x.shape[:-1], 1), -x.sum(-1, keepdim=True))
 
 
-def _check_probabilities(y: Tensor, num_outputs: int | None) -> None:
-    if num_outputs is not None and y.shape[1] != num_outputs:
-        raise ValueError(f"The model has {num_outputs} outputs, but the targets have shape {tuple(y.shape)}.")
+def _check_probabilities(y: Tensor) -> None:
     slack = max(1e-4, 8 * torch.finfo(y.dtype).eps)
     if y.numel() and not bool((y >= 0).all() & ((y.sum(-1) - 1).abs() <= slack).all()):
         raise ValueError(
@@ -292,7 +286,7 @@ class RewardPairs(nn.Module):
         model: a module that returns (n, 1) or (n,) for n items, or an object with such `logits`. It is called twice
             per pass.
 
-    A call raises ValueError for inputs without this dimension and for outputs of another shape.
+    A call raises ValueError for inputs without this dimension.
 
     Examples:
         >>> pairs = torch.stack([x, x.flip(0)], 1)
@@ -310,11 +304,5 @@ class RewardPairs(nn.Module):
             if tensor.ndim < 2 or tensor.shape[1] != 2:
                 raise ValueError("RewardPairs takes inputs (n, 2, ...), as by torch.stack([a, b], 1).")
         pairs = [self.model(*(x[:, i] for x in inputs), **{name: x[:, i] for name, x in named.items()}) for i in (0, 1)]
-        return torch.stack([_rewards(outputs) for outputs in pairs], 1)
-
-
-def _rewards(outputs: Any) -> Float[Tensor, " n"]:
-    rewards: Tensor = getattr(outputs, "logits", outputs)
-    if rewards.ndim > 2 or rewards.shape[1:].numel() != 1:
-        raise ValueError(f"RewardPairs needs a model with one output per item; it returns {tuple(rewards.shape)}.")
-    return rewards.flatten()
+        rewards = (getattr(outputs, "logits", outputs) for outputs in pairs)
+        return torch.stack([reward.reshape(len(reward)) for reward in rewards], 1)

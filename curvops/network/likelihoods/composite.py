@@ -131,11 +131,7 @@ class Sequences(Likelihood):
             raise ValueError(f"{self!r} needs {self.output_shape.numel()} outputs; the model has {num_outputs}.")
         if y.ndim < 2 or y.shape[1] != self.positions:
             raise ValueError(misplaced((self.positions,), y))
-        try:
-            self.likelihood.check_targets(y.flatten(0, 1), self.num_outputs)
-        except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"With each of the {self.positions} positions as a point (n·T in total): {error}") from error
+        self.likelihood.check_targets(y.flatten(0, 1), self.num_outputs)
 
     def any_targets(self, f: Outputs) -> Tensor:
         return self.likelihood.any_targets(self._split(f)).unflatten(0, (-1, self.positions))
@@ -190,9 +186,6 @@ class Multitask(Likelihood):
         num_outputs: the number R of columns of each one's outputs.
         targets: the form of each one's targets, a shape and whether they are floating-point.
 
-    Raises:
-        ValueError: there are not as many numbers of outputs, or forms, as likelihoods.
-
     Examples:
         >>> heads = lambda params, x: {name: x @ weight for name, weight in params.items()}
         >>> weights = {"kind": torch.ones(2, 2), "value": torch.ones(2, 1)}
@@ -212,11 +205,6 @@ class Multitask(Likelihood):
         self.likelihoods = dict(likelihoods)
         self.num_outputs = tuple(num_outputs)
         self.targets = tuple(TargetShape(tuple(shape), floating) for shape, floating in targets)
-        if not len(self.likelihoods) == len(self.num_outputs) == len(self.targets) > 0:
-            raise ValueError(
-                f"Multitask needs a number of outputs and a form of targets for each likelihood; given "
-                f"{len(self.likelihoods)} likelihoods, {len(self.num_outputs)} numbers and {len(self.targets)} forms."
-            )
 
     def __repr__(self) -> str:
         return f"Multitask({self.likelihoods!r})"

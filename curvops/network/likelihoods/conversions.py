@@ -1,17 +1,17 @@
-"""Likelihoods from names, torch losses and functions, and the check that loss and likelihood have equal gradients."""
+"""Likelihoods from names, torch losses and functions."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from curvops.network.data.layouts import Layout
 from curvops.network.likelihoods.by_autograd import FromDistribution, FromLoss, required_names
 from curvops.network.likelihoods.categorical import Categorical
 from curvops.network.likelihoods.gaussian import Gaussian
@@ -27,33 +27,9 @@ class Interpretation:
     (N, ...) that holds the classes. indices: whether targets may be class indices, so that outputs are never (N,).
     """
 
-    likelihood: Callable[[nn.Module, torch.Size | None], Likelihood]
+    likelihood: Callable[[Any, torch.Size | None], Likelihood]
     class_dim: int = -1
     indices: bool = False
-
-
-def _cross_entropy(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
-    assert isinstance(loss, nn.CrossEntropyLoss)
-    return Categorical(loss.weight, loss.ignore_index, loss.label_smoothing)
-
-
-def _binary_cross_entropy(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
-    assert isinstance(loss, nn.BCEWithLogitsLoss)
-    return Bernoulli(_over(loss.weight, "weight", shape), _over(loss.pos_weight, "pos_weight", shape))
-
-
-def _poisson(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
-    assert isinstance(loss, nn.PoissonNLLLoss)
-    return Poisson() if loss.log_input else FromLoss(loss)
-
-
-def _squares(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
-    return Gaussian(noise=0.5)
-
-
-def _gaussian(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
-    assert isinstance(loss, nn.GaussianNLLLoss)
-    return FromLoss(MeansAndVariances(loss))
 
 
 class MeansAndVariances(nn.Module):
@@ -80,76 +56,39 @@ NOT_LOSSES = (nn.NLLLoss, nn.BCELoss)
 """Losses of probabilities; the activation that computes these in the model belongs in the likelihood instead."""
 
 INTERPRETATIONS: dict[type[nn.Module], Interpretation] = {
-    nn.CrossEntropyLoss: Interpretation(_cross_entropy, class_dim=1, indices=True),
-    nn.BCEWithLogitsLoss: Interpretation(_binary_cross_entropy),
-    nn.PoissonNLLLoss: Interpretation(_poisson),
-    nn.MSELoss: Interpretation(_squares),
-    nn.GaussianNLLLoss: Interpretation(_gaussian),
+    nn.CrossEntropyLoss: Interpretation(
+        lambda loss, _: Categorical(loss.weight, loss.ignore_index, loss.label_smoothing), class_dim=1, indices=True
+    ),
+    nn.BCEWithLogitsLoss: Interpretation(
+        lambda loss, shape: Bernoulli(_over(loss.weight, shape), _over(loss.pos_weight, shape))
+    ),
+    nn.PoissonNLLLoss: Interpretation(lambda loss, _: Poisson() if loss.log_input else FromLoss(loss)),
+    nn.MSELoss: Interpretation(lambda loss, _: Gaussian(noise=0.5)),
+    nn.GaussianNLLLoss: Interpretation(lambda loss, _: FromLoss(MeansAndVariances(loss))),
 }
 
 
 def interpretation_of(spec: object) -> Interpretation | None:
-    """Return the interpretation of a torch loss or of a user's own module; None for anything else."""
+    """Return the interpretation of a torch loss or of a user's own module; None for anything else.
+
+    A subclass with a `forward` of its own computes something else, and is a loss like any other.
+    """
     for kind, interpretation in INTERPRETATIONS.items():
         if isinstance(spec, kind):
-            return interpretation
+            own = type(spec).forward is not kind.forward
+            return replace(interpretation, likelihood=lambda loss, _: FromLoss(loss)) if own else interpretation
     if isinstance(spec, nn.Module) and not isinstance(spec, NOT_LOSSES):
-        return Interpretation(lambda loss, shape: FromLoss(loss))
+        return Interpretation(lambda loss, _: FromLoss(loss))
     return None
 
 
-def require_same_loss(
-    loss: nn.Module, likelihood: Likelihood, layout: Layout, outputs: Tensor, targets: Tensor, f: Tensor
-) -> None:
-    """Raise ValueError unless the sum of a torch loss has the likelihood's residual as its gradient.
-
-    `outputs` (n, *shape) and `targets` have the form that the model and the data give them; `f` are these outputs as
-    rows. Gradients are compared at random outputs, which also detects a subclass that computes something else, and at
-    these, where a good fit's gradient may be a rounding error next to what it is at random ones.
-    """
-    interpretation = interpretation_of(loss)
-    assert interpretation is not None
-    summed = copy.deepcopy(loss).to(device=outputs.device, dtype=f.dtype)
-    summed.__dict__["reduction"] = "sum"
-    integers = not targets.is_floating_point()
-    y = targets.long() if integers and interpretation.indices else targets.to(f.dtype)
-    generator = torch.Generator(device=f.device).manual_seed(0)
-    random = torch.randn(outputs.shape, dtype=f.dtype, device=f.device, generator=generator)
-    largest = f.new_zeros(())
-    for g in (random, outputs.detach().to(f.dtype)):
-        with torch.inference_mode(False), torch.enable_grad():
-            g = g.clone().requires_grad_()
-            try:
-                (gradient,) = torch.autograd.grad(summed(g, y.clone()).sum(), g)
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                raise ValueError(
-                    f"{loss} cannot score outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}: {error}"
-                ) from error
-        expected = likelihood.residual(layout.rows(g.detach()), layout.targets(targets))
-        difference, size = (layout.rows(gradient) - expected).norm(), expected.norm()
-        largest = largest.maximum(size)
-        if not bool(difference <= 10 * torch.finfo(f.dtype).eps ** 0.5 * largest):
-            raise ValueError(
-                f"the gradient of {loss} is not that of {likelihood} (they differ by {float(difference):.2g}, the "
-                f"likelihood's has size {float(size):.2g}), so it is not a plain {_plain(loss)}. Pass a likelihood "
-                "of curvops.likelihoods, or this loss as curvops.likelihoods.FromLoss(loss)."
-            )
-
-
-def _plain(loss: nn.Module) -> str:
-    return next(f"torch.nn.{kind.__name__}" for kind in INTERPRETATIONS if isinstance(loss, kind))
-
-
-def _over(weight: Tensor | None, name: str, shape: torch.Size | None) -> Tensor | None:
+def _over(weight: Tensor | None, shape: torch.Size | None) -> Tensor | None:
     """Return a weight that torch broadcasts over (N, *shape) as (C,), or as (T, C) if it differs by position."""
     if weight is None or shape is None or weight.numel() == 1:
         return weight if weight is None or weight.numel() > 1 else weight.reshape(())
     if weight.ndim == 1 + len(shape) and len(weight) == 1:
         weight = weight.squeeze(0)
-    try:
-        full = weight.expand(shape)
-    except RuntimeError as error:
-        raise ValueError(f"BCEWithLogitsLoss: {name} {tuple(weight.shape)} does not broadcast over outputs.") from error
+    full = weight.expand(shape)
     if full.ndim < 2:
         return full
     rows = full.flatten(0, -2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -112,73 +111,25 @@ def _refusal(signature: inspect.Signature, inputs: Any, whole: bool) -> TypeErro
     return None
 
 
-# Patterns of torch's messages and the remedy for each; the first match counts.
-REMEDIES: tuple[tuple[str, str], ...] = (
-    (
-        r"enforce_sorted",
-        "Points come in any number and order: pack with enforce_sorted=False inside the model.",
-    ),
-    (
-        r"same device|different device|device type",
-        "Inputs are moved to the parameters' device. A tensor that is neither a parameter nor a buffer stays where it "
-        "was created: register it with register_buffer.",
-    ),
-    (
-        r"scalar type|same dtype|dtype|indices.*FloatTensor",
-        "Floating-point inputs are cast to the parameters' dtype, others keep theirs: pass indices in an integer "
-        "dtype, real numbers in a floating-point one, and cast inside the model if its parts have several dtypes.",
-    ),
-    (
-        r"index out of range|out of bounds|device-side assert",
-        "An index is beyond a table, such as a token beyond its embedding: compare the largest with num_embeddings.",
-    ),
-    (
-        r"Guard failed|Expected input at",
-        "torch.export fixed this size: export the model for any number of points, from 1 on, with dynamic_shapes=("
-        "{0: torch.export.Dim.AUTO},) for one input.",
-    ),
-    (
-        r"unexpected keyword|missing \d+ required|positional argument|multiple values",
-        "Tensors and tuples are positional arguments, mappings keyword arguments (or, if forward names none of "
-        "them, its only argument): name them as forward does.",
-    ),
-    (
-        r"shape|size|dimension|channels|rank",
-        "Inputs must have the shape that the model expects, with the points along the first dimension.",
-    ),
-)
-OF_VALUES = r"enforce_sorted|index out of range|shapes cannot be multiplied|must match|to have \d+ channels"
-"""Errors that depend on the values of inputs, or on shapes that differ between points of any kind, so that the first
-points may not show them."""
-OTHERWISE = "Call the model itself on these points: it must return the outputs (N, C)."
 PAIR = " If the second of these are targets: predictions take the inputs alone."
-MISSING = "forward looks up an entry that the inputs do not have: name the mapping's entries as forward does."
 
 
 @contextlib.contextmanager
-def explain(inputs: Inputs, pattern: str = "") -> Iterator[None]:
-    """Add to an error of the model the inputs that it ran on and a remedy; the original error becomes the cause.
+def explain(inputs: Inputs) -> Iterator[None]:
+    """Add to an error of the model the inputs that it ran on; the original error becomes the cause.
 
-    Raises TypeError for a TypeError, else ValueError. Out-of-memory errors, and those whose text does not have the
-    pattern, pass through unchanged.
+    Raises TypeError for a TypeError, else ValueError. Out-of-memory errors pass through unchanged.
     """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if not re.search(pattern, str(error)):
-            raise
         kind = TypeError if isinstance(error, TypeError) else ValueError
         pair = PAIR if isinstance(inputs, tuple) and len(inputs) == 2 else ""
-        problem = f"{type(error).__name__}: {_first_lines(error)} {_remedy(error)}{pair}"
-        raise kind(f"the model failed on {described(inputs)}: {problem}") from error
-
-
-def _remedy(error: Exception) -> str:
-    if isinstance(error, KeyError | AttributeError):
-        return MISSING if isinstance(error, KeyError) else OTHERWISE
-    return next((text for pattern, text in REMEDIES if re.search(pattern, str(error), re.IGNORECASE)), OTHERWISE)
+        raise kind(
+            f"the model failed on {described(inputs)}: {type(error).__name__}: {_first_lines(error)}{pair}"
+        ) from error
 
 
 def _first_lines(error: Exception) -> str:

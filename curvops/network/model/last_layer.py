@@ -129,7 +129,7 @@ class _LastLayers:
         if not globs:
             return f"parameters={sorted(self.factors) or 'head.*'!r}"
         first, *others = globs
-        return f"parameters={first!r}" + (f" (layers before it: {_listed(others)})" if others else "")
+        return f"parameters={first!r}" + (f" (layers before it: {', '.join(map(repr, others))})" if others else "")
 
     def _run(
         self, amount: float = 0.0, moved: Container[int] = (), factors: Iterable[str] = ()
@@ -211,10 +211,6 @@ def _innermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
 def _names(module: nn.Module, layer: nn.Module) -> list[str]:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [names[id(parameter)] for parameter in layer.parameters()]
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names))
 
 
 def _behind(starts: Iterable[Node | None], passes: Callable[[Node], bool]) -> dict[Node, None]:

@@ -19,7 +19,7 @@ from curvops.network.data.inputs import Inputs, components, copy, first_of, is_f
 from curvops.network.data.layouts import Layout, checked_outputs, layout_of
 from curvops.network.data.objects import Objects, digest_of
 from curvops.network.data.randomness import own_randomness
-from curvops.network.model.calls import OF_VALUES, Calls, explain
+from curvops.network.model.calls import Calls, explain
 from curvops.network.model.fused_kernels import NORMS, ContiguousNorms, contexts_for, unfused
 from curvops.network.model.parameters import (
     Blocks,
@@ -236,11 +236,9 @@ class Model:
         outputs = self.raw(values, inputs)
         return (self.layout or Layout(outputs.shape[1:])).rows(outputs).to(self._flat.dtype)
 
-    def raw(self, values: Mapping[str, Tensor], inputs: Any, explained: str = OF_VALUES) -> Tensor:
-        """Return the model's outputs (n, ...) in its own shape; errors that have this pattern are explained."""
-        with explain(inputs, explained):
-            outputs = self._call(values, copy(inputs) if self._writes else inputs)
-        outputs = checked_outputs(outputs, self.layout)
+    def raw(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
+        """Return the model's outputs (n, ...) in its own shape."""
+        outputs = checked_outputs(self._call(values, copy(inputs) if self._writes else inputs), self.layout)
         if isinstance(inputs, Objects) and inputs.size not in (None, len(outputs)):
             raise ValueError(f"{inputs!r} gave outputs {tuple(outputs.shape)}, expected one row for each point.")
         return outputs
@@ -287,8 +285,8 @@ class Model:
         few = first_of(inputs)
         self.calls.arguments(value_of(few, apart=True))
         try:
-            with torch.no_grad():
-                self.raw(self.values, few, explained="")
+            with torch.no_grad(), explain(few):
+                self.raw(self.values, few)
         except (TypeError, ValueError) as error:
             if isinstance(inputs, Tensor) and ((("inputs", inputs.dtype, inputs.shape),) in self._admitted):
                 shape = tuple(inputs.shape)
@@ -518,9 +516,6 @@ def _read_source(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | No
         return source, None, {}
     if isinstance(source, tuple) and len(source) == 2 and callable(source[0]) and isinstance(source[1], Mapping):
         function, tensors = unwrap(source[0]), dict(source[1])
-        bad = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
-        if bad:
-            raise TypeError(f"the params mapping must hold tensors by name; {bad} are not.")
         return None, function, tensors
     hint = ""
     if isinstance(getattr(source, "__self__", None), nn.Module):

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from curvops.checks import in_functorch, refuse_tangents, shown
+from curvops.checks import checked_indices, in_functorch, refuse_tangents, shown
 from curvops.fingerprints import fingerprint, in_single
 from curvops.network.data.inputs import copy_unless_recorded, is_finite, tensor_of, within
 
@@ -226,22 +226,7 @@ def _from_positions(
 ) -> tuple[list[str], Int[Tensor, " D"]]:
     """Return the tensors that the positions touch, and the positions within only those tensors."""
     sizes = [parameters[name].numel() for name in trainable]
-    total = sum(sizes)
-    if spec.dtype == torch.bool:
-        if spec.shape != (total,):
-            raise ValueError(f"the mask has shape {tuple(spec.shape)}, expected ({total},), one entry per parameter.")
-        spec = spec.nonzero().squeeze(1)
-    if spec.ndim != 1 or spec.is_floating_point() or spec.is_complex():
-        raise TypeError(f"an index must be a vector of integers, got {spec.dtype} of shape {tuple(spec.shape)}.")
-    if spec.numel() == 0:
-        raise ValueError(f"the index or mask selects nothing; choose among the {total} trainable entries.")
-    spec = spec.long()
-    low, high = int(spec.min()), int(spec.max())
-    if low < 0 or high >= total:
-        raise ValueError(f"index {low if low < 0 else high} is out of range: the flat vector has {total} entries.")
-    if len(spec.unique()) != len(spec):
-        raise ValueError("the index contains a position twice; each parameter can be selected once.")
-    touched, within = locate(sizes, spec)
+    touched, within = locate(sizes, checked_indices(spec, sum(sizes)))
     names = [trainable[i] for i in touched]
     return names, within.to(parameters[names[0]].device)
 
@@ -442,10 +427,6 @@ def _by_parameter(
     entries: dict[str, tuple[str, Any]] = {}
     for glob, entry in values_by_glob.items():
         value = tensor_of(entry)
-        if not isinstance(glob, str):
-            raise TypeError(f"{what}: a key must be a glob over parameter names, got {glob!r}.")
-        if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
-            raise TypeError(f"{what}[{glob!r}] must be a number, got {value!r}.")
         matched = matching(selection.names, glob)
         if not matched:
             raise ValueError(f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")

@@ -47,7 +47,7 @@ from curvops.network.likelihoods import (
     as_likelihood,
 )
 from curvops.network.likelihoods.by_autograd import ByAutograd, shrunk
-from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
+from curvops.network.likelihoods.conversions import interpretation_of
 from curvops.network.likelihoods.likelihood import ROUNDINGS, Independent, Likelihood
 from curvops.network.model.model import Model
 from curvops.ranks.process_group import Ranks
@@ -95,8 +95,6 @@ def _several_at(
     model: Model, few: Inputs, specs: dict[Name, Any], targets: Any
 ) -> tuple[Multitask, NamedLayout, Float[Tensor, "n R"]]:
     """Interpret the likelihoods of several outputs, as `likelihood_at` does for one."""
-    if not specs:
-        raise ValueError("the mapping of likelihoods is empty: give one for each output that has targets.")
     if torch.finfo(model.theta.dtype).eps > 1e-4:
         raise ValueError("several outputs in half precision: their targets would be rounded. Use model.float().")
 
@@ -165,9 +163,6 @@ def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, La
     if isinstance(likelihood, Sequences):
         if not layout.positions:
             return likelihood, dataclasses.replace(layout, positions_in_rows=likelihood.positions)
-        if likelihood.output_shape != layout.output_shape:
-            shape = ", ".join(str(length) for length in layout.shape)
-            raise ValueError(f"the model returns (N, {shape}), not the outputs of {likelihood}.")
     elif likelihood.positions is not None:
         raise ValueError(f"{likelihood} needs {likelihood.positions} positions per point; the model returns one.")
     return likelihood, layout
@@ -252,17 +247,15 @@ def few_of(inputs: Inputs) -> Tensor:
     return torch.tensor(sorted({*every[:2], *every[len(every) // 2 :][:1], *every[-1:]}), dtype=torch.long)
 
 
-def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Any, spec: Any) -> None:
+def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Any) -> None:
     """Score the outputs at the first points by a user's function, so that its errors are raised at the call.
 
-    Without targets these are the likelihood's `any_targets`. Raises ValueError if `spec`, the user's argument, is a
-    torch loss that computes something else.
+    Without targets these are the likelihood's `any_targets`.
     """
     if isinstance(likelihood, Multitask):
-        _check_several(model, likelihood, outputs, targets, likelihoods_by_name(spec))
+        _check_several(model, likelihood, outputs, targets)
         return
-    own_class = type(likelihood.of_position) in OWN
-    if own_class and (not isinstance(spec, nn.Module) or type(spec) in INTERPRETATIONS):
+    if type(likelihood.of_position) in OWN:
         return
     assert model.layout is not None
     f = model.layout.rows(outputs).to(model.theta.dtype)
@@ -277,20 +270,17 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     position.log_prob(rows, labels)
     if isinstance(position, FromLoss):
         position.check_scores(rows, labels)
-    elif isinstance(spec, nn.Module):  # a subclass of a torch loss may compute something else
-        require_same_loss(spec, likelihood, model.layout, outputs, y, f)
-    if not own_class:
-        _warn_of_no_curvature(position, rows, labels)
+    _warn_of_no_curvature(position, rows, labels)
 
 
-def _check_several(model: Model, likelihood: Multitask, outputs: Tensor, targets: Any, specs: Any) -> None:
+def _check_several(model: Model, likelihood: Multitask, outputs: Tensor, targets: Any) -> None:
     """Score each of several outputs as `check_scores` does."""
     assert isinstance(model.layout, NamedLayout)
     members = zip(model.layout.members, likelihood.likelihoods.items(), outputs.split(likelihood.num_outputs, 1))
     for layout, (name, member), rows in members:
         view = model.with_layout(layout)
         member_targets = None if targets is None else part_of(targets, name)
-        check_scores(view, member, layout.restored(rows), member_targets, part_of(specs, name))
+        check_scores(view, member, layout.restored(rows), member_targets)
 
 
 def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
@@ -315,9 +305,7 @@ def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     if bool(torch.cat(differ).any()):
         raise ValueError(
             f"{likelihood!r} couples the points of a batch: the loss of a point depends on the other points of its "
-            "batch, or on its place among them, so the curvature is not a sum over points. Compute class weights "
-            "and the like once, from all targets, and replace a loss that ranks the points, such as Cox's, by one "
-            "that is a sum over them (for survival times, a hazard)."
+            "batch, or on its place among them. Compute class weights and the like once, from all targets."
         )
 
 
@@ -427,17 +415,12 @@ def checked_layout(
 def _outputs_alone(model: Model, point: Inputs) -> Tensor:
     """Return the outputs of a single point.
 
-    Raises ValueError if the model rejects it, or if they have no gradient in any selected parameter, so that J would be
-    zero. Inside a transform, as of a sampler's chains, there is no graph that shows this.
+    Raises ValueError if they have no gradient in any selected parameter, so that J would be zero. Inside a transform,
+    as of a sampler's chains, there is no graph that shows this.
     """
     graph = not in_functorch()
-    try:
-        with torch.set_grad_enabled(graph):
-            outputs = model.raw(model.leaves() if graph else model.values, point)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"the model rejects a single point ({error}): call model.eval(), and accept batches of any size."
-        ) from error
+    with torch.set_grad_enabled(graph):
+        outputs = model.raw(model.leaves() if graph else model.values, point)
     if graph and not outputs.requires_grad:
         names = model.selection.names
         raise ValueError(

@@ -20,7 +20,7 @@ from curvops.argument_types import Collate
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Reading, as_source
-from curvops.network.data.inputs import Inputs, as_inputs, batch_inputs, first_of, join, num_points, take
+from curvops.network.data.inputs import Inputs, as_inputs, batch_inputs, first_of, join, take
 from curvops.network.data.layouts import Layout, NamedLayout, TargetShape, layout_of
 from curvops.network.data.objects import Objects
 from curvops.network.data.point_sources import with_collate
@@ -63,8 +63,6 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
     model, data, layout = lin.model, lin.data, lin.model.layout
     assert layout is not None
     few = data.few if inputs is None else lin.admit(inputs)
-    if not num_points(few):
-        raise ValueError("inputs= has no points; pass one or two, on which the model is tried when it is loaded.")
     few = first_of(few)
     outputs = model(model.values, few)
     # Objects are not saved, since nothing is pickled, but their prints.
@@ -173,16 +171,11 @@ def _tried_points(record: Mapping[str, Any], data: Any, inputs: Any) -> Inputs:
         for i, number in enumerate(prints):
             if number in wanted and number not in points_by_print:
                 points_by_print[number] = take(points, slice(i, i + 1))
-    if len(points_by_print) < len(set(wanted)) and data is not None:
-        raise ValueError(
-            "the data are not those of the saved posterior: the points at which the model was tried are not among "
-            "them. Batches that only the model can read have to be the same batches."
-        )
     if len(points_by_print) < len(set(wanted)):
         raise ValueError(
-            "the points of the saved posterior are objects, which are not saved: pass the training data, as to "
-            "co.linearize, or inputs=, the first two training points (or those of post.save(path, inputs=)), with "
-            "collate= if that was given."
+            "the points at which the model was tried are objects, which are not saved, and not among those given: pass "
+            "the training data as to co.linearize, or inputs=, the first two training points (or those of "
+            "post.save(path, inputs=)), with collate= if that was given."
         )
     return join([points_by_print[number] for number in wanted])
 
@@ -338,15 +331,8 @@ def require_same_network(
     for what in ("shape", "dtype"):
         other = [name for name in saved if saved[name][what] != identities[name][what]]
         if other:
-            was, now = (_format(records[other[0]][what]) for records in (saved, identities))
-            remedy = {
-                "shape": "Build the model with the sizes that it had then.",
-                "dtype": "Convert a copy of the model first, as model.double() and model.float() do.",
-            }
-            raise ValueError(
-                f"the saved model has another {what} of {_some(other)} ({other[0]!r}: {was}, here {now}). "
-                f"{remedy[what]}"
-            )
+            was, now = (records[other[0]][what] for records in (saved, identities))
+            raise ValueError(f"the saved model has another {what} of {_some(other)} ({other[0]!r}: {was}, here {now}).")
     compared = [name for name in saved if name not in restored]
     other = [name for name in compared if saved[name]["fingerprint"] != identities[name]["fingerprint"]]
     if other:
@@ -355,10 +341,6 @@ def require_same_network(
             f"{_some(other)}. Load the weights at which it was linearised (model.load_state_dict); load_weights=True "
             "restores those of the parameters that were linearised, which are saved with the posterior."
         )
-
-
-def _format(value: Any) -> str:
-    return str(tuple(value)) if isinstance(value, list) else str(value)
 
 
 def _some(names: Iterable[str], most: int = 4) -> str:

@@ -41,6 +41,7 @@ from curvops.network.likelihoods.composite import Multitask
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
+from curvops.network.model.calls import explain
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import TangentSpace
@@ -282,7 +283,7 @@ class TrainedNetwork(NetworkOnData):
         if isinstance(batches, Shard):
             batches.require_apart()
             engines.agree(next(iter(batches)).inputs, batches.ranks.gather)
-        check_scores(network, probability, outputs, first_targets, likelihood)
+        check_scores(network, probability, outputs, first_targets)
         shape = output_shape(probability, layout)
         token = None if ranks is None else ranks.gather(os.urandom(16).hex())[0]
         new = cls(network, batches, probability, shape, engine, memory, progress, token, engines)
@@ -391,8 +392,8 @@ class TrainedNetwork(NetworkOnData):
         """
         inputs, place = self.model.calls.read(x), (self.theta.device, self.theta.dtype)
         if isinstance(inputs, WholeBatch) and inputs.size is None:
-            with torch.no_grad():
-                outputs = self.model.raw(self.model.values, inputs.move(*place), explained="")
+            with torch.no_grad(), explain(inputs):
+                outputs = self.model.raw(self.model.values, inputs.move(*place))
             inputs = inputs.of_size(len(outputs))
         return as_inputs(inputs, *place)
 

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -25,7 +26,7 @@ from curvops.ambient import SMALL_BYTES
 from curvops.network.data.inputs import copy
 from curvops.network.engines.autodiff import Streamed
 from curvops.network.engines.engine import Engine, Engines
-from curvops.network.engines.plan import EngineKind, Plan
+from curvops.network.engines.plan import Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root
 from curvops.network.model.model import Model
 from curvops.ranks.process_group import Ranks
@@ -126,7 +127,7 @@ def default_budget(device: torch.device) -> int:
 
 def _machine_bytes() -> int:
     try:
-        _, separator, rest = _text("/proc/meminfo").partition("MemAvailable:")
+        _, separator, rest = Path("/proc/meminfo").read_text().partition("MemAvailable:")
         if separator:
             return int(rest.split(maxsplit=1)[0]) * 1024
     except OSError:
@@ -139,17 +140,11 @@ def _machine_bytes() -> int:
 def _group_bytes() -> int:
     """Return the bytes that a control group (a container) leaves free, or no limit."""
     try:
-        return int(_text("/sys/fs/cgroup/memory.max")) - int(_text("/sys/fs/cgroup/memory.current"))
+        return int(Path("/sys/fs/cgroup/memory.max").read_text()) - int(
+            Path("/sys/fs/cgroup/memory.current").read_text()
+        )
     except (OSError, ValueError):
         return 2**63 - 1
-
-
-def _text(path: str) -> str:
-    file = os.open(path, os.O_RDONLY)  # `open` takes three times as long
-    try:
-        return os.read(file, 2**16).decode()
-    finally:
-        os.close(file)
 
 
 class EngineCache(ABC):
@@ -186,11 +181,6 @@ class EngineCache(ABC):
         """The engines that are kept now, in the order of their batches."""
         return [J.engine for _, (_, J) in sorted(self._kept.items(), key=itemgetter(0))]
 
-    def kept_engine(self, batch: int) -> Engine | None:
-        """Return the engine that is kept for a batch, by its number; None if there is none."""
-        _, J = self._kept.get(batch, (None, None))
-        return None if J is None else J.engine
-
     @property
     def plan(self) -> Plan:
         """The plan, with the engines now in use for the batches."""
@@ -220,8 +210,12 @@ class EngineCache(ABC):
         """Return J of a batch: the one that is kept, or a new one, for many products or a `single` one."""
         if index in self._kept:
             return self._kept[index][1]
-        room = self._free()
-        kind = self._choose(points.stop - points.start, room, single)
+        room = self.memory.budget // 8 - self.kept_bytes if self._alike else self.memory.for_engines
+        count = points.stop - points.start
+        kind = self._rule.choose(count, room, single)
+        if self._rule.records(kind) and not self._rule.routes.tried:  # again, once a recorded pass was tried
+            self.engines.try_keeping()
+            kind = self._rule.choose(count, room, single)
         if kind != "streamed":
             inputs = copy(inputs)  # kept engines must not change with the user's tensors
         root = IDENTITY if self._fisher is None else Root(self._fisher, label)
@@ -230,18 +224,6 @@ class EngineCache(ABC):
         if engine.kind != "streamed" and engine.nbytes <= room:
             self._kept[index] = (label, J)
         return J
-
-    def _choose(self, points: int, room: int, single: int | None) -> EngineKind:
-        """Choose an engine by the cost rule, again if it keeps a recorded pass that has not been tried yet."""
-        rule = self._rule
-        kind = rule.choose(points, room, single)
-        if rule.records(kind) and not rule.routes.tried:
-            self.engines.try_keeping()
-            kind = self._rule.choose(points, room, single)
-        return kind
-
-    def _free(self) -> int:
-        return self.memory.budget // 8 - self.kept_bytes if self._alike else self.memory.for_engines
 
 
 class BatchMap:

@@ -252,8 +252,9 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
     with model.differentiating():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in components(few) if tensor.requires_grad}
         leaf_inputs = replace_tensors(few, leaves)
-        if custom_functions(model(model.leaves(), leaf_inputs), set()):
-            names = named_custom_functions(model, leaf_inputs)
+        outputs = model(model.leaves(), leaf_inputs)
+        if custom_functions(outputs, set()):
+            names = named_custom_functions(outputs)
             raise refuse(f"the second derivatives of {names} are not known to be right")
         rows = GraphRows(engines, leaf_inputs)
         try:

@@ -8,7 +8,7 @@ one backward pass for each point and column, which is right for any model, but s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,6 @@ from curvops.network.engines.engine import Engines
 from curvops.network.engines.layer_calls import (
     Call,
     Layer,
-    Recording,
     bytes_of_one,
     positions_of_rows,
     sensitivities,
@@ -247,32 +246,27 @@ def each_group(
     others: Sequence[str],
     chunk: int,
     score: Score | None = None,
-    recorded: Recording | None = None,
     advance: Callable[[int], None] | None = None,
-    names: Container[str] | None = None,
     sums: bool = False,
 ) -> Iterator[Group]:
     """Yield all groups of a batch, some columns at a time; `chunk` bounds the bytes of δ (at least one column).
 
-    With `names`, only groups that have some of these are yielded. With `sums`, a last layer comes with H itself, if its
-    parts are known, in place of columns (`Group.hessian`).
-    `score` is called with the outputs and the batch, `advance` with the number of rows, whenever some are done.
-    `recorded` is an earlier pass over these inputs. If a layer runs differently for this many points than for those
-    that were checked, half of them are computed at a time: the row of a point does not depend on the others.
+    With `sums`, a last layer comes with H itself, if its parts are known, in place of columns (`Group.hessian`).
+    `score` is called with the outputs and the batch, `advance` with the number of rows, whenever some are done. If a
+    layer runs differently for this many points than for those that were checked, half of them are computed at a time:
+    the row of a point does not depend on the others.
     """
     model, n = engines.model, num_points(inputs)
-    outputs, calls, misfits = recorded or engines.record(inputs)
+    outputs, calls, misfits = engines.record(inputs)
     if misfits:
         if n == 1:
             raise RuntimeError(unlike(misfits))
-        del outputs, calls, recorded
+        del outputs, calls
         for points in (slice(0, n // 2), slice(n // 2, n)):
             half = batch.labels(points), take(inputs, points)
-            for group in each_group(engines, *half, fisher, others, chunk, score, None, advance, names, sums):
+            for group in each_group(engines, *half, fisher, others, chunk, score, advance, sums):
                 yield replace(group, start=group.start + points.start)
         return
-    if names is not None:
-        calls = [call for call in calls if any(name in names for name in call.layer.names.values())]
     f = outputs.detach()
     if score is not None:
         score(f, batch)
@@ -294,7 +288,7 @@ def each_group(
                 tables = positions_of_rows(model, outputs, calls, by)
             yield from groups_of_calls(calls, deltas, start == 0, positions, weights, tables)
             if engines.ragged and not sums:
-                yield from _without_rows(engines, calls, deltas, cotangents, start == 0, names)
+                yield from _without_rows(engines, calls, deltas, cotangents, start == 0)
             if others:
                 yield from _others(model, inputs, cotangents, others, start == 0, chunk)
             del deltas, cotangents  # before the next ones are made
@@ -317,18 +311,13 @@ def _without_rows(
     deltas: Sequence[Tensor | None],
     cotangents: Float[Tensor, "r n C"],
     first: bool,
-    names: Container[str] | None,
 ) -> Iterator[Group]:
     """Yield rows of zeros for layers of ragged rows that have none at these points, as an expert has for some."""
     ran = {name for call, delta in zip(calls, deltas) if delta is not None for name in call.layer.names.values()}
     model, shape = engines.model, (cotangents.shape[1], cotangents.shape[0])
     for layer in engines.plan.layers:
         layer_names = tuple(sorted(layer.names.values()))
-        if (
-            layer.is_ragged
-            and ran.isdisjoint(layer_names)
-            and (names is None or any(name in names for name in layer_names))
-        ):
+        if layer.is_ragged and ran.isdisjoint(layer_names):
             zeros = {name: cotangents.new_zeros(()).expand(*shape, *model.values[name].shape) for name in layer_names}
             yield Group(layer_names, (), first, zeros)
             ran.update(layer_names)

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from curvops.ambient import CACHE_BYTES, SMALL_BYTES, Progress, Steps, in_force, progress_bar
 from curvops.network.data.batches import Batch
-from curvops.network.data.inputs import cut, join, num_points, take
+from curvops.network.data.inputs import cut, in_pieces, join, num_points, take
 from curvops.network.data.randomness import PointNormals
-from curvops.network.engines.engine import Engine, Engines
-from curvops.network.engines.layer_calls import Recording
+from curvops.network.engines.engine import Engines
 from curvops.network.engines.layerwise import Features, Layerwise
 from curvops.network.engines.plan import EngineChoice
 from curvops.network.likelihoods.output_fisher import OutputFisher, Root, RootJacobian, Unit
@@ -33,7 +32,7 @@ from curvops.network.walks.engine_cache import BatchMap, Budget, EngineCache
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.ranks.shard import Shard
 
-CACHES = ("_kept", "_has_multiplied", "_every", "_recorded", "_outputs", "_gathered")
+CACHES = ("_kept", "_has_multiplied", "_every", "_gathered")
 # On a CPU larger pieces are slower, since memory for them is allocated anew, page by page, for each layer.
 MOST_CHUNK = 2**27
 FEW_POINTS, SHARE = 16, 16
@@ -41,8 +40,6 @@ FEW_POINTS, SHARE = 16, 16
 what is made of them, are then a few blocks of memory that are used again."""
 NO_LABELS = Batch((), torch.empty(0))
 """The labels of a walk over rows of J, which needs none."""
-MOST_RECORDED = 2**20
-"""The bytes of a graph that may be kept until rows are used, or of outputs that a walk over rows finds."""
 
 
 class Walk(ABC):
@@ -143,11 +140,6 @@ class BatchRows(Walk, EngineCache, JacobianRows):
     source: Iterable[tuple[Any, Any]]
     progress: Progress
 
-    def forget(self) -> None:
-        super().forget()
-        self._recorded: Recording | None = None
-        self._outputs: Tensor | None = None
-
     @property
     def chunk_bytes(self) -> int:
         """The bytes that rows may take at a time."""
@@ -185,47 +177,31 @@ class BatchRows(Walk, EngineCache, JacobianRows):
                     else:
                         steps.advance((points.stop - points.start) * columns)
 
-    def jacobian_rows(
-        self, least: int = 0, names: Container[str] | None = None
-    ) -> Iterator[tuple[int, int, list[Group]]]:
+    def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, int, list[Group]]]:
         """Yield the rows of J by layer, some points at a time: (first row, how many, groups), all columns of each.
 
-        Pieces whose first row is below `least`, and layers that have none of the `names`, are left out. A walk over all
-        rows keeps the outputs, if they are small, for `recorded_outputs`.
+        Pieces whose first row is below `least` are left out.
         """
-        C, last = self.engines.plan.num_outputs, self.features()
-        total, seen = 0, list[Tensor]()
+        C, last, total = self.engines.plan.num_outputs, self.features(), 0
 
-        def see(outputs: Tensor, _: Batch) -> None:
-            if sum(tensor.nbytes for tensor in (*seen, outputs)) <= MOST_RECORDED:
-                seen.append(outputs)
-
-        def groups_at(points: slice, subset: Any) -> list[Group]:
+        def groups_at(subset: Any) -> list[Group]:
             if last is not None:
                 return groups_of(subset, C if self.model.layout is None else self.model.layout.num_outputs)
-            with self.model.lock:
-                recorded, self._recorded = self._recorded, None
-            if recorded is not None and len(recorded[0]) != points.stop - points.start:
-                recorded = None
-            arguments = self.engines, NO_LABELS, subset, Unit(), others, sys.maxsize, see, recorded
-            return list(each_group(*arguments, names=names))
+            return list(each_group(self.engines, NO_LABELS, subset, Unit(), others, sys.maxsize))
 
         with self._steps("rows of the Jacobian") as steps:
             for index, (inputs, _) in enumerate(self.source):
                 if last is None:
-                    others = [n for n in self.engines.checked_others(inputs) if names is None or n in names]
+                    others = self.engines.checked_others(inputs)
                     pieces = self._pieces(inputs, C, self.chunk_bytes, of_others=True)
                 else:
                     pieces = self._pieces_of_last(last[index])
                 for points, subset in pieces:
                     first, count = total + points.start * C, points.stop - points.start
                     if first >= least:
-                        yield first, count * C, groups_at(points, subset)
+                        yield first, count * C, groups_at(subset)
                     steps.advance(count)
                 total += num_points(inputs) * C
-        if seen and not self.is_shared and sum(map(len, seen)) * C == total:
-            with self.model.lock:
-                self._outputs = torch.cat(seen)
 
     def _pieces_of_last(self, features: Features) -> Iterator[tuple[slice, Features]]:
         """Yield (some points, their inputs of the last layer), as many at a time as fit into a chunk."""
@@ -234,26 +210,15 @@ class BatchRows(Walk, EngineCache, JacobianRows):
             points = slice(start, min(start + step, len(features.layer_input)))
             yield points, features.at(points)
 
-    def recorded_outputs(self) -> Tensor | None:
-        """Return the outputs if a pass for the rows of J has them, or makes them, or None.
-
-        `jacobian_rows` has them after a walk over all rows; this hands them over once. Otherwise, if points are few, a
-        pass is made whose graph `jacobian_rows` uses next. Few means that one batch in memory has them all, and that
-        its graph takes at most `MOST_RECORDED` bytes. Every parameter needs a layer rule.
-        """
-        with self.model.lock:
-            if self._outputs is not None:
-                outputs, self._outputs = self._outputs, None
-                return outputs
-            plan, batches = self.engines.plan, self.source if isinstance(self.source, list) else []
-            if len(batches) != 1 or plan.is_last_layer or self._fisher is not None:
-                return None
-            inputs = batches[0][0]
-            if num_points(inputs) * plan.routes.saved_bytes > MOST_RECORDED or self.engines.checked_others(inputs):
-                return None
-            recorded = self.engines.record(inputs)
-            self._recorded = None if recorded[2] else recorded
-            return recorded[0].detach()
+    def outputs(self) -> Float[Tensor, "n C"]:
+        """Return the outputs of all points by one forward pass; for a last layer, J needs no other pass."""
+        if self.engines.plan.is_last_layer:
+            return self.rows(lambda _, J: J.outputs.unsqueeze(0), 0).view(-1, self.engines.plan.num_outputs)
+        outputs, most = [self.model.theta.new_zeros(0, self.engines.plan.num_outputs)], self.engines.forward_points
+        with torch.no_grad():
+            for inputs, _ in self.source:
+                outputs += [self.model(self.model.values, subset) for subset in in_pieces(inputs, most)]
+        return self.line_up(outputs)
 
     def features(self) -> list[Features] | None:
         """Return the last layer's inputs by batch, if only that layer is selected and the budget has room for them.
@@ -389,21 +354,12 @@ class Passes(BatchRows):
         with self.model.lock:
             self._every = [self._kept[i] for i in range(count)] if len(self._kept) == count else None
 
-    def over(
-        self, source: Iterable[tuple[Any, Any]], model: Model | None = None, engine: Engine | None = None
-    ) -> Passes:
-        """Return a walk over other batches with the same kinds of engines, or with those of another model.
-
-        `engine` is J of the only batch, if it is known.
-        """
+    def over(self, source: Iterable[tuple[Any, Any]], model: Model | None = None) -> Passes:
+        """Return a walk over other batches with the same kinds of engines, or with those of another model."""
         if model is not None:
             memory = self.memory.on(model.theta.device)
             return Passes(model, source, self._choice, memory, progress=self.progress)
-        walk = Passes(self.model, source, self._choice, self.memory, self.engines)
-        if engine is not None:
-            J = BatchMap(engine, self.model, slice(0, len(engine.outputs)))
-            walk._kept, walk._every = {0: (None, J)}, [(None, J)]
-        return walk
+        return Passes(self.model, source, self._choice, self.memory, self.engines)
 
     @property
     def own_rows(self) -> slice:
@@ -439,27 +395,21 @@ class Passes(BatchRows):
 def by_points(walk: Passes, count: int, together: int = 1) -> Iterator[tuple[Passes, int]]:
     """Yield walks over `count` points each (fewer at the end of a batch), and their number.
 
-    If a batch's layer inputs and sensitivities are kept, its walks share them. Each run of `together` points is in one
-    walk, whatever the batches are.
+    Each run of `together` points is in one walk, whatever the batches are.
     """
-    for index, inputs in _batches_of_whole(walk, together):
-        engine = walk.kept_engine(index)
-        for points, subset in cut(inputs, count):
-            view = engine.at(points) if isinstance(engine, Layerwise) else None
-            yield walk.over([(subset, None)], engine=view), num_points(subset)
+    for inputs in _batches_of_whole(walk, together):
+        for _, subset in cut(inputs, count):
+            yield walk.over([(subset, None)]), num_points(subset)
 
 
-def _batches_of_whole(walk: Passes, together: int) -> Iterator[tuple[int, Any]]:
-    """Yield the inputs of each batch by its number, which is −1 if points of two batches are joined."""
-    if together == 1:
-        yield from ((index, inputs) for index, (inputs, _) in enumerate(walk.source))
-        return
+def _batches_of_whole(walk: Passes, together: int) -> Iterator[Any]:
+    """Yield the inputs of each batch, a multiple of so many points: the rest is joined to the next batch."""
     rest = None
     for inputs, _ in walk.source:
         inputs = inputs if rest is None else join([rest, inputs])
         whole = num_points(inputs) - num_points(inputs) % together
-        rest = take(inputs, slice(whole, None))
-        yield -1, take(inputs, slice(whole))
+        rest = take(inputs, slice(whole, None)) if whole < num_points(inputs) else None
+        yield take(inputs, slice(whole))
 
 
 def at_points(walk: Passes, chosen: Int[Tensor, " m"]) -> Passes:

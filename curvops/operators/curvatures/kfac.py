@@ -329,9 +329,6 @@ def _block_sum(blocks: Sequence[Operator]) -> tuple[Operator, Tensor, Tensor]:
     if all(isinstance(block, Diagonal) for block in blocks):
         entries = torch.stack([block.diagonal() for block in blocks]).sum(0)
         return Diagonal(entries), zero, entries.double().square().sum()
-    if not all(isinstance(block, Dense | Diagonal) for block in blocks):
-        kinds = sorted({type(block).__name__ for block in blocks})
-        raise ValueError(f"a layer has blocks of different kinds, {kinds}: build both KFACs from the same model.")
     total = torch.stack([block.to_dense().double() for block in blocks]).sum(0)
     for block in blocks:
         if isinstance(block, Dense) and block.rest is not None:

@@ -110,7 +110,11 @@ class BlockDiagonal(UserOperator, DirectSum):
 
     def __init__(self, lin: Linearization, blocks: BlockChoice = "layer") -> None:
         positions = tuple(_partition(lin, blocks))
-        _require_room(lin, positions)
+        needed = sum(len(index) ** 2 for index in positions) * 8  # single precision stores two parts per number
+        if needed > lin.memory_budget:
+            raise ValueError(
+                f"the dense blocks need {needed:,} bytes, the budget is {lin.memory_budget:,}: use co.KFAC(lin)."
+            )
         exact = Exact(lin.likelihood)
         parts = (round_with_rest(block, lin.theta.dtype) for block in fisher_blocks(lin, exact, positions))
         dense = (Dense(tensor, psd=True, rest=rest) for tensor, rest in parts)
@@ -119,7 +123,7 @@ class BlockDiagonal(UserOperator, DirectSum):
 
 @torch.no_grad()
 def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
-    """Return A[S, S]: for curvatures and for sums in float64 (see `fisher_block`), else by one product per index."""
+    """Return A[S, S]: for curvatures and for sums in float64 (see `fisher_blocks`), else by one product per index."""
     if isinstance(operator, Damped):
         block = principal_block(operator.base, indices)
         block.diagonal().add_(operator.shift if operator.shift.ndim == 0 else operator.shift[indices])
@@ -129,7 +133,7 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
     if isinstance(operator, Scaled) and not operator.batch_shape:
         return principal_block(operator.base, indices) * operator.factor
     if isinstance(operator, Curvature):
-        return fisher_block(operator.lin, operator.output, indices)
+        return next(fisher_blocks(operator.lin, operator.output, [indices]))
     block = torch.empty(len(indices), len(indices), dtype=operator.dtype, device=operator.device)
     for start in range(0, len(indices), COLUMN_BLOCK):
         some = slice(start, start + COLUMN_BLOCK)
@@ -146,11 +150,6 @@ def dtype_of_sums(operator: LinearOperator) -> torch.dtype:
     if isinstance(operator, Sum) and all(dtype_of_sums(term) == torch.float64 for term in operator.terms):
         return torch.float64
     return operator.dtype
-
-
-def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
-    """Return Σ_n (J_n E_S)ᵀ H_n (J_n E_S), summed in float64; see `fisher_blocks`."""
-    return next(fisher_blocks(lin, output, [indices]))
 
 
 @torch.no_grad()
@@ -254,14 +253,6 @@ def _group(lin: Linearization, group: Any, of_name: dict[str, Tensor]) -> Int[Te
             raise ValueError(f"blocks= contains {group!r}, which matches no parameter; the names are {list(of_name)}.")
         return torch.cat([of_name[name] for name in names])
     return checked_indices(group, lin.num_parameters).cpu()
-
-
-def _require_room(lin: Linearization, positions: Sequence[Tensor]) -> None:
-    needed = sum(len(index) ** 2 for index in positions) * 8  # single precision stores two parts per number
-    if needed > lin.memory_budget:
-        raise ValueError(
-            f"the dense blocks need {needed:,} bytes, the budget is {lin.memory_budget:,}: use co.KFAC(lin)."
-        )
 
 
 class FormedCholesky(DenseForm):

@@ -29,7 +29,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.autograd import Function
 
-from curvops.checkpoint import NOTHING, Checkpoint, current, part_of_whole
+from curvops.checkpoint import current, part_of_whole
 from curvops.linalg import Estimate, Inverse, Reason, solve
 from curvops.linalg.core.algorithm import holding, keep
 from curvops.linalg.core.cache import require_first_derivative
@@ -120,25 +120,25 @@ class FunctionSpace:
     def kernel(self) -> Float[Tensor, "NC NC"]:
         """K = J Jᵀ, formed on first access."""
         formed = self.of_data.get(NAME)
-        return self._formed(NOTHING) if formed is None else formed
+        return self._formed() if formed is None else formed
 
     def keep(self) -> None:
-        """Read K from the checkpoint in force, or form it and save it there as it grows."""
+        """Read K from the checkpoint in force, or form it and save it there."""
         run = current().whole
         if not run or run.held.get("kernel") is self:
             return
         run.held["kernel"] = self
         saved, formed = part_of_whole("kernel", self.lin.theta.device), self.of_data.get(NAME)
         if not saved.done:
-            saved.finish((self._formed(saved) if formed is None else formed).to(self.lin.theta))
+            saved.finish((self._formed() if formed is None else formed).to(self.lin.theta))
         elif formed is None or not torch.equal(formed.to(saved.outcome), saved.outcome):
             # Use the bits with which the run began, whatever another run has formed.
             self._take(saved.outcome)
             self.__dict__.pop("spectrum", None)
 
-    def _formed(self, saved: Checkpoint) -> Float[Tensor, "NC NC"]:
+    def _formed(self) -> Float[Tensor, "NC NC"]:
         J = self.lin.jacobian()
-        return self._take(gram_matrix(J, J, self.metric.to(J.theta), saved))
+        return self._take(gram_matrix(J, J, self.metric.to(J.theta)))
 
     def _take(self, kernel: Tensor) -> Float[Tensor, "NC NC"]:
         """Store K in float64, counted against the budget, so that other posteriors find it."""

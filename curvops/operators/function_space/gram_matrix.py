@@ -18,9 +18,8 @@ at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +28,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import CACHE_BYTES
-from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.structure import mirror
 from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.function_space.row_products import (
@@ -47,48 +45,36 @@ TOUCHED = 100.0
 """Multiply-adds of large matrix products in the time of a pass over one number, which memory limits."""
 SLOWER = 2.0
 """Multiply-adds of large matrix products in the time of one of many small products."""
-WORK = 1 / 4
-"""The share of the memory for products of rows; the rows themselves take the rest."""
+HELD, WORK = 1 / 2, 1 / 4
+"""The shares of the memory for rows at x, which are held, and for products of rows; rows at x' take the rest."""
 
 Piece = tuple[int, Group]
 """The number of the first row, and the rows of one layer from that row on."""
 
 
-def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, saved: Checkpoint = NOTHING) -> Float[Tensor, "nC mC"]:
+def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor) -> Float[Tensor, "nC mC"]:
     """Return J(x) A⁻¹ J(x')ᵀ, or its upper half if x is x'.
 
-    If x is x' and the rows of all points do not fit into memory, the layers are walked over in sets that do. If x' is
-    another, or one layer is too much, x' is walked over once for each group of rows at x that takes half of the memory.
-
-    `saved` saves the sums of these walks and how far they have come; with as much memory, a resumed run gives the same
-    bits.
+    If the rows of all points do not fit into memory, x' is walked over once for each group of rows at x that takes half
+    of the memory.
     """
-    return gram_terms(left, right, prior, dict.fromkeys(left.passes.model.selection.names, 0), saved).squeeze(0)
+    return gram_terms(left, right, prior, dict.fromkeys(left.passes.model.selection.names, 0)).squeeze(0)
 
 
 @torch.no_grad()
-def gram_terms(
-    left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[str, int], saved: Checkpoint = NOTHING
-) -> Float[Tensor, "T nC mC"]:
+def gram_terms(left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[str, int]) -> Float[Tensor, "T nC mC"]:
     """Return the terms of `gram_matrix`, J_t(x) A⁻¹ J_t(x')ᵀ, one for each set of parameters (numbered from 0).
 
-    If the inputs x belong to several ranks, each computes the rows of its own, and nothing is saved.
+    If the inputs x belong to several ranks, each computes the rows of its own.
     """
     if left.passes.is_shared:
         own_rows = gram_terms(left.apart(), right.gathered(), prior, term_of)
         lined_up = left.passes.line_up([own_rows], 1)
         return mirror(lined_up) if left.passes is right.passes else lined_up
     right = right.gathered()
-    passes, begin, finished, most_bytes = left.passes, 0, 0, max(0, left.passes.memory.room())
-    plan, total, of_sets, same = passes.engines.plan, left.shape[-2], most_bytes, passes is right.passes
+    passes, most_bytes, same = left.passes, max(0, left.passes.memory.room()), left.passes is right.passes
+    total, scales = left.shape[-2], _scales(passes, prior)
     result = left.theta.new_zeros(1 + max(term_of.values()), total, right.shape[-2])
-    state = saved.state
-    if state is not None and "sets" in state and _begins_a_piece(passes, state["rows"], total):
-        begin, finished, of_sets = state["rows"], state["sets"], state["bytes"]
-        result = state["sums"].view_as(result)
-        most_bytes = min(of_sets, most_bytes)
-    sets, share = layer_sets(plan, total // plan.num_outputs, of_sets) if same else ([None], 2 * WORK)
-    scales = _scales(passes, prior)
 
     def add(piece: Piece, other: Piece) -> None:
         (row, group), (column, partner) = piece, other
@@ -101,22 +87,14 @@ def gram_terms(
             _add(target, first, first if group is partner else partner.of(names), scales, int(WORK * most_bytes))
 
     with passes.memory.holding(most_bytes):
-        for number, names in enumerate(sets[finished:], finished):
-            for end, panel in _panels(passes.jacobian_rows(begin, names), share * most_bytes):
-                for piece, other in product(panel, panel if same else ()):
-                    add(piece, other)
-                if not same or end < total:
-                    for _, others in _panels(right.passes.jacobian_rows(end if same else 0, names), WORK * most_bytes):
-                        for piece, other in product(panel, others):
-                            add(piece, other)
-                saved.save(partial(dict, rows=end, sets=number, sums=result, bytes=of_sets))
-            begin = 0
+        for end, panel in _panels(passes.jacobian_rows(), HELD * most_bytes):
+            for piece, other in product(panel, panel if same else ()):
+                add(piece, other)
+            if not same or end < total:
+                for _, others in _panels(right.passes.jacobian_rows(end if same else 0), WORK * most_bytes):
+                    for piece, other in product(panel, others):
+                        add(piece, other)
     return mirror(result) if same else result
-
-
-def _begins_a_piece(passes: Passes, row: int, total: int) -> bool:
-    """Return whether this row begins a piece of the walk; if not, batches or chunks have been cut differently."""
-    return next((start for start, _, _ in passes.jacobian_rows(row)), total) == row
 
 
 def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: float) -> Iterator[tuple[int, list[Piece]]]:
@@ -355,7 +333,7 @@ class Sizes(NamedTuple):
 def gram_cost(plan: Plan, points: int) -> float:
     """Return how many gradients of the data J Jᵀ costs, under a prior that is constant on each tensor.
 
-    It counts the passes for δ, once for each set of layers or panel of points, and the products. Parameters without a
+    It counts the passes for δ, once for each panel of points, and the products. Parameters without a
     layer rule take passes over each point alone instead. The result is ∞ if the work of a gradient is unknown.
     """
     if not plan.forward:
@@ -363,12 +341,9 @@ def gram_cost(plan: Plan, points: int) -> float:
     columns, room = plan.num_outputs, plan.memory_budget // 2
     ruled = {name: layer.shape_of(local).numel() for layer in plan.layers for local, name in layer.names.items()}
     others = plan.size - sum(ruled.values())
-    sets, share = layer_sets(plan, points, room)
-    walks, together = float(len(sets)), points
-    if share == 2 * WORK:
-        held = (columns * others + sum(_numbers(layer, columns) for layer in plan.layers)) * plan.itemsize * points
-        panels = min(points, math.ceil(held / max(1, share * room)))  # a point at a time if there is room for none
-        walks, together = (panels + 1) / 2, math.ceil(points / panels)
+    held = (columns * others + sum(_numbers(layer, columns) for layer in plan.layers)) * plan.itemsize * points
+    panels = min(points, math.ceil(held / max(1, HELD * room)))  # a point at a time if there is room for none
+    walks, together = (panels + 1) / 2, math.ceil(points / max(1, panels))
     pairs = sum(_least(layer, columns, together) for layer in plan.layers) * (points / together) ** 2 / 2
     pairs += others * (columns * points) ** 2 / 2
     gradient = points * (3 * plan.forward + TOUCHED * sum(layer.output[1:].numel() for layer in plan.layers))
@@ -376,41 +351,6 @@ def gram_cost(plan: Plan, points: int) -> float:
     if plan.others:
         walk_cost += plan.cost_to_build("formed", points) / (1 + plan.overhead(1.0, points))
     return walks * walk_cost + pairs / gradient
-
-
-def layer_sets(plan: Plan, points: int, most_bytes: int) -> tuple[list[Collection[str] | None], float]:
-    """Return the parameters whose rows are held together, walk by walk (None: all), and the share of memory for them.
-
-    The rows of all points are held if those of each layer fit. Otherwise some points are held at a time, and their rows
-    are formed again for each pair of such panels.
-    """
-    layers = _tied(plan.layers)
-    sizes = [sum(_numbers(layer, plan.num_outputs) for layer in some) * plan.itemsize * points for some in layers]
-    most = (1 - WORK) * most_bytes
-    if plan.others or max(sizes, default=0) > most:
-        return [None], 2 * WORK
-    if sum(sizes) <= most:
-        return [None], 1 - WORK
-    sets: list[set[str]] = [set()]
-    held = 0.0
-    for some, size in zip(layers, sizes):
-        if held + size > most:
-            sets.append(set())
-            held = 0.0
-        held += size
-        sets[-1].update(name for layer in some for name in layer.names.values())
-    return [*sets], 1 - WORK
-
-
-def _tied(layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Return the layers in lists, of which no two share a parameter."""
-    tied: list[list[Layer]] = []
-    for layer in layers:
-        names = set(layer.names.values())
-        mine = [some for some in tied if any(names & set(other.names.values()) for other in some)]
-        tied = [some for some in tied if not any(some is one for one in mine)]
-        tied.append([*(other for some in mine for other in some), layer])
-    return tied
 
 
 def _numbers(layer: Layer, columns: int) -> int:

@@ -38,8 +38,8 @@ class TangentKernel(UserOperator, Operator):
     diagonal is solved exactly with a D × D matrix. `to_dense`, the Gram matrix, costs a forward pass and C backward
     passes on each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions, in one of two orders; a
     product of the layer's own Jacobian replaces this sum if that is less work or A is not constant on its tensors. If
-    not all layers fit into memory, the passes are made again for each set that does. Memory: as many rows as the budget
-    has room for, and the Gram matrix.
+    the rows of all points do not fit into memory, passes are made again for each panel of points that does. Memory: as
+    many rows as the budget has room for, and the Gram matrix.
 
     Args:
         lin: the linearised network.

@@ -169,10 +169,10 @@ def linearize(
             `torch.distributions.Distribution`; or any other loss: a function of (outputs, targets) that returns one
             loss per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets
             outputs and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all
-            others the outputs are last. Its `reduction` is ignored, since likelihoods are sums. The gradient of a
-            subclass of such a loss is compared with that of the likelihood on the first points. For a model that
-            returns several tensors, in a mapping, a tuple or an object, a mapping (or a tuple) of any of these, and
-            targets with the same keys: see `co.likelihoods.Multitask`.
+            others the outputs are last. Its `reduction` is ignored, since likelihoods are sums. A subclass of such a
+            loss with a `forward` of its own is a loss like any other. For a model that returns several tensors, in a
+            mapping, a tuple or an object, a mapping (or a tuple) of any of these, and targets with the same keys: see
+            `co.likelihoods.Multitask`.
         parameters: None (all that require a gradient); "last_layer" (the layer after which no other runs, in whose
             output the model's is affine, found by running the model; `lin.plan` names it; weights that also act
             earlier, tied or normalised ones, are linearised as all others); a glob or a list of globs over names; a

@@ -32,17 +32,6 @@ class NetworkOperator(Operator):
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """The keywords that define the operator, in addition to the linearisation."""
 
-    MADE_BY: ClassVar[str] = ""
-    """The call that makes the operator, if users do not call its class, which then takes the stored form only."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls.MADE_BY and args and not isinstance(args[0], Tensor):  # a copy is made without arguments
-            raise TypeError(
-                f"{cls.MADE_BY} makes the {cls.__name__} of a linearised network, "
-                "lin = co.linearize(model, data, likelihood); its class is not called."
-            )
-        return super().__new__(cls)
-
     @property
     def theta(self) -> Tensor:
         """The weights θ* of the linearisation, (D,)."""
@@ -169,7 +158,6 @@ class Jacobian(NetworkOperator):
     """
 
     _shown = ()
-    MADE_BY = "lin.jacobian(x)"
 
     # The stored form has θ, the inputs in which products and outputs have a gradient, `passes`, the number of `rows`,
     # the `graph` that computes the outputs from those inputs (None without them) and, once detached, the `space`.
@@ -238,9 +226,7 @@ class Jacobian(NetworkOperator):
         """Compute f(θ*) at its inputs by one forward pass; for a last layer, J needs no other pass."""
         if self.is_recorded:
             return self.graph.outputs()
-        if (outputs := self.passes.recorded_outputs()) is not None:
-            return outputs
-        return self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0).reshape(-1, self._num_outputs)
+        return self.passes.outputs()
 
     def formed(self) -> Float[Tensor, "D NC"]:
         """Form Jᵀ for few points; its columns come from each layer's rows, by C backward passes.
@@ -351,7 +337,6 @@ class Gradients(NetworkOperator):
     """
 
     OPTIONS = ("per_token",)
-    MADE_BY = "lin.gradients()"
 
     @property
     def plan(self) -> Any:

@@ -340,7 +340,6 @@ def test_a_batch_that_only_the_model_can_read_says_what_it_needs():
 @pytest.mark.parametrize(
     ("call", "message"),
     {
-        "no function": (lambda m, p, y: co.linearize(m, (p, y), noise(), collate=3), "collate must be a function"),
         "no collate": (lambda m, p, y: co.linearize(m, ([Cloud(r) for r in p], y), noise()), "collate="),
         "targets too few": (lambda m, p, y: of_points(m, p, y[:5]), "7 inputs"),
         "pairs of one": (lambda m, p, y: joined(m, [(part,) for part in p]), "target"),
@@ -367,7 +366,7 @@ def test_a_batch_that_only_the_model_can_read_says_what_it_needs():
         ),
         "a test point of another width": (
             lambda m, p, y: post_of(of_points(m, p, y, parts_of_points)).predict([*p, torch.zeros(2, 5)]),
-            "the model failed on .* of type Tensor",
+            "collate= failed on 4 points of type Tensor",
         ),
         "a string": (lambda m, p, y: joined(m, ("abcdefg", y)), "a list of points"),
     }.values(),
@@ -413,7 +412,7 @@ def test_a_posterior_is_read_again(form, tmp_path):
         with pytest.raises(ValueError, match="inputs="):
             co.load(tmp_path, model, inputs=points[2:4], collate=collate)
         points[0].rows.add_(1)
-        with pytest.raises(ValueError, match="the data are not those"):
+        with pytest.raises(ValueError, match="not among those given"):
             co.load(tmp_path, model, given, collate=collate)
 
 

@@ -168,7 +168,6 @@ def of_equal_points(model, points, y):
             "at point 1 hold NaN",
         ),
         "one batch": (lambda m, p, y: co.linearize(m, OneBatch(parts_of_points(p), y), noise()), r"\[batch\]"),
-        "a tuple of pairs": (lambda m, p, y: joined(m, tuple(zip(p, y))), "list of pairs"),
         "a tuple of two pairs": (lambda m, p, y: joined(m, tuple(zip(p[:2], y))), "2 inputs"),
         "rows of numbers": (lambda m, p, y: co.gp.LinearizedGP(of_points(m, p, y)), "rows of numbers"),
         "joined points in memory": (lambda m, p, y: co.linearize(m, (parts_of_points(p)[:2], y), noise()), "collate="),

@@ -252,9 +252,6 @@ def test_a_layer_that_an_elementwise_function_separates_from_the_last_keeps_slop
     pulled = engine.model.selection.join(engine.pull(torch.eye(J.shape[0]).double().unflatten(1, (6, 7))))
     assert agree(pulled.mT, J)
     assert engine.nbytes == 8 * 6 * (4 + 5 + 5) == sum(part.nbytes for part in engine.parts)
-    some = engine.at(slice(2, 5))
-    assert some is not None
-    assert agree(some.push(engine.model.selection.split(torch.eye(J.shape[1]).double())), everything[:, 2:5])
 
 
 def of_a_sum(m: Any, x: Tensor) -> Tensor:

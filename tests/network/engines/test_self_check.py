@@ -14,7 +14,7 @@ from curvops.network.engines.autodiff import Streamed
 from curvops.network.engines.layer_calls import owners_of, record
 from curvops.network.engines.layerwise import Layerwise
 from curvops.network.engines.replay import Replay
-from curvops.network.engines.self_check import allowance, find_routes, mismatches, named_custom_functions
+from curvops.network.engines.self_check import allowance, find_routes, mismatches
 from curvops.network.model.model import Model
 from curvops.network.walks.walk import Passes
 from tests.memory import peak_of
@@ -28,7 +28,6 @@ def test_what_rows_serve_says_why_and_names_the_module() -> None:
     passes = walk("numpy_below_own_parameters", "auto")
     assert "NumpyTanh" in passes.plan.routes.why
     assert "by rows of J" in str(passes.plan)
-    assert "ScaledNumpy" not in named_custom_functions(passes.model, ZOO["mlp"].build()[1])
     passes = walk("numpy_backward", "auto")
     push(passes, columns(len(passes.model.theta), 1))
     assert passes.plan.in_use == {"layerwise": 2}

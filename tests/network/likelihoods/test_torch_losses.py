@@ -258,7 +258,7 @@ RIGHT: dict[str, tuple[Any, Tensor, co.likelihoods.Likelihood]] = {
         co.likelihoods.Bernoulli(),
     ),
 }
-WRONG = {"doubled": (Doubled(), CLASSES), "smoothed": (Smoothed(), CLASSES), "halved": (Halved(), HIT)}
+OWN = {"doubled": (Doubled(), CLASSES), "smoothed": (Smoothed(), CLASSES), "halved": (Halved(), HIT)}
 
 
 def with_outputs(outputs: Tensor, targets: Tensor, loss: Any, dtype: torch.dtype) -> co.operators.Linearization:
@@ -280,13 +280,15 @@ def test_rounding_refuses_no_loss(loss: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=100 * torch.finfo(dtype).eps, msg=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("loss", WRONG)
-def test_a_wrong_loss_is_refused_at_any_outputs(loss: str, dtype: torch.dtype) -> None:
-    given, targets = WRONG[loss]
-    for outputs in OUTPUTS.values():
-        with pytest.raises(ValueError, match=r"is not that of .* not a plain torch.nn..*Loss. Pass"):
-            with_outputs(outputs, targets, given, dtype)
+@pytest.mark.parametrize("loss", OWN)
+def test_a_subclass_with_a_forward_of_its_own_is_a_loss_of_ones_own(loss: str) -> None:
+    given, targets = OWN[loss]
+    f = OUTPUTS["ordinary"]
+    lin = with_outputs(f, targets, given, torch.float64)
+    assert isinstance(lin.likelihood, co.likelihoods.FromLoss)
+    summed = type(given)(reduction="sum")
+    hessian = torch.func.hessian(lambda bias: summed(f + bias, targets))(torch.zeros(C).double())
+    torch.testing.assert_close(co.GGN(lin).to_dense(), hessian, **TIGHT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

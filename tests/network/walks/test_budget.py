@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,9 +82,12 @@ def test_the_default_is_a_quarter_of_what_machine_and_control_group_leave(machin
     files, expected = MACHINES[machine]
     for path, text in files.items():
         (tmp_path / path.replace("/", "-")).write_text(text)
-    plain = os.open
+
+    def read(path: Path) -> str:
+        return (tmp_path / str(path).replace("/", "-")).read_bytes().decode()
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", lambda path, flags: plain(tmp_path / path.replace("/", "-"), flags))
+        patch.setattr(Path, "read_text", read)
         found = default_budget(torch.device("cpu"))
     assert found == expected
 
