@@ -5,23 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-
-Bordered = tuple[range, range]
-"""The positions of a matrix (weights) and of a column to its right (biases), of which a part consists row by row."""
-
-
-class ColumnMap(NamedTuple):
-    """A map of the columns (p, K) of a part; with `rows`, also of a table, which it may overwrite.
-
-    A table (rows, K, p / rows) holds the columns as matrices: its i-th entry has row i of each.
-    """
-
-    apply: Callable[[Tensor], Tensor]
-    rows: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,15 +40,16 @@ class Partition:
         """Return the parts of each row, (..., n) -> (..., p_i), as views if the positions are ranges."""
         if self.in_order:
             return list(torch.split(rows, self.sizes, dim=-1))
-        return [_take(rows, part, pair) for part, pair in zip(self.parts, self._bordered)]
+        return [
+            rows.narrow(-1, part.start, len(part)) if isinstance(part, range) else rows.index_select(-1, part)
+            for part in self.parts
+        ]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the parts again, the inverse of `split`."""
-        if all(isinstance(part, range) or pair for part, pair in zip(self.parts, self._bordered)):
-            pieces: dict[int, Tensor] = {}
-            for values, part, pair in zip(parts, self.parts, self._bordered):
-                pieces |= _cut(values, pair) if pair else {cast(range, part).start: values}
-            return torch.cat([pieces[start] for start in sorted(pieces)], dim=-1)
+        starts = [part.start for part in self.parts if isinstance(part, range)]
+        if len(starts) == len(parts):
+            return torch.cat([values for _, values in sorted(zip(starts, parts), key=lambda pair: pair[0])], dim=-1)
         return torch.index_select(torch.cat(list(parts), dim=-1), -1, self._places)
 
     def split_columns(self, block: Tensor) -> list[Tensor]:
@@ -73,28 +60,9 @@ class Partition:
         """Join the parts of columns again, the inverse of `split_columns`."""
         return self.join([part.mT for part in parts]).mT
 
-    def map_columns(self, maps: Sequence[ColumnMap], block: Tensor, in_place: bool = False) -> Tensor:
-        """Return the block whose parts are those of `block`, (p_i, K), each under its own map of columns.
-
-        If `in_place`, results on a CPU are written in place, for long parts a few columns at a time.
-        """
-        n, K = block.shape
-        if not (in_place and K) or block.device.type != "cpu":
-            return self.join_columns([map_.apply(part) for map_, part in zip(maps, self.split_columns(block))])
-        rows, images = block.mT.contiguous(), block.new_empty(K, n)
-        for map_, part, pair in zip(maps, self.parts, self._bordered):
-            # Copies of a panel stay in the cache.
-            panels = max(1, min(K, -(-K * len(part) * block.dtype.itemsize // 2**20)))
-            for panel, result in zip(rows.chunk(panels), images.chunk(panels)):
-                _map_panel(map_, part, pair, panel, result)
-        return images.mT
-
-    @cached_property
-    def _bordered(self) -> list[Bordered | None]:
-        """The matrix and the column that each index tensor on a CPU consists of, if it does: copies, not gathers."""
-        if self.size < 2**13:  # few calls count more than few numbers
-            return [None] * len(self.parts)
-        return [_matrix_and_column(part) if isinstance(part, Tensor) else None for part in self.parts]
+    def map_columns(self, maps: Sequence[Callable[[Tensor], Tensor]], block: Tensor) -> Tensor:
+        """Return the block whose parts are those of `block`, (p_i, K), each under its own map."""
+        return self.join_columns([map_(part) for map_, part in zip(maps, self.split_columns(block))])
 
     @cached_property
     def _places(self) -> Tensor:
@@ -106,61 +74,6 @@ class Partition:
     def to(self, device: torch.device | None) -> Partition:
         """Return the partition with its index tensors on a device."""
         return Partition(tuple(p.to(device) if isinstance(p, Tensor) else p for p in self.parts))
-
-
-def _matrix_and_column(index: Tensor) -> Bordered | None:
-    """Return what these positions consist of; None for other positions, and on an accelerator, which would wait."""
-    jumps = (index.diff() != 1).nonzero() if index.device.type == "cpu" else index[:0]
-    if not len(jumps):
-        return None
-    columns = int(jumps[0]) + 1
-    rows = len(index) // (columns + 1)
-    start, beside = int(index[0]), int(index[columns])
-    matrix = torch.arange(start, start + rows * columns).view(rows, columns)
-    bordered = torch.cat([matrix, torch.arange(beside, beside + rows).unsqueeze(1)], 1).flatten()
-    pair = range(start, start + rows * columns), range(beside, beside + rows)
-    return pair if torch.equal(bordered, index) else None
-
-
-def _take(rows: Tensor, part: range | Tensor, pair: Bordered | None) -> Tensor:
-    """Return a part of each row, (..., n) -> (..., p)."""
-    if isinstance(part, range):
-        return rows.narrow(-1, part.start, len(part))
-    if pair is None:
-        return rows.index_select(-1, part)
-    return torch.cat(_views(rows, pair, len(pair[1])), -1).flatten(-2)
-
-
-def _views(rows: Tensor, pieces: Sequence[range], lines: int) -> list[Tensor]:
-    """Return these positions of each row as matrices of so many lines, (..., n) -> (..., lines, columns)."""
-    shape = *rows.shape[:-1], lines
-    return [rows.narrow(-1, piece.start, len(piece)).view(*shape, len(piece) // lines) for piece in pieces]
-
-
-def _cut(values: Tensor, pair: Bordered) -> dict[int, Tensor]:
-    """Return the matrix and the column of a part by the positions at which they start."""
-    matrix, column = pair
-    table = values.unflatten(-1, (len(column), -1))
-    return {matrix.start: table[..., :-1].flatten(-2), column.start: table[..., -1]}
-
-
-def _map_panel(map_: ColumnMap, part: range | Tensor, pair: Bordered | None, rows: Tensor, images: Tensor) -> None:
-    """Write a part of each row (K, n) under the map."""
-    pieces = (part,) if isinstance(part, range) else pair or ()
-    if map_.rows and pieces and (pair is None or len(pair[1]) == map_.rows):
-        widths = [len(piece) // map_.rows for piece in pieces]
-        table = rows.new_empty(map_.rows, len(rows), sum(widths))
-        for values, view in zip(table.split_with_sizes(widths, -1), _views(rows, pieces, map_.rows)):
-            values.copy_(view.transpose(0, 1))
-        for values, view in zip(map_.apply(table).split_with_sizes(widths, -1), _views(images, pieces, map_.rows)):
-            view.copy_(values.transpose(0, 1))
-        return
-    values = map_.apply(_take(rows, part, pair).mT).mT
-    if isinstance(part, Tensor) and pair is None:
-        images.index_copy_(-1, part, values)
-        return
-    for start, piece in (_cut(values, pair) if pair else {cast(range, part).start: values}).items():
-        images.narrow(-1, start, piece.shape[-1]).copy_(piece)
 
 
 def partition(positions: Sequence[Tensor | range], device: torch.device | None = None) -> Partition:

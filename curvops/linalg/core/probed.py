@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvops.ambient import columns_at_a_time, current_run, remark
 from curvops.checkpoint import derive_generator
-from curvops.checks import check_choice, check_generator, check_limits
+from curvops.checks import check_choice, check_generator, check_limits, checked_number
 from curvops.linalg.core.algorithm import Multiply, working
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.solve_routes import DENSE_SIZE
@@ -61,10 +61,8 @@ class Limits:
 
     @property
     def tolerance(self) -> float:
-        """The rtol of an estimator that needs one; raises ValueError if it is None."""
-        if self.rtol is None:
-            raise ValueError("rtol must be positive and finite, got None.")
-        return float(self.rtol)
+        """The rtol of an estimator that needs one; raises TypeError if it is None."""
+        return checked_number("rtol", self.rtol)
 
     @property
     def tolerated(self) -> float:

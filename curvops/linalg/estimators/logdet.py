@@ -24,7 +24,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.ambient import Progress, current_run
-from curvops.checks import checked_number, shown
+from curvops.checks import check_choice, checked_number, shown
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import ESTIMATE_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, accept, indefinite
@@ -154,8 +154,7 @@ def _bound_and_levels(
 ) -> tuple[float, list[float]]:
     """Return the lower bound (0 if it is to be estimated), and for each shift the lower bound plus the shift."""
     if isinstance(lower_bound, str):
-        if lower_bound != "estimate":
-            raise ValueError(f'lower_bound must be a number, "estimate" or None, got {lower_bound!r}.')
+        check_choice("lower_bound", lower_bound, ("estimate",))
         lower_bound = None
     if isinstance(shift, Tensor):
         if shift.requires_grad and torch.is_grad_enabled():

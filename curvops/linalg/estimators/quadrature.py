@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from curvops.ambient import Progress, columns_at_a_time, current_run
-from curvops.checks import checked_whole
+from curvops.checks import check_shape, checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import ESTIMATE_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
@@ -272,8 +272,8 @@ def effective_dimension(
     limits = Limits(rtol, max_matvecs)
     limits.check(min(LEAST_PRODUCTS, n))
     precision = torch.as_tensor(prior, dtype=dtype, device=device).detach()
-    if precision.ndim > 1 or (precision.ndim == 1 and len(precision) != n):
-        raise ValueError(f"prior must be a number or a vector ({n},), got shape {tuple(precision.shape)}.")
+    if precision.ndim:
+        check_shape("prior", precision, (n,))
     if not bool(((precision > 0) & torch.isfinite(precision)).all()):
         raise ValueError(f"prior must be positive and finite, got {float(precision.amin())}.")
     multiply, mu = product(G), float(prior) if precision.ndim == 0 else 1.0

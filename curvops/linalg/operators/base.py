@@ -128,11 +128,6 @@ class Operator(LinearOperatorContract):
         return False
 
     @property
-    def table_rows(self) -> int:
-        """The rows of the tables that `_product` takes, too (`ColumnMap`); 0 if it takes columns only."""
-        return 0
-
-    @property
     def spaces(self) -> Spaces:
         """The spaces of rows and columns, from the keyword `space`, which conversions and rebuilds keep."""
         space = self._kwargs.get("space")

@@ -57,11 +57,6 @@ class ClosedForm(ABC):
         self.base, self.shift = base, shift
 
     @property
-    def table_rows(self) -> int:
-        """The rows of the tables that `solve` and `inverse_root` take, too (`ColumnMap`); 0 if they do not."""
-        return 0
-
-    @property
     def holds(self) -> bool:
         """Whether this form holds for the operand and the shift; otherwise P is treated like any other matrix."""
         return True

@@ -154,16 +154,6 @@ class Damped(UnaryOperator):
             operator = Damped(base, shift, sources=self._shift_sources)
         return Operator._getitem(operator, row_index, col_index)
 
-    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        row_index, col_index, *_ = torch.broadcast_tensors(row_index, col_index, *batch_indices)
-        of_base = batch_indices if self.base.batch_shape else ()
-        values = self.base._get_indices(row_index, col_index, *of_base)
-        if self.shift.ndim == 0:
-            on_diagonal = self.shift
-        else:
-            on_diagonal = self.shift[(*batch_indices[: self.shift.ndim - 1], row_index)]
-        return torch.where(row_index == col_index, values + on_diagonal, values)
-
     # Solving
 
     def preconditioner(

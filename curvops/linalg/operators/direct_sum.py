@@ -14,7 +14,7 @@ from curvops.checks import carries_graph
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import Sources, Space, scale_sources
-from curvops.linalg.core.partition import ColumnMap, Partition, partition
+from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.structure import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator, joined
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis, closed_form
@@ -47,7 +47,7 @@ class DirectSumForm(ClosedForm):
             form.require_definite()
 
     def solve(self, block: Tensor) -> Tensor:
-        return self._mapped([ColumnMap(form.solve, form.table_rows) for form in self.decomposed], block)
+        return self.base.partition.map_columns([form.solve for form in self.decomposed], block)
 
     def logdet(self) -> Tensor:
         return torch.stack([form.logdet() for form in self.decomposed]).sum()
@@ -68,10 +68,7 @@ class DirectSumForm(ClosedForm):
         return self.base.partition.join_columns([form.draw_inverse(k, generator) for form in self.decomposed])
 
     def inverse_root(self, block: Tensor) -> Tensor:
-        return self._mapped([ColumnMap(form.inverse_root, form.table_rows) for form in self.decomposed], block)
-
-    def _mapped(self, maps: Sequence[ColumnMap], block: Tensor) -> Tensor:
-        return self.base.partition.map_columns(maps, block, self.base.in_place(block, self.shift))
+        return self.base.partition.map_columns([form.inverse_root for form in self.decomposed], block)
 
     def eigenbasis(self) -> Eigenbasis | None:
         eigenbases = [form.eigenbasis() for form in self.decomposed]
@@ -175,18 +172,10 @@ class DirectSum(Operator):
         return DirectSum(*transposed, positions=self.partition, space=self.spaces[0], sources=self.sources)
 
     def _product(self, block: Tensor) -> Tensor:
-        maps = [ColumnMap(op._product if op.table_rows else op._matmul, op.table_rows) for op in self.blocks]
-        return self._mapped(maps, block)
+        return self.partition.map_columns([op._matmul for op in self.blocks], block)
 
     def _transposed_product(self, block: Tensor) -> Tensor:
-        return self._mapped([ColumnMap(op._t_matmul) for op in self.blocks], block)
-
-    def _mapped(self, maps: Sequence[ColumnMap], block: Tensor) -> Tensor:
-        return self.partition.map_columns(maps, block, self.in_place(block))
-
-    def in_place(self, *beside: Tensor) -> bool:
-        """Return whether results may be written in place, a few columns at a time, and maps may overwrite tables."""
-        return False
+        return self.partition.map_columns([op._t_matmul for op in self.blocks], block)
 
     def _diagonal(self) -> Tensor:
         return self.partition.join([block._diagonal() for block in self.blocks])

@@ -134,10 +134,6 @@ class EigenKroneckerForm(Spectral):
     def rotate_back(self, block: Tensor) -> Tensor:
         return self.eigen.rotate_back(block)
 
-    @property
-    def table_rows(self) -> int:
-        return self.base.table_rows
-
     def _filtered(self, weights: Tensor, block: Tensor) -> Tensor:
         return self.eigen.filter(weights.reshape(self.base.sizes), block)
 
@@ -166,11 +162,7 @@ class KroneckerForm(EigenKroneckerForm):
 
 
 class _GroupedBlocks(Operator):
-    """A symmetric matrix, block-diagonal over groups g, whose blocks act on vectors as p × q matrices (row-major).
-
-    Its products take columns (n, K) or a table (g·p, K, q), which they may overwrite; in a table each factor
-    multiplies all columns at once.
-    """
+    """A symmetric matrix, block-diagonal over groups g, whose blocks act on vectors as p × q matrices (row-major)."""
 
     _shown: ClassVar[tuple[str, ...]] = ()
     symmetric = True
@@ -179,10 +171,6 @@ class _GroupedBlocks(Operator):
     @abstractmethod
     def sizes(self) -> tuple[int, int, int]:
         """The sizes (g, p, q)."""
-
-    @property
-    def table_rows(self) -> int:
-        return self.sizes[0] * self.sizes[1]
 
     def _size(self) -> torch.Size:
         return torch.Size((math.prod(self.sizes),) * 2)
@@ -448,20 +436,18 @@ class EigenKronecker(_GroupedBlocks):
         return bool((self.values >= 0).all())
 
     def rotate(self, block: Tensor) -> Tensor:
-        """Return U B, rotating out of the eigenbasis, for columns (n, K) or a table B."""
+        """Return U B for columns B (n, K), rotating out of the eigenbasis."""
         return _two_sided(self.left_vectors, self.right_vectors, block)
 
     def rotate_back(self, block: Tensor) -> Tensor:
-        """Return Uᵀ B, rotating into the eigenbasis, for columns (n, K) or a table B."""
+        """Return Uᵀ B for columns B (n, K), rotating into the eigenbasis."""
         return _two_sided(_transpose(self.left_vectors), _transpose(self.right_vectors), block)
 
     def filter(self, weights: Float[Tensor, "g p q"], block: Tensor) -> Tensor:
-        """Return U diag(weights) Uᵀ B, for columns or a table B."""
-        if block.ndim == 3:
-            return self.rotate(self.rotate_back(block).mul_(weights.flatten(0, 1).unsqueeze(1)))
+        """Return U diag(weights) Uᵀ B for columns B (n, K)."""
         left, right, _ = self._args
         rotated = _both(_transpose(left), _transpose(right), _to_groups(block, weights.shape))
-        return _from_groups(_both(left, right, weights.unsqueeze(1) * rotated), block)
+        return _from_groups(_both(left, right, weights.unsqueeze(1) * rotated))
 
     def diagonal_of(self, spectrum: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Return the diagonal of U diag(spectrum) Uᵀ."""
@@ -479,11 +465,9 @@ class EigenKronecker(_GroupedBlocks):
 
 
 def _two_sided(left: Tensor, right: Tensor, block: Tensor) -> Tensor:
-    """Return left_g V right_gᵀ for each group and column of a block, (n, K) or a table (g·p, K, q)."""
-    if block.ndim == 3:
-        return _over_table(left, right, block)
+    """Return left_g V right_gᵀ for each group and column of a block (n, K)."""
     groups = _to_groups(block, (left.shape[0], left.shape[1], right.shape[1]))
-    return _from_groups(_both(left, right, groups), block)
+    return _from_groups(_both(left, right, groups))
 
 
 # A block in groups is (g, K, p, q): for one group, columns need not be moved. The right factor multiplies all rows of
@@ -491,15 +475,10 @@ def _two_sided(left: Tensor, right: Tensor, block: Tensor) -> Tensor:
 
 
 def _to_groups(block: Tensor, sizes: Sequence[int]) -> Float[Tensor, "g k p q"]:
-    if block.ndim == 3:
-        return block.unflatten(0, sizes[:2]).transpose(1, 2)
     return block.mT.reshape(block.shape[1], *sizes).transpose(0, 1)
 
 
-def _from_groups(groups: Float[Tensor, "g k p q"], block: Tensor) -> Tensor:
-    """Return groups in the form of a block, columns or a table."""
-    if block.ndim == 3:
-        return groups.transpose(1, 2).reshape(block.shape)
+def _from_groups(groups: Float[Tensor, "g k p q"]) -> Float[Tensor, "n k"]:
     return groups.transpose(0, 1).contiguous().flatten(1).mT
 
 
@@ -510,15 +489,6 @@ def _both(left: Tensor, right: Tensor, groups: Tensor) -> Tensor:
     else:
         groups = torch.bmm(groups.flatten(1, 2), right.mT).unflatten(1, groups.shape[1:3])
     return left[:, None, :, None] * groups if left.ndim == 2 else left.unsqueeze(1) @ groups
-
-
-def _over_table(left: Tensor, right: Tensor, table: Float[Tensor, "rows k q"]) -> Float[Tensor, "rows k q"]:
-    """Return left_g V right_gᵀ for each group of a table, whose memory it takes; each factor multiplies all columns."""
-    lines, rows = table.view(*left.shape[:2], -1), table.view(len(right), -1, right.shape[1])
-    wide = lines.mul_(left.unsqueeze(2)) if left.ndim == 2 else torch.bmm(left, lines)
-    if right.ndim == 2:
-        return torch.mul(wide.view_as(rows), right.unsqueeze(1), out=rows).view_as(table)
-    return torch.bmm(wide.view_as(rows), right.mT).view_as(table)
 
 
 def _transpose(factor: Tensor) -> Tensor:

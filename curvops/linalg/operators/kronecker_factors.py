@@ -103,9 +103,7 @@ def decompositions(
             try:
                 while waiting:
                     done, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
-                    finished = len([future.result() for future in done])  # raises the error of any that failed
-                    sizes = [f"{factors[i][0].shape[1]:,}" for i, future in futures.items() if future.running()]
-                    steps.advance(finished, f"a matrix of {' and one of '.join(sizes)} rows" if sizes else "")
+                    steps.advance(len([future.result() for future in done]))  # raises the error of any that failed
                 return [futures[i].result() for i in range(len(factors))]
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)  # after an interruption no other one starts
@@ -156,10 +154,8 @@ def without_rounding(values: Tensor, factor: Tensor, details: Details, name: str
     eigenvalues = values.detach()
     least, largest = eigenvalues.aminmax(dim=1, keepdim=True)
     if not all(0 <= margin < math.inf for margin in (least + slack * largest).flatten().tolist()):  # false for NaN
-        raise NotPositiveSemidefiniteError(
-            f"the {name} factor of a Kronecker product must be positive semi-definite, but has an eigenvalue "
-            f"{float(least.min()):.3g} (its largest is {float(largest.max()):.3g})."
-        )
+        ends = f"from {float(least.min()):.3g} to {float(largest.max()):.3g}"
+        raise NotPositiveSemidefiniteError(f"the {name} factor of a Kronecker product has eigenvalues {ends}.")
     return values - eigenvalues.masked_fill(eigenvalues > noise * largest, 0)
 
 

@@ -395,16 +395,12 @@ class LowRank(Operator):
         slack = eps * math.sqrt(n) * self.values.detach().norm() + math.sqrt(eps) * present.detach().abs()
         if not bool((rest.detach() >= -slack).all()):
             worst = int((rest.detach() + slack).argmin())
-            raise ValueError(
-                f"entry {worst} of the diagonal is {float(diagonal[worst]):.6g}, less than {float(present[worst]):.6g} "
-                "of the low-rank part: pass the exact diagonal, and make the low-rank part by co.low_rank."
-            )
+            sizes = f"{float(diagonal[worst]):.6g}, less than {float(present[worst]):.6g} of the low-rank part"
+            raise ValueError(f"entry {worst} of the diagonal is {sizes}: pass the exact diagonal, beside co.low_rank.")
         return self.add_diagonal(rest.clamp_min(0))
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         require_not_negative(self.values)
-        if self.layouts is not None:
-            raise ValueError("a LowRank whose vectors are sharded over ranks cannot be drawn from.")
         return self.root @ normal(len(self.values), k, self.dtype, self.device, generator)
 
 
@@ -442,8 +438,8 @@ def low_rank(
         A LowRank operator with its `error`.
 
     Raises:
-        ValueError: rank is not in 1..n, rtol is not in (0, 1), the budget is below one vector, a tensor in A requires a
-            gradient (Â has none), or the checkpoint belongs to another problem.
+        ValueError: rank is not in 1..n, rtol is not in (0, 1), a tensor in A requires a gradient (Â has none), or the
+            checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
         NotPositiveSemidefiniteError: an eigenvalue clearly below zero was found.
 
@@ -464,8 +460,6 @@ def low_rank(
         checked_number("rtol", rtol, "(0, 1)")
     aim = (0.01 if rank is None else None) if rtol is None else rtol
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, SKETCH_RANK))
-    if memory_budget is not None and memory_budget < (least := SKETCH_ARRAYS * facts.vector_bytes):
-        raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
     saved = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
     generator = spawn_generator(generator)
     beside = saved.source("generator of the error's probes", derive_generator(generator), facts.device)

@@ -228,7 +228,7 @@ def _group(A: Matrix, positions: Tensor, shift: float) -> EqualBlocks:
     worst = int((values[:, 0] - rounding).argmin())
     if not bool(values[worst, 0] > rounding[worst]):
         raise NotPositiveSemidefiniteError(
-            f"the block that starts at position {int(positions[worst, 0])} is not positive definite to working "
-            f"precision: an eigenvalue is {float(values[worst, 0]):.3e}. Pass a larger shift (the prior precision)."
+            f"the block that starts at position {int(positions[worst, 0])} has an eigenvalue "
+            f"{float(values[worst, 0]):.3e}: pass a larger shift (the prior precision)."
         )
     return EqualBlocks(positions, vectors.to(dense), values.to(dense))

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Shaped
 
 from curvops.ambient import Progress, as_step
-from curvops.checks import check_generator
+from curvops.checks import check_generator, checked_number, checked_whole
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.structure import rows
@@ -97,12 +97,12 @@ def dual_descent(
     facts = describe_square(K)
     n = facts.rows
     check(facts, B, rtol, maxiter, x0, callback)
-    if not 0 <= momentum < 1 or batch_size < 1 or not noise >= 0 or (step_size is not None and not step_size > 0):
-        raise ValueError(
-            "dual_descent needs 0 <= momentum < 1, batch_size >= 1, noise >= 0 and step_size > 0, got "
-            f"{momentum}, {batch_size}, {noise} and {step_size}."
-        )
-    options = DescentOptions(float(noise), min(batch_size, n), step_size, momentum, generator)
+    checked_number("momentum", momentum, "[0, 1)")
+    checked_whole("batch_size", batch_size)
+    if step_size is not None:
+        checked_number("step_size", step_size)
+    noise = checked_number("noise", noise, "[0, inf)")
+    options = DescentOptions(noise, min(batch_size, n), step_size, momentum, generator)
     goal = Goal(float(rtol), 200 if maxiter is None else maxiter, callback)
 
     def solve(B: Vectors, X0: Vectors | None, _: object) -> Solution:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvops.ambient import Memory, Progress
 from curvops.checkpoint import Place, begin, seed_of
-from curvops.checks import carries_graph, check_choice, in_transform
+from curvops.checks import check_choice
 from curvops.linalg import Dense, Diagonal, DirectSum, Estimate, Kronecker, Operator
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import Cache
@@ -93,9 +93,6 @@ class LayerBlocks(DirectSum):
 
     def _made_of(self) -> str:
         return f"{len(self.blocks)} blocks"
-
-    def in_place(self, *beside: Tensor) -> bool:
-        return not carries_graph((*beside, *self.representation())) and not in_transform()
 
     def _times(self, factor: Tensor) -> LinearOperator:
         options = {name: self._kwargs[name] for name in ("positions", "space", "names", *TOLD)}
