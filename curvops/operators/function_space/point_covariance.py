@@ -151,10 +151,11 @@ def point_covariances(
 
     A block belongs to a position, a point or several points; a single block of all rows is the joint covariance.
     With `diagonals` only the diagonals of the blocks are computed. `rows` that carry a graph replace the walk over the
-    Jacobian, and give the result a graph. Returns None for other operators, if parameters have no layer rule, and if
-    Woodbury's difference would lose too many digits.
+    Jacobian, and give the result a graph. Returns None for other operators, and if Woodbury's difference would lose too
+    many digits.
 
-    Cost: a forward pass, C backward passes (none for a last layer) and two rotations per layer (none for a diagonal P).
+    Cost: a forward pass, C backward passes (none for a last layer; C for each point alone if a parameter has no layer
+    rule) and two rotations per layer (none for a diagonal P).
     A layer that is applied at one position adds Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij; one that is applied at few positions
     adds the same for each pair of them; otherwise, and between points, the layer's own Jacobian is formed in chunks.
     Low rank adds J U, from the same a and δ; a `DualInverse` needs only Gram matrices.
@@ -172,8 +173,6 @@ def point_covariances(
             form, factor = form.inner, form.factor if factor is None else form.factor * factor
         if isinstance(form, DenseForm):
             blocks: Target | None = _sum_by_cholesky(walk, form, shape)
-        elif jacobian.passes.engines.plan.others:
-            return None
         elif isinstance(inverse, DualInverse):
             blocks = None if rows is not None else _sum_by_kernel(jacobian, inverse, shape)
         elif isinstance(form, OutputBlocksForm):
@@ -488,7 +487,7 @@ def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Targe
     """Yield the group's rows, a few points at a time and all tensors together, with their part of the target."""
     start = 0
     for rows in group.pieces(most_bytes, together=max(1, target.shape[1] // group.num_columns)):
-        flat = torch.cat([rows[name].flatten(2) for name in group.names], 2)
+        flat = torch.cat([rows[name].reshape(*rows[name].shape[:2], -1) for name in group.names], 2)  # some are 0-d
         count = flat.shape[0] * flat.shape[1] // target.shape[1]
         yield target[start : start + count], flat
         start += count
