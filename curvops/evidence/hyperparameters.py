@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -185,19 +186,33 @@ class Hyperparameters:
         assert self.noise is not None
         if not self.noise.ndim:
             return gamma.sum()
-        ratios = []
+        counts = []
+        for around in self._around_each_noise():
+            below, above = (log_ratio(post.terms, rtol) for post in around)
+            if float(below.stderr + above.stderr):
+                raise ValueError(
+                    "several noises are tuned where log det P is exact: under a curvature of closed form, such as "
+                    "co.KFAC, or up to 1,024 weights. Here tune them from draws, co.evidence.mackay(post, "
+                    "tune_noise=True), or set them, post.with_noise({'value': variance})."
+                )
+            counts.append((below.value - above.value) / (2 * STEP))
+        return torch.stack(counts)
+
+    def drawn_counts_of_noises(self, draws: Float[Tensor, "k D"]) -> Float[Tensor, "k K"]:
+        """Estimate `counts_of_noises` from each draw z of N(0, P⁻¹), as −zᵀ(∂G / ∂ log σ²)z."""
+        counts = []
+        for around in self._around_each_noise():
+            below, above = ((draws * post.curvature._matmul(draws.mT).mT).double().sum(1) for post in around)
+            counts.append((below - above) / (2 * STEP))
+        return torch.stack(counts, 1)
+
+    def _around_each_noise(self) -> Iterator[tuple[Laplace, Laplace]]:
+        """Yield the posteriors with a little less, and a little more, of each of several noises."""
+        assert self.noise is not None
+        prior = self.groups.precision(self.alpha)
         for change in STEP * torch.eye(len(self.noise), dtype=self.noise.dtype, device=self.noise.device):
-            for factor in (change.exp(), (-change).exp()):
-                post = self._at_noises(self.noise * factor).with_prior(self.groups.precision(self.alpha))
-                ratio = log_ratio(post.terms, rtol)
-                if float(ratio.stderr):
-                    raise ValueError(
-                        "several noises are tuned where log det P is exact: under a curvature of closed form, such as "
-                        "co.KFAC, or up to 1,024 weights. Here set them, post.with_noise({'value': variance})."
-                    )
-                ratios.append(ratio.value)
-        above, below = torch.stack(ratios).view(-1, 2).mT
-        return (below - above) / (2 * STEP)
+            below, above = (self._at_noises(self.noise * (sign * change).exp()).with_prior(prior) for sign in (-1, 1))
+            yield below, above
 
     @property
     def logs(self) -> Float[Tensor, " H"]:
@@ -239,7 +254,7 @@ def noises_of(likelihood: Likelihood) -> Float[Tensor, "*K"]:
     """Return the variances of a Gaussian likelihood, or of those among several: 0-d if it is a single number."""
     if likelihood.single_noise is not None:
         return likelihood.single_noise.detach().double().reshape(())
-    noises = [member.noise.flatten() for member in _gaussians(likelihood).values()]
+    noises = [member.noise.flatten() for member in gaussians(likelihood).values()]
     return torch.cat(noises).detach().double()
 
 
@@ -252,12 +267,12 @@ def named_noises(likelihood: Likelihood, noises: Float[Tensor, "*K"]) -> Any:
     """Return the noises in the form that `with_noise` takes, for several outputs by their names."""
     if not isinstance(likelihood, Multitask):
         return noises
-    members = _gaussians(likelihood)
+    members = gaussians(likelihood)
     parts = noises.split([member.noise.numel() for member in members.values()])
     return {name: part.view_as(member.noise) for (name, member), part in zip(members.items(), parts)}
 
 
-def _gaussians(likelihood: Likelihood) -> dict[Name, Gaussian]:
+def gaussians(likelihood: Likelihood) -> dict[Name, Gaussian]:
     """Return the Gaussian likelihoods of single positions, by the name of their output."""
     named = likelihood.likelihoods if isinstance(likelihood, Multitask) else {0: likelihood}
     members = {name: member.of_position for name, member in named.items()}
@@ -285,7 +300,7 @@ def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
 
 def check_noise_scales(post: Laplace) -> None:
     """Raise ValueError unless the likelihood has a noise, and the curvature is proportional to its inverse."""
-    if not _gaussians(post.lin.likelihood):
+    if not gaussians(post.lin.likelihood):
         _ = post.observation_noise  # raises an error that names the likelihood
     if post.cache.power != 1:
         raise ValueError("the noise of a tempered likelihood cannot be tuned: pass the curvature itself.")

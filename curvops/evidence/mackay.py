@@ -31,6 +31,7 @@ from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence import Ending, Tuning, TuningStep
 from curvops.posterior.terms import CurvatureCache
 from curvops.storage import restore, state_of
+from curvops.summary import summary
 
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}
 STATE = ("noise", "records", "past", "changes", "targets", "halved", "ending")
@@ -76,7 +77,9 @@ def mackay(
         update: "mackay", fast but not monotone, or "em", which never lowers the evidence of a Gaussian likelihood.
         noise: the noise of earlier deviations, to use again; its count must be at least K.
         tune_noise: also tune the variance of a Gaussian likelihood, σ² ← Σw(y − f)² / (M − γ) for M targets, or by "em"
-            (Σw(y − f)² + σ²γ) / M. (Several variances are tuned by `maximize`.)
+            (Σw(y − f)² + σ²γ) / M. Several, those of Gaussian("per_output") and of several outputs by name, have each
+            its own targets and γ, −∂ log det P / ∂ log σ²: from log det P if P has a closed form or γ is exact, or else
+            from the draws.
         method: the method of the draws, as in `Laplace.deviations`.
         rtol: the relative residual of the draws.
         xtol: the relative accuracy if γ is exact.
@@ -101,6 +104,7 @@ def mackay(
     `MaxStepsWarning` if the steps ran out before the hyperparameters stopped changing.
 
     Cost: the products that `tuning` reports for each step: K solves and those of `linear_mode`, fewer with each step.
+    With several noises each step builds two curvatures for each, and one more.
 
     Examples:
         >>> noisy = co.linearize(nn.Linear(2, 1), (x, x.sum(1, keepdim=True) + 0.3 * y[:, None]), "regression")
@@ -124,7 +128,6 @@ def mackay(
     if count is None and (noise is not None or method is not None):
         raise ValueError("samples=None computes γ exactly, without draws: leave noise and method out.")
     if tune_noise:
-        _ = post.observation_noise  # raises an error for several
         check_noise_scales(post)
     post.cache.known_data("the log evidence")
 
@@ -151,7 +154,7 @@ def mackay(
 class StepSolution:
     """The solutions of a step, and its position in the logarithms."""
 
-    at: Float[Tensor, " G"]
+    at: Float[Tensor, " H"]
     theta: Float[Tensor, " D"]
     draws: Float[Tensor, "k D"] | None
 
@@ -205,15 +208,16 @@ class _FixedPoint:
             wanted = 0.1 * self.xtol if self.samples is None else 1e-4  # γ of draws is less accurate
             theta, spent = self.now.linear_mode(start.origin.mean if first is None else first, wanted)
             data = None if self.now.noise is None else misfit(self.now.origin, theta)
-            self.targets = None if data is None else float(data.targets)
+            self.targets = None if data is None or data.targets.ndim else float(data.targets)
             gamma, stderr, drawn = self._count(last)
+            of_noises = self._count_of_noises(gamma, stderr, drawn)
             spent += 0 if drawn is None else drawn.matvecs
             self.past = [*self.past[-1:], StepSolution(self._position(), theta, None if drawn is None else drawn.draws)]
             self.records.append(TuningStep(self.now.alpha, gamma, stderr, as_recorded(self.now.noise), spent))
-            new = self._next_hyperparameters(gamma, self.now.scatter(theta), data)
+            new = self._next_hyperparameters(gamma, self.now.scatter(theta), of_noises[0], data)
             new.require_near(start)
             changes.append(new.logs - self.now.logs)
-            bar = self._error_bar(gamma, stderr, data)
+            bar = self._error_bar(gamma, stderr, of_noises, data)
             if not self.halved and _oscillates(changes, bar):
                 self.halved = True
                 warn(
@@ -234,9 +238,12 @@ class _FixedPoint:
             self.saved.finish(self.state())
         return self.result()
 
-    def _position(self) -> Float[Tensor, " G"]:
-        """Return the logarithms on which solutions depend, those of precision and noise together."""
-        return self.now.alpha.log() + (0.0 if self.now.noise is None else self.now.noise.log())
+    def _position(self) -> Float[Tensor, " H"]:
+        """Return the logarithms on which solutions depend, those of precision and a single noise together."""
+        logs, noise = self.now.alpha.log(), self.now.noise
+        if noise is None:
+            return logs
+        return torch.cat([logs, noise.log()]) if noise.ndim else logs + noise.log()
 
     def _guess(self) -> tuple[Float[Tensor, " D"] | None, Float[Tensor, "k D"] | None]:
         """Return the mode and draws to start from, extrapolated from those of the last two steps."""
@@ -282,10 +289,25 @@ class _FixedPoint:
         gamma = shares_of_draws.mean(0).clamp(least, groups.counts - least)
         return gamma, stderr, drawn
 
+    def _count_of_noises(
+        self, gamma: Float[Tensor, " G"], stderr: Float[Tensor, " G"], drawn: Deviations | None
+    ) -> tuple[Float[Tensor, "*K"], Float[Tensor, "*K"]]:
+        """Count the parameters that the targets of each noise determine; return the counts and their standard errors.
+
+        A single noise is that of all of them.
+        """
+        noise = self.now.noise
+        if noise is None or not noise.ndim:
+            return gamma.sum(), stderr.norm()
+        if drawn is None or self.now.posterior.precision._closed_form() is not None:
+            return self.now.counts_of_noises(gamma, self.xtol), torch.zeros_like(noise)
+        counts = self.now.drawn_counts_of_noises(drawn.draws)
+        return counts.mean(0), counts.std(0) / math.sqrt(len(counts))
+
     def _next_hyperparameters(
-        self, gamma: Float[Tensor, " G"], scatter: Float[Tensor, " G"], data: Misfit | None
+        self, gamma: Float[Tensor, " G"], scatter: Float[Tensor, " G"], count: Float[Tensor, "*K"], data: Misfit | None
     ) -> Hyperparameters:
-        alpha, noise, count = self.now.alpha, self.now.noise, gamma.sum()
+        alpha, noise = self.now.alpha, self.now.noise
         if self.update == "em":
             total = self.now.groups.counts
             alpha = total / (scatter + (total - gamma) / alpha)
@@ -294,23 +316,27 @@ class _FixedPoint:
         if data is not None and noise is not None:
             if self.update == "em":
                 noise = (data.squares + noise * count) / data.targets
-            elif data.targets <= count:
+            elif bool((data.targets <= count).any()):
                 raise ValueError(
-                    f"{float(data.targets):.4g} targets and {float(count):.4g} effective parameters do not determine "
-                    "the noise: start from a larger noise or prior precision, or use update='em'."
+                    f"{summary(data.targets)} targets and {summary(count)} effective parameters do not determine the "
+                    "noise: start from a larger noise or prior precision, or use update='em'."
                 )
             else:
                 noise = data.squares / (data.targets - count)
         return self.now.with_values(alpha, noise)
 
     def _error_bar(
-        self, gamma: Float[Tensor, " G"], stderr: Float[Tensor, " G"], data: Misfit | None
+        self,
+        gamma: Float[Tensor, " G"],
+        stderr: Float[Tensor, " G"],
+        of_noises: tuple[Float[Tensor, "*K"], Float[Tensor, "*K"]],
+        data: Misfit | None,
     ) -> Float[Tensor, " H"]:
         """Return a quarter of the relative error that γ's error gives each hyperparameter (at most 0.2 of γ counts)."""
         bars = (stderr / gamma).clamp_max(0.2)
         if data is not None:
-            of_noise = stderr.norm() / (data.targets - gamma.sum()).clamp_min(1.0)
-            bars = torch.cat([bars, of_noise.reshape(1)])
+            count, spread = of_noises
+            bars = torch.cat([bars, (spread / (data.targets - count).clamp_min(1.0)).reshape(-1)])
         return (bars / 4).clamp_min(self.xtol)
 
 

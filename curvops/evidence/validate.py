@@ -14,12 +14,12 @@ from torch import Tensor
 from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed
 from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
+from curvops.evidence.hyperparameters import gaussians, named_noises, noises_of
 from curvops.evidence.maximize import checked_precisions
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of, targets_of
 from curvops.network.data.batches import Batches, as_source
 from curvops.network.data.inputs import batch_inputs, group_alike, join
 from curvops.network.data.randomness import items
-from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence import Validation
@@ -65,8 +65,8 @@ def validate(
             together.
         y: the targets of x.
         over: "scalar" for a factor of the prior precision, whatever its form (a vector or an operator keeps its shape);
-            "noise" for a factor of the variance of a Gaussian likelihood, or of its variances; or ("scalar", "noise")
-            for both.
+            "noise" for a factor of the variance of a Gaussian likelihood, or one of all of its variances and of those
+            of several outputs; or ("scalar", "noise") for both.
         prior_precisions: numbers to try instead of a search; for "scalar" only.
         joint: score random pairs of points, as in `Laplace.log_likelihood`.
         link: the probabilities of classes or labels that are scored, "probit" or "mc", as in `probabilities`: choose
@@ -123,7 +123,7 @@ def validate(
             for value in checked_precisions(prior_precisions):
                 search.score(post.with_prior(value))
             return search.result()
-        if "noise" in parts and not isinstance(post.lin.likelihood.of_position, Gaussian):
+        if "noise" in parts and not gaussians(post.lin.likelihood):
             _ = post.observation_noise  # raises an error that names the likelihood
         for name in parts:
             search.along(name, xtol)
@@ -266,12 +266,13 @@ def _precision(A: Tensor | None) -> float:
 
 
 def _noise(post: Laplace) -> float:
-    return float(post.lin.likelihood.hyperparameters[0].detach().mean())
+    return float(torch.cat([noise.detach().flatten() for noise in post.lin.likelihood.hyperparameters]).mean())
 
 
 def _moves(post: Laplace) -> dict[str, Callable[[float], Laplace]]:
     """Return functions that build the posterior at a multiple of each hyperparameter."""
+    likelihood = post.lin.likelihood
     return {
         "scalar": lambda factor: post.with_prior(post.prior_precision * factor),
-        "noise": lambda factor: post.with_noise(post.lin.likelihood.hyperparameters[0].detach() * factor),
+        "noise": lambda factor: post.with_noise(named_noises(likelihood, noises_of(likelihood) * factor)),
     }

@@ -538,7 +538,7 @@ class Validation(Tabular):
     prior_precisions: tuple[float, ...]
     """The prior precisions: the geometric mean of a vector's entries, NaN for an operator."""
     noises: tuple[float, ...] | None
-    """The variances of a Gaussian likelihood; None for other likelihoods."""
+    """The variance of a Gaussian likelihood, the mean of several; None for other likelihoods."""
     scores: tuple[float, ...]
     """Mean held-out log-likelihood per point (or pair), in nats."""
     stderrs: tuple[float, ...]

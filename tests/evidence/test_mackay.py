@@ -83,6 +83,67 @@ def test_one_step_is_the_published_update(update):
     assert found.tuning.matvecs == 0  # nothing was solved for
 
 
+class Heads(nn.Module):
+    """Two values and a class by name, linear in the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: nn.Linear(4, n, bias=False) for name, n in (("a", 1), ("b", 2), ("c", 3))})
+
+    def forward(self, x):
+        return {name: head(x) for name, head in self.heads.items()}
+
+
+def several_noises(noises=(0.1, 0.7)):
+    """Of weights (24,) that are 0, in the order of the heads: J is x for each column of outputs."""
+    x = torch.randn(40, 4, generator=seed(), dtype=DOUBLE)
+    y = {"a": x[:, :1], "b": x[:, 1:3], "c": torch.arange(40) % 3}
+    for name, noise in zip("ab", noises):
+        y[name] = y[name] + noise**0.5 * torch.randn(y[name].shape, generator=seed(1), dtype=DOUBLE)
+    model = Heads().double()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    likelihoods = {"a": co.likelihoods.Gaussian(0.3), "b": co.likelihoods.Gaussian(2.0), "c": "classification"}
+    lin = co.linearize(model, (x, y), likelihoods)
+    return co.laplace(lin, co.GGN, prior_precision=5.0, check_mode=False), x, y
+
+
+def noises_of(post):
+    return torch.stack([post.lin.likelihood.likelihoods[name].noise.reshape(()) for name in "ab"])
+
+
+@pytest.mark.parametrize("samples", [None, 400])
+@pytest.mark.parametrize("update", ["mackay", "em"])
+def test_one_step_updates_the_noise_of_each_of_several_outputs(update, samples):
+    """Against dense matrices; by 400 draws γ of each output has an error of √(2 Σp²/400), at most 0.2: 5 of these."""
+    post, x, y = several_noises()
+    with pytest.warns(co.evidence.MaxStepsWarning):
+        found = co.evidence.mackay(post, samples, 1, update=update, tune_noise=True, xtol=1e-10, generator=seed())
+    expected = []
+    for name, noise in (("a", 0.3), ("b", 2.0)):
+        P = x.mT @ x / noise + 5 * torch.eye(4, dtype=DOUBLE)
+        mode = torch.linalg.solve(P, x.mT @ y[name] / noise)
+        squares, targets = (y[name] - x @ mode).square().sum(), y[name].numel()
+        gamma = y[name].shape[1] * (4 - 5 * torch.linalg.inv(P).trace())
+        expected.append((squares + noise * gamma) / targets if update == "em" else squares / (targets - gamma))
+    rtol = 1e-4 if samples is None else 5 * 0.2 / 30
+    torch.testing.assert_close(noises_of(found), torch.stack(expected), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC])
+def test_several_noises_end_where_their_evidence_is_largest(curvature, annotations_unchecked):
+    post, *_ = several_noises()
+    post = co.laplace(post.lin, curvature, 5.0, check_mode=False)
+    by_gradient = co.evidence.maximize(post, ("scalar", "noise"), xtol=1e-7, mode="linear")
+    found = co.evidence.mackay(post, None, 300, tune_noise=True, xtol=1e-7)
+    assert found.tuning.converged and found.tuning.steps[-1].noise.shape == (2,)
+    torch.testing.assert_close(noises_of(found), noises_of(by_gradient), rtol=1e-4, atol=0)
+    torch.testing.assert_close(found.prior_precision, by_gradient.prior_precision, rtol=1e-4, atol=0)
+    drawn = co.evidence.mackay(post, 64, 60, tune_noise=True, generator=seed())
+    assert drawn.tuning.ending is co.evidence.Ending.WITHIN_ERROR
+    torch.testing.assert_close(noises_of(drawn), noises_of(found), rtol=0.05, atol=0)
+
+
 def test_em_never_lowers_the_exact_evidence():
     lin, x, y = linear(12, 40, alpha=2.0, noise=0.5)
     post = co.laplace(lin, co.GGN, prior_precision=200.0, check_mode=False).with_noise(5.0)
@@ -292,6 +353,7 @@ def test_steps_end_at_a_quarter_of_the_error_bar_which_excuses_five_percent_at_m
             SimpleNamespace(xtol=1e-4),
             gamma,
             torch.tensor([stderr]).double(),
+            (gamma.sum(), torch.tensor(stderr).double()),
             Misfit(*torch.tensor([40.0, 7.0]).double()),
         )
         torch.testing.assert_close(found, torch.tensor([bar, max(stderr / 30 / 4, 1e-4)]).double())
