@@ -6,6 +6,7 @@ one process as over ranks: each reads its own part of them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -140,8 +141,8 @@ class Shard(Batches):
         """Raise RanksDifferError if ranks hold the same points; warn if the data themselves may repeat these points.
 
         Compares the points of lowest fingerprints, at most `COMPARED` of each rank, which are the same points on all
-        ranks, in one message of 8 bytes for each. If a random split had dealt out repeated points, some copies would be
-        on the same rank.
+        ranks, in one message of 8 bytes for each. If a random split had dealt out repeated points, many copies would be
+        on the same rank; if hardly any are, the shards overlap.
         """
         local_prints = self._lowest[:0] if self.borrows else self._lowest.sort().values[:COMPARED]
         prints, counts = self.ranks.line_up_counted(local_prints)
@@ -159,7 +160,8 @@ class Shard(Batches):
         i, j = max(pairs, key=lambda pair: _shared(held, *pair) / held[pair[0]].total())
         shared, total = _shared(held, i, j), held[i].total()
         what = f"{shared:,} of the {total:,} compared points of rank {i} are also on rank {j}, and would count twice"
-        if within == 0 and shared == total:
+        together = sum((count / self.num_data) ** 2 for count in self.counts)
+        if (within == 0 and shared == total) or _unlikely(within, repeated, together):
             raise RanksDifferError(
                 f"ranks {min(i, j)} and {max(i, j)} hold the same data: {what}. Give each rank its own shard."
             )
@@ -170,6 +172,16 @@ class Shard(Batches):
 def _shared(held: list[Counter[int]], i: int, j: int) -> int:
     """Return how many points of one rank are also on another."""
     return sum(count for point, count in held[i].items() if point in held[j])
+
+
+def _unlikely(within: int, repeated: int, together: float) -> bool:
+    """Return whether so few repeated points on one rank would have a chance below 1e-6 (Chernoff's bound)."""
+    share = within / repeated
+    if share >= together:
+        return False
+    divergence = (1 - share) * math.log((1 - share) / (1 - together)) if together < 1 else math.inf
+    divergence += share * math.log(share / together) if share else 0.0
+    return repeated * divergence > -math.log(1e-6)
 
 
 def over_ranks(ranks: Ranks, inputs: Inputs, local_slice: slice = slice(None)) -> Inputs:

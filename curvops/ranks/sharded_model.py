@@ -312,7 +312,7 @@ class ShardedModel(Model):
         return self._call({}, inputs), set()  # the module itself is run, and reads its own parameters
 
     def _require_known(self, tensors: Mapping[str, Any]) -> None:
-        """Raise ValueError for meshes of several dimensions and for other ranks."""
+        """Raise ValueError for meshes of several dimensions, other ranks, offloading and low precision."""
         ours = dist.get_process_group_ranks(self.ranks.group)
         for name, tensor in tensors.items():
             if not is_dtensor(tensor):
@@ -325,6 +325,23 @@ class ShardedModel(Model):
             theirs = dist.get_process_group_ranks(mesh.get_group())
             if theirs != ours:
                 raise ValueError(f"parameter {name!r} is sharded over {theirs}, not {ours}: see process_group=.")
+        dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+        for module in self._sharded:
+            self._require_plain_policies(module, dtypes)
+
+    def _require_plain_policies(self, module: Any, dtypes: set[torch.dtype]) -> None:
+        state, where = module._get_fsdp_state(), self.paths.get(module) or "the model"
+        policy = state._mp_policy
+        for what in ("param_dtype", "output_dtype"):
+            policy_dtype = getattr(policy, what, None)
+            if policy_dtype is not None and {policy_dtype} != dtypes:
+                raise ValueError(
+                    f"{where} has MixedPrecisionPolicy({what}={policy_dtype}): shard it without mp_policy."
+                )
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in groups:
+            if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":
+                raise ValueError(f"{where} is sharded with a CPUOffloadPolicy, which is not supported: remove it.")
 
     def _require_selectable(self, tensors: Mapping[str, Any]) -> None:
         for name in self.selection.names:

@@ -502,7 +502,12 @@ def unwrapped(tensor: Any) -> Sharded:
         raise ValueError(
             "vectors (n,) or blocks (n, K) must be sharded by rows: tensor.redistribute(placements=[Shard(0)])."
         )
-    return Sharded(tensor.to_local().detach(), layout)
+    local = tensor.to_local().detach()
+    if len(local) != layout.counts[layout.ranks.rank]:
+        raise ValueError(
+            f"rank {layout.ranks.rank} holds {len(local)} rows, not those of Shard(0): use distribute_tensor."
+        )
+    return Sharded(local, layout)
 
 
 def wrapped(block: Sharded) -> Any:

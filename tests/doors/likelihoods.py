@@ -117,6 +117,10 @@ DOORS = [
                 "class indices, or",
             ),
             "NaN": (lambda: Categorical().check_targets(torch.full((3, 4), math.nan), 4), "sum to 1"),
+            "another number of classes": (
+                lambda: Categorical().check_targets(torch.full((3, 3), 1 / 3), 4),
+                "4 outputs",
+            ),
             "a column": (lambda: Categorical().check_targets(torch.zeros(3, 1, dtype=torch.int64), 4), r"y\.squeeze"),
             "a negative label": (lambda: Categorical().check_targets(torch.tensor([0, -1]), 4), "0 .. 3.*from -1 to 0"),
         },
@@ -139,6 +143,10 @@ DOORS = [
             "Bernoulli(), full((3, C), math.nan)": (
                 lambda: Bernoulli().check_targets(torch.full((3, 4), math.nan), 4),
                 r"\[0, 1\]",
+            ),
+            "Bernoulli(WEIGHT[:3]), zeros(3, C)": (
+                lambda: Bernoulli(WEIGHT[:3]).check_targets(torch.zeros(3, 4), 4),
+                "weight has 3 entries",
             ),
             "Poisson(), zeros(3, 5)": (lambda: Poisson().check_targets(torch.zeros(3, 5), 4), "4 outputs"),
             "Poisson(), full((3, C), -1)": (lambda: Poisson().check_targets(torch.full((3, 4), -1), 4), "at least 0"),

@@ -115,6 +115,11 @@ DOORS = [
                 lambda: co.laplace(lin(), prior_precision={"*": 1.0, "fc": 1.0}, check_mode=False),
                 "'fc' matches none",
             ),
+            "a list": (
+                lambda: co.laplace(lin(), prior_precision={"*": [1.0]}, check_mode=False),
+                TypeError,
+                "must be a number",
+            ),
             "zero": (lambda: co.laplace(lin(), prior_precision=0.0, check_mode=False), "positive"),
             "not psd": (
                 lambda: co.laplace(lin(), prior_precision=co.linalg.Dense(torch.eye(51).double()), check_mode=False),

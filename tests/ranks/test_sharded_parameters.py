@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -245,6 +245,7 @@ def refused_on_rank(group: Any) -> dict[str, str]:
         "tensor parallel": said(columns, process_group=group),
         "replicas": said(fully_shard(perceptron(), mesh=replicas), process_group=group),
         "half precision": of(perceptron(), mp_policy=half),
+        "offloaded": of(perceptron(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "ignored": of(ignoring, ignored_params=set(ignoring[0].parameters())),
         "hooked": of(hooked),
         "no rule": of(Custom()),
@@ -288,7 +289,8 @@ REFUSED = {
     "a part": "call fully_shard on the model, too",
     "tensor parallel": "is a DTensor",
     "replicas": "only meshes of one dimension",
-    "half precision": "belong to layers that do not run",
+    "half precision": "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+    "offloaded": "CPUOffloadPolicy",
     "ignored": "is not sharded: leave it out",
     "hooked": "['0.bias', '0.weight'] have no layer rule",
     "no rule": "['scale'] have no layer rule",

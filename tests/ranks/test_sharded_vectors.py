@@ -188,12 +188,14 @@ def refusals(mesh: Any, lin: co.operators.Linearization) -> None:
     other = init_device_mesh("cpu", (size, 1), mesh_dim_names=("rows", "copies"))
     backwards = DeviceMesh("cpu", list(range(size))[::-1])
     block = distribute_tensor(whole, mesh, [Shard(0)])
+    cut = DTensor.from_local(whole[: 3 + rank], mesh, [Shard(0)], run_check=False)
     wrong = {
         "placements": distribute_tensor(whole, mesh, [Replicate()]),
         "sharded by rows": distribute_tensor(whole, mesh, [Shard(1)]),
         "one dimension": distribute_tensor(whole, other, [Shard(0), Replicate()]),
         "shape": distribute_tensor(whole[1:], mesh, [Shard(0)]),
         "dtype|float32": distribute_tensor(whole.float(), mesh, [Shard(0)]),
+        "rows of a DTensor|shape": cut,
         "ascending": distribute_tensor(whole, backwards, [Shard(0)]),
     }
     for words, tensor in wrong.items():

@@ -34,7 +34,8 @@ class Categorical(Likelihood):
 
     Args:
         weight: (C,) non-negative weights of the classes, a tensor or an array.
-        ignore_index: points with this index as target are left out; class probabilities have none.
+        ignore_index: points with this index as target are left out; an index of 0 or more is rejected if targets are
+            class probabilities.
         label_smoothing: s in [0, 1). With s > 0, weights or class probabilities, exp(log-likelihood) is not normalised
             over y.
 
@@ -136,7 +137,9 @@ class Categorical(Likelihood):
         if num_outputs is not None:
             self._check_classes(num_outputs)
         if y.is_floating_point() and y.ndim == 2:
-            _check_probabilities(y)
+            if self.ignore_index >= 0:
+                raise ValueError("ignore_index has no meaning for class probabilities: use sample weights of zero.")
+            _check_probabilities(y, num_outputs)
             return
         if y.is_floating_point() or y.dtype == torch.bool:
             raise TypeError(
@@ -231,7 +234,9 @@ def _zero_sum(x: Tensor, index: Tensor) -> Tensor:
     return x.scatter_add(-1, index.expand(*x.shape[:-1], 1), -x.sum(-1, keepdim=True))
 
 
-def _check_probabilities(y: Tensor) -> None:
+def _check_probabilities(y: Tensor, num_outputs: int | None) -> None:
+    if num_outputs is not None and y.shape[1] != num_outputs:
+        raise ValueError(f"The model has {num_outputs} outputs, but the targets have shape {tuple(y.shape)}.")
     slack = max(1e-4, 8 * torch.finfo(y.dtype).eps)
     if y.numel() and not bool((y >= 0).all() & ((y.sum(-1) - 1).abs() <= slack).all()):
         raise ValueError(

@@ -186,6 +186,9 @@ class Multitask(Likelihood):
         num_outputs: the number R of columns of each one's outputs.
         targets: the form of each one's targets, a shape and whether they are floating-point.
 
+    Raises:
+        ValueError: there are not as many numbers of outputs, or forms, as likelihoods.
+
     Examples:
         >>> heads = lambda params, x: {name: x @ weight for name, weight in params.items()}
         >>> weights = {"kind": torch.ones(2, 2), "value": torch.ones(2, 1)}
@@ -205,6 +208,8 @@ class Multitask(Likelihood):
         self.likelihoods = dict(likelihoods)
         self.num_outputs = tuple(num_outputs)
         self.targets = tuple(TargetShape(tuple(shape), floating) for shape, floating in targets)
+        if not len(self.likelihoods) == len(self.num_outputs) == len(self.targets) > 0:
+            raise ValueError("Multitask needs a number of outputs and a form of targets for each likelihood.")
 
     def __repr__(self) -> str:
         return f"Multitask({self.likelihoods!r})"

@@ -61,6 +61,8 @@ class Bernoulli(Independent):
             if tensor is not None and not (tensor.ndim <= 2 and tensor.is_floating_point() and within(tensor, 0.0)):
                 raise ValueError(f"Bernoulli {name} must be 0-d, (C,) or (T, C), finite, at least 0; given {tensor}.")
         lengths = {len(tensor) for tensor in (weight, pos_weight) if tensor is not None and tensor.ndim == 2}
+        if len(lengths) > 1:
+            raise ValueError(f"Bernoulli weight and pos_weight have different numbers of positions, {lengths}.")
         self.positions = next(iter(lengths), None)
         self.weight, self.pos_weight = weight, pos_weight
 
@@ -97,6 +99,9 @@ class Bernoulli(Independent):
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         check_rows(y, num_outputs, "Bernoulli")
+        for name, tensor in (("weight", self.weight), ("pos_weight", self.pos_weight)):
+            if num_outputs is not None and tensor is not None and tensor.shape[-1:].numel() not in (1, num_outputs):
+                raise ValueError(f"{name} has {tensor.shape[-1]} entries, but the model has {num_outputs} outputs.")
         y, _ = self.observed(y, None)
         if y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
             raise ValueError("Bernoulli targets lie in [0, 1]; convert -1 and 1 with (y + 1) / 2.")

@@ -427,6 +427,8 @@ def _by_parameter(
     entries: dict[str, tuple[str, Any]] = {}
     for glob, entry in values_by_glob.items():
         value = tensor_of(entry)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
+            raise TypeError(f"{what}[{glob!r}] must be a number, got {value!r}.")
         matched = matching(selection.names, glob)
         if not matched:
             raise ValueError(f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")

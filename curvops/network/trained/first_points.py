@@ -163,6 +163,9 @@ def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, La
     if isinstance(likelihood, Sequences):
         if not layout.positions:
             return likelihood, dataclasses.replace(layout, positions_in_rows=likelihood.positions)
+        if likelihood.output_shape != layout.output_shape:
+            shape = ", ".join(str(length) for length in layout.shape)
+            raise ValueError(f"the model returns (N, {shape}), not the outputs of {likelihood}.")
     elif likelihood.positions is not None:
         raise ValueError(f"{likelihood} needs {likelihood.positions} positions per point; the model returns one.")
     return likelihood, layout

@@ -20,7 +20,7 @@ from curvops.argument_types import Collate
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Reading, as_source
-from curvops.network.data.inputs import Inputs, as_inputs, batch_inputs, first_of, join, take
+from curvops.network.data.inputs import Inputs, as_inputs, batch_inputs, first_of, join, num_points, take
 from curvops.network.data.layouts import Layout, NamedLayout, TargetShape, layout_of
 from curvops.network.data.objects import Objects
 from curvops.network.data.point_sources import with_collate
@@ -63,6 +63,8 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
     model, data, layout = lin.model, lin.data, lin.model.layout
     assert layout is not None
     few = data.few if inputs is None else lin.admit(inputs)
+    if not num_points(few):
+        raise ValueError("inputs= has no points; pass one or two, on which the model is tried when it is loaded.")
     few = first_of(few)
     outputs = model(model.values, few)
     # Objects are not saved, since nothing is pickled, but their prints.

@@ -215,9 +215,10 @@ class BatchRows(Walk, EngineCache, JacobianRows):
         if self.engines.plan.is_last_layer:
             return self.rows(lambda _, J: J.outputs.unsqueeze(0), 0).view(-1, self.engines.plan.num_outputs)
         outputs, most = [self.model.theta.new_zeros(0, self.engines.plan.num_outputs)], self.engines.forward_points
-        with torch.no_grad():
+        with torch.no_grad(), self._steps("pass over the data") as steps:
             for inputs, _ in self.source:
                 outputs += [self.model(self.model.values, subset) for subset in in_pieces(inputs, most)]
+                steps.advance(num_points(inputs))
         return self.line_up(outputs)
 
     def features(self) -> list[Features] | None:

@@ -32,6 +32,17 @@ class NetworkOperator(Operator):
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """The keywords that define the operator, in addition to the linearisation."""
 
+    MADE_BY: ClassVar[str] = ""
+    """The call that makes the operator, if users do not call its class, which then takes the stored form only."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.MADE_BY and args and not isinstance(args[0], Tensor):  # a copy is made without arguments
+            raise TypeError(
+                f"{cls.MADE_BY} makes the {cls.__name__} of a linearised network, "
+                "lin = co.linearize(model, data, likelihood); its class is not called."
+            )
+        return super().__new__(cls)
+
     @property
     def theta(self) -> Tensor:
         """The weights θ* of the linearisation, (D,)."""
@@ -158,6 +169,7 @@ class Jacobian(NetworkOperator):
     """
 
     _shown = ()
+    MADE_BY = "lin.jacobian(x)"
 
     # The stored form has θ, the inputs in which products and outputs have a gradient, `passes`, the number of `rows`,
     # the `graph` that computes the outputs from those inputs (None without them) and, once detached, the `space`.
@@ -337,6 +349,7 @@ class Gradients(NetworkOperator):
     """
 
     OPTIONS = ("per_token",)
+    MADE_BY = "lin.gradients()"
 
     @property
     def plan(self) -> Any:

@@ -313,6 +313,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     r"noise has shape \(3,\)": lambda: Gaussian(torch.ones(3)).check_targets(torch.zeros(3, C), C),
     "the model has 3 outputs": lambda: HeteroscedasticGaussian().check_targets(normal(N, 3), 3),
     r"shape \(n, m\)": lambda: HeteroscedasticGaussian().check_targets(normal(N)),
+    "0 hyperparameters": lambda: Categorical().with_hyperparameters((torch.tensor(1.0),)),
 }
 
 
