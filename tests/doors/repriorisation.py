@@ -86,7 +86,7 @@ DOORS = [
                     mlp(3, 4, 2), DATA, NOISE, prior_precision=co.linalg.Dense(torch.eye(26).double(), psd=True)
                 ),
                 TypeError,
-                "must be a number, a vector or a mapping",
+                "prior_precision must be a positive number",
             ),
             "float32 beyond its digits": (
                 lambda: reprior(mlp(3, 20, 2).float(), DATA, 1e-07, form="feature"),
