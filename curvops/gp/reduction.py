@@ -321,12 +321,8 @@ def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, c
         raise ValueError("pass the number of features, rank=100, or the inputs points=Z whose rows of J they are.")
     D, terms = lin.num_parameters, lin.num_data * lin.num_outputs
     if points is not None:
-        if features != "inducing" or candidates is not None:
-            raise ValueError("points=Z are the features themselves: leave out features and candidates.")
         rank = lin.jacobian(points).shape[-2]
     checked_whole("rank", rank, 1, min(D, terms), "a whole number of features")
-    if candidates is not None and features != "random":
-        raise ValueError(f'candidates need features="random", not {features!r}.')
     drawn = min(terms, 4 * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
     vectors = {"inducing": 3 * rank, "leading": 3 * _sketch_columns(D, rank), "random": drawn + 2 * rank}[features]
     numbers = vectors / rank * D + (2 * terms if features == "inducing" and points is None else 0)

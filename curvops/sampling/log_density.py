@@ -37,7 +37,7 @@ from curvops.network.trained.first_points import (
     reading_for,
 )
 from curvops.network.walks.engine_cache import Budget, default_budget
-from curvops.operators import Linearization
+from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
 from curvops.posterior.terms import Prior
 from curvops.ranks.process_group import Ranks
@@ -124,7 +124,8 @@ class LogPosterior:
     def _log_probabilities(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, " n"]:
         """Return log p(y | x, params) at each position of the batch, for parameters in order."""
         points, targets, weights = parts_of(batch, self.weighted)
-        place = self.model.theta.device, self.model.theta.dtype
+        first = next(iter(params.values()))
+        place = first.device, first.dtype
         inputs = move(batch_inputs(points, max(sizes_of(targets))), *place)
         require_aligned(inputs, targets, weights)
         likelihood = self._likelihood[0] if self._likelihood else self._likelihood_at(inputs, targets)
@@ -145,16 +146,17 @@ class LogPosterior:
     def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return the part of the log posterior that autograd differentiates, without a prior of closed form."""
         mean = self._log_probabilities(params, batch).mean()
-        return mean if self.prior.diagonal is not None else mean + self.log_prior(params) / self.data_size
+        in_closed_form = isinstance(self.prior.precision, Tensor)
+        return mean if in_closed_form else mean + self.log_prior(params) / self.data_size
 
     def completed(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
     ) -> tuple[Float[Tensor, "*k"], Any]:
         """Return the log posterior and its gradient from those of the `differentiated` part at these vectors."""
-        if self.prior.diagonal is None:
+        if not isinstance(self.prior.precision, Tensor):
             return value, gradient
         gap = theta - self.prior.mean
-        pull = self.prior.diagonal * gap / self.data_size
+        pull = self.prior.precision * gap / self.data_size
         value = value - 0.5 * (pull * gap).sum(-1)
         return value, None if gradient is None else gradient.sub_(pull)
 
@@ -395,6 +397,8 @@ def log_posterior(
         >>> density(density.params, (x, y)).shape
         torch.Size([])
     """
+    if isinstance(model, ShardedLinearization):
+        raise TypeError("a sampler holds all parameters on each rank: pass an unsharded copy of the model.")
     if isinstance(model, Linearization):
         facts = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
         twice = [name for name, value in facts.items() if value is not None]

@@ -71,10 +71,6 @@ def accept_or_reject(
 
 def write_accepted(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tensor) -> None:
     """Write the proposal over the current values of the chains that accept it."""
-    if accepted.ndim == 0 and accepted.device.type == "cpu":  # does not wait for a device
-        if accepted:
-            present.copy_(proposal)
-        return
     where = accepted if proposal.ndim == accepted.ndim else accepted.unsqueeze(-1)
     torch.where(where, proposal.to(present), present, out=present)
 

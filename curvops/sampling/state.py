@@ -67,9 +67,7 @@ def flatten_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"]
         ValueError: the list is longer or shorter than k, or the trees differ in their tensors.
     """
     if len(starts) != chains:
-        raise ValueError(
-            f"the list has {len(starts)} starts for {chains} chains: pass params that are a list as a tuple."
-        )
+        raise ValueError(f"{len(starts)} starts for {chains} chains: pass params that are a list as a tuple.")
     rows, structures = zip(*[flatten(start) for start in starts])
     if any((other.names, other.shapes) != (structures[0].names, structures[0].shapes) for other in structures):
         raise ValueError("the starts differ in the names or shapes of their tensors: all chains need the same.")

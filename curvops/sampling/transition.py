@@ -31,7 +31,7 @@ from curvops.network import TangentSpace
 from curvops.ranks.process_group import Ranks, Spread
 from curvops.sampling.log_density import Evaluation, LogDensity, LogPosterior
 from curvops.sampling.state import Info, NoiseSource, State, Structure, flatten, flatten_starts, generator_states
-from curvops.summary import Summarised
+from curvops.summary import Summarised, summary
 
 Schedule = Callable[[int], float]
 
@@ -387,7 +387,8 @@ class Transition(Summarised, ABC):
         return value, gradient
 
     def _not_finite(self, value: Tensor, step: int) -> Exception:
-        what = "NaN or Inf" if value.ndim == 0 else f"NaN or Inf in {_named_chains(~value.isfinite())}"
+        bad = (~value.isfinite()).nonzero().flatten().tolist()
+        what = "NaN or Inf" + (f" in {len(bad)} of {len(value)} chains ({summary(bad)})" if value.ndim else "")
         if step == 0:
             return ValueError(
                 f"log_posterior is {what} at the initial params: start where it is finite, and check the batch."
@@ -400,28 +401,15 @@ class Transition(Summarised, ABC):
         )
 
 
-def _named_chains(bad: Tensor) -> str:
-    """Count and name chains, at most five of them by number."""
-    which = bad.nonzero().flatten().tolist()
-    names = ", ".join(map(str, which[:5])) + (", …" if len(which) > 5 else "")
-    return f"{len(which)} of {len(bad)} chains ({names})"
-
-
 def common_arguments(
     log_posterior: Any, step_size: Any, temperature: Any, data_size: Any, preconditioner: Any
 ) -> dict[str, Any]:
     """Check the arguments shared by all samplers, and return their fields."""
-    if not callable(log_posterior):
-        hint = " Pass co.sampling.log_posterior(lin)." if hasattr(log_posterior, "log_likelihood") else ""
-        raise TypeError(
-            "log_posterior must be a function (params, batch) -> number, or co.sampling.log_posterior(...), got "
-            f"{type(log_posterior).__name__}.{hint}"
-        )
     own_size = getattr(log_posterior, "data_size", None)
-    if data_size is None and own_size is None and isinstance(log_posterior, nn.Module):
+    if not callable(log_posterior) or (isinstance(log_posterior, nn.Module) and data_size is None and own_size is None):
         raise TypeError(
-            f"log_posterior is a module, {type(log_posterior).__name__}: pass co.sampling.log_posterior(model, "
-            "likelihood, data_size=N)."
+            f"log_posterior must be a function (params, batch) -> number, got {type(log_posterior).__name__}. Pass "
+            "co.sampling.log_posterior(lin), or log_posterior(model, likelihood, data_size=N)."
         )
     if data_size is None and own_size is None:
         raise ValueError(

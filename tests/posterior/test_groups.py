@@ -91,19 +91,12 @@ def test_groups_of_chains() -> None:
     [
         ({"groups": 5}, "groups=5 must divide the 6 points"),
         ({"groups": 0}, "groups must be at least 1"),
-        ({"groups": 2, "joint": True}, "not both"),
     ],
 )
 def test_groups_that_cannot_be(arguments: dict[str, Any], words: str) -> None:
     post, x = posterior("mlp", "KFAC")
     with pytest.raises(ValueError, match=words):
         post.predict(x, **arguments)
-
-
-def test_groups_of_no_points() -> None:
-    post, x = posterior("mlp", "KFAC")
-    with pytest.raises(ValueError, match="x has no points"):
-        post.predict(x[:0], groups=2)
 
 
 def test_groups_that_cut_sequences() -> None:
