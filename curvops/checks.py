@@ -99,6 +99,12 @@ def check_limits(
             checked_number(name, value, "[0, inf]")
 
 
+def refuse(is_wrong: object, message: str) -> None:
+    """Raise ValueError with this message for arguments that would otherwise be ignored, or end as NaN."""
+    if is_wrong:
+        raise ValueError(message)
+
+
 def check_callable(name: str, value: object) -> None:
     """Raise TypeError unless the value is a function or None."""
     if not (value is None or callable(value)):

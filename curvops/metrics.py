@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from curvops.checks import check_choice, check_shape, check_tensor, checked_whole
+from curvops.checks import check_choice, check_shape, check_tensor, checked_whole, refuse
 from curvops.summary import Table, Tabular
 
 __all__ = [
@@ -47,7 +47,7 @@ def accuracy(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> 
         The fraction, a number.
 
     Raises:
-        TypeError, ValueError: the arguments are not probabilities and labels of these shapes.
+        TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
 
     Examples:
         >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
@@ -75,14 +75,14 @@ def nll(
         The mean, a number, or the values, (N,).
 
     Raises:
-        TypeError, ValueError: the arguments are not probabilities and labels of these shapes.
+        TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
 
     Examples:
         >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
         >>> co.metrics.nll(p, labels)
         tensor(0.5108)
     """
-    _check(probabilities, labels)
+    _check(probabilities, labels, least=0 if reduction == "none" else 1)
     check_choice("reduction", reduction, ("mean", "none"))
     values = -probabilities.gather(-1, labels.long()[:, None]).squeeze(-1).log()
     return values if reduction == "none" else values.mean()
@@ -99,7 +99,7 @@ def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Flo
         The score, a number.
 
     Raises:
-        TypeError, ValueError: the arguments are not probabilities and labels of these shapes.
+        TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
 
     Examples:
         >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
@@ -159,7 +159,7 @@ def reliability_bins(
         The ReliabilityBins, each with (bins,) values.
 
     Raises:
-        TypeError, ValueError: the arguments are not probabilities and labels of these shapes.
+        TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
 
     Examples:
         >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
@@ -223,7 +223,7 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
 
     Raises:
         TypeError: the numbers are not in a tensor.
-        ValueError: shapes differ, or a class is absent, so that the area is undefined.
+        ValueError: shapes differ, a score is not finite, or a class is absent, so that the area is undefined.
 
     Examples:
         >>> scores, positive = torch.tensor([0.9, 0.8, 0.3, 0.1]), torch.tensor([True, False, True, False])
@@ -233,13 +233,13 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
     check_tensor("scores", scores)
     check_tensor("positive", positive)
     check_shape("positive", positive, scores.shape)
+    refuse(not scores.isfinite().all(), "scores must be finite: a NaN or Inf has no rank.")
     if positive.dtype != torch.bool and not ((positive == 0) | (positive == 1)).all():
         raise ValueError("positive must be boolean, or hold only 0 and 1")
     mask = positive.bool()
     n1 = int(mask.sum())
     n0 = mask.numel() - n1
-    if n1 == 0 or n0 == 0:
-        raise ValueError(f"AUROC needs both classes: {n1} positive and {n0} negative points were given")
+    refuse(n1 == 0 or n0 == 0, f"AUROC needs both classes: {n1} positive and {n0} negative points were given")
     from scipy.stats import rankdata  # a slow import
 
     ranks = rankdata(scores.detach().double().cpu().numpy())[mask.cpu().numpy()]
@@ -351,8 +351,9 @@ def temperature(
     return logits.new_tensor(math.exp(brentq(slope, low, high, xtol=1e-14)))
 
 
-def _check(probabilities: Tensor, labels: Tensor) -> None:
+def _check(probabilities: Tensor, labels: Tensor, least: int = 1) -> None:
     _check_shapes(probabilities, labels)
+    refuse(len(labels) < least, "no data: a score of zero points is undefined.")
     _check_probabilities(probabilities)
 
 
@@ -369,8 +370,7 @@ def _check_shapes(values: Tensor, labels: Tensor) -> None:
     if values.ndim != 2 or labels.shape != values.shape[:1]:
         shapes = f"{tuple(values.shape)} and {tuple(labels.shape)}"
         raise ValueError(f"expected (N, C) values and (N,) labels, not {shapes}{remedy}")
-    if labels.is_floating_point():
-        raise ValueError(f"labels must be integers, not {labels.dtype}{remedy}")
+    refuse(labels.is_floating_point(), f"labels must be integers, not {labels.dtype}{remedy}")
     if labels.numel() and (labels.min() < 0 or labels.max() >= values.shape[1]):
         beyond = labels[(labels < 0) | (labels >= values.shape[1])].unique().tolist()
         if len(beyond) == 1 and not remedy:

@@ -35,7 +35,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from curvops.checks import check_kind
+from curvops.checks import check_kind, refuse
 from curvops.version import __version__
 
 CONTENTS = "curvops.json"
@@ -114,6 +114,7 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 def folder_of(path: Any) -> Path:
     """Return the path; raise TypeError if it is not a path."""
     check_kind("path", path, (str, os.PathLike), "the path of a folder, a str or a Path")
+    refuse(not os.fspath(path), "path is empty; pass the path of a folder.")
     return Path(path)
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from curvops.argument_types import Collate, CurvatureChoice, Data, LikelihoodChoice, PriorPrecision
 from curvops.checkpoint import digest
-from curvops.checks import checked_whole
+from curvops.checks import checked_whole, refuse
 from curvops.errors import MaxStepsWarning, ModeWarning, warn
 from curvops.evidence.maximize import maximize
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
@@ -222,8 +222,8 @@ def _batches(
             return chosen.minibatches(batch_size or chosen.total, generator)
 
         return epoch
-    if shard is not None:
-        raise ValueError("over a process group pass this rank's points, (X, y) or a Dataset, and batch_size=.")
+    refuse(batch_size is not None, f"batch_size={batch_size} is given, but the data come in batches: leave it out.")
+    refuse(shard is not None, "over a process group pass this rank's points, (X, y) or a Dataset, and batch_size=.")
     return lambda: ((item, None) for item in data)
 
 

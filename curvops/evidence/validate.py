@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvops.argument_types import Points
-from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed
+from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed, refuse
 from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
 from curvops.evidence.hyperparameters import gaussians, named_noises, noises_of
 from curvops.evidence.maximize import checked_precisions
@@ -113,8 +113,7 @@ def validate(
     search = _Search(post, held_out, joint, "mc" if by_draws else link, generator, splits[0].is_split)
     with torch.no_grad():
         if prior_precisions is not None:
-            if tuple(parts) != ("scalar",):
-                raise ValueError("prior_precisions need over='scalar'; leave them out to search.")
+            refuse(tuple(parts) != ("scalar",), "prior_precisions need over='scalar'; leave them out to search.")
             for value in checked_precisions(prior_precisions):
                 search.score(post.with_prior(value))
             return search.result()
@@ -130,8 +129,7 @@ def validate(
 def _check_points(post: Laplace, held_out: Sequence[tuple[Any, Any]], targets: Sequence[Tensor]) -> None:
     """Warn if most held-out points are training points, or if all have the same target; raise if they are all those."""
     data, count, why = post.lin.data, sum(max(sizes_of(y)) for _, y in held_out), None
-    if not count:
-        raise ValueError("the held-out data hold no points.")
+    refuse(not count, "the held-out data hold no points.")
     known = data.count_known(held_out) if isinstance(data, Batches) else 0
     if known == count == post.lin.num_data:
         raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")

@@ -19,7 +19,7 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_choice, check_kind, check_tensor
+from curvops.checks import check_choice, check_kind, check_tensor, refuse
 from curvops.gp.operator_kernel import as_points
 from curvops.linalg import Dense
 from curvops.network.likelihoods import Gaussian, Multitask
@@ -168,6 +168,8 @@ class LaplaceModel(Model, FantasizeMixin):
         as_points(self.post.lin, X)
         if Y.ndim < 2 or X.shape[-2] != Y.shape[-2] or Y.shape[-1] != self.num_outputs:
             raise ValueError(f"Y must have shape (..., {X.shape[-2]}, {self.num_outputs}), got {tuple(Y.shape)}.")
+        finite = X.isfinite().all() & Y.isfinite().all()
+        refuse(not finite, "X or Y holds NaN or infinite values: leave out the points without targets.")
         if hasattr(self, "outcome_transform"):
             Y, _ = self.outcome_transform(Y, X=X)
         new = copy(self)
@@ -197,8 +199,7 @@ class LaplaceModel(Model, FantasizeMixin):
         Raises:
             ValueError: the model is conditioned, so that its weights do not have the distribution of the posterior.
         """
-        if self._observed:
-            raise ValueError("a conditioned model has no draws of the weights: draw before conditioning.")
+        refuse(self._observed, "a conditioned model has no draws of the weights: draw before conditioning.")
         sample = self.post.sample(1, generator) + (0 if self._step is None else self._step)
 
         def function(X: Tensor) -> Tensor:
@@ -223,6 +224,7 @@ class LaplaceModel(Model, FantasizeMixin):
             of_all = self.likelihood.noise.to(like).expand(self.post.lin.num_outputs)
             return of_all[self._outputs].expand(points, m)
         check_tensor(name, variances)
+        refuse(not (variances >= 0).all(), f"{name} holds variances: none may be negative or NaN.")
         noise: Tensor = variances.to(like).expand(*variances.shape[:-2], points, m)
         return noise
 

@@ -16,7 +16,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import Variances
-from curvops.checks import check_choice, checked_number, checked_whole
+from curvops.checks import check_choice, checked_number, checked_whole, refuse
 from curvops.gp.operator_kernel import OperatorKernel
 from curvops.linalg import Dense
 from curvops.network.data.inputs import require_finite
@@ -98,6 +98,8 @@ class InfiniteWidthKernel(OperatorKernel):
         self.activation, self.kind = activation, kind
         start = self._start("weight_variance", weight_variance)
         self._add_parameter("weight_variance", start, weight_variance_prior, weight_variance_constraint)
+        without = bias_variance == 0 and (bias_variance_prior or bias_variance_constraint)
+        refuse(without, "a prior or a constraint for the bias variance needs biases: pass bias_variance=1.0.")
         self.has_bias = (
             isinstance(bias_variance, bool) or not isinstance(bias_variance, Real) or float(bias_variance) != 0
         )
@@ -109,6 +111,8 @@ class InfiniteWidthKernel(OperatorKernel):
         """Return variances, one for all layers or one for each, in a given tensor's dtype or torch's default."""
         several = variances.flatten().tolist() if isinstance(variances, Tensor | np.ndarray) else variances
         values = [several] if isinstance(several, str) or not isinstance(several, Sequence) else list(several)
+        layers = self.depth + 1
+        refuse(len(values) not in (1, layers), f"{name} holds {len(values)} numbers: expected one, or {layers}.")
         checked = [checked_number(name, value, kind="a number or a sequence of them") for value in values]
         like = variances if isinstance(variances, Tensor) and variances.is_floating_point() else torch.empty(0)
         return like.new_tensor(checked).expand(*self.batch_shape, -1).clone()

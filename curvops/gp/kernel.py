@@ -18,7 +18,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import LikelihoodChoice, PriorMean, PriorPrecision
-from curvops.checks import check_choice, checked_number
+from curvops.checks import check_choice, checked_number, refuse
 from curvops.gp.operator_kernel import (
     OUTPUTS,
     OperatorKernel,
@@ -56,8 +56,7 @@ class LinearizedKernel(OperatorKernel):
     Args:
         lin: the linearised network. It is not a submodule: it is not trained, not moved, and not in the state dict.
         prior_precision: the initial A, a positive number, or {glob over parameter names: number}, one parameter each.
-        over: which weights share a number: "scalar" (all), "layers" (a module's own parameters) or "tensors"; globs
-            define the groups themselves.
+        over: which weights share a number: "scalar" (all), "layers" (a module's own parameters) or "tensors".
         outputs: "joint" is the multi-output kernel; "independent" is a batch of C kernels (C, n, m), one for each
             output separately, as gpytorch's `IndependentMultitaskVariationalStrategy` takes it. Batches of inputs then
             have a last dimension of 1 or C. It costs as much as the joint kernel.
@@ -106,6 +105,8 @@ class LinearizedKernel(OperatorKernel):
         if outputscale is not None:
             scale = torch.tensor(checked_number("outputscale", outputscale), dtype=lin.theta.dtype)
             self._add_parameter("outputscale", scale.to(lin.theta.device), outputscale_prior, outputscale_constraint)
+        without = outputscale is None and (outputscale_prior or outputscale_constraint)
+        refuse(without, "a prior or constraint on the output scale needs an initial value: pass outputscale=1.0.")
 
     @property
     def prior_precision(self) -> Float[Tensor, " G"]:
@@ -244,6 +245,7 @@ def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], 
     check_choice("over", over, OVER)
     names = lin.model.selection.names
     if isinstance(start, Mapping):
+        refuse(over != "scalar", f"prior_precision={{glob: number}} defines the groups itself: leave out over={over}.")
         read_precision("prior_precision", start, lin.model.selection, lin.theta)
         group_of = {name: i for i, glob in enumerate(start) for name in matching(names, glob)}
         values = [checked_number(f"prior_precision[{glob!r}]", value) for glob, value in start.items()]
@@ -320,7 +322,7 @@ class LinearizedGP(ExactGP):
             `MultitaskGaussianLikelihood` with one noise.
         kernel: the kernel, which may be composed of others; None is `LinearizedKernel(lin, **options)`.
         mean: the mean; None is `LinearizedMean(lin)`.
-        options: options of `LinearizedKernel`, if no kernel is given.
+        options: options of `LinearizedKernel`.
 
     Raises:
         TypeError: an argument is of another kind, or the inputs are not a single tensor per point.
@@ -344,6 +346,7 @@ class LinearizedGP(ExactGP):
         **options: Any,
     ) -> None:
         check_linearization(lin)
+        refuse(kernel is not None and options, f"the given kernel has its own {', '.join(options)}: leave these out.")
         x, y = _training_data(lin)
         super().__init__(x, y, _likelihood_of(lin) if likelihood is None else likelihood)
         C = lin.num_outputs

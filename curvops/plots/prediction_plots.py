@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from curvops import metrics
-from curvops.checks import check_kind, shown
+from curvops.checks import check_kind, refuse, shown
 from curvops.network.likelihoods import Multitask
 from curvops.plots import style
 from curvops.plots.style import NumberSequence
@@ -67,8 +67,7 @@ def regression(
     points = np.sort(style.vector("x", x))
     lin = post.lin
     names = list(lin.likelihood.likelihoods) if isinstance(lin.likelihood, Multitask) else [None]
-    if name not in names:
-        raise ValueError(f"regression draws one output of the network: pass name=, one of {names}; got {name!r}.")
+    refuse(name not in names, f"regression draws one output of the network: pass name=, one of {names}; got {name!r}.")
     x_train, y_train, shape = _training_data(lin, name)
     inputs = torch.as_tensor(points, dtype=lin.theta.dtype, device=lin.theta.device).reshape(shape)
     at: Any = post.at(inputs)
@@ -175,6 +174,7 @@ def reliability(
         'network, ECE 30.0 %'
     """
     named = predictions if isinstance(predictions, Mapping) else {"predictions": predictions}
+    refuse(not named, "reliability draws {name: probabilities (N, C)}, got none.")
     y = torch.as_tensor(style.as_array(labels)).reshape(-1)
     probabilities = {name: _classes(name, values) for name, values in named.items()}
     counted = [

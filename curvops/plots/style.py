@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Figure
 from torch import Tensor
 
-from curvops.checks import check_kind, shown
+from curvops.checks import check_kind, refuse, shown
 
 # Okabe and Ito's colours, and Tol's wine: distinct for every common kind of colour vision. Line styles and markers
 # also differ, for print without colour.
@@ -131,6 +131,8 @@ def vectors(what: str, common: Any, named: Any) -> tuple[np.ndarray, dict[str, n
     if not arrays or any(values.shape != first.shape for values in arrays.values()):
         shapes = {name: values.shape for name, values in arrays.items()}
         raise ValueError(f"{what} draws a vector against named vectors of equal length, got {first.shape}, {shapes}.")
+    for name, values in {"the first argument": first, **arrays}.items():
+        refuse(not np.isfinite(values).all(), f"{what} needs finite numbers, and {name} has others.")
     return first, arrays
 
 
@@ -139,8 +141,7 @@ def check_named(what: str, named: Any, kind: type, source: str) -> None:
     check_kind(f"what {what} draws", named, Mapping, f"{{name: {kind.__name__}}}")
     for name, value in named.items():
         check_kind(repr(name), value, kind, source)
-    if not named:
-        raise ValueError(f"{what} draws {{name: {kind.__name__}}}, got none.")
+    refuse(not named, f"{what} draws {{name: {kind.__name__}}}, got none.")
 
 
 def save(drawn: Figure | Axes | np.ndarray, path: str | os.PathLike[str]) -> None:

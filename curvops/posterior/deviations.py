@@ -24,7 +24,7 @@ from torch import Tensor
 
 from curvops.ambient import Memories, as_step, hold, remark, running
 from curvops.checkpoint import Checkpoint, current, named_part
-from curvops.checks import carries_graph, check_choice, checked_number, checked_whole, drawn_seed
+from curvops.checks import carries_graph, check_choice, checked_number, checked_whole, drawn_seed, refuse
 from curvops.errors import DivergenceError, NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
 from curvops.linalg.core.algorithm import PRODUCT_VECTORS, solve_width
@@ -71,8 +71,9 @@ class Noise:
         lin.passes.agree({SEED: seed})
         return cls(seed, count, len(lin.theta), lin.num_data, lin.data.prints.order)
 
-    def require_of(self, lin: Linearization) -> None:
-        """Raise ValueError if the noise belongs to another problem."""
+    def require_of(self, lin: Linearization, k: int) -> None:
+        """Raise ValueError if the noise belongs to another problem, or to fewer draws."""
+        refuse(k > self.count, f"k={k}, but the noise is for {self.count} draws; pass k={self.count} or fewer.")
         sizes = (lin.num_parameters, lin.num_data, lin.data.prints.order)
         if (self.num_parameters, self.num_data, self.data) != sizes:
             raise ValueError(
@@ -420,6 +421,8 @@ def draw_deviations(
         raise ValueError(f"method={requested!r} does not fit {kind} + prior: {why_not}; use method='cg'.")
     P = formed_precision(terms) if route.name == "formed matrix" else terms.precision
     named = requested or METHOD_OF[route.name]
+    refuse(current() and carries_graph(P.representation()), "a checkpoint saves no gradient: detach what requires one.")
+    refuse(named == CLOSED_FORM and x0 is not None, "a closed form has no iteration to start: leave x0 out.")
     if named == CLOSED_FORM:  # its own root of P⁻¹ loses fewer digits than a perturbation and a solve
         draws = draw(P.inverse(rtol), k, noise.generator(P.device), frozenset((terms.lin.memory,))).mT
         none = torch.zeros(k, dtype=torch.float64)
@@ -533,6 +536,5 @@ def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
     """Estimate tr(T P⁻¹ M) as the mean of zᵀM z over draws, with its standard error."""
     vectors = draws.mT
     samples = inner(vectors, M._matmul(vectors))
-    if len(samples) < 2:
-        raise ValueError("one draw gives no standard error: use two or more.")
+    refuse(len(samples) < 2, "one draw gives no standard error: use two or more.")
     return sample_mean(samples, len(samples))

@@ -12,7 +12,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import Draws
-from curvops.checks import check_accuracy, check_choice, check_like, checked_whole
+from curvops.checks import check_accuracy, check_choice, check_like, checked_whole, refuse
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
@@ -148,6 +148,5 @@ def empirical(lin: Linearization, draws: Draws, through: str = "network") -> Emp
     first = next(iter(checked.values()))
     check_like("draws", first, lin.theta, "weights")
     rows = as_vectors(lin, first if isinstance(draws, Tensor) else checked, 2, "draws").flatten(0, 1)
-    if len(rows) < 2:
-        raise ValueError("one draw has no spread: pass several, or predict with the network itself, lin.predict(x).")
+    refuse(len(rows) < 2, "one draw has no spread: pass several, or predict with the network itself, lin.predict(x).")
     return EmpiricalPosterior(lin, rows, len(first), through, rows.mean(0))

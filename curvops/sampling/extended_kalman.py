@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import StepSizes
-from curvops.checks import check_choice, check_kind, checked_number, checked_whole
+from curvops.checks import check_choice, check_kind, checked_number, checked_whole, refuse
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
@@ -24,8 +24,8 @@ from curvops.sampling.transition import Transition, common_arguments
 
 FORMS = ("diagonal", "dense", "low_rank_diagonal")
 FISHERS = ("ggn", "empirical")
-Tensors = dict[str, Tensor]
-Moved = tuple[Tensors, Tensor]
+PrecisionTensors = dict[str, Tensor]
+Moved = tuple[PrecisionTensors, Tensor]
 """The precision after a batch, and P⁻¹ times the gradient."""
 
 
@@ -40,7 +40,7 @@ class KalmanState(State):
         ['diagonal']
     """
 
-    precision: Tensors
+    precision: PrecisionTensors
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -72,11 +72,10 @@ class ExtendedKalmanFilter(Transition):
         return density
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
-        if self.chains is not None:
-            raise ValueError("a Kalman filter is deterministic: use ekf(...) itself, not chains of it.")
+        refuse(self.chains is not None, "a Kalman filter is deterministic: use ekf(...) itself, not chains of it.")
         return {"precision": self._prior_precision(state.theta)}
 
-    def _prior_precision(self, theta: Float[Tensor, " d"]) -> Tensors:
+    def _prior_precision(self, theta: Float[Tensor, " d"]) -> PrecisionTensors:
         prior = self._target.prior
         if prior.diagonal is None:
             if self.form != "dense":
@@ -115,14 +114,18 @@ class ExtendedKalmanFilter(Transition):
 
     # For each form, return the precision after the transition and this batch, and P⁻¹ times the gradient.
 
-    def _diagonal(self, held: Tensors, entries: Tensor, rate: float, slope: Tensor, noise: NoiseSource) -> Moved:
+    def _diagonal(
+        self, held: PrecisionTensors, entries: Tensor, rate: float, slope: Tensor, noise: NoiseSource
+    ) -> Moved:
         before = held["diagonal"]
         if self.transition_noise:
             before = before / (1 + self.transition_noise * before)
         diagonal = before.add(entries, alpha=rate)
         return {"diagonal": diagonal}, slope / diagonal
 
-    def _dense(self, held: Tensors, lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource) -> Moved:
+    def _dense(
+        self, held: PrecisionTensors, lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
+    ) -> Moved:
         before = held["matrix"]
         if self.transition_noise:  # (P⁻¹ + q I)⁻¹ = (I + q P)⁻¹ P
             widened = torch.linalg.solve(self.transition_noise * before + _eye(before), before)
@@ -132,7 +135,7 @@ class ExtendedKalmanFilter(Transition):
         return {"matrix": matrix}, torch.cholesky_solve(slope.unsqueeze(1), factor).squeeze(1)
 
     def _low_rank_diagonal(
-        self, held: Tensors, lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
+        self, held: PrecisionTensors, lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
     ) -> Moved:
         diagonal, W = held["diagonal"], held["root"]
         if self.transition_noise:
@@ -234,6 +237,7 @@ def ekf(
     check_choice("form", form, FORMS)
     check_choice("fisher", fisher, FISHERS)
     check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(model, likelihood, ...)")
+    refuse(rank is not None and form != "low_rank_diagonal", f"rank={rank!r}, but {form!r} has no rank: leave it out.")
     return ExtendedKalmanFilter(
         **common_arguments(log_posterior, lr, 1.0, None, None),
         form=form,

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from curvops.checks import refuse
 from curvops.network import Blocks, Model
 from curvops.network.data.inputs import Inputs
 from curvops.network.model.last_layer import layer_of_outputs
@@ -200,8 +201,7 @@ def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()) or "no parameters"
         raise ValueError(f"{where} has {shapes}; expected a weight (C, d) and at most a bias (C,): {REMEDY}.")
     frozen = [at[name] for name in parameters if at[name] not in model.selection.names]
-    if frozen:
-        raise ValueError(f"{where}: {frozen} are to be sampled but require no gradient; call requires_grad_().")
+    refuse(frozen, f"{where}: {frozen} are to be sampled but require no gradient; call requires_grad_().")
     readout = Readout(path, layer, at[matrices[0]], at[vectors[0]] if vectors else None, (1.0, 1.0))
     return _with_factors(readout, model, inputs, where)
 

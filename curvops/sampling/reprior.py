@@ -22,6 +22,7 @@ from curvops.checks import (
     check_shape,
     checked_number,
     checked_whole,
+    refuse,
 )
 from curvops.errors import FewDrawsWarning, warn
 from curvops.linalg import Estimate
@@ -145,8 +146,7 @@ class Reprior:
 
     def __call__(self, phi: Mapping[str, Tensor], batch: Any = None) -> Float[Tensor, ""]:
         """Return log p̃(φ)/N in nats, as samplers need it; raise ValueError for a batch, since T depends on all data."""
-        if batch is not None:
-            raise ValueError("a step of a Reprior takes all of its data: leave batches out.")
+        refuse(batch is not None, "a step of a Reprior takes all of its data: leave batches out.")
         return -self.energy(phi) / self.data_size
 
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
@@ -277,6 +277,7 @@ class Reprior:
         if draws is None:
             draws = self.normal(checked_whole("samples", samples, 2), generator)
         self._checked({name: block[0] for name, block in draws.items()}, "draws (one of them)")
+        refuse(min(map(len, draws.values())) < 2, "draws must be at least 2 of each parameter.")
 
         def ratio(phi: Blocks) -> Tensor:
             return -self.energy(phi) - log_normal(phi)
@@ -299,8 +300,7 @@ class Reprior:
         """Check names, shapes and dtype of parameter blocks; raise TypeError or ValueError if they differ."""
         scale = self._problem.scale
         check_kind(what, blocks, Mapping, "a mapping of parameter names to tensors, as reprior(...).params is")
-        if blocks.keys() != scale.keys():
-            raise ValueError(f"{what} must have the names {list(scale)}, got {list(blocks)}.")
+        refuse(blocks.keys() != scale.keys(), f"{what} must have the names {list(scale)}, got {list(blocks)}.")
         for name, block in blocks.items():
             check_shape(f"{what}[{name!r}]", block, scale[name].shape, "Pass several draws by torch.vmap.")
             check_like(f"{what}[{name!r}]", block, scale[name], "the network")
@@ -387,6 +387,7 @@ def reprior(
     """
     if form is not None:
         check_choice("form", form, get_args(Form))
+    refuse(last is not None and form == "ntk", "last= names a readout, but form='ntk' has none: leave out one of them.")
     stated = None if noise is None else checked_number("noise", noise)
     level = None if reg is None else checked_number("reg", reg, "(0, inf)" if form == "ntk" else "(0, inf]")
     lin = linearize(model, data, _likelihood(likelihood, stated), weights=weights, collate=collate)
@@ -432,6 +433,7 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
     if isinstance(likelihood, Categorical):
         return None
     check_kind("likelihood", likelihood, Gaussian, "Gaussian with one noise variance, or 'classification'")
+    refuse(likelihood.missing is not None, "reprior takes no missing targets: leave these points out.")
     if len(set(likelihood.noise.flatten().tolist())) > 1:
         raise ValueError(f"reprior needs one noise variance for all outputs, got {likelihood.noise.tolist()}.")
     return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise

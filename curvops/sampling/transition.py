@@ -20,7 +20,15 @@ from torch import Tensor, nn
 
 from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
 from curvops.checkpoint import digest
-from curvops.checks import check_generator, check_kind, check_like, check_shape, checked_number, checked_whole
+from curvops.checks import (
+    check_generator,
+    check_kind,
+    check_like,
+    check_shape,
+    checked_number,
+    checked_whole,
+    refuse,
+)
 from curvops.errors import DivergenceError
 from curvops.linalg import Diagonal, Inverse, Operator
 from curvops.linalg.core.matrix_identity import spaces_of
@@ -220,8 +228,7 @@ def as_metric(D: Any, name: str = "preconditioner") -> Isotropic:
     if isinstance(D, Tensor) and D.ndim == 1:
         D = Diagonal(D.detach().clone())
     check_kind(name, D, Operator, "a number, a vector or an operator, such as co.linalg.Dense(matrix, psd=True)")
-    if not is_psd(D):
-        raise ValueError(f"{name} must be positive semidefinite: pass co.linalg.Dense(matrix, psd=True).")
+    refuse(not is_psd(D), f"{name} must be positive semidefinite: pass co.linalg.Dense(matrix, psd=True).")
     return OperatorMetric(D=D)
 
 
@@ -326,6 +333,8 @@ class Transition(Summarised, ABC):
             TypeError, RuntimeError: the log posterior is not one number per chain, or does not depend on the
                 parameters.
         """
+        if (state.theta.ndim == 1) != (self.chains is None):
+            raise ValueError("the state has chains, or none: make it with init of this sampler.")
         new = state if inplace else state.clone()
         noise = NoiseSource(new.random, new.theta.device)
         info = self._step(new, batch, noise)

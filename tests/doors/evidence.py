@@ -59,6 +59,7 @@ DOORS = [
                 lambda: co.evidence.mackay(post(), None, noise=post().deviations(2).noise),
                 "leave noise",
             ),
+            "few draws of noise": (lambda: co.evidence.mackay(post(), 4, noise=post().deviations(2).noise), "2 draws"),
             "an operator": (
                 lambda: co.evidence.mackay(post().with_prior(post().precision.detached_from_weights())),
                 "with_prior",
@@ -109,6 +110,10 @@ DOORS = [
     Door(
         "train",
         rows={
+            "a loader and a size": (
+                lambda: co.evidence.train(classifier(), [DATA], "classification", epochs=1, batch_size=3),
+                "data come in batches",
+            ),
             "weight decay twice": (
                 lambda: co.evidence.train(
                     classifier(),

@@ -61,6 +61,7 @@ DOORS = [
     Door(
         "reliability by a tired user",
         rows={
+            "nothing": (lambda: plots.reliability({}, LABELS), "got none"),
             "classes": (
                 lambda: plots.reliability({"network": LABELS}, LABELS),
                 TypeError,
@@ -114,6 +115,7 @@ DOORS = [
                 TypeError,
                 "influence draws must be {name: vector}, got ndarray",
             ),
+            "not a number": (lambda: plots.influence(GRID, {"GGN": GRID * np.nan}), "and GGN has others"),
         },
     ),
     Door(

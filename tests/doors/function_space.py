@@ -123,6 +123,11 @@ DOORS = [
     Door(
         "LinearizedKernel",
         rows={
+            "globs and groups": (lambda: LinearizedKernel(lin(), {"*": 1.0}, over="layers"), "leave out"),
+            "a prior of no scale": (
+                lambda: LinearizedKernel(lin(), outputscale_prior=gpytorch.priors.GammaPrior(1.0, 1.0)),
+                "pass outputscale=1.0",
+            ),
             "inputs of another size": (
                 lambda: LinearizedKernel(lin())(X[:, :2]).to_dense(),
                 r"\(\.\.\., n, 3\), a row per point",
@@ -150,6 +155,10 @@ DOORS = [
             "a kernel of other weights": (
                 lambda: LinearizedGP(lin("gaussian"), kernel=LinearizedKernel(elsewhere())),
                 "belongs to another linearisation",
+            ),
+            "a kernel and its options": (
+                lambda: LinearizedGP(lin("gaussian"), kernel=LinearizedKernel(lin("gaussian")), over="layers"),
+                "leave these out",
             ),
             "several noises": (
                 lambda: LinearizedGP(several_noises()),

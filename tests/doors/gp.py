@@ -46,6 +46,10 @@ DOORS = [
                 "10,000 × 10,000 covariances of 1 points need 800,000,000 bytes",
             ),
             "a number for outputs": (lambda: model().posterior(X, 1), TypeError, "not iterable"),
+            "negative noise": (
+                lambda: model().posterior(X, observation_noise=-torch.ones(1)),
+                "observation_noise holds variances: none may be negative",
+            ),
             "noise of a classifier": (
                 lambda: model("classification").posterior(X, observation_noise=True),
                 "observation noise needs a Gaussian likelihood: use observation_noise=False",
@@ -58,6 +62,10 @@ DOORS = [
             "targets of fewer points": (
                 lambda: model().condition_on_observations(X, Y[:3]),
                 r"Y must have shape \(\.\.\., 4, 2\)",
+            ),
+            "NaN among targets": (
+                lambda: model().condition_on_observations(X, Y * torch.nan),
+                "Y holds NaN or infinite values: leave out",
             ),
             "repeated points without noise": (
                 lambda: (

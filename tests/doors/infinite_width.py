@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gpytorch
 import torch
 
 import curvops as co
@@ -20,6 +21,11 @@ DOORS = [
     Door(
         "InfiniteWidthKernel",
         rows={
+            "a layer less": (lambda: kernel(2, weight_variance=[1.0, 2.0]), "holds 2 numbers"),
+            "a prior of no biases": (
+                lambda: kernel(bias_variance=0.0, bias_variance_prior=gpytorch.priors.GammaPrior(1.0, 1.0)),
+                "needs biases: pass bias_variance=1.0",
+            ),
             "biases set to 0": (lambda: setattr(kernel(), "bias_variance", 0), "bias_variance must be fin"),
         },
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import numpy as np
@@ -62,6 +63,7 @@ SNAPSHOTS = torch.linspace(-1, 1, 9 * 51, dtype=DOUBLE).view(9, 51)
 GOOD, LABELS = torch.full((3, 2), 0.5), torch.tensor([0, 1, 0])
 SCORES = (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece)
 NO_SCORES = {
+    "empty": (torch.zeros(0, 2), torch.zeros(0, dtype=torch.long), "no data"),
     "logits": (torch.tensor([[5.0, -3.0], [0.1, 2.0], [1.0, 7.0]]), LABELS, "were logits given"),
     "NaN": (GOOD * float("nan"), LABELS, "sum to 1"),
     "a label too large": (GOOD, torch.tensor([0, 1, 2]), "0..1, not 0..2"),
@@ -165,6 +167,7 @@ DOORS = [
                 "no class probabilities",
             ),
             "functions without draws": (lambda: post().at(X).functions(), "samples=post.sample"),
+            "groups and joint": (lambda: post().at(X).predict(joint=True, groups=5), "not both"),
         },
     ),
     Door(
@@ -241,6 +244,10 @@ DOORS = [
                 for wrong, (p, y, words) in NO_SCORES.items()
             },
             "one class": (lambda: metrics.auroc(torch.rand(3), torch.ones(3, dtype=torch.bool)), "both classes"),
+            "scores of NaN": (
+                lambda: metrics.auroc(torch.tensor([0.0, math.nan]), torch.tensor([True, False])),
+                "finite",
+            ),
             "three classes": (lambda: metrics.auroc(torch.rand(3), torch.tensor([0, 2, 1])), "0 and 1"),
             "one draw": (lambda: metrics.mutual_information(GOOD[None]), "draws"),
         },

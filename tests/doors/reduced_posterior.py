@@ -39,6 +39,8 @@ DOORS = [
         "gp.reduced_posterior",
         rows={
             "both": reduced(5, points=X, words="pass the number of features, rank=100, or the inputs points=Z"),
+            "features of points": reduced(points=X, features="random", words="points=Z are the features themselves"),
+            "candidates of inducing points": reduced(5, candidates=9, words='candidates need features="random"'),
             "no curvature": (lambda: co.gp.reduced_posterior(lin(0.0), 5), "has no curvature at these points"),
             "no room": (lambda: co.gp.reduced_posterior(lin(n=200_000, memory_budget=2**24), 20), "room for 5"),
         },

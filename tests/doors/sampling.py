@@ -117,10 +117,22 @@ DOORS = [
         rows={
             "lambda: S.sgld(F, 0.1)": (lambda: S.sgld(F, 0.1), "data_size is missing"),
             "lambda: S.pcn(F, 0.1, data_size=1)": (lambda: S.pcn(F, 0.1, data_size=1), "covariance is missing"),
+            "lambda: S.pcn(F, 1.1, covariance=1.0, data_size=1)": (
+                lambda: S.pcn(F, 1.1, covariance=1.0, data_size=1),
+                r"\(0, 1\]",
+            ),
+            "lambda: S.pcn(F, 0.1, covariance=1.0, mean=float(nan), data_size=1)": (
+                lambda: S.pcn(F, 0.1, covariance=1.0, mean=float("nan"), data_size=1),
+                "mean",
+            ),
             "lambda: S.RobbinsMonro(0.1, gamma=0.5)": (lambda: S.RobbinsMonro(0.1, gamma=0.5), "gamma must lie in"),
             "lambda: S.sgld(F, 0.1, data_size=1, preconditioner=-ones(4))": (
                 lambda: S.sgld(F, 0.1, data_size=1, preconditioner=-torch.ones(4)),
                 "positive semidefinite",
+            ),
+            "lambda: S.chains(S.chains(S.sgld(F, 0.1, data_size=1), 2), 2)": (
+                lambda: S.chains(S.chains(S.sgld(F, 0.1, data_size=1), 2), 2),
+                "already",
             ),
         },
     ),
@@ -151,6 +163,10 @@ DOORS = [
         },
     ),
     Door(
+        "states of samplers",
+        rows={"one chain for many": (lambda: S.chains(SGLD, 2).update(SGLD.init(ZERO)), "has chains")},
+    ),
+    Door(
         "starts of chains",
         rows={
             "another shape": (
@@ -163,6 +179,7 @@ DOORS = [
                 TypeError,
                 "process_group must be",
             ),
+            "not gathered in one process": (lambda: S.chains(SGLD, 3, gather=False), "gather=False is for"),
         },
     ),
     Door(
@@ -226,6 +243,10 @@ DOORS = [
                 lambda: S.run(S.lmc(F, S.Cosine(0.1, 5), data_size=1), ZERO, steps=5, warmup=5, target_acceptance=0.5),
                 "must be a number",
             ),
+            "a generator beside a state": (
+                lambda: S.run(SGLD, SGLD.init(ZERO), steps=5, generator=seeded(0)),
+                "leave generator out",
+            ),
             "a shuffling loader without a seed that is to be resumed": (
                 lambda: S.run(
                     S.sgld(lambda p, b: -p.square().sum(), 0.1, data_size=1),
@@ -249,6 +270,10 @@ DOORS = [
             "lambda: diagnostics.rhat({a: TWO, b: TWO[:, 1:]})": (
                 lambda: diagnostics.rhat({"a": TWO, "b": TWO[:, 1:]}),
                 "unequal numbers of chains and draws",
+            ),
+            "lambda: diagnostics.random_projections(zeros(2, 5, 3))": (
+                lambda: diagnostics.random_projections(torch.zeros(2, 5, 3)),
+                "2 of the 2 chains do not move",
             ),
             "lambda: diagnostics.stein_discrepancy(ONE, TWO)": (
                 lambda: diagnostics.stein_discrepancy(ONE, TWO),
@@ -282,6 +307,7 @@ DOORS = [
     Door(
         "vi",
         rows={
+            "a rank of a diagonal": (lambda: S.vi(LOG_POSTERIOR, rank=3), "'diagonal' has no rank"),
             "an option that Adam has not": (lambda: S.vi(LOG_POSTERIOR, momentum=0.9), TypeError, "momentum"),
             "chains": (lambda: S.chains(VI, 2).init(START), "one fit"),
             "a temperature that falls to 0": (
@@ -303,6 +329,7 @@ DOORS = [
     Door(
         "ekf",
         rows={
+            "a rank of a diagonal": (lambda: S.ekf(LOG_POSTERIOR, rank=3), "'diagonal' has no rank"),
             "a parameter alone": (lambda: EKF.init({"weight": START["weight"]}), "params must have the names"),
             "chains": (lambda: S.chains(EKF, 2).init(START), "deterministic"),
         },

@@ -111,3 +111,6 @@ def test_another_posterior_is_refused_by_name(tmp_path, saved_at_each_step):
     }.items():
         with pytest.raises(ValueError, match=f"another problem. What differs: .*{what}"):
             call()
+    prior = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="saves no gradient"):
+        setting(prior).deviations(2, method="cg", checkpoint=tmp_path / "gradient")

@@ -91,6 +91,7 @@ def test_groups_of_chains() -> None:
     [
         ({"groups": 5}, "groups=5 must divide the 6 points"),
         ({"groups": 0}, "groups must be at least 1"),
+        ({"groups": 2, "joint": True}, "not both"),
     ],
 )
 def test_groups_that_cannot_be(arguments: dict[str, Any], words: str) -> None:

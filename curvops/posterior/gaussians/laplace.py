@@ -208,7 +208,7 @@ class Laplace(GaussianWeights):
         Args:
             k: the number of draws, at least 1.
             noise: the `noise` of earlier deviations, for the same draws under another prior precision, observation
-                noise, method or tolerance, and further ones if k is larger. None draws new noise.
+                noise, method or tolerance; its first k draws are used. None draws new noise.
             method: "cg" solves for all draws in one block, preconditioned if that pays off. "dual" solves in function
                 space, where vectors are shorter if there are fewer outputs in all than weights, with more products (GGN
                 and Fishers, under a prior that is a number or a vector). "sgd" uses minibatches and reaches few digits;
@@ -242,7 +242,7 @@ class Laplace(GaussianWeights):
         start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
         if noise is not None:
             check_kind("noise", noise, Noise, "the `noise` of earlier deviations")
-            noise.require_of(self.lin)
+            noise.require_of(self.lin, k)
 
         def problem() -> dict[str, Any]:
             return (

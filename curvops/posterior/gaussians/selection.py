@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.argument_types import Points, PriorPrecision
-from curvops.checks import check_choice, check_generator, checked_indices, checked_number, checked_whole
+from curvops.checks import check_choice, check_generator, checked_indices, checked_number, checked_whole, refuse
 from curvops.errors import InertWeightsWarning, warn
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.core import solve_routes as routes
@@ -72,8 +72,7 @@ def _swag(ingredients: Ingredients) -> Tensor:
         count, gap = count + 1, weights.detach() - mean
         mean = mean + gap / count
         squares = squares + gap * (weights.detach() - mean)
-    if count < 2:
-        raise ValueError(f"snapshots= gave {count}: a variance needs at least two (a generator is read once).")
+    refuse(count < 2, f"snapshots= gave {count}: a variance needs at least two (a generator is read once).")
     return squares / (count - 1)
 
 

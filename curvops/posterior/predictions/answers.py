@@ -23,7 +23,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import Points
-from curvops.checks import check_choice, shown
+from curvops.checks import check_choice, refuse, shown
 from curvops.errors import NotLogitsWarning, warn
 from curvops.linalg import Estimate
 from curvops.metrics import divergences
@@ -270,8 +270,7 @@ def checked_link(link: str | None, likelihood: Likelihood) -> str:
 
     Raises ValueError for an unknown link, one that does not fit the likelihood, or one without probabilities.
     """
-    if likelihood.form not in NAMED:
-        raise ValueError(f"{likelihood!r} has no class probabilities; use predict or functions(x, k).")
+    refuse(likelihood.form not in NAMED, f"{likelihood!r} has no class probabilities; use predict or functions(x, k).")
     links = ("mc", "network")
     if isinstance(likelihood, LABELS):  # whose outputs are logits
         links = ("probit", *links, *(("bridge", "bridge_norm") if isinstance(likelihood, Categorical) else ()))
@@ -441,6 +440,5 @@ class NamedPredictions(Mapping[Any, Any]):
         """Return an answer for each output whose targets have a form that suits it."""
         targets = {name: output.lin.likelihood.of_position for name, output in self.outputs.items()}
         answers = {name: ask(self.outputs[name]) for name, target in targets.items() if suits(target.form)}
-        if not answers:
-            raise ValueError(f"none of the likelihoods of {list(targets)} has {what}: {list(targets.values())}.")
+        refuse(not answers, f"none of the likelihoods of {list(targets)} has {what}: {list(targets.values())}.")
         return answers

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Points
-from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
+from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole, refuse
 from curvops.linalg import Estimate
 from curvops.linalg.core.cache import Cache
 from curvops.network import PointNormals
@@ -197,8 +197,7 @@ class Predictive(ABC):
         """
         k = checked_whole("k", k)
         samples = self.sample(k, generator, rtol) if samples is None else checked_draws(samples, self.mean)
-        if len(samples) != k:
-            raise ValueError(f"k is {k}, but there are {len(samples)} samples; pass k=len(samples).")
+        refuse(len(samples) != k, f"k is {k}, but there are {len(samples)} samples; pass k=len(samples).")
         return self.at(x, samples, gather=gather).functions()
 
     def probabilities(
@@ -338,6 +337,7 @@ class Predictions:
         likelihood = self._target if noise else None
         if likelihood is not None and likelihood.form != "numbers":
             raise ValueError(f"noise=True is for real targets, but this is {likelihood!r}: use uncertainty(x).")
+        refuse(joint and groups is not None, "joint=True makes a single group: pass groups or joint=True, not both.")
         together = None if joint else 1 if groups is None else checked_whole("groups", groups)
         call, lin = f"predictions, joint within {together or 'all'} points", self.lin
         by_draws = likelihood is not None and not isinstance(likelihood, NUMBERS)
@@ -421,8 +421,7 @@ class Predictions:
         check_choice("link", link, ("mc", "probit"))
         likelihood = self._target
         by_probit = link == "probit"
-        if by_probit and joint:
-            raise ValueError("link='probit' scores each point; pairs of points, joint=True, need link='mc'.")
+        refuse(by_probit and joint, "link='probit' scores each point; pairs of points, joint=True, need link='mc'.")
         if by_probit:
             answers.checked_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if joint else self._outputs
