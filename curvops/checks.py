@@ -197,10 +197,12 @@ def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
     if index.dtype == torch.bool:
         check_shape("the mask", index, (size,))
         index = index.nonzero().squeeze(1)
-    if index.is_floating_point() or index.ndim != 1 or not len(index):
+    refuse(not index.numel(), "indices select nothing: choose at least one.")
+    if index.is_floating_point() or index.ndim != 1:
         raise TypeError(f"indices must be a vector of integers, got {index.dtype} of shape {tuple(index.shape)}.")
-    if int(index.min()) < 0 or int(index.max()) >= size or len(index.unique()) < len(index):
-        raise ValueError(f"indices must be at least 0 and less than {size}, the number of rows, and none twice.")
+    is_outside = int(index.min()) < 0 or int(index.max()) >= size
+    refuse(is_outside, f"indices must be at least 0 and less than {size}, the number of rows.")
+    refuse(len(index.unique()) < len(index), "the indices contain a position twice.")
     return index.long().clone()
 
 

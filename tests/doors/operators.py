@@ -47,6 +47,7 @@ DOORS = [
             "fisher": (lambda: co.KFAC(lin(), fisher="type-2"), "'exact', 'mc'"),
             "mc_samples of a diagonal": (lambda: co.DiagonalGGN(lin(), mc_samples=2), "draws nothing"),
             "index out of range": (lambda: co.Subnetwork(co.GGN(lin()), [0, 26]), "at least 0 and less than 26"),
+            "no index": (lambda: co.Subnetwork(co.GGN(lin()), torch.empty(0, dtype=torch.long)), "nothing"),
             "mask of another size": (lambda: co.Subnetwork(co.GGN(lin()), torch.ones(5).bool()), r"\(26,\)"),
             "indices that are real": (lambda: co.Subnetwork(co.GGN(lin()), [0.5]), TypeError, "integers"),
             "blocks that overlap": (lambda: co.BlockDiagonal(lin(), blocks=[["0.*"], ["*.bias"]]), "overlap"),
