@@ -98,11 +98,11 @@ class InfiniteWidthKernel(OperatorKernel):
         self.activation, self.kind = activation, kind
         start = self._start("weight_variance", weight_variance)
         self._add_parameter("weight_variance", start, weight_variance_prior, weight_variance_constraint)
-        without = bias_variance == 0 and (bias_variance_prior or bias_variance_constraint)
-        refuse(without, "a prior or a constraint for the bias variance needs biases: pass bias_variance=1.0.")
         self.has_bias = (
             isinstance(bias_variance, bool) or not isinstance(bias_variance, Real) or float(bias_variance) != 0
         )
+        without = not self.has_bias and (bias_variance_prior or bias_variance_constraint)
+        refuse(without, "a prior or a constraint for the bias variance needs biases: pass bias_variance=1.0.")
         if self.has_bias:
             start = self._start("bias_variance", bias_variance)
             self._add_parameter("bias_variance", start, bias_variance_prior, bias_variance_constraint)
