@@ -21,16 +21,15 @@ import contextlib
 import hashlib
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor, nn
@@ -38,11 +37,12 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from curvops import storage
 from curvops.ambient import current_run
+from curvops.checks import drawn_seed
 from curvops.errors import CheckpointWarning, warn
 from curvops.ranks.process_group import Ranks
 from curvops.storage import from_record, record_of
 
-KIND, VERSION = "checkpoint", 7
+KIND, VERSION = "checkpoint", 8
 PAUSE = 30.0
 """The least number of seconds between two saves."""
 SHARE = 0.02
@@ -51,7 +51,6 @@ ASIDE = ("checkpoint", "progress", "callback", "memory_budget", "preconditioner"
 """Arguments that determine how a problem is solved but not which problem it is, or that cannot be identified."""
 DEEPEST = 6
 """The largest depth of nested objects that `identify` describes."""
-DEVICE = re.compile(r"(cuda|xpu|hpu):\d+")
 COMMON = frozenset(vars(nn.Module()))
 """The attributes of every module."""
 TOLD = (Tensor, LinearOperator, str, int, float, tuple, list, torch.Size)
@@ -171,7 +170,7 @@ class Checkpoint:
         """Return a source of random numbers whose state is saved and restored: the given one, or a new one."""
         if self.folder is None:
             return generator
-        source = torch.Generator(device).manual_seed(_seed()) if generator is None else generator
+        source = torch.Generator(device).manual_seed(drawn_seed(None)) if generator is None else generator
         state = self.attach(name, source.get_state)
         if state is not None:
             source.set_state(state.cpu())
@@ -367,18 +366,18 @@ def _text(value: Any, depth: int, seen: dict[int, Any]) -> str:
         return f"{kind.__qualname__}({numbers})"
     if isinstance(value, torch.Generator):
         return f"Generator({seed_of(value)})"
-    if isinstance(value, torch.device) or (isinstance(value, str) and DEVICE.fullmatch(value)):
-        return str(value).partition(":")[0]  # ranks, and a run that is resumed, may have other ones
+    if isinstance(value, torch.device):
+        return value.type  # ranks, and a run that is resumed, may have other ones
     if isinstance(value, Enum):
         return f"{kind.__qualname__}.{value.name}"
     if isinstance(value, float):
         return repr(float(value))  # NumPy's numbers, too
     if value is None or isinstance(value, int | complex | str | bytes | torch.dtype | torch.Size | range):
         return repr(value)
-    if hasattr(value, "__qualname__") and not isinstance(value, MethodType):
+    if hasattr(value, "__qualname__"):
         return str(value.__qualname__)
-    if hasattr(value, "__array_interface__"):
-        return f"{kind.__qualname__}({value.dtype}, {value.shape}, {hashlib.sha256(value.tobytes()).hexdigest()})"
+    if isinstance(value, np.ndarray):
+        return digest([torch.from_numpy(value)])
     if depth == 0:
         raise UnidentifiedValueError
     if isinstance(value, tuple | list | set | frozenset):
@@ -407,8 +406,6 @@ def _parts(value: Any) -> Mapping[Any, Any]:
         return value
     if isinstance(value, partial):
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
-    if isinstance(value, MethodType):
-        return {"func": value.__func__, "of": value.__self__}
     if isinstance(value, LinearOperator):
         arguments = {**dict(enumerate(value._args)), **value._kwargs}
         return {
@@ -420,12 +417,9 @@ def _parts(value: Any) -> Mapping[Any, Any]:
         return {"by": value.identified_by}
     if is_dataclass(value):
         return {item.name: getattr(value, item.name) for item in fields(value) if item.compare}
-    held = getattr(value, "__dict__", {})
-    slots = {name for item in type(value).__mro__ for name in getattr(item, "__slots__", ())}
-    held = held | {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    if not held and not hasattr(value, "__dict__"):
+    if not hasattr(value, "__dict__"):
         raise UnidentifiedValueError
-    return {name: held[name] for name in sorted(held)}
+    return dict(sorted(vars(value).items()))
 
 
 def settings_of(module: nn.Module, depth: int = DEEPEST, seen: dict[int, Any] | None = None) -> dict[str, str]:
@@ -473,10 +467,6 @@ def derive_generator(generator: torch.Generator | None, device: torch.device | N
     return torch.Generator(device or generator.device).manual_seed(int(seed[:15], 16))
 
 
-def _seed() -> int:
-    return int(torch.randint(2**62, ()))
-
-
 def _same(saved: Any, value: Any) -> bool:
     if isinstance(value, Tensor):
         if not isinstance(saved, Tensor) or saved.shape != value.shape or saved.dtype != value.dtype:
@@ -488,11 +478,8 @@ def _same(saved: Any, value: Any) -> bool:
 
 
 def _difference(name: str, saved: Any, here: Any) -> str:
-    short = all(
-        number is None or (isinstance(number, bool | int | float | str) and len(str(number)) < 40)
-        for number in (saved, here)
-    )
-    return f"{name} ({saved!r}, here {here!r})" if short else name
+    values = f" ({saved!r}, here {here!r})"
+    return name + values if len(values) < 100 and not isinstance(here, Tensor) else name
 
 
 def _pack(tree: Any) -> Any:

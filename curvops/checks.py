@@ -99,6 +99,12 @@ def check_limits(
             checked_number(name, value, "[0, inf]")
 
 
+def refuse(is_wrong: object, message: str) -> None:
+    """Raise ValueError with this message for arguments that would otherwise be ignored, or end as NaN."""
+    if is_wrong:
+        raise ValueError(message)
+
+
 def check_callable(name: str, value: object) -> None:
     """Raise TypeError unless the value is a function or None."""
     if not (value is None or callable(value)):
@@ -187,21 +193,16 @@ def check_like(name: str, value: Any, like: Any, owner: str) -> None:
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
     """Return indices or a boolean mask as distinct positions below `size`; raise ValueError or TypeError for others."""
-    try:
-        index = torch.as_tensor(indices)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"indices must be positions or a boolean mask, got {shown(indices)}.") from None
+    index = torch.as_tensor(indices)
     if index.dtype == torch.bool:
         check_shape("the mask", index, (size,))
         index = index.nonzero().squeeze(1)
-    if index.numel() == 0:
-        raise ValueError("indices select nothing; choose at least one weight.")
+    refuse(not index.numel(), "indices select nothing: choose at least one.")
     if index.is_floating_point() or index.ndim != 1:
         raise TypeError(f"indices must be a vector of integers, got {index.dtype} of shape {tuple(index.shape)}.")
-    if int(index.min()) < 0 or int(index.max()) >= size:
-        raise ValueError(f"indices must be at least 0 and less than {size}, the number of rows.")
-    if len(index.unique()) != len(index):
-        raise ValueError("the indices contain a position twice; each weight can be selected once.")
+    is_outside = int(index.min()) < 0 or int(index.max()) >= size
+    refuse(is_outside, f"indices must be at least 0 and less than {size}, the number of rows.")
+    refuse(len(index.unique()) < len(index), "the indices contain a position twice.")
     return index.long().clone()
 
 

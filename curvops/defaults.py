@@ -15,7 +15,7 @@ import torch
 from linear_operator.operators import LinearOperator
 
 from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
-from curvops.checks import check_flag
+from curvops.checks import check_flag, refuse
 from curvops.errors import MissingLabelsError, UndeterminedWarning
 from curvops.evidence.maximize import maximize
 from curvops.evidence.validate import validate
@@ -188,8 +188,7 @@ def limit_variance(post: Laplace) -> Laplace:
             normals = predicted.values() if isinstance(predicted, dict) else [predicted]
             variances += [normal.variance.flatten() for normal in normals]
         variance = float(torch.cat(variances).mean())
-        if not 0 < variance < math.inf:
-            raise ValueError(f"the logits have a variance of {variance:.3g} at the training inputs.")
+        refuse(not 0 < variance < math.inf, f"the logits have a variance of {variance:.3g} at the training inputs.")
         return math.log(variance / VARIANCE)
 
     first = last = 0.0

@@ -21,40 +21,6 @@ if TYPE_CHECKING:
     from curvops.linalg.core.results import FunctionProduct, Reason, Solution
     from curvops.posterior.deviations import Deviations
 
-__all__ = [
-    "ConvergenceError",
-    "NotPositiveDefiniteError",
-    "NotPositiveSemidefiniteError",
-    "FunctionConvergenceError",
-    "NotSolvedError",
-    "ModeNotFoundError",
-    "DivergenceError",
-    "DataChangedError",
-    "NoDataError",
-    "MissingLabelsError",
-    "RanksDifferError",
-    "BlockSizeWarning",
-    "CheckpointWarning",
-    "FewDrawsWarning",
-    "InertWeightsWarning",
-    "ManyProductsWarning",
-    "MaxStepsWarning",
-    "MemoryBudgetWarning",
-    "ModeWarning",
-    "NoCurvatureWarning",
-    "NoFactorsWarning",
-    "NoProcessGroupWarning",
-    "NoiseWarning",
-    "NotLogitsWarning",
-    "NotVectorizedWarning",
-    "OscillationWarning",
-    "PrecisionWarning",
-    "RankWarning",
-    "SharedPointsWarning",
-    "UndeterminedWarning",
-    "UnsettledWarning",
-]
-
 
 class ConvergenceError(RuntimeError):
     """Raised when a solve failed; ``solution`` holds the state reached."""
@@ -222,3 +188,6 @@ def warn(message: str, category: type[Warning]) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in CALLING_BACK:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+__all__ = [name for name, kind in list(globals().items()) if isinstance(kind, type) and kind.__module__ == __name__]

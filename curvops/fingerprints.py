@@ -32,16 +32,10 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     weights = _odd_weights(device)
     for tensor in tensors:
         words = _words(tensor)
-        if device.type == "cpu":  # through one small buffer: a new one for each chunk takes five times as long
-            wide = torch.empty(min(CHUNK, len(words)), dtype=torch.int64)
-            for chunk in words.split(CHUNK):
-                sums.append(wide[: len(chunk)].copy_(chunk).dot(weights[: len(chunk)]).unsqueeze(0))
-        else:  # by three kernels: an accelerator has no dot product of integers
-            rows = len(words) // CHUNK
-            tail = words[rows * CHUNK :]
-            sums.append((words[: rows * CHUNK].view(rows, CHUNK) * weights[:CHUNK]).sum(1))
-            sums.append((tail * weights[: len(tail)]).sum().unsqueeze(0))
-    chunk_sums = torch.cat(sums)
+        wide = weights.new_empty(min(CHUNK, len(words)))  # one small buffer: new ones would take five times as long
+        for chunk in words.split(CHUNK):
+            sums.append(wide[: len(chunk)].copy_(chunk).mul_(weights[: len(chunk)]).sum())
+    chunk_sums = torch.stack(sums)
     return (chunk_sums * weights[CHUNK : CHUNK + len(chunk_sums)]).sum()
 
 
@@ -97,13 +91,8 @@ def in_single(tensor: Tensor) -> Tensor:
 
 def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of each row, a few rows at a time: widened to 64 bits they stay in the cache."""
-    on_cpu, sums = rows.device.type == "cpu", weights.new_empty(len(rows))
-    step = max(1, CHUNK // rows.shape[1]) * (1 if on_cpu else 64)
-    for start in range(0, len(rows), step):
-        some = rows[start : start + step]
-        # An accelerator has no product of integers.
-        sums[start : start + step] = some.to(torch.int64).mv(weights) if on_cpu else (some * weights).sum(1)
-    return sums
+    step = max(1, CHUNK // rows.shape[1]) * (1 if rows.device.type == "cpu" else 64)
+    return torch.cat([some.to(torch.int64).mul_(weights).sum(1) for some in rows.split(step)])
 
 
 def _words(tensor: Tensor) -> Tensor:

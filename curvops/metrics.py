@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from curvops.checks import check_choice, check_tensor, checked_whole
+from curvops.checks import check_choice, check_shape, check_tensor, checked_whole, refuse
 from curvops.summary import Table, Tabular
 
 __all__ = [
@@ -82,7 +82,7 @@ def nll(
         >>> co.metrics.nll(p, labels)
         tensor(0.5108)
     """
-    _check(probabilities, labels, some=reduction != "none")
+    _check(probabilities, labels, least=0 if reduction == "none" else 1)
     check_choice("reduction", reduction, ("mean", "none"))
     values = -probabilities.gather(-1, labels.long()[:, None]).squeeze(-1).log()
     return values if reduction == "none" else values.mean()
@@ -195,7 +195,7 @@ def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins:
         The error, a number.
 
     Raises:
-        TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
+        TypeError, ValueError: the arguments are not probabilities and labels of these shapes.
 
     Source: Guo et al. 2017, equation 3. Biased upwards for few points, as every binned estimate is.
 
@@ -232,17 +232,14 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
     """
     check_tensor("scores", scores)
     check_tensor("positive", positive)
-    if scores.ndim != 1 or positive.shape != scores.shape:
-        raise ValueError(f"scores and positive must be (N,), not {tuple(scores.shape)} and {tuple(positive.shape)}")
-    if not torch.isfinite(scores).all():
-        raise ValueError("scores must be finite: a NaN or Inf has no rank")
+    check_shape("positive", positive, scores.shape)
+    refuse(not scores.isfinite().all(), "scores must be finite: a NaN or Inf has no rank.")
     if positive.dtype != torch.bool and not ((positive == 0) | (positive == 1)).all():
         raise ValueError("positive must be boolean, or hold only 0 and 1")
     mask = positive.bool()
     n1 = int(mask.sum())
     n0 = mask.numel() - n1
-    if n1 == 0 or n0 == 0:
-        raise ValueError(f"AUROC needs both classes: {n1} positive and {n0} negative points were given")
+    refuse(n1 == 0 or n0 == 0, f"AUROC needs both classes: {n1} positive and {n0} negative points were given")
     from scipy.stats import rankdata  # a slow import
 
     ranks = rankdata(scores.detach().double().cpu().numpy())[mask.cpu().numpy()]
@@ -329,7 +326,7 @@ def temperature(
 
     Raises:
         TypeError, ValueError: the arguments are not finite logits and labels of these shapes, the logits are
-            probabilities, there are no points, or the bounds are not 0 < least < greatest.
+            probabilities, or the bounds are not positive.
 
     Examples:
         >>> logits, labels = torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), torch.tensor([0, 1, 1])
@@ -337,10 +334,6 @@ def temperature(
         tensor(True)
     """
     _check_shapes(logits, labels)
-    if not torch.isfinite(logits).all():
-        raise ValueError("logits must be finite")
-    if not 0 < bounds[0] < bounds[1]:
-        raise ValueError(f"bounds must satisfy 0 < lower < upper, not {bounds}")
     if len(logits) > 1 and bool((logits > 0).all() & ((logits.double().sum(-1) - 1).abs() <= 1e-5).all()):
         raise ValueError("these are probabilities: pass temperature the logits, or probabilities.log().")
     f = logits.to(torch.float64)
@@ -358,12 +351,13 @@ def temperature(
     return logits.new_tensor(math.exp(brentq(slope, low, high, xtol=1e-14)))
 
 
-def _check(probabilities: Tensor, labels: Tensor, some: bool = True) -> None:
-    _check_shapes(probabilities, labels, some)
+def _check(probabilities: Tensor, labels: Tensor, least: int = 1) -> None:
+    _check_shapes(probabilities, labels)
+    refuse(len(labels) < least, "no data: a score of zero points is undefined.")
     _check_probabilities(probabilities)
 
 
-def _check_shapes(values: Tensor, labels: Tensor, some: bool = True) -> None:
+def _check_shapes(values: Tensor, labels: Tensor) -> None:
     check_tensor("values", values)
     check_tensor("labels", labels)
     binary = "; for the probabilities q (N, 1) of label 1, pass torch.cat([1 - q, q], 1) and whole labels (N,)"
@@ -376,10 +370,7 @@ def _check_shapes(values: Tensor, labels: Tensor, some: bool = True) -> None:
     if values.ndim != 2 or labels.shape != values.shape[:1]:
         shapes = f"{tuple(values.shape)} and {tuple(labels.shape)}"
         raise ValueError(f"expected (N, C) values and (N,) labels, not {shapes}{remedy}")
-    if some and labels.numel() == 0:
-        raise ValueError("no data: a score of zero points is undefined")
-    if labels.is_floating_point():
-        raise ValueError(f"labels must be integers, not {labels.dtype}{remedy}")
+    refuse(labels.is_floating_point(), f"labels must be integers, not {labels.dtype}{remedy}")
     if labels.numel() and (labels.min() < 0 or labels.max() >= values.shape[1]):
         beyond = labels[(labels < 0) | (labels >= values.shape[1])].unique().tolist()
         if len(beyond) == 1 and not remedy:

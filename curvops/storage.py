@@ -35,6 +35,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from curvops.checks import check_kind, refuse
 from curvops.version import __version__
 
 CONTENTS = "curvops.json"
@@ -94,12 +95,9 @@ def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, An
         TypeError: the path is not a path.
     """
     folder = folder_of(path)
-    if not folder.exists():
-        raise FileNotFoundError(f"there is no folder {folder}.")
     if not (folder / CONTENTS).is_file():
-        hint = " (pass the folder itself, not a file in it)" if folder.is_file() else ""
-        raise FileNotFoundError(f"{folder} holds no {CONTENTS}: nothing was saved there, or not completely{hint}.")
-    contents = _read_contents(folder, (folder / CONTENTS).read_bytes(), kind, version)
+        raise FileNotFoundError(f"{folder} is no folder with {CONTENTS}: nothing was saved there, or not completely.")
+    contents = _read_contents(folder, kind, version)
     try:
         tensors = _tensors(folder, contents["tensors"])
     except FileNotFoundError as error:
@@ -114,11 +112,9 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def folder_of(path: Any) -> Path:
-    """Return the path; raise TypeError if it is not a path, ValueError if it is empty."""
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise TypeError(f"path must be the path of a folder, a str or a Path, got {type(path).__name__}.")
-    if not os.fspath(path):
-        raise ValueError("path is empty; pass the path of a folder.")
+    """Return the path; raise TypeError if it is not a path."""
+    check_kind("path", path, (str, os.PathLike), "the path of a folder, a str or a Path")
+    refuse(not os.fspath(path), "path is empty; pass the path of a folder.")
     return Path(path)
 
 
@@ -156,8 +152,6 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return [_encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} is a {type(value).__name__}; only numbers, words and tensors can be stored.")
-    if not all(isinstance(key, str) for key in value):
-        raise TypeError(f"{name or 'the tree'} has names that are not words: {list(value)}.")
     return {
         f"${key}" if key.startswith("$") else key: _encode(item, f"{name}.{key}" if name else key, tensors)
         for key, item in value.items()
@@ -302,13 +296,10 @@ def _checksum(contents: Mapping[str, Any]) -> str:
 # Reading
 
 
-def _read_contents(folder: Path, text: bytes, kind: str, version: int) -> dict[str, Any]:
-    try:
-        contents = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _damage(folder, f"{CONTENTS} is not JSON ({error})") from error
-    if not isinstance(contents, dict) or contents.get("format") != "curvops":
-        raise ValueError(f"{folder / CONTENTS} is not a file of curvops.")
+def _read_contents(folder: Path, kind: str, version: int) -> Mapping[str, Any]:
+    contents = _contents(folder)
+    if contents.get("format") != "curvops":
+        raise _damage(folder, f"{CONTENTS} is not a file of curvops")
     _require_readable(folder, contents, "layout", LAYOUT)
     if contents.get("kind") != kind:
         raise ValueError(f"{folder} holds {contents.get('kind')!r}, expected {kind!r}.")
@@ -322,8 +313,8 @@ def _require_readable(folder: Path, contents: Mapping[str, Any], what: str, newe
     number = contents.get(what)
     if isinstance(number, int) and number > newest:
         raise ValueError(
-            f"{folder} was written by {contents.get('written_by', 'a newer curvops')}, in {what} {number} of its "
-            f"format; this is {WRITTEN_BY}, which reads up to {newest}: upgrade it."
+            f"{folder} was written by {contents.get('written_by')}, in {what} {number} of its format; this is "
+            f"{WRITTEN_BY}, which reads up to {newest}: upgrade it."
         )
 
 

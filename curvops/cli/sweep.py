@@ -185,39 +185,26 @@ class EstimateRow:
     errors: list[float]
 
 
-def clock(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """Return the value of a call and its seconds, with the accelerator's queue empty before and after."""
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    start = now()
-    value = call()
-    return value, now() - start
-
-
 def solve(problem: Problem, name: str, solver: BenchSolver, preconditioner: str, settings: Settings) -> SolveRow:
     """Warm up with two iterations, build the preconditioner, solve, and compute the true residual."""
-    counter, device = problem.G.counter, problem.B.device
+    counter = problem.G.counter
     solver.run(problem, None, replace(settings, maxiter=2, rtol=0.5), lambda *_: None)
     counter.count = 0
     generator = torch.Generator().manual_seed(0)
-    P, setup_seconds = clock(lambda: PRECONDITIONERS[preconditioner](problem, settings, generator), device)
-    setup_products, start = counter.count, time.perf_counter() - setup_seconds
+    start = time.perf_counter()
+    P = PRECONDITIONERS[preconditioner](problem, settings, generator)
+    setup_products = counter.count
     trail: list[tuple[int, float, float]] = []
 
     def callback(iteration: int, residuals: Tensor) -> None:
         worst = float(residuals.nan_to_num(torch.inf).max())
         trail.append((counter.count, time.perf_counter() - start, worst))
 
-    solution, seconds = clock(lambda: solver.run(problem, P, settings, callback), device)
-    products, residual = counter.count, problem.residual(solution.x)
+    solution = solver.run(problem, P, settings, callback)
+    seconds, products, residual = time.perf_counter() - start, counter.count, problem.residual(solution.x)
     outcome = ", ".join(sorted({reason.name.lower().replace("_", " ") for reason in solution.reasons}))
     if solution.exact_matvecs:
         outcome += f"; {solution.exact_matvecs} products in float64"
-    seconds += setup_seconds
     trail.append((products, seconds, residual))
     return SolveRow(
         problem.name, name, preconditioner, solution.iterations, products, setup_products, seconds,
@@ -233,16 +220,14 @@ def estimate(
     errors, claims, seconds, products, inside = [], [], [], [], []
     for seed in range(settings.seeds):
         generator = torch.Generator().manual_seed(seed)
-        counter.count = 0
-
-        run = partial(_estimated, problem, estimator, preconditioner, budget, settings, generator)
-        estimated, spent = clock(run, problem.B.device)
+        counter.count, start = 0, time.perf_counter()
+        estimated = _estimated(problem, estimator, preconditioner, budget, settings, generator)
+        seconds.append(time.perf_counter() - start)
         low, high = estimated.interval()
         value = estimated.value if truth is None else truth
         claims.append(float(((high - low) / 2).norm() / value.norm()))
         errors.append(math.nan if truth is None else float((estimated.value - truth).norm() / truth.norm()))
         inside.append(math.nan if truth is None else float(((low <= truth) & (truth <= high)).double().mean()))
-        seconds.append(spent)
         products.append(counter.count)
     mean = statistics.mean
     return EstimateRow(
@@ -348,10 +333,12 @@ def _of_problem(problem: Problem, choice: Choice, settings: Settings) -> Results
         for preconditioner in choice.preconditioners if method.preconditioned and not plain else ("none",):
             if name in unfit:
                 continue
-            rows: list[Any] = results.solves if isinstance(method, BenchSolver) else results.estimates
-            for measure in _measurements(problem, name, preconditioner, settings):
+            for budget in (0,) if isinstance(method, BenchSolver) else settings.budgets:
                 try:
-                    rows.append(measure())
+                    if isinstance(method, BenchSolver):
+                        results.solves.append(solve(problem, name, method, preconditioner, settings))
+                    else:
+                        results.estimates.append(estimate(problem, name, method, preconditioner, budget, settings))
                 except (ValueError, TypeError, RuntimeError, ImportError, AttributeError) as error:
                     label = name if preconditioner == "none" else f"{name} with {preconditioner}"
                     note = f"{problem.name}: {label} failed, {type(error).__name__}: {' '.join(str(error).split())}"
@@ -359,16 +346,6 @@ def _of_problem(problem: Problem, choice: Choice, settings: Settings) -> Results
     if unfit:
         results.notes.append(f"{problem.name} is only {problem.kind}; skipped: {', '.join(unfit)}")
     return results
-
-
-def _measurements(
-    problem: Problem, name: str, preconditioner: str, settings: Settings
-) -> list[Callable[[], SolveRow | EstimateRow]]:
-    """Return the runs of a method with a preconditioner: one solve, or an estimate for each budget."""
-    method = METHODS[name]
-    if isinstance(method, BenchSolver):
-        return [partial(solve, problem, name, method, preconditioner, settings)]
-    return [partial(estimate, problem, name, method, preconditioner, budget, settings) for budget in settings.budgets]
 
 
 def _write(settings: Settings, results: Results, path: Path) -> None:

@@ -220,12 +220,11 @@ def maximize(
 
 def _read(over: Any) -> tuple[str | None, bool]:
     """Return which precisions are tuned (None: none of them), and whether the noise is."""
-    accepted = f"one of {', '.join(map(repr, OVER))}, 'noise', or a pair such as ('layers', 'noise')"
-    parts = [over] if isinstance(over, str) else over
-    precisions = [name for name in parts if name in OVER]
-    if len(set(parts)) < len(parts) or len(precisions) > 1 or not parts or not set(parts) <= {*OVER, "noise"}:
-        raise ValueError(f"over must be {accepted}; got {over!r}.")
-    return (precisions[0] if precisions else None), "noise" in parts
+    parts = (over,) if isinstance(over, str) else tuple(over)
+    precision = next((name for name in parts if name in OVER), None)
+    if not parts or sorted(parts) != sorted({precision or "noise", *(("noise",) if "noise" in parts else ())}):
+        raise ValueError(f"over must be one of {OVER}, 'noise', or a pair such as ('layers', 'noise'); got {over!r}.")
+    return precision, "noise" in parts
 
 
 def _search(

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from curvops.argument_types import Collate, CurvatureChoice, Data, LikelihoodChoice, PriorPrecision
 from curvops.checkpoint import digest
-from curvops.checks import checked_whole
+from curvops.checks import checked_whole, refuse
 from curvops.errors import MaxStepsWarning, ModeWarning, warn
 from curvops.evidence.maximize import maximize
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
@@ -72,8 +72,8 @@ def train(
         prior_precision: A for the first epochs, as in `co.laplace`, of diagonal form; for "scalar" a number.
         over: the hyperparameters to tune, as in `maximize`; "scalar" alone uses its search, the others a few steps.
         curvature: the operator class of the posterior's curvature.
-        batch_size: the number of points per step, shuffled anew in each epoch; None uses all points (or a DataLoader's
-            own batches).
+        batch_size: the number of points per step, shuffled anew in each epoch; None uses all points. A DataLoader has
+            its own batches.
         optimizer: a function from parameters to their optimiser, such as `lambda p: torch.optim.SGD(p, 0.1)`, without
             weight decay. For weights that are almost trained, `lambda p: torch.optim.LBFGS(p, max_iter=100,
             line_search_fn="strong_wolfe")` reaches a mode in few epochs, on all points at once (`batch_size=None`).
@@ -90,9 +90,8 @@ def train(
         `tuning.ending` says why the last update ended.
 
     Raises:
-        TypeError, ValueError: sample weights, a batch size in addition to a loader's own, numbers out of range, an
-            optimiser with weight decay, a loss that is not finite (a step that is too long), and everything that
-            `co.linearize`, `co.laplace` and `maximize` reject.
+        TypeError, ValueError: sample weights, numbers out of range, an optimiser with weight decay, a loss that is not
+            finite (a step that is too long), and everything that `co.linearize`, `co.laplace` and `maximize` reject.
 
     Warns with `co.errors.ModeWarning` if training ended away from a mode.
 
@@ -108,9 +107,7 @@ def train(
         if number is not None:
             checked_whole(name, number)
     if isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            "optimizer must be a function, such as functools.partial(torch.optim.Adam, lr=1e-3), got an instance."
-        )
+        raise TypeError("optimizer must be a function, such as functools.partial(torch.optim.Adam), got an instance.")
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
         raise ValueError("the optimiser has a weight decay: leave it out, since prior_precision takes its place.")
@@ -225,10 +222,8 @@ def _batches(
             return chosen.minibatches(batch_size or chosen.total, generator)
 
         return epoch
-    if batch_size is not None:
-        raise ValueError(f"batch_size={batch_size} is given, but the data come in batches: leave it out.")
-    if shard is not None:
-        raise ValueError("over a process group pass this rank's points, (X, y) or a Dataset, and batch_size=.")
+    refuse(batch_size is not None, f"batch_size={batch_size} is given, but the data come in batches: leave it out.")
+    refuse(shard is not None, "over a process group pass this rank's points, (X, y) or a Dataset, and batch_size=.")
     return lambda: ((item, None) for item in data)
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from curvops.argument_types import Points
-from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed
+from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed, refuse
 from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
 from curvops.evidence.hyperparameters import gaussians, named_noises, noises_of
 from curvops.evidence.maximize import checked_precisions
-from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of, targets_of
+from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
 from curvops.network.data.batches import Batches, as_source
 from curvops.network.data.inputs import batch_inputs, group_alike, join
 from curvops.network.data.randomness import items
@@ -103,23 +103,17 @@ def validate(
     parts = (over,) if isinstance(over, str) else over
     if not isinstance(parts, Sequence) or tuple(parts) not in PARTS:
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
-    data, alone = post.lin.data, post.lin.ranks is None
     held_out = [(x, y)] if y is not None else _held_out_data(x, post)
     held_out = [(post.lin.model.calls.read(x), y) for x, y in held_out]
-    if alone and all(_is_empty(targets_of(labels)) for _, labels in held_out):
-        raise ValueError("the held-out data hold no points.")
-    if isinstance(data, Batches) and alone and data.are(held_out):
-        raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")
     checks = [(x, partial(targets_by_position, post.lin, x, y)) for x, y in held_out]
     splits = [split_points(post.lin, x, False, "validation", targets=targets) for x, targets in checks]
-    if alone:
-        _warn_of_few_kinds(post, held_out, [split.targets for split in splits])
+    if post.lin.ranks is None:
+        _check_points(post, held_out, [split.targets for split in splits if split.targets is not None])
     by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)
     search = _Search(post, held_out, joint, "mc" if by_draws else link, generator, splits[0].is_split)
     with torch.no_grad():
         if prior_precisions is not None:
-            if tuple(parts) != ("scalar",):
-                raise ValueError("prior_precisions need over='scalar'; leave them out to search.")
+            refuse(tuple(parts) != ("scalar",), "prior_precisions need over='scalar'; leave them out to search.")
             for value in checked_precisions(prior_precisions):
                 search.score(post.with_prior(value))
             return search.result()
@@ -132,14 +126,16 @@ def validate(
         return search.result("held-out data" if "scalar" in parts else post.prior.chosen_by)
 
 
-def _warn_of_few_kinds(post: Laplace, held_out: Sequence[tuple[Any, Any]], targets: Sequence[Any]) -> None:
-    """Warn if most held-out points are training points, or if all have the same target."""
-    every, data = torch.cat(list(targets)), post.lin.data
-    count = sum(max(sizes_of(y)) for _, y in held_out)
-    why = None
-    if isinstance(data, Batches) and 2 * (known := data.count_known(held_out)) > count:
+def _check_points(post: Laplace, held_out: Sequence[tuple[Any, Any]], targets: Sequence[Tensor]) -> None:
+    """Warn if most held-out points are training points, or if all have the same target; raise if they are all those."""
+    data, count, why = post.lin.data, sum(max(sizes_of(y)) for _, y in held_out), None
+    refuse(not count, "the held-out data hold no points.")
+    known = data.count_known(held_out) if isinstance(data, Batches) else 0
+    if known == count == post.lin.num_data:
+        raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")
+    if 2 * known > count:
         why = f"{known} of the {count} held-out points are training points"
-    counted = post.lin.likelihood.of_position.counted(every)
+    counted = post.lin.likelihood.of_position.counted(every := torch.cat(list(targets)))
     every = every if counted is None else every[counted]
     if len(every) and bool((every == every[:1]).all()):
         why = f"all {count} held-out points have the same target"
@@ -156,14 +152,8 @@ def _held_out_data(data: Any, post: Laplace) -> list[tuple[Any, Any]]:
     data = post.lin.model.calls.read_data(data)
     source = [data] if holds_all(data) else items(as_source(data, post.lin.data.largest), post.mean.device)
     parts = [(batch_inputs(x, max(sizes_of(y))), y) for x, y, _ in (parts_of(item, False) for item in source)]
-    if not parts:
-        raise ValueError("the held-out data hold no points.")
     kinds = group_alike(parts) if post.lin.ranks is None else [parts]
     return [(join(inputs), join(labels)) for inputs, labels in (zip(*kind) for kind in kinds)]
-
-
-def _is_empty(labels: Any) -> bool:
-    return labels is not None and not max(sizes_of(labels))
 
 
 class _Trial(NamedTuple):

@@ -19,7 +19,7 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_choice, check_kind, check_tensor
+from curvops.checks import check_choice, check_kind, check_tensor, refuse
 from curvops.gp.operator_kernel import as_points
 from curvops.linalg import Dense
 from curvops.network.likelihoods import Gaussian, Multitask
@@ -58,9 +58,9 @@ class LaplaceModel(Model, FantasizeMixin):
     Raises:
         TypeError: the posterior or a transform is of another kind, or X or the noise is not a tensor.
         ValueError: the network's outputs are sequences; X has another last dimension, or more points together than the
-            memory budget has room for; selected outputs do not exist; targets or noise have another shape, are negative
-            or not finite; observation noise is requested for a likelihood that is not Gaussian; or the covariance of
-            the observations is singular (repeated points without noise): no jitter is added.
+            memory budget has room for; targets have another shape; observation noise is requested for a likelihood that
+            is not Gaussian; or the covariance of the observations is singular (repeated points without noise): no
+            jitter is added.
 
     Examples:
         >>> lin = co.linearize(nn.Linear(2, 1).double(), (x.double(), torch.zeros(8, 1).double()), "regression")
@@ -79,10 +79,8 @@ class LaplaceModel(Model, FantasizeMixin):
         super().__init__()
         check_kind("post", post, Laplace, "a Laplace posterior from co.laplace")
         check_choice("mode", mode, MODES)
-        if len(post.lin.output_shape) > 1:
+        if len(post.lin.output_shape) > 1 or isinstance(post.lin.likelihood, Multitask):
             raise ValueError("a BoTorch model has one vector of outputs per point: append nn.Flatten() to the network.")
-        if isinstance(post.lin.likelihood, Multitask):
-            raise ValueError("a BoTorch model has one output vector per point: linearise a network that returns one.")
         self.post, self.likelihood = post, post.lin.likelihood
         self._step = None if mode == "map" else post.linear_mode().theta - post.lin.theta
         self._observed: list[Observed] = []
@@ -170,9 +168,8 @@ class LaplaceModel(Model, FantasizeMixin):
         as_points(self.post.lin, X)
         if Y.ndim < 2 or X.shape[-2] != Y.shape[-2] or Y.shape[-1] != self.num_outputs:
             raise ValueError(f"Y must have shape (..., {X.shape[-2]}, {self.num_outputs}), got {tuple(Y.shape)}.")
-        for name, values in (("X", X), ("Y", Y)):
-            if not bool(values.isfinite().all()):
-                raise ValueError(f"{name} holds NaN or infinite values: leave out the points without targets.")
+        finite = X.isfinite().all() & Y.isfinite().all()
+        refuse(not finite, "X or Y holds NaN or infinite values: leave out the points without targets.")
         if hasattr(self, "outcome_transform"):
             Y, _ = self.outcome_transform(Y, X=X)
         new = copy(self)
@@ -202,8 +199,7 @@ class LaplaceModel(Model, FantasizeMixin):
         Raises:
             ValueError: the model is conditioned, so that its weights do not have the distribution of the posterior.
         """
-        if self._observed:
-            raise ValueError("a conditioned model has no draws of the weights: draw before conditioning.")
+        refuse(self._observed, "a conditioned model has no draws of the weights: draw before conditioning.")
         sample = self.post.sample(1, generator) + (0 if self._step is None else self._step)
 
         def function(X: Tensor) -> Tensor:
@@ -228,9 +224,8 @@ class LaplaceModel(Model, FantasizeMixin):
             of_all = self.likelihood.noise.to(like).expand(self.post.lin.num_outputs)
             return of_all[self._outputs].expand(points, m)
         check_tensor(name, variances)
-        noise = variances.to(like).expand(*variances.shape[:-2], points, m)
-        if not bool(((noise >= 0) & noise.isfinite()).all()):
-            raise ValueError(f"{name} holds variances: none may be negative or not finite.")
+        refuse(not (variances >= 0).all(), f"{name} holds variances: none may be negative or NaN.")
+        noise: Tensor = variances.to(like).expand(*variances.shape[:-2], points, m)
         return noise
 
     def _moments(self, X: Float[Tensor, "*b q d"]) -> tuple[Float[Tensor, "*b q C"], Float[Tensor, "*b qC qC"]]:

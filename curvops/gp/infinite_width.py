@@ -16,8 +16,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import Variances
-from curvops.checks import check_choice, checked_number, checked_whole
-from curvops.gp.operator_kernel import OperatorKernel, require_whole_points
+from curvops.checks import check_choice, checked_number, checked_whole, refuse
+from curvops.gp.operator_kernel import OperatorKernel
 from curvops.linalg import Dense
 from curvops.network.data.inputs import require_finite
 
@@ -63,7 +63,7 @@ class InfiniteWidthKernel(OperatorKernel):
 
     Raises:
         TypeError, ValueError: an argument is of another kind; the number of variances is not that of the layers; inputs
-            have no dimension, hold NaN or infinite values, or have batches that do not broadcast; `last_dim_is_batch`.
+            have no dimension, hold NaN or infinite values, or have batches that do not broadcast.
 
     Source: Neal 1996; Lee et al. 2018 (NNGP); Jacot et al. 2018 (NTK). The expectations: Cho and Saul 2009, Williams
     1998, Tsuchida et al. 2021.
@@ -101,20 +101,18 @@ class InfiniteWidthKernel(OperatorKernel):
         self.has_bias = (
             isinstance(bias_variance, bool) or not isinstance(bias_variance, Real) or float(bias_variance) != 0
         )
+        without = not self.has_bias and (bias_variance_prior or bias_variance_constraint)
+        refuse(without, "a prior or a constraint for the bias variance needs biases: pass bias_variance=1.0.")
         if self.has_bias:
             start = self._start("bias_variance", bias_variance)
             self._add_parameter("bias_variance", start, bias_variance_prior, bias_variance_constraint)
-        elif bias_variance_prior is not None or bias_variance_constraint is not None:
-            raise ValueError("a prior or a constraint for the bias variance needs biases: pass bias_variance=1.0.")
 
     def _start(self, name: str, variances: Any) -> Float[Tensor, "*batch L"]:
         """Return variances, one for all layers or one for each, in a given tensor's dtype or torch's default."""
         several = variances.flatten().tolist() if isinstance(variances, Tensor | np.ndarray) else variances
         values = [several] if isinstance(several, str) or not isinstance(several, Sequence) else list(several)
-        if len(values) not in (1, self.depth + 1):
-            raise ValueError(
-                f"{name} holds {len(values)} numbers: expected one, or {self.depth + 1}, one for each layer."
-            )
+        layers = self.depth + 1
+        refuse(len(values) not in (1, layers), f"{name} holds {len(values)} numbers: expected one, or {layers}.")
         checked = [checked_number(name, value, kind="a number or a sequence of them") for value in values]
         like = variances if isinstance(variances, Tensor) and variances.is_floating_point() else torch.empty(0)
         return like.new_tensor(checked).expand(*self.batch_shape, -1).clone()
@@ -135,19 +133,14 @@ class InfiniteWidthKernel(OperatorKernel):
 
     @bias_variance.setter
     def bias_variance(self, value: Any) -> None:
-        if not self.has_bias:
-            raise ValueError("this kernel has no biases: pass bias_variance=1.0 when it is made.")
         self._set_value("bias_variance", value)
 
     def extra_repr(self) -> str:
         """Return depth, activation and kind, which torch prints among a module's parts."""
         return f"depth={self.depth}, activation={self.activation!r}, kind={self.kind!r}"
 
-    def forward(
-        self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
-    ) -> LinearOperator | Tensor:
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> LinearOperator | Tensor:
         """Return the kernel's matrix (..., n, m), or its diagonal (..., n)."""
-        require_whole_points(last_dim_is_batch)
         for x in (x1,) if x2 is x1 else (x1, x2):
             require_finite("inputs", x)
         layers = *self.batch_shape, self.depth + 1

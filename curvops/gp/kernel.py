@@ -18,13 +18,12 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import LikelihoodChoice, PriorMean, PriorPrecision
-from curvops.checks import check_choice, checked_number
+from curvops.checks import check_choice, checked_number, refuse
 from curvops.gp.operator_kernel import (
     OUTPUTS,
     OperatorKernel,
     as_points,
     own_outputs,
-    require_whole_points,
     same_points,
 )
 from curvops.linalg import Dense, LowRank
@@ -69,7 +68,7 @@ class LinearizedKernel(OperatorKernel):
 
     Raises:
         TypeError, ValueError: an argument is of another kind; inputs do not fit the network; batches have other
-            lengths; `last_dim_is_batch`, which has no meaning for a network.
+            lengths.
 
     Source: Jacot et al. 2018; Khan et al. 2019 for networks as Gaussian processes.
 
@@ -106,8 +105,8 @@ class LinearizedKernel(OperatorKernel):
         if outputscale is not None:
             scale = torch.tensor(checked_number("outputscale", outputscale), dtype=lin.theta.dtype)
             self._add_parameter("outputscale", scale.to(lin.theta.device), outputscale_prior, outputscale_constraint)
-        elif outputscale_prior is not None or outputscale_constraint is not None:
-            raise ValueError("a prior or constraint on the output scale needs an initial value: pass outputscale=1.0.")
+        without = outputscale is None and (outputscale_prior or outputscale_constraint)
+        refuse(without, "a prior or constraint on the output scale needs an initial value: pass outputscale=1.0.")
 
     @property
     def prior_precision(self) -> Float[Tensor, " G"]:
@@ -125,8 +124,6 @@ class LinearizedKernel(OperatorKernel):
 
     @outputscale.setter
     def outputscale(self, value: Any) -> None:
-        if not self.has_outputscale:
-            raise ValueError("this kernel has no output scale: pass outputscale=1.0 when it is made.")
         self._set_value("outputscale", value)
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
@@ -137,14 +134,11 @@ class LinearizedKernel(OperatorKernel):
         """Return the linearisation, which torch prints among a module's parts."""
         return repr(self.lin)
 
-    def forward(
-        self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
-    ) -> LinearOperator | Tensor:
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> LinearOperator | Tensor:
         """Return the matrix (..., n·C, m·C), or its diagonal (..., n·C); for independent outputs (..., C, n, m).
 
         Raises ValueError for inputs of another size, and for batches that are not those of the outputs.
         """
-        require_whole_points(last_dim_is_batch)
         C, same = self.lin.num_outputs, same_points(x1, x2)
         matrix = self._joint(x1, x1 if same else x2, diag)
         if not self.batch_shape:
@@ -251,8 +245,7 @@ def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], 
     check_choice("over", over, OVER)
     names = lin.model.selection.names
     if isinstance(start, Mapping):
-        if over != "scalar":
-            raise ValueError(f"prior_precision={{glob: number}} defines the groups itself; leave out over={over!r}.")
+        refuse(over != "scalar", f"prior_precision={{glob: number}} defines the groups itself: leave out over={over}.")
         read_precision("prior_precision", start, lin.model.selection, lin.theta)
         group_of = {name: i for i, glob in enumerate(start) for name in matching(names, glob)}
         values = [checked_number(f"prior_precision[{glob!r}]", value) for glob, value in start.items()]
@@ -353,8 +346,7 @@ class LinearizedGP(ExactGP):
         **options: Any,
     ) -> None:
         check_linearization(lin)
-        if kernel is not None and options:
-            raise ValueError(f"the given kernel has its own {', '.join(options)}: leave these out.")
+        refuse(kernel is not None and options, f"the given kernel has its own {', '.join(options)}: leave these out.")
         x, y = _training_data(lin)
         super().__init__(x, y, _likelihood_of(lin) if likelihood is None else likelihood)
         C = lin.num_outputs
@@ -380,14 +372,12 @@ def _training_data(lin: Linearization) -> tuple[Float[Tensor, "N d"], Tensor]:
     if not isinstance(lin.likelihood, Gaussian):
         raise ValueError("an exact Gaussian process needs a Gaussian likelihood: see co.gp.laplace_gp.")
     batches = list(lin.gathered().data)
-    if any(batch.weights is not None for batch in batches):
-        raise ValueError("gpytorch's likelihoods take no weights of points: linearise without them, or use co.laplace.")
     inputs = [batch.inputs for batch in batches if isinstance(batch.inputs, Tensor)]
     if len(inputs) < len(batches):
         as_points(lin, torch.empty(0))  # raises an error that says what to do
     y = torch.cat([batch.targets for batch in batches])
-    if lin.likelihood.missing is not None and bool(y.isnan().any()):
-        raise ValueError("gpytorch's likelihoods take no missing targets: leave these points out, or use co.laplace.")
+    if any(batch.weights is not None for batch in batches) or bool(y.isnan().any()):
+        raise ValueError("gpytorch's likelihoods take no weights of points and no missing targets: use co.laplace.")
     return torch.cat(inputs).flatten(1), y.squeeze(1) if y.shape[1] == 1 else y
 
 

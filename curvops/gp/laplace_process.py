@@ -13,7 +13,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import PriorMean, PriorPrecision
-from curvops.checks import carries_graph, check_accuracy, checked_whole
+from curvops.checks import carries_graph, check_accuracy, checked_whole, refuse
 from curvops.errors import ModeNotFoundError
 from curvops.linalg import Estimate, Reason
 from curvops.linalg.core.algorithm import keep
@@ -216,8 +216,7 @@ def laplace_gp(
     A = prior.diagonal
     if A is None:
         raise ValueError("laplace_gp needs a prior_precision that is a number, a vector or a mapping {glob: number}.")
-    if carries_graph((A, prior.mean)):
-        raise ValueError("laplace_gp has no gradient for prior_precision or prior_mean: detach it.")
+    refuse(carries_graph((A, prior.mean)), "laplace_gp has no gradient for prior_precision or prior_mean: detach it.")
     mode, dual = _find_mode(lin, prior, A, float(rtol), most)
     if not math.isfinite(mode.gradient):
         raise ModeNotFoundError(Reason.NON_FINITE, mode.gradient, mode.steps, rtol, NOT_FINITE)

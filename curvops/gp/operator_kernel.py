@@ -164,12 +164,6 @@ class ComposedKernel(OperatorKernel):
         return ComposedKernel(self.base_kernel[index])
 
 
-def require_whole_points(last_dim_is_batch: bool) -> None:
-    """Raise ValueError for a kernel per input dimension."""
-    if last_dim_is_batch:
-        raise ValueError("last_dim_is_batch makes a kernel per input dimension, but a network takes them together.")
-
-
 class LazyOperatorKernel(LazyEvaluatedKernelTensor):
     """A kernel matrix that is evaluated on first use; its sums are curvops operators."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvops.ambient import SMALL_BYTES, columns_at_a_time
 from curvops.argument_types import Points, PriorMean, PriorPrecision
-from curvops.checks import check_choice, check_generator, checked_number, checked_whole
+from curvops.checks import check_choice, check_generator, checked_number, checked_whole, refuse
 from curvops.linalg import Diagonal, Estimate, LowRank, Operator, cholesky, nystrom
 from curvops.linalg.core.vectors import combine, gram, independent_basis, part, rounding_level
 from curvops.linalg.operators.algebra import Product
@@ -239,8 +239,7 @@ class FeatureChoice:
         exact = Exact(self.lin.likelihood)
         diagonal = self.lin.curvature_diagonal(exact)
         trace = (diagonal.double() / self.prior).sum()
-        if not bool(trace > 0):
-            raise ValueError("the loss has no curvature at these points: the posterior is the prior.")
+        refuse(not (trace > 0), "the loss has no curvature at these points: the posterior is the prior.")
         chosen = None
         if points is not None:
             basis = self._basis(self.lin.jacobian(points).formed())
@@ -320,13 +319,12 @@ def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, c
     if (rank is None) == (points is None):
         raise ValueError("pass the number of features, rank=100, or the inputs points=Z whose rows of J they are.")
     D, terms = lin.num_parameters, lin.num_data * lin.num_outputs
+    given = features != "inducing" or candidates is not None
+    refuse(points is not None and given, "points=Z are the features themselves: leave out features and candidates.")
+    refuse(candidates is not None and features != "random", f'candidates need features="random", not {features!r}.')
     if points is not None:
-        if features != "inducing" or candidates is not None:
-            raise ValueError("points=Z are the features themselves: leave out features and candidates.")
         rank = lin.jacobian(points).shape[-2]
     checked_whole("rank", rank, 1, min(D, terms), "a whole number of features")
-    if candidates is not None and features != "random":
-        raise ValueError(f'candidates need features="random", not {features!r}.')
     drawn = min(terms, 4 * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
     vectors = {"inducing": 3 * rank, "leading": 3 * _sketch_columns(D, rank), "random": drawn + 2 * rank}[features]
     numbers = vectors / rank * D + (2 * terms if features == "inducing" and points is None else 0)

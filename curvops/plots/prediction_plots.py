@@ -12,10 +12,12 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from curvops import metrics
+from curvops.checks import check_kind, refuse, shown
 from curvops.network.likelihoods import Multitask
 from curvops.plots import style
 from curvops.plots.style import NumberSequence
 from curvops.posterior import Laplace
+from curvops.posterior.predictions.predictive import Predictive
 
 Probabilities = Float[Tensor, "N *C"] | Float[np.ndarray, "N *C"]
 """Class probabilities (N, C); or the probability of class 1, (N,) or (N, 1)."""
@@ -61,14 +63,11 @@ def regression(
         >>> plots.regression(post, torch.linspace(-3, 3, 50)).get_ylabel()
         'target y'
     """
-    if not hasattr(post, "predict") or not hasattr(post, "lin"):
-        raise TypeError(f"regression draws a posterior from co.laplace, then inputs; got {type(post).__name__} first.")
+    check_kind("post", post, Predictive, "a posterior from co.laplace")
     points = np.sort(style.vector("x", x))
     lin = post.lin
     names = list(lin.likelihood.likelihoods) if isinstance(lin.likelihood, Multitask) else [None]
-    if name not in names:
-        choice = "it has no names: leave name out" if names == [None] else f"pass name=, one of {names}"
-        raise ValueError(f"regression draws one output of the network, and {choice}; got name={name!r}.")
+    refuse(name not in names, f"regression draws one output of the network: pass name=, one of {names}; got {name!r}.")
     x_train, y_train, shape = _training_data(lin, name)
     inputs = torch.as_tensor(points, dtype=lin.theta.dtype, device=lin.theta.device).reshape(shape)
     at: Any = post.at(inputs)
@@ -115,8 +114,7 @@ def _training_data(lin: Any, name: str | int | None) -> tuple[np.ndarray, np.nda
     batches = [(batch.inputs, batch.targets) for batch in lin.data]
     first = batches[0][0]
     if not isinstance(first, Tensor) or first[0].numel() != 1:
-        features = f"inputs of shape {tuple(first.shape)}" if isinstance(first, Tensor) else "several inputs"
-        raise ValueError(f"regression draws against one input feature, and this network has {features}.")
+        raise ValueError(f"regression draws against one input feature, and this network has inputs {shown(first)}.")
     x = np.concatenate([style.as_array(inputs).reshape(-1) for inputs, _ in batches])
     y = np.concatenate([style.as_array(targets).reshape(len(targets), -1) for _, targets in batches])
     if name is not None:
@@ -176,8 +174,7 @@ def reliability(
         'network, ECE 30.0 %'
     """
     named = predictions if isinstance(predictions, Mapping) else {"predictions": predictions}
-    if not named:
-        raise ValueError("reliability draws {name: probabilities (N, C)}, got none.")
+    refuse(not named, "reliability draws {name: probabilities (N, C)}, got none.")
     y = torch.as_tensor(style.as_array(labels)).reshape(-1)
     probabilities = {name: _classes(name, values) for name, values in named.items()}
     counted = [
@@ -235,7 +232,7 @@ def ray(
 
     Raises:
         TypeError: The confidences are not named.
-        ValueError: The vectors differ in length, or a number is not finite.
+        ValueError: The vectors differ in length.
 
     Examples:
         >>> from curvops import plots

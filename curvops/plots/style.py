@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Figure
 from torch import Tensor
 
-from curvops.checks import shown
+from curvops.checks import check_kind, refuse, shown
 
 # Okabe and Ito's colours, and Tol's wine: distinct for every common kind of colour vision. Line styles and markers
 # also differ, for print without colour.
@@ -125,26 +125,23 @@ def vector(name: str, values: Any) -> Real[np.ndarray, " N"]:
 
 
 def vectors(what: str, common: Any, named: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return a vector and named vectors of its length as finite arrays, or raise TypeError or ValueError."""
-    if not isinstance(named, Mapping):
-        raise TypeError(f"{what} draws a vector against {{name: vector}}, got {type(named).__name__} for the latter.")
+    """Return a vector and named vectors of its length as arrays, or raise TypeError or ValueError."""
+    check_kind(f"what {what} draws", named, Mapping, "{name: vector}")
     first, arrays = vector("the first argument", common), {name: vector(repr(name), v) for name, v in named.items()}
     if not arrays or any(values.shape != first.shape for values in arrays.values()):
         shapes = {name: values.shape for name, values in arrays.items()}
         raise ValueError(f"{what} draws a vector against named vectors of equal length, got {first.shape}, {shapes}.")
     for name, values in {"the first argument": first, **arrays}.items():
-        if not np.isfinite(values).all():
-            raise ValueError(f"{what} needs finite numbers, and {name} has others.")
+        refuse(not np.isfinite(values).all(), f"{what} needs finite numbers, and {name} has others.")
     return first, arrays
 
 
 def check_named(what: str, named: Any, kind: type, source: str) -> None:
     """Raise TypeError or ValueError unless at least one object of a kind is given, each by its name."""
-    if not isinstance(named, Mapping) or not all(isinstance(value, kind) for value in named.values()):
-        kinds = [type(v).__name__ for v in named.values()] if isinstance(named, Mapping) else type(named).__name__
-        raise TypeError(f"{what} draws {{name: {kind.__name__}}}, each {source}; got {kinds}.")
-    if not named:
-        raise ValueError(f"{what} draws {{name: {kind.__name__}}}, each {source}; got none.")
+    check_kind(f"what {what} draws", named, Mapping, f"{{name: {kind.__name__}}}")
+    for name, value in named.items():
+        check_kind(repr(name), value, kind, source)
+    refuse(not named, f"{what} draws {{name: {kind.__name__}}}, got none.")
 
 
 def save(drawn: Figure | Axes | np.ndarray, path: str | os.PathLike[str]) -> None:

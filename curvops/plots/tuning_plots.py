@@ -92,7 +92,7 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
 
     Raises:
         TypeError: The values are not posteriors with such a tuning.
-        ValueError: There is no tuning, or a tuning has no steps.
+        ValueError: There is no tuning.
 
     Examples:
         >>> import torch, curvops as co
@@ -107,8 +107,6 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
     if isinstance(tunings, Mapping):
         runs = {name: run.tuning if isinstance(run, Laplace) else run for name, run in tunings.items()}
     style.check_named("evidence_trace", runs, Tuning, "a posterior from co.evidence.mackay or its tuning")
-    if not all(tuning.steps for tuning in runs.values()):
-        raise ValueError("evidence_trace needs tunings of at least one step, {name: post.tuning}.")
     axes_of_all = style.panels(12.5, 4.4, 3)
     left, middle, right = axes_of_all
     lines = {
@@ -157,8 +155,7 @@ def influence(truth: NumberSequence, predicted: Mapping[str, NumberSequence], *,
 
     Raises:
         TypeError: The predictions are not named.
-        ValueError: There are no methods, the number of predicted changes differs from that of true changes, or one of
-            them is not finite.
+        ValueError: There are no methods, or the number of predicted changes differs from that of true changes.
 
     Examples:
         >>> from curvops import plots
@@ -194,8 +191,7 @@ def pruning(
 
     Raises:
         TypeError: The errors are not named.
-        ValueError: There are no rules, one has another number of errors than there are shares, or a number is not
-            finite.
+        ValueError: There are no rules, or one has another number of errors than there are shares.
 
     Examples:
         >>> from curvops import plots

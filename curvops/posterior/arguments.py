@@ -22,9 +22,7 @@ from curvops.operators import (
     EmpiricalFisher,
     Hessian,
     Linearization,
-    ShardedLinearization,
 )
-from curvops.ranks.sharded_linearization import KNOWN_OF_SHARDS
 
 CURVATURES: dict[str, type[LinearOperator]] = {
     "kfac": KFAC,
@@ -55,7 +53,7 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
         curvature = CURVATURES[curvature]
     operator: Any = curvature(lin) if isinstance(curvature, type) else curvature
     if not isinstance(operator, LinearOperator):
-        hint = "; wrap a tensor as co.linalg.Dense(matrix, psd=True)" * isinstance(operator, Tensor)
+        hint = "; wrap a tensor as co.linalg.Dense(matrix, psd=True)"
         if isinstance(operator, numbers.Real):
             hint = f"; a prior precision is named: co.laplace(lin, prior_precision={operator})"
         elif callable(operator):
@@ -66,8 +64,8 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
     check_operator("curvature", operator, lin.model)
     if not is_symmetric(operator):
         raise ValueError(
-            f"curvature {type(operator).__name__} is not known to be symmetric: if it is, a class of your own says so "
-            "by symmetric = True or psd = True, and a matrix by co.linalg.Dense(matrix, psd=True)."
+            f"curvature {type(operator).__name__} is not known to be symmetric: a class of your own says so by "
+            "symmetric = True or psd = True, a matrix by co.linalg.Dense(matrix, psd=True)."
         )
     return operator
 
@@ -81,8 +79,6 @@ def check_operator(name: str, operator: LinearOperator, network: Model) -> None:
 
 def require_linearized(lin: Any) -> None:
     """Raise TypeError unless it is a linearised network."""
-    if isinstance(lin, ShardedLinearization):
-        raise TypeError(f"there are no posteriors of parameters that are sharded over ranks: {KNOWN_OF_SHARDS}.")
     check_kind("lin", lin, Linearization, "a linearised network, co.linearize(model, data, likelihood)")
 
 
@@ -91,6 +87,4 @@ def check_linearization(lin: Any) -> None:
     require_linearized(lin)
     dtype = lin.theta.dtype
     if torch.finfo(dtype).bits < 32:
-        raise TypeError(
-            f"{dtype} is too coarse for a posterior: pass lin.cast(torch.float32), or linearise model.float()."
-        )
+        raise TypeError(f"{dtype} is too coarse: pass lin.cast(torch.float32), or linearise model.float().")

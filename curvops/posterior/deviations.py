@@ -24,7 +24,7 @@ from torch import Tensor
 
 from curvops.ambient import Memories, as_step, hold, remark, running
 from curvops.checkpoint import Checkpoint, current, named_part
-from curvops.checks import carries_graph, check_choice, check_kind, checked_number, checked_whole, drawn_seed
+from curvops.checks import carries_graph, check_choice, checked_number, checked_whole, drawn_seed, refuse
 from curvops.errors import DivergenceError, NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
 from curvops.linalg.core.algorithm import PRODUCT_VECTORS, solve_width
@@ -73,14 +73,13 @@ class Noise:
 
     def require_of(self, lin: Linearization, k: int) -> None:
         """Raise ValueError if the noise belongs to another problem, or to fewer draws."""
+        refuse(k > self.count, f"k={k}, but the noise is for {self.count} draws; pass k={self.count} or fewer.")
         sizes = (lin.num_parameters, lin.num_data, lin.data.prints.order)
         if (self.num_parameters, self.num_data, self.data) != sizes:
             raise ValueError(
                 f"the noise belongs to {self.num_data} points and {self.num_parameters} weights, or to other data, but "
                 f"this posterior has {lin.num_data} and {lin.num_parameters}; leave noise out to draw it anew."
             )
-        if k > self.count:
-            raise ValueError(f"k={k}, but the noise is for {self.count} draws; pass k={self.count} or fewer.")
 
     def of_data(self, per_point: int, columns: range, like: Tensor) -> Float[Tensor, "NR k"]:
         """Return standard normal columns for the square root of the curvature, the same number for each point."""
@@ -226,36 +225,32 @@ class StochasticDescent:
         generator = saved.source("generator", systems.noise.generator("cpu"), torch.device("cpu"))
         assert generator is not None
         problem = _Problem(self, systems, generator)
-        resumed = None if saved.state is None else _AfterEpoch(**saved.state)
-        if resumed is not None:
-            problem.passes, longest, halvings = resumed.passes, resumed.longest, resumed.halvings
+        if saved.state is not None:
+            at = _AfterEpoch(**saved.state)
+            problem.passes = at.passes
         else:
-            longest, halvings = problem.step() if self.step_size is None else float(self.step_size), 0
-        step = longest / 2**halvings
+            step = problem.step() if self.step_size is None else float(self.step_size)
+            at = _AfterEpoch.before(problem.right, x0, step)
         with running("stochastic gradient descent", systems.precision):
-            while halvings < 12:
-                start = resumed or _AfterEpoch.before(problem.right, x0, longest, halvings)
+            for _ in range(12):
                 try:
-                    solution = problem.descend(start, rtol, saved)
+                    return saved.finish(problem.descend(at, rtol, saved))
                 except DivergenceError:
                     if self.step_size is not None:
                         raise DivergenceError(
-                            f"the gradient grew to {GROWN:g} times the right-hand side with step_size={step:g}; try "
-                            f"step_size={min(problem.step(), step / 2):.2g}, or None."
+                            f"the gradient grew to {GROWN:g} times the right-hand side with step_size={at.step:g}; try "
+                            f"step_size={min(problem.step(), at.step / 2):.2g}, or None."
                         ) from None
-                    resumed, halvings, step = None, halvings + 1, step / 2
-                else:
-                    return saved.finish(solution)
-        raise DivergenceError(f"no step size from {longest:.2g} down to {step:.2g} converges; use method='cg'.")
+                    at = _AfterEpoch.before(problem.right, x0, at.step / 2)
+        raise DivergenceError(f"no step size down to {at.step:.2g} converges; use method='cg'.")
 
 
 @dataclass(eq=False)
 class _AfterEpoch:
     """The state of a descent after an epoch; the next epoch changes it in place."""
 
-    longest: float
-    """The first step size, before any halving."""
-    halvings: int
+    step: float
+    """The first step size, halved after each divergence."""
     z: Float[Tensor, "D k"]
     velocity: Float[Tensor, "D k"]
     average: Float[Tensor, "D k"]
@@ -265,10 +260,10 @@ class _AfterEpoch:
     passes: float = 0.0
 
     @classmethod
-    def before(cls, right: Tensor, x0: Tensor | None, longest: float, halvings: int) -> _AfterEpoch:
+    def before(cls, right: Tensor, x0: Tensor | None, step: float) -> _AfterEpoch:
         """Return the state before the first epoch."""
         z = torch.zeros_like(right) if x0 is None else x0.clone()
-        return cls(longest, halvings, z, torch.zeros_like(z), z.clone(), [])
+        return cls(step, z, torch.zeros_like(z), z.clone(), [])
 
 
 class _Problem:
@@ -322,7 +317,7 @@ class _Problem:
 
     def descend(self, at: _AfterEpoch, rtol: float, saved: Checkpoint) -> Solution:
         """Run the remaining epochs, or as many as are needed to reach rtol."""
-        options, step = self.options, at.longest / 2**at.halvings
+        options = self.options
         size = _length(self.right / self.scale)
         total = options.epochs * sum(math.ceil(n / options.batch_size) for n in self.root.lin.data.sizes)
         while at.epoch < options.epochs:
@@ -332,7 +327,7 @@ class _Problem:
                 if not float(lengths.max()) < GROWN * max(1.0, math.sqrt(self.root.lin.num_data / len(chosen))):
                     raise DivergenceError
                 gradient = gradient / (lengths / options.clip).clamp_min(1.0)
-                rate = step * (1 - (1 - options.final) * at.count / total)
+                rate = at.step * (1 - (1 - options.final) * at.count / total)
                 at.velocity = options.momentum * at.velocity - rate * gradient
                 at.z = at.z + at.velocity
                 at.count += 1
@@ -419,7 +414,6 @@ def draw_deviations(
     root = math.sqrt(temperature)
     requested = "sgd" if isinstance(method, StochasticDescent) else method
     if requested is not None:
-        check_kind("method", requested, str, f"one of {', '.join(METHODS)}, a co.posterior.StochasticDescent or None")
         check_choice("method", requested, METHODS)
     route, why_not = route_of(terms, k, requested)
     if route is None:
@@ -427,14 +421,9 @@ def draw_deviations(
         raise ValueError(f"method={requested!r} does not fit {kind} + prior: {why_not}; use method='cg'.")
     P = formed_precision(terms) if route.name == "formed matrix" else terms.precision
     named = requested or METHOD_OF[route.name]
-    if current() and carries_graph(P.representation()):
-        raise ValueError(
-            "a checkpoint saves no gradient, but the prior precision or the noise requires one: detach it, or leave "
-            "out checkpoint."
-        )
+    refuse(current() and carries_graph(P.representation()), "a checkpoint saves no gradient: detach what requires one.")
+    refuse(named == CLOSED_FORM and x0 is not None, "a closed form has no iteration to start: leave x0 out.")
     if named == CLOSED_FORM:  # its own root of P⁻¹ loses fewer digits than a perturbation and a solve
-        if x0 is not None:
-            raise ValueError("x0 is the start of an iteration, and a closed form has none: leave x0 out.")
         draws = draw(P.inverse(rtol), k, noise.generator(P.device), frozenset((terms.lin.memory,))).mT
         none = torch.zeros(k, dtype=torch.float64)
         drawn = Deviations(draws, noise, named, (Reason.CONVERGED,) * k, none, 0, none.new_zeros(0, k))
@@ -520,7 +509,8 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
     if systems.route == "formed kernel":
         M, sketched = kernel_of(systems.terms).inverse(float(A.detach())), 0
     else:
-        M, sketched = preconditioner(systems.terms, systems.count, dual)
+        M = dual.preconditioner(systems.count, systems.terms.cache.generator)
+        sketched = 0 if M is None else M.matvecs
     spent += sketched
     while True:
         solution = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess)
@@ -546,6 +536,5 @@ def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
     """Estimate tr(T P⁻¹ M) as the mean of zᵀM z over draws, with its standard error."""
     vectors = draws.mT
     samples = inner(vectors, M._matmul(vectors))
-    if len(samples) < 2:
-        raise ValueError("one draw gives no standard error: use two or more.")
+    refuse(len(samples) < 2, "one draw gives no standard error: use two or more.")
     return sample_mean(samples, len(samples))

@@ -61,12 +61,8 @@ class Point(ABC):
         return ROUNDINGS * self.eps * abs(self.loss)
 
     @abstractmethod
-    def slope(self, step: Tensor) -> float:
-        """Return the loss's derivative along a step."""
-
-    @abstractmethod
-    def losses(self, step: Tensor) -> Callable[[float], float]:
-        """Return the loss after a fraction of the step."""
+    def along(self, step: Tensor) -> tuple[float, Callable[[float], float]]:
+        """Return the loss's derivative along a step, and a function that returns the loss after a fraction of it."""
 
     @abstractmethod
     def move(self, step: Tensor, share: float) -> Point:
@@ -99,9 +95,9 @@ def minimise(
             return point, Reason.ITERATION_LIMIT, steps
         step = step_at(point, steps)
         steps += 1
-        slope, share = point.slope(step), 1.0
+        (slope, losses), share = point.along(step), 1.0
         # The decrease that a Newton step predicts can still be gained, unless it is less than the loss's rounding.
-        promised, losses = -0.5 * slope, point.losses(step)
+        promised = -0.5 * slope
         for _ in range(30):
             if losses(share) <= point.loss + 1e-4 * share * slope + point.rounding:  # a sufficient decrease (Armijo)
                 break
@@ -188,12 +184,10 @@ class _LinearModel(Point):
         terms = sum(displaced.lin.num_data * displaced.lin.num_outputs for displaced in self.parts)
         return ROUNDINGS * self.eps * (abs(self.loss) + math.sqrt(terms))
 
-    def slope(self, step: Tensor) -> float:
-        return float(inner(self.gradient.unsqueeze(1), step.unsqueeze(1)))
-
-    def losses(self, step: Tensor) -> Callable[[float], float]:
+    def along(self, step: Tensor) -> tuple[float, Callable[[float], float]]:
         pushes = [lin.push(step) for lin in self.lins]
-        return lambda share: self._loss([share * push for push in pushes], share * step)
+        slope = float(inner(self.gradient.unsqueeze(1), step.unsqueeze(1)))
+        return slope, lambda share: self._loss([share * push for push in pushes], share * step)
 
     def move(self, step: Tensor, share: float) -> _LinearModel:
         return _LinearModel(self.lins, self.prior, self.power, self.delta + share * step)
@@ -247,8 +241,11 @@ def find_mode(
     few = None if saved or theta.nbytes * SOLVE_VECTORS <= terms.lin.memory_budget else solving_kernel(terms)
 
     def sketched() -> tuple[Any, int]:
+        """Return M ≈ P⁻¹ at θ*, and the number of products it took."""
         with saved.name_part("preconditioner"):
-            return _preconditioner(terms)
+            if (kernel := solving_kernel(terms)) is not None:
+                return kernel.inverse_of_weights(float(prior.precision)), 0
+            return preconditioner(terms, 1)
 
     # A run that goes on has its first step's sketch even where no step is left, since what comes next uses it, too.
     sketch = sketched() if ours and saved and steps else None
@@ -358,7 +355,6 @@ class DualPoint(Point):
         self.gap, self.eps = u + residual, torch.finfo(space.lin.theta.dtype).eps
         self._value = float(self.misfit + 0.5 * u @ self._image)
         self._tried: dict[float, DualPoint] = {}
-        self._moved: tuple[Tensor, Tensor] | None = None
         scale = float(residual.norm())
         self.relative = float(self.gap.norm()) / scale if scale else math.inf if bool(self.gap.any()) else 0.0
 
@@ -366,33 +362,17 @@ class DualPoint(Point):
     def loss(self) -> float:
         return self._value
 
-    def slope(self, step: Tensor) -> float:
-        return float(self.gap @ self._image_of(step))
-
-    def losses(self, step: Tensor) -> Callable[[float], float]:
-        moved = self._image_of(step)
+    def along(self, step: Tensor) -> tuple[float, Callable[[float], float]]:
+        moved = self._given[1](step)  # K times the step
 
         def after(share: float) -> float:
             self._tried = {share: DualPoint(*self._given, self.u + share * step, self._image + share * moved)}
             return self._tried[share].loss
 
-        return after
-
-    def _image_of(self, step: Tensor) -> Tensor:
-        """Return K times a step, once for the slope and the losses along it."""
-        if self._moved is None or self._moved[0] is not step:
-            self._moved = step, self._given[1](step)
-        return self._moved[1]
+        return float(self.gap @ moved), after
 
     def move(self, step: Tensor, share: float) -> DualPoint:
         return self._tried[share]
-
-
-def _preconditioner(terms: PrecisionTerms) -> tuple[Any, int]:
-    """Return M ≈ P⁻¹ at θ*, and the number of products it took."""
-    if (kernel := solving_kernel(terms)) is not None:
-        return kernel.inverse_of_weights(float(terms.prior.precision)), 0
-    return preconditioner(terms, 1)
 
 
 def problem_of_mode(terms: PrecisionTerms) -> dict[str, Any]:

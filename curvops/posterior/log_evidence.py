@@ -23,6 +23,7 @@ from curvops.checks import carries_graph, checked_number
 from curvops.errors import MaxStepsWarning, NotPositiveSemidefiniteError, warn
 from curvops.linalg import Damped, Estimate, effective_dimension, logdet, spectral_quadrature, trace
 from curvops.linalg.core import solve_routes as routes
+from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.results import Reason, add_estimates
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum, definite_logdet, dense_spectrum
@@ -74,7 +75,7 @@ class Evidence(Estimate, Tabular):
     @property
     def estimate(self) -> Estimate:
         """The number with its error bar, without the parts."""
-        return Estimate(**_numbers(self))
+        return Estimate(**{field.name: getattr(self, field.name) for field in fields(Estimate)})
 
     def __add__(self, constant: float | Tensor) -> Estimate:
         return self.estimate + constant
@@ -102,10 +103,6 @@ class Evidence(Estimate, Tabular):
             f"log_determinant_ratio={float(self.log_determinant_ratio.value):.6g}, mode={self.mode!r}"
         ) + ("" if self.power == 1 else f", power={self.power:.6g}")
         return f"Evidence({whole}, {parts})"
-
-
-def _numbers(estimate: Estimate) -> dict[str, Any]:
-    return {field.name: getattr(estimate, field.name) for field in fields(Estimate)}
 
 
 def find_evidence(
@@ -141,7 +138,7 @@ def add_up(
 ) -> Evidence:
     """Return the evidence as the sum of its parts."""
     return Evidence(
-        **_numbers(ratio * -0.5 + (log_likelihood - 0.5 * scatter)),
+        **vars(ratio * -0.5 + (log_likelihood - 0.5 * scatter)),
         log_likelihood=log_likelihood,
         scatter=scatter,
         log_determinant_ratio=ratio,
@@ -233,9 +230,7 @@ def _ratio_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator
     try:
         reference = _logdet_of(terms.prior.precision, rtol, generator)
     except NotPositiveSemidefiniteError as error:
-        raise ValueError(
-            "the prior operator is singular, so there is no evidence: use prior.add_diagonal(1e-3)."
-        ) from error
+        raise ValueError("the prior operator is singular: use prior.add_diagonal(1e-3).") from error
     return add_estimates(_logdet_of(terms.precision, rtol, generator), reference * -1.0)
 
 
@@ -375,10 +370,12 @@ def decompose(cache: CurvatureCache) -> DenseSpectrum:
         saved = part_of_whole("spectrum", A.device)
         if saved.done:
             return saved.result(DenseSpectrum)
-        matrix = formed.formed() if formed is not None and formed.base is A else None
-        return saved.finish(dense_spectrum(product(A) if matrix is None else lambda _: matrix, describe_square(A), 0.0))
+        multiply = (lambda _: formed.formed()) if formed is not None and formed.base is A else product(A)
+        spectrum = saved.finish(dense_spectrum(multiply, describe_square(A), 0.0))
+        keep(A, spectrum, spectrum.vectors.nbytes)
+        return spectrum
 
-    return cache.get("spectrum", compute, nbytes=8 * len(cache.lin.theta) ** 2)
+    return cache.get("spectrum", compute)
 
 
 def _shares(form: ClosedForm, prior: Tensor) -> tuple[Float[Tensor, " D"], Float[Tensor, " D"]]:
@@ -494,11 +491,9 @@ class Tuning(Tabular):
         """
         self._warn_of_intervals()
         last = self.steps[-1]
-        if isinstance(last.noise, Tensor):
-            raise ValueError(f"{len(last.noise)} noises were tuned, and an interval is known for a single one.")
-        if last.noise is None or self.targets is None:
+        if last.noise is None or isinstance(last.noise, Tensor) or self.targets is None:
             raise ValueError(
-                "the noise was not tuned: mackay(post, tune_noise=True) or maximize(post, over='noise') tune it."
+                "no single noise was tuned, as by mackay(post, tune_noise=True) or maximize(post, 'noise')."
             )
         low, high = _chi_squared(self.targets - last.effective_parameters.sum(), level)
         return last.noise / float(high), last.noise / float(low)

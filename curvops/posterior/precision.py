@@ -204,43 +204,27 @@ def _resolves(kernel: FunctionSpace, terms: PrecisionTerms) -> bool:
     return kernel.resolves(float(terms.A.detach()))
 
 
-def preconditioner(
-    terms: PrecisionTerms, columns: int, dual: Any = None, generator: torch.Generator | None = None
-) -> tuple[Any, int]:
+def preconditioner(terms: PrecisionTerms, columns: int, generator: torch.Generator | None = None) -> tuple[Any, int]:
     """Return M ≈ P⁻¹ for `columns` right-hand sides (None if none pays off), and the number of products it took.
 
     A sketch of A^-½GA^-½ made for one prior is also used for its multiples c·A (all larger ones, and smaller ones down
-    to a third), and for priors whose entries scale by factors that differ at most `UNEVEN`-fold. With `dual`, M belongs
-    to I + SᵀA⁻¹S of function space, whose sketches are kept separately. In a run with a checkpoint M is that of the
-    run, whatever was sketched before it. A new one is drawn from `generator`.
+    to a third), and for priors whose entries scale by factors that differ at most `UNEVEN`-fold. In a run with a
+    checkpoint M is that of the run, whatever was sketched before it. A new one is drawn from `generator`.
     """
-    cache, A = terms.cache, terms.A
-    generator, precision = generator or cache.generator, terms.precision if dual is None else dual
-    fresh = (
-        (current() and not cache.is_kept)
-        or not isinstance(precision, Damped)
-        or carries_graph(precision.representation())
-    )
-    if fresh or precision.shift.ndim > 1:
-        return _with_products(precision.preconditioner(columns, generator))
-    space = "weights" if dual is None else "functions"
-    diagonal: Any = precision.shift if dual is None else A
+    cache, P, generator = terms.cache, terms.precision, generator or terms.cache.generator
+    is_reusable = isinstance(P, Damped) and P.shift.ndim <= 1 and not carries_graph(P.representation())
     with cache.lock:
-        if (sketch := cache.peek(space)) is not None:
-            sketched, served, made_before = sketch
-            factors = diagonal.detach() / sketched
+        if is_reusable and (not current() or cache.is_kept) and (sketch := cache.peek("sketch")) is not None:
+            sketched, served, earlier = sketch
+            factors = P.shift.detach() / sketched
             low, high = float(factors.min()), float(factors.max())
             if served * SKETCH_SERVES >= columns and low >= 1 / 3 and high <= UNEVEN * low:
-                scalar = sketched.ndim == 0 and dual is None  # otherwise the sketched matrix is whitened
-                return made_before.shifted((float(sketched) if scalar else 1.0) * float(factors.log().mean().exp())), 0
-        made = precision.preconditioner(columns, generator)
-        if made is not None and not isinstance(made, ClosedFormPreconditioner):  # another prior needs no products
-            cache.put(space, (diagonal.detach().clone(), columns, made))
-        return _with_products(made)
-
-
-def _with_products(made: Any) -> tuple[Any, int]:
-    return made, 0 if made is None else made.matvecs
+                scale = float(sketched) if sketched.ndim == 0 else 1.0  # under a vector the sketched matrix is whitened
+                return earlier.shifted(scale * float(factors.log().mean().exp())), 0
+        made = P.preconditioner(columns, generator)
+        if is_reusable and made is not None and not isinstance(made, ClosedFormPreconditioner):
+            cache.put("sketch", (P.shift.detach().clone(), columns, made))
+        return made, 0 if made is None else made.matvecs
 
 
 def require_usable(terms: PrecisionTerms) -> None:

@@ -12,8 +12,8 @@ with one rule of validity:
 | quadrature              | smallest prior precision, tolerance and the quadrature for them  | likelihood              |
 | formed                  | G, or its undamped part, as a matrix                             | likelihood              |
 | precision               | P, and P with its operand formed                                 | likelihood, prior       |
-| weights, functions      | a prior's diagonal, columns and the sketch for them, in one of   | likelihood; it serves   |
-|                         | the two spaces                                                   | neighbouring priors     |
+| sketch                  | a prior's diagonal, columns and the preconditioner for them      | likelihood; it serves   |
+|                         |                                                                  | neighbouring priors     |
 | kernel                  | spectrum, solves and mode from J Jᵀ under the likelihood         | likelihood              |
 | J Jᵀ                    | the matrix, shared by the posteriors of these data and weights   | data and weights        |
 
@@ -58,7 +58,6 @@ from curvops.posterior.arguments import check_operator
 from curvops.storage import from_record
 from curvops.summary import size_of
 
-SKETCHES = ("weights", "functions")
 Known = TypeVar("Known")
 
 
@@ -102,19 +101,14 @@ class CurvatureCache:
         self.__dict__.update(state)
         self.lock = threading.RLock()
 
-    def get(
-        self, name: str, compute: Callable[[], Known], fits: Callable[[Any], bool] | None = None, nbytes: int = 0
-    ) -> Known:
-        """Return the value of this name, computed if it is missing or outdated; a value of None is not kept.
-
-        As long as the value exists, its bytes count as used in the memory budget.
-        """
+    def get(self, name: str, compute: Callable[[], Known], fits: Callable[[Any], bool] | None = None) -> Known:
+        """Return the value of this name, computed if it is missing or outdated; a value of None is not kept."""
         with self.lock:
             value: Any = self.peek(name)
             if value is None or (fits is not None and not fits(value)):
                 value = compute()
                 if value is not None:
-                    self._store(name, value, nbytes)
+                    self._values[name] = value
             typed: Known = value
             return typed
 
@@ -142,16 +136,11 @@ class CurvatureCache:
             self._values.clear()
         return now
 
-    def put(self, name: str, value: object, nbytes: int = 0) -> None:
+    def put(self, name: str, value: object) -> None:
         """Store this value with the present hyperparameters."""
         with self.lock:
             self._follow()
-            self._store(name, value, nbytes)
-
-    def _store(self, name: str, value: object, nbytes: int) -> None:
-        self._values[name] = value
-        if nbytes:
-            keep(self.curvature, value, nbytes)
+            self._values[name] = value
 
     @cached_property
     def gram_cost(self) -> float:
@@ -165,8 +154,7 @@ class CurvatureCache:
         if isinstance(self.data, str):
             raise ValueError(
                 f"{what} needs the likelihood of the curvature: {self.data} Pass a curvature that counts the data of "
-                "each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b), or a multiple of such a sum, which "
-                "tempers the likelihood."
+                "each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b), or a multiple of such a sum."
             )
         return self.data
 
@@ -202,17 +190,15 @@ class CurvatureCache:
                 require_no_gradient(likelihood, f"a posterior with {type(self.curvature).__name__}")
 
     def state(self) -> dict[str, Any]:
-        """Return what tuning reuses at the next prior, for checkpoints: sketches, their source, and a quadrature."""
-        sketches, source = {}, self.generator
-        for space in SKETCHES:
-            if (sketch := self.peek(space)) is not None:
-                diagonal, columns, made = sketch
-                scale, inner = (made.scale, made.inner) if isinstance(made, ScaledPreconditioner) else (None, made)
-                sketches[space] = {"of": diagonal, "columns": columns, "scale": scale, "inner": inner}
-        quadrature = self.peek("quadrature")
+        """Return what tuning reuses at the next prior, for checkpoints: a sketch, its source, and a quadrature."""
+        record, sketch, quadrature = None, self.peek("sketch"), self.peek("quadrature")
+        if sketch is not None:
+            diagonal, columns, made = sketch
+            scale, inner = (made.scale, made.inner) if isinstance(made, ScaledPreconditioner) else (None, made)
+            record = {"of": diagonal, "columns": columns, "scale": scale, "inner": inner}
         return {
-            "sketches": sketches,
-            "generator": None if source is None else source.get_state(),
+            "sketch": record,
+            "generator": None if self.generator is None else self.generator.get_state(),
             "quadrature": None if quadrature is None else list(quadrature),
         }
 
@@ -220,11 +206,11 @@ class CurvatureCache:
         """Restore the values that were drawn for the same curvature."""
         if self.generator is not None:
             self.generator.set_state(state["generator"].cpu())
-        for space, sketch in state["sketches"].items():
+        if (sketch := state["sketch"]) is not None:
             inner: Any = from_record(LowRankPreconditioner, sketch["inner"])
             keep(self.curvature, inner, inner.U.nbytes)
             made = inner if sketch["scale"] is None else ScaledPreconditioner(sketch["scale"], inner)
-            self.put(space, (sketch["of"], sketch["columns"], made))
+            self.put("sketch", (sketch["of"], sketch["columns"], made))
         if state["quadrature"] is not None:
             smallest, rtol, record = state["quadrature"]
             self.put("quadrature", (smallest, rtol, from_record(SpectralQuadrature, record)))
@@ -247,9 +233,7 @@ class CurvatureCache:
             if not self._is_held(tensor):
                 raise ValueError(
                     f"{likelihood!r} has changed since {type(self.curvature).__name__} was built, which does not "
-                    "follow it: build the curvature and the posterior again, co.laplace(lin, ...). co.GGN and "
-                    "co.EmpiricalFisher do follow. So does every curvature built while gradients are on, for the "
-                    "single noise of a Gaussian likelihood that requires a gradient."
+                    "follow it, as co.GGN does: build the posterior again, co.laplace(lin, ...)."
                 )
 
     def _is_held(self, tensor: Tensor) -> bool:
@@ -454,11 +438,8 @@ def _checked_operator(prior: LinearOperator, network: Model, definite: bool) -> 
     if not (definite or is_psd(prior)):
         raise ValueError(
             f"prior_precision {kind} is not known to be positive semidefinite; pass co.linalg.Dense(matrix, psd=True), "
-            "a curvature plus a number, or a subclass of co.linalg.Operator with psd = True."
+            "a curvature plus a number, or a class of your own with psd = True."
         )
     if carries_graph(prior.representation()):
-        raise ValueError(
-            f"prior_precision {kind} has tensors that require a gradient, and a prior given as an operator carries "
-            "none: detach them, or pass a number or a vector."
-        )
+        raise ValueError(f"a prior given as an operator carries no gradient: detach the tensors of {kind}.")
     return prior

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from curvops.argument_types import Density, Draws, GivenBatch
 from curvops.checkpoint import digest
-from curvops.checks import check_choice, check_generator, check_kind, checked_number, checked_whole
+from curvops.checks import check_choice, check_generator, check_kind, checked_number, checked_whole, refuse
 from curvops.linalg import Estimate
 from curvops.ranks.process_group import Spread
 from curvops.sampling.log_density import Evaluation, LogPosterior
@@ -163,8 +163,8 @@ def random_projections(draws: Draws, count: int = 100, generator: torch.Generato
         RandomProjections with `r_squared` (count,) and `ess` (chain, count).
 
     Raises:
-        TypeError, ValueError: draws are of another kind, fewer than two per chain, or not finite, chains do not move,
-            or count is not a positive whole number.
+        TypeError, ValueError: draws are of another kind, fewer than two per chain, or not finite, or count is not a
+            positive whole number.
 
     Cost: a product of the draws with a D × count matrix, made in parts, without a copy of the draws.
 
@@ -182,9 +182,7 @@ def random_projections(draws: Draws, count: int = 100, generator: torch.Generato
     checked = checked_draws(draws.params if isinstance(draws, Chain) and spread is not None else draws, least=2)
     series = project(checked, count, generator, spread)
     within = series.var(1, correction=0)
-    if not bool((within > 0).all()):
-        still = int((within == 0).all(1).sum())
-        raise ValueError(f"{still} of the {len(series)} chains do not move: their draws are all the same.")
+    refuse((within == 0).any(), f"{int((within == 0).all(1).sum())} of the {len(series)} chains do not move.")
     total = series.flatten(0, 1).var(0, correction=0)
     r_squared = total / within.mean(0) if len(series) > 1 else None
     return RandomProjections(r_squared, effective_sizes(series), series)

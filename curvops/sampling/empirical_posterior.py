@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import Draws
-from curvops.checks import check_accuracy, check_choice, check_like, checked_whole
+from curvops.checks import check_accuracy, check_choice, check_like, checked_whole, refuse
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
@@ -144,16 +144,9 @@ def empirical(lin: Linearization, draws: Draws, through: str = "network") -> Emp
     """
     check_linearization(lin)
     check_choice("through", through, THROUGH)
-    rows, chains = _matrix(lin, draws)
-    if len(rows) < 2:
-        raise ValueError("one draw has no spread: pass several, or predict with the network itself, lin.predict(x).")
-    return EmpiricalPosterior(lin, rows, chains, through, rows.mean(0))
-
-
-def _matrix(lin: Linearization, draws: Any) -> tuple[Float[Tensor, "k D"], int]:
-    """Return the draws as rows in the order of the selection, and the number of chains."""
     checked = checked_draws(draws)
     first = next(iter(checked.values()))
     check_like("draws", first, lin.theta, "weights")
-    rows = as_vectors(lin, first if isinstance(draws, Tensor) else checked, 2, "draws")
-    return rows.flatten(0, 1).to(lin.theta.device), len(first)
+    rows = as_vectors(lin, first if isinstance(draws, Tensor) else checked, 2, "draws").flatten(0, 1)
+    refuse(len(rows) < 2, "one draw has no spread: pass several, or predict with the network itself, lin.predict(x).")
+    return EmpiricalPosterior(lin, rows, len(first), through, rows.mean(0))

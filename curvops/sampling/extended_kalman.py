@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import StepSizes
-from curvops.checks import check_choice, check_kind, checked_number, checked_whole
+from curvops.checks import check_choice, check_kind, checked_number, checked_whole, refuse
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
@@ -24,6 +24,9 @@ from curvops.sampling.transition import Transition, common_arguments
 
 FORMS = ("diagonal", "dense", "low_rank_diagonal")
 FISHERS = ("ggn", "empirical")
+PrecisionTensors = dict[str, Tensor]
+Moved = tuple[PrecisionTensors, Tensor]
+"""The precision after a batch, and P⁻¹ times the gradient."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -37,7 +40,7 @@ class KalmanState(State):
         ['diagonal']
     """
 
-    precision: dict[str, Tensor]
+    precision: PrecisionTensors
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -69,11 +72,10 @@ class ExtendedKalmanFilter(Transition):
         return density
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
-        if self.chains is not None:
-            raise ValueError("a Kalman filter is deterministic: use ekf(...) itself, not chains of it.")
+        refuse(self.chains is not None, "a Kalman filter is deterministic: use ekf(...) itself, not chains of it.")
         return {"precision": self._prior_precision(state.theta)}
 
-    def _prior_precision(self, theta: Float[Tensor, " d"]) -> dict[str, Tensor]:
+    def _prior_precision(self, theta: Float[Tensor, " d"]) -> PrecisionTensors:
         prior = self._target.prior
         if prior.diagonal is None:
             if self.form != "dense":
@@ -113,8 +115,8 @@ class ExtendedKalmanFilter(Transition):
     # For each form, return the precision after the transition and this batch, and P⁻¹ times the gradient.
 
     def _diagonal(
-        self, held: dict[str, Tensor], entries: Tensor, rate: float, slope: Tensor, noise: NoiseSource
-    ) -> tuple[dict[str, Tensor], Tensor]:
+        self, held: PrecisionTensors, entries: Tensor, rate: float, slope: Tensor, noise: NoiseSource
+    ) -> Moved:
         before = held["diagonal"]
         if self.transition_noise:
             before = before / (1 + self.transition_noise * before)
@@ -122,8 +124,8 @@ class ExtendedKalmanFilter(Transition):
         return {"diagonal": diagonal}, slope / diagonal
 
     def _dense(
-        self, held: dict[str, Tensor], lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
-    ) -> tuple[dict[str, Tensor], Tensor]:
+        self, held: PrecisionTensors, lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
+    ) -> Moved:
         before = held["matrix"]
         if self.transition_noise:  # (P⁻¹ + q I)⁻¹ = (I + q P)⁻¹ P
             widened = torch.linalg.solve(self.transition_noise * before + _eye(before), before)
@@ -133,9 +135,9 @@ class ExtendedKalmanFilter(Transition):
         return {"matrix": matrix}, torch.cholesky_solve(slope.unsqueeze(1), factor).squeeze(1)
 
     def _low_rank_diagonal(
-        self, precision_before: dict[str, Tensor], lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        diagonal, W = precision_before["diagonal"], precision_before["root"]
+        self, held: PrecisionTensors, lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
+    ) -> Moved:
+        diagonal, W = held["diagonal"], held["root"]
         if self.transition_noise:
             # (P⁻¹ + q I)⁻¹ of P = D + W Wᵀ is D/E + E⁻¹W (I + q WᵀE⁻¹W)⁻¹ WᵀE⁻¹ for E = I + q D: of the same form.
             q, E = self.transition_noise, 1 + self.transition_noise * diagonal
@@ -235,10 +237,7 @@ def ekf(
     check_choice("form", form, FORMS)
     check_choice("fisher", fisher, FISHERS)
     check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(model, likelihood, ...)")
-    if log_posterior.ranks is not None:
-        raise ValueError("ekf is not for a log posterior over a process group: filter all data in each process.")
-    if rank is not None and form != "low_rank_diagonal":
-        raise ValueError(f"rank={rank!r} needs form='low_rank_diagonal'; form={form!r} has no rank: leave it out.")
+    refuse(rank is not None and form != "low_rank_diagonal", f"rank={rank!r}, but {form!r} has no rank: leave it out.")
     return ExtendedKalmanFilter(
         **common_arguments(log_posterior, lr, 1.0, None, None),
         form=form,

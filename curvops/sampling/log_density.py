@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from curvops.argument_types import GivenBatch, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import identify
-from curvops.checks import check_like, check_shape, checked_whole, shown
+from curvops.checks import check_like, check_shape, checked_whole, refuse, shown
 from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
 from curvops.network.data.batch_parts import parts_of, require_aligned, sizes_of
@@ -37,7 +37,7 @@ from curvops.network.trained.first_points import (
     reading_for,
 )
 from curvops.network.walks.engine_cache import Budget, default_budget
-from curvops.operators import Linearization
+from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
 from curvops.posterior.terms import Prior
 from curvops.ranks.process_group import Ranks
@@ -124,13 +124,16 @@ class LogPosterior:
     def _log_probabilities(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, " n"]:
         """Return log p(y | x, params) at each position of the batch, for parameters in order."""
         points, targets, weights = parts_of(batch, self.weighted)
-        place = self.model.theta.device, self.model.theta.dtype
-        inputs = move(batch_inputs(points, max(sizes_of(targets))), *place)
+        first = next(iter(params.values()))
+        place, n = (first.device, first.dtype), max(sizes_of(targets))
+        inputs = move(batch_inputs(points, n), *place)
         require_aligned(inputs, targets, weights)
         likelihood = self._likelihood[0] if self._likelihood else self._likelihood_at(inputs, targets)
         values = params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
         outputs, layout = self.model(values, inputs), self.model.layout
         assert layout is not None
+        if len(outputs) != n:
+            raise ValueError(f"the model returns {len(outputs)} rows for a batch of {n} points: return one per point.")
         y = move_tensor(layout.targets(targets), *place)
         shape = getattr(targets, "shape", torch.Size())
         w = None if weights is None else layout.weights(weights, shape).to(*place)
@@ -145,16 +148,17 @@ class LogPosterior:
     def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return the part of the log posterior that autograd differentiates, without a prior of closed form."""
         mean = self._log_probabilities(params, batch).mean()
-        return mean if self.prior.diagonal is not None else mean + self.log_prior(params) / self.data_size
+        in_closed_form = isinstance(self.prior.precision, Tensor)
+        return mean if in_closed_form else mean + self.log_prior(params) / self.data_size
 
     def completed(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
     ) -> tuple[Float[Tensor, "*k"], Any]:
         """Return the log posterior and its gradient from those of the `differentiated` part at these vectors."""
-        if self.prior.diagonal is None:
+        if not isinstance(self.prior.precision, Tensor):
             return value, gradient
         gap = theta - self.prior.mean
-        pull = self.prior.diagonal * gap / self.data_size
+        pull = self.prior.precision * gap / self.data_size
         value = value - 0.5 * (pull * gap).sum(-1)
         return value, None if gradient is None else gradient.sub_(pull)
 
@@ -340,6 +344,7 @@ class Evaluation:
         """Evaluate k points one by one from now on; raise the error if that is no remedy."""
         if theta.ndim == 1 or self.vectorized or isinstance(error, torch.OutOfMemoryError):
             raise error
+        refuse("running_mean" in str(error), "the model normalises by batch statistics: call model.eval().")
         warn(
             f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
             "To choose this from the start, pass chains(..., vectorized=False).",
@@ -395,11 +400,12 @@ def log_posterior(
         >>> density(density.params, (x, y)).shape
         torch.Size([])
     """
+    if isinstance(model, ShardedLinearization):
+        raise TypeError("a sampler holds all parameters on each rank: pass an unsharded copy of the model.")
     if isinstance(model, Linearization):
         facts = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
         twice = [name for name, value in facts.items() if value is not None]
-        if twice:
-            raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
+        refuse(twice, f"the linearisation already has {', '.join(twice)}: leave it out.")
         model = with_left_out_noise(model)
         prior = as_prior(prior_precision, prior_mean, model.model, model)
         fields_of = model.model, prior, model.num_data, model.data.weighted, model.likelihood, [model.likelihood]

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvops.argument_types import Covariance, Density, Preconditioning, StepSizes, Tree
-from curvops.checks import checked_number, checked_whole
+from curvops.checks import checked_number, checked_whole, refuse
 from curvops.linalg import Diagonal, Inverse
 from curvops.posterior.terms import Prior
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Info, MomentumState, NoiseSource, State, flatten, long_dot
-from curvops.sampling.transition import Transition, as_metric, common_arguments
+from curvops.sampling.transition import Constant, Transition, as_metric, common_arguments
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -71,10 +71,6 @@ def accept_or_reject(
 
 def write_accepted(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tensor) -> None:
     """Write the proposal over the current values of the chains that accept it."""
-    if accepted.ndim == 0 and accepted.device.type == "cpu":  # does not wait for a device
-        if accepted:
-            present.copy_(proposal)
-        return
     where = accepted if proposal.ndim == accepted.ndim else accepted.unsqueeze(-1)
     torch.where(where, proposal.to(present), present, out=present)
 
@@ -312,8 +308,11 @@ def pcn(
         mean = prior.mean if mean is None else mean
     shared = common_arguments(log_posterior, step_size, temperature, data_size, None)
     shared["metric"] = as_metric(covariance, "covariance")
+    step = shared["step_size"]
+    refuse(isinstance(step, Constant) and step.value > 1, f"step_size must lie in (0, 1] for pcn, got {step_size}.")
     if mean is None or isinstance(mean, int | float):
         centre = torch.as_tensor(0.0 if mean is None else float(mean), dtype=torch.float64)
     else:
         centre = mean.detach().clone() if isinstance(mean, Tensor) and mean.ndim < 2 else flatten(mean)[0]
+    refuse(not centre.isfinite().all(), "mean holds NaN or Inf.")
     return CrankNicolson(**shared, mean=centre)

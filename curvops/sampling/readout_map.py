@@ -2,9 +2,7 @@
 
 For Y ~ N(Ψω, λ I) and ω ~ N(0, I), column by column, the posterior is N(μ, Σ), Σ = λ(λI + ΨᵀΨ)⁻¹ and μ = ΣΨᵀY/λ.
 T(φ) = μ + R φ with R Rᵀ = Σ; each form has its own root R and factorises its own matrix. All are differentiable in Ψ
-any number of times, even if singular values coincide, since they factorise by Cholesky. With the readout's weights
-integrated out, the density of the targets has a closed-form gradient by an inverse, which takes a fraction of the time
-of the derivative of a Cholesky factor.
+any number of times, even if singular values coincide, since they factorise by Cholesky.
 """
 
 from __future__ import annotations
@@ -18,26 +16,25 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd import Function
 
-from curvops.checks import in_forward_mode
+from curvops.checks import refuse
 from curvops.network import Blocks, Model
 from curvops.network.data.inputs import Inputs
 from curvops.network.model.last_layer import layer_of_outputs
-from curvops.sampling.reprior_problem import RepriorProblem, log_normal
+from curvops.sampling.reprior_problem import RepriorProblem
 
 ReadoutFeatures = Float[Tensor, "n p"]
 Targets = Float[Tensor, "n k"]
 ReadoutWeights = Float[Tensor, "p k"]
+MappedReadout = tuple[ReadoutWeights, Float[Tensor, ""]]
+"""The weights ω = T(φ), and log|det ∂T/∂φ|."""
 
 
 @dataclass(frozen=True)
 class Identity:
     """The identity map T, the limit λ = ∞, at which the data change nothing."""
 
-    def forward(
-        self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
-    ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
+    def forward(self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights) -> MappedReadout:
         """Return φ itself."""
         return phi, phi.new_zeros((), dtype=torch.float64)
 
@@ -52,32 +49,15 @@ class FeatureSpace:
 
     level: float
 
-    def factor(self, features: ReadoutFeatures) -> Float[Tensor, "p p"]:
-        """Return the Cholesky factor L."""
-        return factor(features.mT @ features, self.level)
-
-    def posterior(
-        self, L: Float[Tensor, "p p"], features: ReadoutFeatures, targets: Targets
-    ) -> tuple[Targets, ReadoutWeights]:
-        """Return S⁻¹Y = (Y − Ψμ)/λ for S = λI + ΨΨᵀ, and μ."""
-        mean = torch.cholesky_solve(features.mT @ targets, L)
-        return (targets - features @ mean) / self.level, mean
-
-    def decorrelate(self, L: Float[Tensor, "p p"], features: ReadoutFeatures) -> ReadoutFeatures:
-        """Return S⁻¹Ψ."""
-        return features @ torch.cholesky_inverse(L)
-
-    def forward(
-        self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
-    ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
+    def forward(self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights) -> MappedReadout:
         """Return T(φ) and k Σ_i log(√λ / L_ii)."""
-        L = self.factor(features)
+        L = factor(features.mT @ features, self.level)
         inner = solve_triangle(L, features.mT @ targets) + math.sqrt(self.level) * phi
         return solve_triangle(L.mT, inner, upper=True), log_root(L, self.level, phi.shape[-1])
 
     def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
         """Return (Lᵀω − L⁻¹ΨᵀY)/√λ."""
-        L = self.factor(features)
+        L = factor(features.mT @ features, self.level)
         return (L.mT @ omega - solve_triangle(L, features.mT @ targets)) / math.sqrt(self.level)
 
 
@@ -93,33 +73,16 @@ class DataSpace:
 
     level: float
 
-    def factor(self, features: ReadoutFeatures) -> Float[Tensor, "n n"]:
-        """Return the Cholesky factor L."""
-        return factor(features @ features.mT, self.level)
-
-    def posterior(
-        self, L: Float[Tensor, "n n"], features: ReadoutFeatures, targets: Targets
-    ) -> tuple[Targets, ReadoutWeights]:
-        """Return S⁻¹Y and μ = ΨᵀS⁻¹Y."""
-        alpha = torch.cholesky_solve(targets, L)
-        return alpha, features.mT @ alpha
-
-    def decorrelate(self, L: Float[Tensor, "n n"], features: ReadoutFeatures) -> ReadoutFeatures:
-        """Return S⁻¹Ψ."""
-        return torch.cholesky_inverse(L) @ features
-
-    def forward(
-        self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
-    ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
+    def forward(self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights) -> MappedReadout:
         """Return φ + ΨᵀL⁻ᵀ(L⁻¹Y − B⁻¹Ψφ) and k Σ_i log(√λ / L_ii)."""
-        L = self.factor(features)
+        L = factor(features @ features.mT, self.level)
         change = solve_triangle(L, targets) - solve_triangle(self._shifted(L), features @ phi)
         omega = phi + features.mT @ solve_triangle(L.mT, change, upper=True)
         return omega, log_root(L, self.level, phi.shape[-1])
 
     def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
         """Return v + ΨᵀB⁻ᵀΨv/√λ for v = ω − ΨᵀS⁻¹Y."""
-        L = self.factor(features)
+        L = factor(features @ features.mT, self.level)
         gap = omega - features.mT @ solve_triangle(L.mT, solve_triangle(L, targets), upper=True)
         back = solve_triangle(self._shifted(L).mT, features @ gap, upper=True)
         return gap + features.mT @ back / math.sqrt(self.level)
@@ -238,8 +201,7 @@ def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()) or "no parameters"
         raise ValueError(f"{where} has {shapes}; expected a weight (C, d) and at most a bias (C,): {REMEDY}.")
     frozen = [at[name] for name in parameters if at[name] not in model.selection.names]
-    if frozen:
-        raise ValueError(f"{where}: {frozen} are to be sampled but require no gradient; call requires_grad_().")
+    refuse(frozen, f"{where}: {frozen} are to be sampled but require no gradient; call requires_grad_().")
     readout = Readout(path, layer, at[matrices[0]], at[vectors[0]] if vectors else None, (1.0, 1.0))
     return _with_factors(readout, model, inputs, where)
 
@@ -299,10 +261,6 @@ class MappedWeights(NamedTuple):
     logdet: Float[Tensor, ""]
     outputs: Float[Tensor, "N C"]
 
-    def log_density(self, problem: RepriorProblem) -> Float[Tensor, ""]:
-        """Return log p̃(φ) = log p(y | T(φ)) + log p(T(φ)) + log|det ∂T/∂φ| in nats, with all constants, in float64."""
-        return problem.log_likelihood(self.outputs) + log_normal(self.white) + self.logdet
-
 
 @dataclass(frozen=True, eq=False)
 class Change(ABC):
@@ -326,10 +284,6 @@ class Change(ABC):
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
         """Return v = T(φ)."""
         return self.forward(phi).white
-
-    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """Return log p̃(φ), at the cost of `forward`."""
-        return self.forward(phi).log_density(self.problem)
 
     def weigh(self, rows: Float[Tensor, "N k"]) -> Float[Tensor, "N k"]:
         """Multiply the row of each point by the square root of its weight."""
@@ -368,65 +322,3 @@ class ReadoutMap(Change):
     def _regression(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features and targets of the regression."""
         return self.weigh(features), self.weigh(self.targets)
-
-
-@dataclass(frozen=True, eq=False)
-class ExactReadoutMap(ReadoutMap):
-    """The change of variables at λ = σ² of real targets, where the readout's φ are N(0, I) and T need not be applied.
-
-    The density is N(φ; 0, I) times that of the targets with the readout integrated out, which is e^h in Hron et al.
-    2022, section 3.
-    """
-
-    conjugate: FeatureSpace | DataSpace
-
-    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """Return log p̃(φ). One forward pass."""
-        if in_forward_mode():  # PyTorch's own operations have all derivatives
-            return super().log_density(phi)
-        noise = self.problem.log_likelihood(self.targets)  # the log-likelihood for outputs equal to the targets
-        return log_normal(phi) + noise + log_marginal(self.conjugate, *self._regression(self.features(phi)))
-
-
-def log_marginal(space: FeatureSpace | DataSpace, features: ReadoutFeatures, targets: Targets) -> Float[Tensor, ""]:
-    """Return log N(Y; 0, S) − log N(0; 0, λI) over all columns, S = λI + ΨΨᵀ, in float64.
-
-    It is differentiable in Ψ any number of times, but by reverse mode only: PyTorch's forward derivatives (2.13) are
-    wrong for `cholesky_inverse`, and for any `Function` if forward modes are nested.
-    """
-    value: Tensor = _LogMarginal.apply(space, features, targets, space.factor(features))  # type: ignore[no-untyped-call]
-    return value
-
-
-class _LogMarginal(Function):
-    """The function log √det(λS⁻¹)ᵏ − ½ tr YᵀS⁻¹Y of Ψ, Y and Ψ's factor L.
-
-    Its gradient is αμᵀ − k S⁻¹Ψ with α = S⁻¹Y.
-
-    The gradient in Ψ includes the dependence through L. L is an argument so that the gradient, computed from Ψ and L by
-    differentiable operations, can be differentiated again.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(space: FeatureSpace | DataSpace, features: Tensor, targets: Tensor, L: Tensor) -> Tensor:
-        alpha, mean = space.posterior(L, features, targets)
-        squares = space.level * _squares(alpha) + _squares(mean)  # tr YᵀS⁻¹Y as a sum, without a difference
-        return log_root(L, space.level, targets.shape[-1]) - 0.5 * squares
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.space, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        features, targets, L = ctx.saved_tensors
-        alpha, mean = ctx.space.posterior(L, features, targets)
-        slope = alpha @ mean.mT - targets.shape[-1] * ctx.space.decorrelate(L, features)
-        return None, grads[0].to(slope.dtype) * slope, None, None
-
-
-def _squares(block: Tensor) -> Tensor:
-    return block.square().sum(dtype=torch.float64)

@@ -22,19 +22,19 @@ from curvops.checks import (
     check_shape,
     checked_number,
     checked_whole,
+    refuse,
 )
 from curvops.errors import FewDrawsWarning, warn
 from curvops.linalg import Estimate
 from curvops.linalg.core.results import Reason
-from curvops.network import Blocks
+from curvops.network import Blocks, read_precision
 from curvops.network.likelihoods import Categorical, Gaussian
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.operators import Linearization, linearize
-from curvops.posterior.terms import Prior, read_prior
+from curvops.posterior.terms import Prior
 from curvops.sampling.readout_map import (
     Change,
     DataSpace,
-    ExactReadoutMap,
     FeatureSpace,
     Identity,
     ReadoutMap,
@@ -146,8 +146,7 @@ class Reprior:
 
     def __call__(self, phi: Mapping[str, Tensor], batch: Any = None) -> Float[Tensor, ""]:
         """Return log p̃(φ)/N in nats, as samplers need it; raise ValueError for a batch, since T depends on all data."""
-        if batch is not None:
-            raise ValueError("a step of a Reprior takes all of its data: leave batches out.")
+        refuse(batch is not None, "a step of a Reprior takes all of its data: leave batches out.")
         return -self.energy(phi) / self.data_size
 
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
@@ -205,7 +204,8 @@ class Reprior:
         Returns:
             The energy, a number in float64.
         """
-        return -self._change.log_density(self._checked(phi))
+        mapped = self._change.forward(self._checked(phi))
+        return -(self._problem.log_likelihood(mapped.outputs) + log_normal(mapped.white) + mapped.logdet)
 
     def normal(self, k: int, generator: torch.Generator | None = None) -> Blocks:
         """Draw k times φ ~ N(0, I), {name: (k, *shape)}."""
@@ -277,6 +277,7 @@ class Reprior:
         if draws is None:
             draws = self.normal(checked_whole("samples", samples, 2), generator)
         self._checked({name: block[0] for name, block in draws.items()}, "draws (one of them)")
+        refuse(min(map(len, draws.values())) < 2, "draws must be at least 2 of each parameter.")
 
         def ratio(phi: Blocks) -> Tensor:
             return -self.energy(phi) - log_normal(phi)
@@ -299,8 +300,7 @@ class Reprior:
         """Check names, shapes and dtype of parameter blocks; raise TypeError or ValueError if they differ."""
         scale = self._problem.scale
         check_kind(what, blocks, Mapping, "a mapping of parameter names to tensors, as reprior(...).params is")
-        if blocks.keys() != scale.keys():
-            raise ValueError(f"{what} must have the names {list(scale)}, got {list(blocks)}.")
+        refuse(blocks.keys() != scale.keys(), f"{what} must have the names {list(scale)}, got {list(blocks)}.")
         for name, block in blocks.items():
             check_shape(f"{what}[{name!r}]", block, scale[name].shape, "Pass several draws by torch.vmap.")
             check_like(f"{what}[{name!r}]", block, scale[name], "the network")
@@ -387,6 +387,7 @@ def reprior(
     """
     if form is not None:
         check_choice("form", form, get_args(Form))
+    refuse(last is not None and form == "ntk", "last= names a readout, but form='ntk' has none: leave out one of them.")
     stated = None if noise is None else checked_number("noise", noise)
     level = None if reg is None else checked_number("reg", reg, "(0, inf)" if form == "ntk" else "(0, inf]")
     lin = linearize(model, data, _likelihood(likelihood, stated), weights=weights, collate=collate)
@@ -394,9 +395,7 @@ def reprior(
     level = (variance if stated is None else stated) if level is None else level
     if level is None:
         raise ValueError("classes need reg=λ, or noise= of the regression onto one-hot targets, such as 0.1.")
-    precision = read_prior(prior_precision, 0.0, lin.model).diagonal
-    if precision is None:
-        raise TypeError("prior_precision must be a number, a vector or a mapping {glob: number}.")
+    precision = read_precision("prior_precision", prior_precision, lin.model.selection, lin.theta)
     problem = RepriorProblem.of(lin, precision)
     model_of_targets = problem, problem.regression_targets(), problem.root
     if form == "ntk":
@@ -408,11 +407,7 @@ def reprior(
     width = problem.scale[readout.weight].shape[1] + (readout.bias is not None)
     chosen: Form = form if form is not None else "feature" if width <= lin.num_data else "data"
     space = FeatureSpace(level) if chosen == "feature" else DataSpace(level)
-    # At λ = σ² the density has a closed form, without a gradient in the noise.
-    if level == variance and not (isinstance(lin.likelihood, Gaussian) and lin.likelihood.noise.requires_grad):
-        change: ReadoutMap = ExactReadoutMap(*model_of_targets, readout, space)
-    else:
-        change = ReadoutMap(*model_of_targets, readout, space if level < math.inf else Identity())
+    change = ReadoutMap(*model_of_targets, readout, space if level < math.inf else Identity())
     _require_precise(change, level)
     return Reprior(chosen, level, variance, readout.names, lin.num_data, problem, change)
 
@@ -438,8 +433,7 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
     if isinstance(likelihood, Categorical):
         return None
     check_kind("likelihood", likelihood, Gaussian, "Gaussian with one noise variance, or 'classification'")
-    if likelihood.missing is not None:
-        raise ValueError("reprior takes no missing targets: leave these points out, or give each point one weight.")
+    refuse(likelihood.missing is not None, "reprior takes no missing targets: leave these points out.")
     if len(set(likelihood.noise.flatten().tolist())) > 1:
         raise ValueError(f"reprior needs one noise variance for all outputs, got {likelihood.noise.tolist()}.")
     return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise

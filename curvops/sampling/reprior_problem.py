@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.checks import check_kind, checked_number
+from curvops.checks import check_kind, checked_number, refuse
 from curvops.network import Blocks, Model
 from curvops.network.data.inputs import Inputs, copy
 from curvops.network.likelihoods import Categorical, Likelihood
@@ -147,8 +147,7 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
             precisions[_as_glob(name)] = 1 / sb**2
         else:
             others.append(name)
-    if others:
-        raise ValueError(f"the fan-in of {others} is unknown: pass prior_precision as a mapping {{glob: number}}.")
+    refuse(others, f"the fan-in of {others} is unknown: pass prior_precision as a mapping {{glob: number}}.")
     return precisions
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvops.ambient import Progress, as_step, check_progress, progress_bar
 from curvops.argument_types import GivenBatch, SamplingMethod, Start
 from curvops.checkpoint import Checkpoint, Place, begin, identify, seed_of
-from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole
+from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole, refuse
 from curvops.errors import DivergenceError
 from curvops.linalg.core.algorithm import algorithm
 from curvops.ranks.process_group import Ranks, Spread
@@ -177,11 +177,12 @@ def run(
     """
     check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
     steps, warmup, thin = checked_whole("steps", steps), checked_whole("warmup", warmup, 0), checked_whole("thin", thin)
-    if thin > steps:
-        raise ValueError(f"thin={thin} is more than steps={steps}: no draw would be kept.")
+    refuse(thin > steps, f"thin={thin} is more than steps={steps}: no draw would be kept.")
     check_generator(generator)
     check_progress(progress)
     adaptation = _adaptation(sampler, target_acceptance, warmup)
+    given_twice = isinstance(start, State) and generator is not None
+    refuse(given_twice, "start is a state, which has its own generators: leave generator out.")
     random = identify(start.random) if isinstance(start, State) else seed_of(generator)  # before the first draw from it
     state = start if isinstance(start, State) else sampler.init(start, generator)
     if sampler.ranks is not None and sampler.spread is None:
@@ -422,6 +423,8 @@ def chains(
         torch.Size([3, 5, 17])
     """
     check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
+    refuse(sampler.chains is not None, f"the sampler already runs {sampler.chains} chains; pass that of one.")
+    refuse(not gather and process_group is None, "gather=False is for chains that the ranks of a process_group share.")
     count = checked_whole("k", k, kind="a whole number of chains")
     if vectorized is not None:
         check_flag("vectorized", vectorized)

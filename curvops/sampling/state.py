@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvops.argument_types import SamplingMethod
-from curvops.checks import check_kind, check_like
+from curvops.checks import check_kind, check_like, refuse
 from curvops.network.model.parameters import FlatLayout
 from curvops.ranks.process_group import Spread
 from curvops.summary import Summarised
@@ -54,8 +54,7 @@ def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
     first_name, first = next(iter(leaves.items()))
     for name, leaf in leaves.items():
         check_like(name, leaf, first, first_name)
-        if not bool(leaf.isfinite().all()):
-            raise ValueError(f"{name} holds NaN or Inf.")
+        refuse(not leaf.isfinite().all(), f"{name} holds NaN or Inf.")
     structure = Structure(tuple(leaves), tuple(leaf.shape for leaf in leaves.values()), spec)
     return structure.concatenate(list(leaves.values())), structure
 
@@ -66,10 +65,7 @@ def flatten_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"]
     Raises:
         ValueError: the list is longer or shorter than k, or the trees differ in their tensors.
     """
-    if len(starts) != chains:
-        raise ValueError(
-            f"the list has {len(starts)} starts for {chains} chains: pass params that are a list as a tuple."
-        )
+    refuse(len(starts) != chains, f"{len(starts)} starts for {chains} chains: pass params that are a list as a tuple.")
     rows, structures = zip(*[flatten(start) for start in starts])
     if any((other.names, other.shapes) != (structures[0].names, structures[0].shapes) for other in structures):
         raise ValueError("the starts differ in the names or shapes of their tensors: all chains need the same.")
@@ -277,8 +273,7 @@ def checked_draws(draws: Any, name: str = "draws", chains: int = 1, least: int =
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} hold NaN or Inf: the chain diverged; use a smaller step size.")
     sizes = {tensor.shape[:2] for tensor in tensors.values()}
-    if len(sizes) > 1:
-        raise ValueError(f"{name} have unequal numbers of chains and draws: {sorted(map(tuple, sizes))}.")
+    refuse(len(sizes) > 1, f"{name} have unequal numbers of chains and draws: {sorted(map(tuple, sizes))}.")
     ((k, n),) = sizes
     if k < chains or n < least:
         raise ValueError(

@@ -28,12 +28,9 @@ class Tangents(NamedTuple):
 
 
 class CurvedIdentity(Operator):
-    """The operator I + Σ_i α_i ∇²f_i (D, D), symmetric and possibly indefinite, by double backward passes."""
+    """The operator I + Σ_i α_i ∇²f_i (D, D) at φ, symmetric and possibly indefinite, by double backward passes."""
 
     symmetric = True
-
-    def __init__(self, phi: Float[Tensor, " D"], *, product: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(phi, product=product)
 
     def _size(self) -> torch.Size:
         return torch.Size((len(self._args[0]), len(self._args[0])))

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 
 from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
 from curvops.checkpoint import digest
-from curvops.checks import check_generator, check_kind, check_like, check_shape, checked_number, checked_whole
+from curvops.checks import (
+    check_generator,
+    check_kind,
+    check_like,
+    check_shape,
+    checked_number,
+    checked_whole,
+    refuse,
+)
 from curvops.errors import DivergenceError
 from curvops.linalg import Diagonal, Inverse, Operator
 from curvops.linalg.core.matrix_identity import spaces_of
@@ -31,7 +39,7 @@ from curvops.network import TangentSpace
 from curvops.ranks.process_group import Ranks, Spread
 from curvops.sampling.log_density import Evaluation, LogDensity, LogPosterior
 from curvops.sampling.state import Info, NoiseSource, State, Structure, flatten, flatten_starts, generator_states
-from curvops.summary import Summarised
+from curvops.summary import Summarised, summary
 
 Schedule = Callable[[int], float]
 
@@ -220,8 +228,7 @@ def as_metric(D: Any, name: str = "preconditioner") -> Isotropic:
     if isinstance(D, Tensor) and D.ndim == 1:
         D = Diagonal(D.detach().clone())
     check_kind(name, D, Operator, "a number, a vector or an operator, such as co.linalg.Dense(matrix, psd=True)")
-    if not is_psd(D):
-        raise ValueError(f"{name} must be positive semidefinite: pass co.linalg.Dense(matrix, psd=True).")
+    refuse(not is_psd(D), f"{name} must be positive semidefinite: pass co.linalg.Dense(matrix, psd=True).")
     return OperatorMetric(D=D)
 
 
@@ -326,6 +333,8 @@ class Transition(Summarised, ABC):
             TypeError, RuntimeError: the log posterior is not one number per chain, or does not depend on the
                 parameters.
         """
+        if (state.theta.ndim == 1) != (self.chains is None):
+            raise ValueError("the state has chains, or none: make it with init of this sampler.")
         new = state if inplace else state.clone()
         noise = NoiseSource(new.random, new.theta.device)
         info = self._step(new, batch, noise)
@@ -387,7 +396,8 @@ class Transition(Summarised, ABC):
         return value, gradient
 
     def _not_finite(self, value: Tensor, step: int) -> Exception:
-        what = "NaN or Inf" if value.ndim == 0 else f"NaN or Inf in {_named_chains(~value.isfinite())}"
+        bad = (~value.isfinite()).nonzero().flatten().tolist()
+        what = "NaN or Inf" + (f" in {len(bad)} of {len(value)} chains ({summary(bad)})" if value.ndim else "")
         if step == 0:
             return ValueError(
                 f"log_posterior is {what} at the initial params: start where it is finite, and check the batch."
@@ -400,28 +410,15 @@ class Transition(Summarised, ABC):
         )
 
 
-def _named_chains(bad: Tensor) -> str:
-    """Count and name chains, at most five of them by number."""
-    which = bad.nonzero().flatten().tolist()
-    names = ", ".join(map(str, which[:5])) + (", …" if len(which) > 5 else "")
-    return f"{len(which)} of {len(bad)} chains ({names})"
-
-
 def common_arguments(
     log_posterior: Any, step_size: Any, temperature: Any, data_size: Any, preconditioner: Any
 ) -> dict[str, Any]:
     """Check the arguments shared by all samplers, and return their fields."""
-    if not callable(log_posterior):
-        hint = " Pass co.sampling.log_posterior(lin)." if hasattr(log_posterior, "log_likelihood") else ""
-        raise TypeError(
-            "log_posterior must be a function (params, batch) -> number, or co.sampling.log_posterior(...), got "
-            f"{type(log_posterior).__name__}.{hint}"
-        )
     own_size = getattr(log_posterior, "data_size", None)
-    if data_size is None and own_size is None and isinstance(log_posterior, nn.Module):
+    if not callable(log_posterior) or (isinstance(log_posterior, nn.Module) and data_size is None and own_size is None):
         raise TypeError(
-            f"log_posterior is a module, {type(log_posterior).__name__}: pass co.sampling.log_posterior(model, "
-            "likelihood, data_size=N)."
+            f"log_posterior must be a function (params, batch) -> number, got {type(log_posterior).__name__}. Pass "
+            "co.sampling.log_posterior(lin), or log_posterior(model, likelihood, data_size=N)."
         )
     if data_size is None and own_size is None:
         raise ValueError(

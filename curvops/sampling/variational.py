@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Density, GivenBatch, OptimizerChoice, StepSizes
-from curvops.checks import check_choice, check_flag, checked_number, checked_whole
+from curvops.checks import check_choice, check_flag, checked_number, checked_whole, refuse
 from curvops.errors import UnsettledWarning, warn
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
 from curvops.operators import Linearization
@@ -31,6 +31,8 @@ from curvops.sampling.torch_optimizer import optimizer as in_torch
 from curvops.sampling.transition import common_arguments
 
 Tensors = Mapping[str, Tensor]
+DrawnNumbers = Float[Tensor, "k m"]
+"""The standard normal numbers of k draws, or derivatives in them."""
 LOG_2PI = math.log(2 * math.pi)
 
 
@@ -44,12 +46,12 @@ class GaussianFamily(ABC):
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         """Return the tensors of N(0, scale² I), or of a nearby member of the family."""
 
-    def noise(self, structure: Structure, k: int, like: Tensor, source: NoiseSource) -> Float[Tensor, "k m"]:
+    def noise(self, structure: Structure, k: int, like: Tensor, source: NoiseSource) -> DrawnNumbers:
         """Draw the standard normal numbers for k draws, by default one for each weight."""
         return source.normal(like.new_empty(k * len(like))).view(k, -1)
 
     @abstractmethod
-    def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+    def transform(self, tensors: Tensors, structure: Structure, noise: DrawnNumbers) -> Float[Tensor, "k d"]:
         """Transform standard normal numbers to draws z of N(0, Σ), differentiably in the tensors."""
 
     @abstractmethod
@@ -57,9 +59,7 @@ class GaussianFamily(ABC):
         """Return log N(z; 0, Σ) in nats."""
 
     @abstractmethod
-    def misfits(
-        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
-    ) -> dict[str, Tensor]:
+    def misfits(self, structure: Structure, residual: DrawnNumbers, noise: DrawnNumbers) -> dict[str, Tensor]:
         """Estimate the relative error of the precision, restricted to the parts that the family can make zero.
 
         With the residual u = Tᵀ∇ log(q/p) of draws z = T ε, the mean of u εᵀ is TᵀHT − I for the mean Hessian H of
@@ -78,16 +78,14 @@ class DiagonalFamily(GaussianFamily):
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         return {"log_scale": torch.full_like(like, math.log(scale))}
 
-    def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+    def transform(self, tensors: Tensors, structure: Structure, noise: DrawnNumbers) -> Float[Tensor, "k d"]:
         return noise * tensors["log_scale"].exp()
 
     def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
         s = tensors["log_scale"]
         return _standard(z / s.exp(), s.sum())
 
-    def misfits(
-        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
-    ) -> dict[str, Tensor]:
+    def misfits(self, structure: Structure, residual: DrawnNumbers, noise: DrawnNumbers) -> dict[str, Tensor]:
         return {"log_scale": (residual * noise).mean(0)}
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
@@ -101,7 +99,7 @@ class DenseFamily(GaussianFamily):
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         return {"factor": torch.diag(torch.full_like(like, math.log(scale)))}
 
-    def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+    def transform(self, tensors: Tensors, structure: Structure, noise: DrawnNumbers) -> Float[Tensor, "k d"]:
         return noise @ triangle(tensors["factor"]).mT
 
     def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
@@ -109,9 +107,7 @@ class DenseFamily(GaussianFamily):
         white = torch.linalg.solve_triangular(triangle(factor), z.mT, upper=False).mT
         return _standard(white, factor.diagonal().sum())
 
-    def misfits(
-        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
-    ) -> dict[str, Tensor]:
+    def misfits(self, structure: Structure, residual: DrawnNumbers, noise: DrawnNumbers) -> dict[str, Tensor]:
         return {"factor": residual.mT @ noise / len(noise)}
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
@@ -130,10 +126,10 @@ class LowRankDiagonalFamily(GaussianFamily):
         vectors = small * source.normal(like.new_empty(len(like) * self.rank)).view(-1, self.rank)
         return {"log_scale": torch.full_like(like, math.log(scale)), "vectors": vectors}
 
-    def noise(self, structure: Structure, k: int, like: Tensor, source: NoiseSource) -> Float[Tensor, "k m"]:
+    def noise(self, structure: Structure, k: int, like: Tensor, source: NoiseSource) -> DrawnNumbers:
         return source.normal(like.new_empty(k * (len(like) + self.rank))).view(k, -1)
 
-    def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+    def transform(self, tensors: Tensors, structure: Structure, noise: DrawnNumbers) -> Float[Tensor, "k d"]:
         s, U = tensors["log_scale"], tensors["vectors"]
         return noise[:, : len(s)] * s.exp() + noise[:, len(s) :] @ U.mT
 
@@ -146,9 +142,7 @@ class LowRankDiagonalFamily(GaussianFamily):
         projected = torch.linalg.solve_triangular(inner, (white @ W).mT, upper=False)
         return _standard(white, s.sum() + inner.diagonal().log().sum()) + 0.5 * projected.square().sum(0)
 
-    def misfits(
-        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
-    ) -> dict[str, Tensor]:
+    def misfits(self, structure: Structure, residual: DrawnNumbers, noise: DrawnNumbers) -> dict[str, Tensor]:
         d = noise.shape[1] - self.rank
         u = residual[:, :d]
         return {"log_scale": (u * noise[:, :d]).mean(0), "vectors": u.mT @ noise[:, d:] / len(noise)}
@@ -174,7 +168,7 @@ class KroneckerFamily(GaussianFamily):
                 tensors[f"right.{i}"] = torch.diag(like.new_full((q,), of_each))
         return tensors
 
-    def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+    def transform(self, tensors: Tensors, structure: Structure, noise: DrawnNumbers) -> Float[Tensor, "k d"]:
         return self._scaled(tensors, structure, noise, lambda factor, block: triangle(factor) @ block)
 
     def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
@@ -189,9 +183,7 @@ class KroneckerFamily(GaussianFamily):
                 log_root = log_root + p * tensors[f"right.{i}"].diagonal().sum()
         return _standard(white, log_root)
 
-    def misfits(
-        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
-    ) -> dict[str, Tensor]:
+    def misfits(self, structure: Structure, residual: DrawnNumbers, noise: DrawnNumbers) -> dict[str, Tensor]:
         errors = {}
         for i, p, q, entries in factors(structure):
             u, Z = (rows[:, entries].unflatten(1, (p, q)) for rows in (residual, noise))
@@ -235,12 +227,11 @@ FAMILIES: dict[str, type[GaussianFamily]] = {
 
 
 def family_of(name: str, rank: object) -> GaussianFamily:
-    """Return the family of this name; raise ValueError for a rank if the family has none."""
+    """Return the family of this name, of this rank if it has one."""
     kind = FAMILIES[name]
     if kind is LowRankDiagonalFamily:
         return LowRankDiagonalFamily(10 if rank is None else checked_whole("rank", rank, 1))
-    if rank is not None:
-        raise ValueError(f"rank={rank!r} needs family='low_rank_diagonal'; {name!r} has no rank: leave it out.")
+    refuse(rank is not None, f"rank={rank!r} needs family='low_rank_diagonal'; {name!r} has no rank: leave it out.")
     return kind()
 
 
@@ -400,8 +391,8 @@ class Variational(Optimizer):
         return FitEnding.SETTLED if near else FitEnding.SCATTERED
 
     def gradients(
-        self, state: VariationalState, batch: GivenBatch, numbers: Float[Tensor, "k m"]
-    ) -> tuple[VariationalInfo, Float[Tensor, " d"], dict[str, Tensor], Float[Tensor, "k m"]]:
+        self, state: VariationalState, batch: GivenBatch, numbers: DrawnNumbers
+    ) -> tuple[VariationalInfo, Float[Tensor, " d"], dict[str, Tensor], DrawnNumbers]:
         """Return the NELBO for these standard normal numbers, its gradients in mean and spread, and residuals.
 
         The residual of a draw is the gradient of log(q/p) in its standard normal numbers.

@@ -50,7 +50,7 @@ DOORS = [
             "words": (lambda: plots.regression(posterior(), ["a"]), "at least one number, got list"),
             "a network of two features": (
                 lambda: plots.regression(posterior(features=2), GRID),
-                r"one input feature, and this network has inputs of shape \(6, 2\)",
+                r"one input feature, and this network has inputs Tensor of shape \(6, 2\)",
             ),
             "two outputs": (
                 lambda: plots.regression(posterior(outputs=2), GRID),
@@ -87,7 +87,7 @@ DOORS = [
             "residuals": (
                 lambda: plots.convergence({"plain": GRID}),
                 TypeError,
-                r"draws {name: Solution}, each the result of A.cg\(b\); got \['ndarray'\]",
+                r"'plain' must be the result of A.cg\(b\), got ndarray",
             ),
         },
     ),
@@ -110,7 +110,11 @@ DOORS = [
         "influence and pruning",
         rows={
             "nothing predicted": (lambda: plots.influence(GRID, {}), "named vectors"),
-            "no names": (lambda: plots.influence(GRID, GRID), TypeError, "got ndarray for the latter"),
+            "no names": (
+                lambda: plots.influence(GRID, GRID),
+                TypeError,
+                "influence draws must be {name: vector}, got ndarray",
+            ),
             "not a number": (lambda: plots.influence(GRID, {"GGN": GRID * np.nan}), "and GGN has others"),
         },
     ),

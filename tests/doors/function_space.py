@@ -128,10 +128,6 @@ DOORS = [
                 lambda: LinearizedKernel(lin(), outputscale_prior=gpytorch.priors.GammaPrior(1.0, 1.0)),
                 "pass outputscale=1.0",
             ),
-            "a scale that is not there": (
-                lambda: setattr(LinearizedKernel(lin()), "outputscale", 2.0),
-                "no output scale",
-            ),
             "inputs of another size": (
                 lambda: LinearizedKernel(lin())(X[:, :2]).to_dense(),
                 r"\(\.\.\., n, 3\), a row per point",

@@ -26,15 +26,7 @@ DOORS = [
                 lambda: kernel(bias_variance=0.0, bias_variance_prior=gpytorch.priors.GammaPrior(1.0, 1.0)),
                 "needs biases: pass bias_variance=1.0",
             ),
-            "biases set where there are none": (
-                lambda: setattr(kernel(bias_variance=0.0), "bias_variance", 1.0),
-                "no biases: pass bias_variance=1.0",
-            ),
             "biases set to 0": (lambda: setattr(kernel(), "bias_variance", 0), "bias_variance must be fin"),
-            "each dimension alone": (
-                lambda: kernel()(X, last_dim_is_batch=True).to_dense(),
-                "a network takes them together",
-            ),
         },
     )
 ]

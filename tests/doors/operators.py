@@ -50,11 +50,6 @@ DOORS = [
             "no index": (lambda: co.Subnetwork(co.GGN(lin()), torch.empty(0, dtype=torch.long)), "nothing"),
             "mask of another size": (lambda: co.Subnetwork(co.GGN(lin()), torch.ones(5).bool()), r"\(26,\)"),
             "indices that are real": (lambda: co.Subnetwork(co.GGN(lin()), [0.5]), TypeError, "integers"),
-            "names for indices": (
-                lambda: co.Subnetwork(co.GGN(lin()), ["0.weight"]),
-                TypeError,
-                r"indices must be positions or a boolean mask, got \['0.weight'\]",
-            ),
             "blocks that overlap": (lambda: co.BlockDiagonal(lin(), blocks=[["0.*"], ["*.bias"]]), "overlap"),
             "blocks of nothing": (lambda: co.BlockDiagonal(lin(), blocks=[["1.*"]]), "matches no parameter"),
             "a matrix as KFAC's prior": (lambda: co.KFAC(lin()).add_diagonal(torch.eye(26).double()), r"\(D,\)"),

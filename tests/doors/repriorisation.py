@@ -44,6 +44,7 @@ DOORS = [
         "reprior",
         rows={
             "no noise": (lambda: reprior(mlp(3, 4, 2), DATA), "noise is missing"),
+            "last with ntk": (lambda: reprior(mlp(3, 4, 2), DATA, NOISE, form="ntk", last="2"), "leave out one"),
             "classes without a level": (
                 lambda: reprior(mlp(3, 4, 3), classes(), likelihood="classification"),
                 "classes need reg=λ",
@@ -86,7 +87,7 @@ DOORS = [
                     mlp(3, 4, 2), DATA, NOISE, prior_precision=co.linalg.Dense(torch.eye(26).double(), psd=True)
                 ),
                 TypeError,
-                "must be a number, a vector or a mapping",
+                "prior_precision must be a positive number",
             ),
             "float32 beyond its digits": (
                 lambda: reprior(mlp(3, 20, 2).float(), DATA, 1e-07, form="feature"),
@@ -101,6 +102,7 @@ DOORS = [
             "stacked": (lambda: rep().map(rep().normal(2)), "torch.vmap"),
             "float32": (lambda: rep()({n: b.float() for n, b in phi().items()}), "float32 on cpu, but the network"),
             "one sample": (lambda: rep().divergence(1), "at least 2"),
+            "one draw": (lambda: rep().gradient_gap(rep().normal(1)), "at least 2"),
             "no estimate": (lambda: rep().estimated_logdet(phi()), "closed form: use logdet"),
             "a batch": (lambda: rep()(phi(), DATA), "leave batches out"),
         },

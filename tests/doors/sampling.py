@@ -117,10 +117,22 @@ DOORS = [
         rows={
             "lambda: S.sgld(F, 0.1)": (lambda: S.sgld(F, 0.1), "data_size is missing"),
             "lambda: S.pcn(F, 0.1, data_size=1)": (lambda: S.pcn(F, 0.1, data_size=1), "covariance is missing"),
+            "lambda: S.pcn(F, 1.1, covariance=1.0, data_size=1)": (
+                lambda: S.pcn(F, 1.1, covariance=1.0, data_size=1),
+                r"\(0, 1\]",
+            ),
+            "lambda: S.pcn(F, 0.1, covariance=1.0, mean=float(nan), data_size=1)": (
+                lambda: S.pcn(F, 0.1, covariance=1.0, mean=float("nan"), data_size=1),
+                "mean",
+            ),
             "lambda: S.RobbinsMonro(0.1, gamma=0.5)": (lambda: S.RobbinsMonro(0.1, gamma=0.5), "gamma must lie in"),
             "lambda: S.sgld(F, 0.1, data_size=1, preconditioner=-ones(4))": (
                 lambda: S.sgld(F, 0.1, data_size=1, preconditioner=-torch.ones(4)),
                 "positive semidefinite",
+            ),
+            "lambda: S.chains(S.chains(S.sgld(F, 0.1, data_size=1), 2), 2)": (
+                lambda: S.chains(S.chains(S.sgld(F, 0.1, data_size=1), 2), 2),
+                "already",
             ),
         },
     ),
@@ -151,18 +163,23 @@ DOORS = [
         },
     ),
     Door(
+        "states of samplers",
+        rows={"one chain for many": (lambda: S.chains(SGLD, 2).update(SGLD.init(ZERO)), "has chains")},
+    ),
+    Door(
         "starts of chains",
         rows={
             "another shape": (
                 lambda: S.chains(SGLD, 3).init([{"x": torch.ones(2)}] * 2 + [{"x": torch.ones(3)}]),
                 "differ in the names or shapes",
             ),
-            "none": (lambda: S.chains(SGLD, 3).init([]), "has 0 starts"),
+            "none": (lambda: S.chains(SGLD, 3).init([]), "0 starts for 3 chains"),
             "a group that is a number": (
                 lambda: S.chains(SGLD, 3, process_group=3),
                 TypeError,
                 "process_group must be",
             ),
+            "not gathered in one process": (lambda: S.chains(SGLD, 3, gather=False), "gather=False is for"),
         },
     ),
     Door(
@@ -225,6 +242,10 @@ DOORS = [
             "an acceptance with a schedule": (
                 lambda: S.run(S.lmc(F, S.Cosine(0.1, 5), data_size=1), ZERO, steps=5, warmup=5, target_acceptance=0.5),
                 "must be a number",
+            ),
+            "a generator beside a state": (
+                lambda: S.run(SGLD, SGLD.init(ZERO), steps=5, generator=seeded(0)),
+                "leave generator out",
             ),
             "a shuffling loader without a seed that is to be resumed": (
                 lambda: S.run(

@@ -285,7 +285,7 @@ DOORS = [
             "a network": (
                 lambda: co.sampling.sgld(net(), 1e-3),
                 TypeError,
-                r"a module, Sequential: pass co.sampling.log_posterior\(model, likelihood, data_size=N\)",
+                r"got Sequential. Pass .*log_posterior\(model, likelihood, data_size=N\)",
             ),
         },
     ),

@@ -245,7 +245,7 @@ def test_one_of_several_outputs_is_drawn_by_its_name() -> None:
     total = post.uncertainty(x)["values"].total[:, 1].sqrt()
     top = axes.collections[0].get_paths()[0].vertices[:, 1].max()
     assert top == pytest.approx(float((post.predict(x)["values"].mean[:, 1] + 2 * total).max()))
-    with pytest.raises(ValueError, match="it has no names: leave name out"):
+    with pytest.raises(ValueError, match="pass name=, one of"):
         regression(name="values")
 
 

@@ -100,12 +100,6 @@ def test_groups_that_cannot_be(arguments: dict[str, Any], words: str) -> None:
         post.predict(x, **arguments)
 
 
-def test_groups_of_no_points() -> None:
-    post, x = posterior("mlp", "KFAC")
-    with pytest.raises(ValueError, match="x has no points"):
-        post.predict(x[:0], groups=2)
-
-
 def test_groups_that_cut_sequences() -> None:
     post, x = posterior("sequences", "KFAC")
     with pytest.raises(ValueError, match="sequences of 2 positions"):

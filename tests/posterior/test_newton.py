@@ -24,15 +24,12 @@ class Line(Point):
     def loss(self):
         return self.value
 
-    def slope(self, step):
-        return self.gradient * step
-
-    def losses(self, step):
+    def along(self, step):
         def after(share):
             self.tried.append(share)
             return self.of(self.x + share * step)[0]
 
-        return after
+        return self.gradient * step, after
 
     def move(self, step, share):
         return Line(self.of, self.x + share * step)

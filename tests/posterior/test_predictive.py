@@ -75,7 +75,7 @@ def test_label_probabilities_by_each_link(labels):
     spread = normal_average(lambda f: f.sigmoid().square(), predicted.mean, predicted.variance) - exact.square()
     error = labels.probabilities(X, "mc", generator=generator()) - exact
     assert float((error / (spread / 1000).sqrt()).abs().max()) < 5
-    with pytest.raises(ValueError, match="'bridge' needs classes.*'probit', 'mc' or 'network'"):
+    with pytest.raises(ValueError, match="must be one of 'probit', 'mc', 'network', got 'bridge'"):
         labels.probabilities(X, "bridge")
 
 
@@ -247,7 +247,7 @@ def test_rates_and_predicted_variances_are_averaged_over_the_posterior():
     squared = normal_average(lambda f: (2 * f).exp(), predicted.mean, predicted.variance)
     torch.testing.assert_close(found.mean, rate, **TIGHT)
     torch.testing.assert_close(found.total, rate + squared - rate.square(), **TIGHT)
-    with pytest.raises(ValueError, match=r"uncertainty\(x\)\.mean"):
+    with pytest.raises(ValueError, match="no class probabilities"):
         counts.probabilities(X)
     both = posterior(co.likelihoods.HeteroscedasticGaussian(), 4, lambda x: x[:, :2].sin())
     predicted, found = both.predict(X), both.uncertainty(X)

@@ -545,7 +545,7 @@ def test_a_newer_or_a_damaged_file_is_named(tmp_path):
     assert "version 3 of its format" in refusal(co.load, path, model)
     file.write_text(json.dumps(whole)[:-5])
     assert "damaged" in refusal(co.load, path, model)
-    assert "there is no folder" in refusal(co.load, tmp_path / "q", model)
+    assert "nothing was saved there" in refusal(co.load, tmp_path / "q", model)
 
 
 def test_a_posterior_saved_by_the_first_version_is_read(tmp_path):
@@ -628,7 +628,7 @@ def test_an_operator_of_something_else_is_refused_by_name(tmp_path, annotations_
         ),
         "over a posterior": (lambda: laplace(lin, co.KFAC).save(folder), FileExistsError, "holds 'operator'"),
         "another model": (lambda: co.load(folder, net(seed=3)), ValueError, "weight"),
-        "nothing": (lambda: co.load(tmp_path / "nothing", model), FileNotFoundError, "no folder"),
+        "nothing": (lambda: co.load(tmp_path / "nothing", model), FileNotFoundError, "nothing was saved"),
     }
     for attempt, error, message in refused.values():
         with pytest.raises(error, match=message):

@@ -197,7 +197,6 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "two forms": lambda: post.predict((own,) if rank else own),
         "two numbers of functions": lambda: post.functions(own, 2 + rank, samples=draws[:1].expand(2 + rank, -1)),
         "groups that cut a rank's points": lambda: kfac.predict(x[:4] if rank else x[:3], groups=2),
-        "groups of none": lambda: kfac.predict(x[:0] if rank else x[:2], groups=2),
         "targets of another length on one rank": lambda: post.log_likelihood(own, y[: len(own) - rank]),
     }
     told = {name: outcome(ask) for name, ask in found.items()}
@@ -226,7 +225,6 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         "two forms": ("are of", "inputs of one form"),
         "two numbers of functions": ("2 functions", "3 functions"),
         "groups that cut a rank's points": ("must divide the 3 points", "must divide the 3 points"),
-        "groups of none": ("rank 1 has no points", "rank 1 has no points"),
         "targets of another length on one rank": ("rank 1 rejected its test points", "one target per point"),
         "messages for its own": ("2", "2"),
         "messages for all": ("6", "6"),

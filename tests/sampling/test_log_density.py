@@ -142,6 +142,13 @@ def test_batch_statistics_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
     with pytest.raises(ValueError, match=r"model.eval\(\)"):
         S.log_posterior(model, "classification", data_size=11)
+
+    def value(params: Any, batch: Any) -> Tensor:
+        return -torch.func.functional_call(model, params, (batch[0],)).square().mean()
+
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="batch statistics"):
+        S.run(S.chains(S.sgld(value, 0.1, data_size=11), 2), params, [(problem()[1], None)], steps=1)
     S.log_posterior(model.eval(), "classification", data_size=11)
 
 

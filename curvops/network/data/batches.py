@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
-from curvops.fingerprints import fingerprint, in_64_bits, ordered_sum, point_prints
+from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.batch_parts import (
     ACCEPTED,
     BatchParts,
@@ -282,36 +282,19 @@ class Batches:
                 batches.append((take(batch.inputs, index), targets, weights))
         return batches
 
-    def are(self, batches: Sequence[tuple[object, object]]) -> bool:
-        """Return whether all points are those of these (inputs, targets), in any order; False if they have weights.
-
-        Other numbers of points are told apart before anything is read or moved.
-        """
-        pairs = self._comparable(batches)
-        if sum(num_points(x) for x, _ in pairs) != self.num_data:
-            return False
-        prints = [int(point_prints(self._reading.read(pair).rows).sum()) for pair in pairs]
-        return in_64_bits(sum(prints)) == in_64_bits(self.prints.contents)
-
     def count_known(self, batches: Sequence[tuple[object, object]]) -> int:
-        """Return how many of these (inputs, targets) are points of the data, by a pass; 0 if the data have weights."""
-        prints = [point_prints(self._reading.read(pair).rows) for pair in self._comparable(batches)]
-        if not prints:
+        """Return how many of these (inputs, targets) are points of the data, by a pass; 0 if it cannot be known.
+
+        That is so if the data have weights or no labels, or if a batch is one whole.
+        """
+        pairs = [(normalise(x), targets_of(y)) for x, y in batches]
+        if self.weighted or not self.labelled or any(isinstance(x, WholeBatch) for x, _ in pairs):
             return 0
-        others = torch.cat(prints)
+        others = torch.cat([point_prints(self._reading.read(pair).rows) for pair in pairs])
         known = torch.zeros_like(others, dtype=torch.bool)
         for batch in self:
             known |= torch.isin(others, point_prints(batch.rows))
         return int(known.sum())
-
-    def _comparable(self, batches: Sequence[tuple[object, object]]) -> list[tuple[Inputs, Any]]:
-        """Return pairs of inputs and targets whose fingerprints can be those of the data; none if one cannot be."""
-        pairs = [(normalise(x), targets_of(y)) for x, y in batches]
-        if self.weighted or not self.labelled:
-            return []
-        if any(isinstance(x, WholeBatch) or y is None or sizes_of(y) != {num_points(x)} for x, y in pairs):
-            return []
-        return pairs
 
     @property
     def print_of_batches(self) -> int:

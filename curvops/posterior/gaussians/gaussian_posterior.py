@@ -205,8 +205,11 @@ class GaussianWeights(Predictive):
         generator: torch.Generator | None = None,
     ) -> tuple[LinearOperator, Estimate | None]:
         """Return P / T as the precision of a prior for other data, and the error of its form."""
-        if lin is not None:
-            require_new_data(lin, self.precision)
+        sources = sources_of(self.precision)
+        if lin is not None and (lin.source == self.lin.source or (sources and lin.source in sources.counts)):
+            raise ValueError(
+                "the earlier posterior has these data, which would count twice: linearise with the new data."
+            )
         compressed, error = compress_precision(form, self.precision.detached_from_weights(), rank, generator)
         return (compressed if self.temperature == 1 else compressed * (1 / self.temperature)), error
 
@@ -296,19 +299,6 @@ class GaussianPosterior(GaussianWeights):
         exact = len(self.mean) <= routes.MOST_DECOMPOSED or isinstance(matrix, Dense)
         return logdet(matrix, rtol=rtol, max_matvecs=len(self.mean) if exact else None, generator=generator) * sign
 
-    def prior_for(
-        self,
-        lin: Linearization | None,
-        form: str | None = None,
-        rank: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> tuple[LinearOperator, Estimate | None]:
-        if lin is not None and lin.source == self.lin.source:
-            raise ValueError(
-                "the earlier posterior has these data, which would count twice: linearise with the new data."
-            )
-        return super().prior_for(lin, form, rank, generator)
-
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
         """Return the operators; if one is the lazy inverse of the other, only the other is recorded."""
         operators = (("covariance", self.covariance, self.precision), ("precision", self.precision, self.covariance))
@@ -345,13 +335,6 @@ def flatten_weights(lin: Linearization, params: Any, rows: bool = False) -> Floa
         raise ValueError(f"params must be a vector ({lin.num_parameters},){or_rows}, got shape {tuple(params.shape)}.")
     check_like("params", params, lin.theta, "the posterior")
     return params
-
-
-def require_new_data(lin: Linearization, precision: LinearOperator) -> None:
-    """Raise ValueError if an earlier posterior, or its prior, has the same data, which would count twice."""
-    sources = sources_of(precision)
-    if sources is not None and lin.source in sources.counts:
-        raise ValueError("the earlier posterior has these data, which would count twice: linearise with the new data.")
 
 
 def compress_precision(

@@ -6,9 +6,10 @@ Immer, Korzepa & Bauer 2021 for the predictive of the linearised network; MacKay
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -41,9 +42,8 @@ from curvops.posterior.gaussians.updating import (
     add_data,
     as_prior,
     checked_posterior,
-    mode_gap,
     replace_noise,
-    replace_prior,
+    require_equal_on_ranks,
     with_left_out_noise,
 )
 from curvops.posterior.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
@@ -55,7 +55,7 @@ from curvops.posterior.log_evidence import (
     find_evidence,
     log_determinant,
 )
-from curvops.posterior.precision import inverse_for, plan
+from curvops.posterior.precision import inverse_for, plan, require_usable
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.storage import from_record
@@ -130,7 +130,11 @@ class Laplace(GaussianWeights):
 
         NaN if the data of the curvature are unknown (see `log_evidence`).
         """
-        return mode_gap(self.terms)
+        of_prior, of_data = self.prior.gradient(self.mean), self.cache.gradient()
+        if of_data is None:
+            return math.nan
+        gradient = (of_data + of_prior).norm()
+        return 0.0 if gradient == 0 else float(gradient / of_prior.norm())
 
     def with_prior(self, prior_precision: PriorPrecision, prior_mean: PriorMean | None = None) -> Laplace:
         """Return the posterior under another prior; the two share everything that does not depend on the prior.
@@ -142,7 +146,13 @@ class Laplace(GaussianWeights):
         Returns:
             The posterior under that prior.
         """
-        return replace_prior(self, prior_precision, prior_mean)
+        prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, self.lin.model, self.lin)
+        if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
+            prior = replace(prior, mean=self.prior_mean)
+        new = replace(self, prior=prior, prior_error=None, tuning=None)
+        require_equal_on_ranks(new)
+        require_usable(new.terms)
+        return new
 
     def with_noise(
         self, noise: float | Float[Tensor, "*C"] | Mapping[Any, Any], generator: torch.Generator | None = None
@@ -230,10 +240,9 @@ class Laplace(GaussianWeights):
         check_accuracy(rtol, generator)
         self.cache.require_gradients()
         start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
-        if isinstance(noise, Noise):
+        if noise is not None:
+            check_kind("noise", noise, Noise, "the `noise` of earlier deviations")
             noise.require_of(self.lin, k)
-        elif noise is not None:
-            raise TypeError(f"noise must be the `noise` of earlier deviations, got {type(noise).__name__}.")
 
         def problem() -> dict[str, Any]:
             return (

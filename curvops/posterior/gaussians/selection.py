@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.argument_types import Points, PriorPrecision
-from curvops.checks import check_choice, check_generator, checked_indices, checked_number, checked_whole, shown
+from curvops.checks import check_choice, check_generator, checked_indices, checked_number, checked_whole, refuse
 from curvops.errors import InertWeightsWarning, warn
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.core import solve_routes as routes
@@ -69,13 +69,10 @@ def _swag(ingredients: Ingredients) -> Tensor:
         weights = (
             ingredients.lin.flatten(snapshot) if isinstance(snapshot, Mapping) else torch.as_tensor(snapshot).to(mean)
         )
-        if weights.shape != mean.shape:
-            raise ValueError(f"a snapshot has shape {tuple(weights.shape)}, expected ({len(mean)},).")
         count, gap = count + 1, weights.detach() - mean
         mean = mean + gap / count
         squares = squares + gap * (weights.detach() - mean)
-    if count < 2:
-        raise ValueError(f"snapshots= gave {count}: a variance needs at least two (a generator is read once).")
+    refuse(count < 2, f"snapshots= gave {count}: a variance needs at least two (a generator is read once).")
     return squares / (count - 1)
 
 
@@ -176,12 +173,9 @@ def _within(lin: Linearization, modules: str | Sequence[str] | None) -> Int[Tens
     """Return the positions of the parameters that the globs match."""
     if modules is None:
         return torch.arange(lin.num_parameters, device=lin.theta.device)
-    globs = [modules] if isinstance(modules, str) else list(modules) if isinstance(modules, Iterable) else []
-    if not globs:
-        raise TypeError(f"modules must be a glob over parameter names or a list of them, got {shown(modules)}.")
-    places = lin.model.selection.positions()
+    globs, places = [modules] if isinstance(modules, str) else modules, lin.model.selection.positions()
     for glob in globs:
-        if not isinstance(glob, str) or not lin.model.selection.matching(glob):
+        if not lin.model.selection.matching(glob):
             raise ValueError(f"modules={glob!r} matches none of the parameters {list(places)}.")
     positions = torch.cat([places[name].flatten() for name in lin.model.selection.matching(*globs)])
     return positions[positions >= 0].sort().values.to(lin.theta.device)

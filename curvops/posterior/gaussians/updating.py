@@ -1,4 +1,4 @@
-"""A Laplace posterior under another prior, another noise or after further data, and the checks of a new posterior."""
+"""A Laplace posterior under another noise or after further data, and the checks of a new posterior."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.arguments import check_linearization, checked_curvature
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.precision import require_usable
-from curvops.posterior.terms import CurvatureCache, KroneckerPrior, PrecisionTerms, Prior, read_prior
+from curvops.posterior.terms import CurvatureCache, KroneckerPrior, Prior, read_prior
 from curvops.summary import summary
 
 FAR_NOISE = 3.0
@@ -50,23 +50,12 @@ def as_prior(prior_precision: Any, prior_mean: Any, network: Model, lin: Lineari
     return read_prior(prior_precision.prior_for(lin)[0], prior_precision.mean, network, posterior=True)
 
 
-def replace_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updated:
-    """Return the posterior under another prior, with the same cache."""
-    prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, post.lin.model, post.lin)
-    if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
-        prior = replace(prior, mean=post.prior_mean)
-    new = replace(post, prior=prior, prior_error=None, tuning=None)
-    _require_equal_on_ranks(new)
-    require_usable(new.terms)
-    return new
-
-
 def tell_choice(post: Updated, by: str) -> Updated:
     """Return the posterior with what chose its prior precision, which its repr shows."""
     return replace(post, prior=replace(post.prior, chosen_by=by))
 
 
-def _require_equal_on_ranks(post: Any) -> None:
+def require_equal_on_ranks(post: Any) -> None:
     """Raise RanksDifferError, on all ranks that share the data, unless they were given the same posterior."""
     if post.lin.passes.is_shared:
         facts = {"the curvature": form_of(post.curvature), "the temperature": post.temperature}
@@ -170,24 +159,20 @@ def warn_of_noise(lin: Linearization) -> None:
 
     An estimated noise, one that is being learned, and one without data or with an exact fit are left alone.
     """
-    gaussians = [member.of_position for member in lin.likelihood.members if isinstance(member.of_position, Gaussian)]
-    if all(needs_noise(gaussian) or gaussian.noise.requires_grad for gaussian in gaussians):
-        return
-    if not lin.data.is_present or not lin.data.labelled:
+
+    def is_given(likelihood: Likelihood) -> bool:
+        gaussian = likelihood.of_position
+        return isinstance(gaussian, Gaussian) and not needs_noise(gaussian) and not gaussian.noise.requires_grad
+
+    if not lin.data.is_present or not lin.data.labelled or not any(map(is_given, lin.likelihood.members)):
         return
     for member, sums in gaussians_with_sums(lin.likelihood, lin.squared_residuals()):
-        if sums is not None:
-            _warn_of_one_noise(member, sums, torch.finfo(lin.theta.dtype).eps)
+        squares = None if sums is None else mean_squares(member, sums, torch.finfo(lin.theta.dtype).eps)
+        if squares is not None and is_given(member):
+            _warn_of_one_noise(member.of_position, squares)
 
 
-def _warn_of_one_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: float) -> None:
-    gaussian = likelihood.of_position
-    assert isinstance(gaussian, Gaussian)
-    if needs_noise(gaussian) or gaussian.noise.requires_grad:
-        return
-    squares = mean_squares(likelihood, sums, eps)
-    if squares is None:
-        return
+def _warn_of_one_noise(gaussian: Any, squares: Float[Tensor, " C"]) -> None:
     ratios = (gaussian.noise.detach().double() / squares).nan_to_num(1.0).flatten()  # of outputs that have targets
     worst = float(ratios[ratios.log().abs().argmax()])
     if 1 / FAR_NOISE <= worst <= FAR_NOISE:
@@ -214,7 +199,13 @@ def add_data(
     check_linearization(lin)
     if not isinstance(curvature, LinearOperator):
         lin = with_left_out_noise(lin)
-    form = checked_form(form, rank)
+    if form is not None:
+        check_choice("form", form, FORMS)
+    if rank is not None:
+        checked_whole("rank", rank)
+        form = form or "low_rank"
+    if rank is not None and form == "kronecker":
+        raise ValueError(f"rank={rank} is for form='low_rank' or 'low_rank_diagonal'; a Kronecker form has none.")
     chosen = remake_curvature(post.curvature, lin, generator, BY_DATA) if curvature is None else curvature
     compressed, error = post.prior_for(lin, form, rank, generator)
     prior = read_prior(compressed, post.mean, lin.model, posterior=True)
@@ -235,36 +226,14 @@ def remake_curvature(
     return remade
 
 
-def checked_form(form: Any, rank: Any) -> str | None:
-    """Return the form in which an earlier posterior is to be kept; a rank alone means "low_rank"."""
-    if form is not None:
-        check_choice("form", form, FORMS)
-    if rank is not None:
-        checked_whole("rank", rank)
-    if rank is not None and form == "kronecker":
-        raise ValueError(f"rank={rank} is for form='low_rank' or 'low_rank_diagonal'; a Kronecker form has none.")
-    return "low_rank" if form is None and rank is not None else form
-
-
-def mode_gap(terms: PrecisionTerms) -> float:
-    """Return ‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*; NaN if the data are unknown."""
-    of_prior, of_data = terms.prior.gradient(terms.lin.theta), terms.cache.gradient()
-    if of_data is None:
-        return math.nan
-    gradient = (of_data + of_prior).norm()
-    return 0.0 if gradient == 0 else float(gradient / of_prior.norm())
-
-
 def checked_posterior(post: Updated, check_mode: bool) -> Updated:
     """Return the posterior; raise as `laplace` does. Its evidences warn of weights that are no mode with check_mode."""
     check_flag("check_mode", check_mode)
-    _require_equal_on_ranks(post)
+    require_equal_on_ranks(post)
     require_usable(post.terms)
     post.cache.checks_mode &= check_mode  # False if it has warned
     labelled = isinstance(post.cache.data, str) or all(lin.data.labelled for lin in post.cache.data)
     gradient = post.cache.gradient() if check_mode and labelled else None
     if gradient is not None and not bool(gradient.isfinite().all()):
-        raise ValueError(
-            "the log-likelihood's gradient holds NaN or Inf: see lin.outputs(), and leave such points out."
-        )
+        raise ValueError("the log-likelihood's gradient holds NaN or Inf: see lin.outputs(), leave such points out.")
     return post

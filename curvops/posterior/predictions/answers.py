@@ -23,7 +23,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import Points
-from curvops.checks import check_choice, shown
+from curvops.checks import check_choice, refuse, shown
 from curvops.errors import NotLogitsWarning, warn
 from curvops.linalg import Estimate
 from curvops.metrics import divergences
@@ -43,7 +43,7 @@ from curvops.operators import Linearization
 
 MOST_MOVED = 1.0
 """The most, in nats, by which a constant in all logits may move one against another without a warning."""
-COPIES = 10
+DYADIC_COPIES = 10
 """The number of copies of its two points in each pair of the dyadic score."""
 NODES, FARTHEST = 1001, 8.5
 """The points of the integrals over a normal logit, and the standard deviations to which they reach on both sides.
@@ -103,8 +103,8 @@ def draw_pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tenso
     """Draw ⌊n/2⌋ random pairs of points (2, m) and the copies of each in its pair: n₁ ~ U{1, …, 9}, n₂ = 10 − n₁."""
     device = None if generator is None else generator.device
     order = torch.randperm(n, generator=generator, device=device)[: n - n % 2].view(2, -1)
-    first = torch.randint(1, COPIES, order.shape[1:], generator=generator, device=device)
-    return order, torch.stack([first, COPIES - first])
+    first = torch.randint(1, DYADIC_COPIES, order.shape[1:], generator=generator, device=device)
+    return order, torch.stack([first, DYADIC_COPIES - first])
 
 
 def dyadic_score(
@@ -265,27 +265,17 @@ def _of_variances(mean: Tensor, aleatoric: Tensor, epistemic: Tensor) -> Uncerta
     return Uncertainty(mean, aleatoric + epistemic, aleatoric, epistemic, None, "variance")
 
 
-LINKS = ("probit", "mc", "bridge", "bridge_norm", "network")
-
-
 def checked_link(link: str | None, likelihood: Likelihood) -> str:
     """Return the link, of logits "probit" if it is None, otherwise "mc".
 
     Raises ValueError for an unknown link, one that does not fit the likelihood, or one without probabilities.
     """
-    link = ("probit" if isinstance(likelihood, LABELS) else "mc") if link is None else link
-    check_choice("link", link, LINKS)
-    if likelihood.form not in NAMED:
-        instead = (
-            "predict or functions(x, k), or for logits the likelihood nn.CrossEntropyLoss() or Bernoulli()"
-            if likelihood.form is None
-            else "predict, or uncertainty(x).mean for the targets' mean"
-        )
-        raise ValueError(f"{likelihood!r} has no class probabilities; use {instead}.")
-    if link not in ("mc", "network") and not isinstance(likelihood, LABELS):
-        raise ValueError(f"link={link!r} needs logits, which {likelihood!r} has not: use 'mc' or 'network'.")
-    if link.startswith("bridge") and not isinstance(likelihood, Categorical):
-        raise ValueError(f"link={link!r} needs classes; for {likelihood!r} use 'probit', 'mc' or 'network'.")
+    refuse(likelihood.form not in NAMED, f"{likelihood!r} has no class probabilities; use predict or functions(x, k).")
+    links = ("mc", "network")
+    if isinstance(likelihood, LABELS):  # whose outputs are logits
+        links = ("probit", *links, *(("bridge", "bridge_norm") if isinstance(likelihood, Categorical) else ()))
+    link = links[0] if link is None else link
+    check_choice(f"link of {likelihood!r}", link, links)
     return link
 
 
@@ -450,6 +440,5 @@ class NamedPredictions(Mapping[Any, Any]):
         """Return an answer for each output whose targets have a form that suits it."""
         targets = {name: output.lin.likelihood.of_position for name, output in self.outputs.items()}
         answers = {name: ask(self.outputs[name]) for name, target in targets.items() if suits(target.form)}
-        if not answers:
-            raise ValueError(f"none of the likelihoods of {list(targets)} has {what}: {list(targets.values())}.")
+        refuse(not answers, f"none of the likelihoods of {list(targets)} has {what}: {list(targets.values())}.")
         return answers

@@ -12,7 +12,6 @@ If the mean of the Gaussian is a `step` away from θ*, the mean of the outputs m
 
 from __future__ import annotations
 
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -48,17 +47,14 @@ from curvops.posterior.predictions.answers import (
     join_uncertainties,
     moments_of_draws,
 )
-from curvops.ranks.split_points import SplitPoints
 
 OUTPUT_DRAWS = 1000
 """The number of draws of the outputs at each point for averages over them, if no samples are given."""
 DRAWN_NUMBERS = 2**23
 """How many numbers these draws take at a time."""
-SHARE = 4
-"""The activations of one pass take at most one part in this many of the memory that is left."""
-LARGE = 2**18
-"""Bytes of activations per draw above which passes of several draws at once gain nothing on a CPU (convolutions with
-different weights for each draw take 2.5 times as long)."""
+MAPPED_BYTES = 2**18
+"""The bytes of activations per draw up to which passes of several draws at once gain time on a CPU; above, convolutions
+with different weights for each draw take 2.5 times as long."""
 
 
 SomeOutputs = TypeVar("SomeOutputs", bound="OutputDistribution")
@@ -132,10 +128,8 @@ class OutputDistribution(ABC):
         """Raise ValueError if the size of a group does not divide the number of points, or would cut sequences."""
         positions = self.lin.num_outputs // self.lin.output_shape[-1]
         if points % together or (together % positions and positions % together):
-            whole = "" if positions == 1 else f" (sequences of {positions} positions, which count as that many points)"
-            raise ValueError(
-                f"groups={together} must divide the {points} points of x{whole}: pad x, or leave out points at its end."
-            )
+            cut = "" if positions == 1 else f", and sequences of {positions} positions count as that many"
+            raise ValueError(f"groups={together} must divide the {points} points of x{cut}: pad x, or leave some out.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,10 +149,7 @@ class NormalOutputs(OutputDistribution):
         rows, C = jacobian.shape[-2], self.lin.output_shape[-1]
         inverse = self.inverse_for(rows, self.rtol)
         if jacobian.is_recorded and carries_graph(inverse.representation()):
-            raise ValueError(
-                "x requires a gradient, and so does the prior precision or the likelihood's noise, but covariances "
-                "have a gradient in only one of them. Detach one."
-            )
+            raise ValueError("covariances have a gradient in x, or in the prior precision and the noise: detach one.")
         covariance: LinearOperator
         if not rows:
             shape = (0, 0) if together is None else (0, together * C, together * C)
@@ -168,7 +159,8 @@ class NormalOutputs(OutputDistribution):
             covariance = JointCovariance(jacobian, weighted, jacobian.mT)
         else:
             budget = jacobian.passes.memory_budget
-            covariance = PointCovariance(jacobian, inverse, together * C, self.temperature, budget, Cache())
+            options = {"outputs": together * C, "temperature": self.temperature}
+            covariance = PointCovariance(jacobian, inverse, **options, memory_budget=budget, cache=Cache())
         self._covariances[together] = covariance
         return covariance
 
@@ -194,10 +186,7 @@ class NormalOutputs(OutputDistribution):
     ) -> OutputMoments:
         """Return the moments over draws from each point's own covariance; raise ValueError for joint ones."""
         if together != 1:
-            raise ValueError(
-                f"a joint distribution of targets of {likelihood!r} needs draws of the weights, which are joint over "
-                "points: pass samples=post.sample(k)."
-            )
+            raise ValueError(f"joint targets of {likelihood!r} need draws of the weights: pass samples=post.sample(k).")
         means, blocks = [], []
         for draws in self.draws(normals, start):
             mean, deviations, noise = moments_of_draws(likelihood, draws, self.correction)
@@ -229,7 +218,8 @@ class DrawnOutputs(OutputDistribution):
         """Return the mean over draws of the outer products of the outputs' deviations."""
         last = deviations.movedim(0, -1)
         if together is not None:
-            return SampledCovariance(last.unflatten(0, (-1, together)).flatten(1, 2), self.lin.memory_budget, Cache())
+            blocks = last.unflatten(0, (-1, together)).flatten(1, 2)
+            return SampledCovariance(blocks, memory_budget=self.lin.memory_budget, cache=Cache())
         root = last.flatten(0, 1)
         return LowRank(root, root.new_full(root.shape[1:], 1 / root.shape[1]))
 
@@ -288,9 +278,9 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
     count, points = num_points(inputs), lin.data.largest
     first = first_of(inputs)
     draw_bytes = saved_bytes(lin.model, first) // num_points(first) * min(points, count) + samples[0].nbytes
-    if draw_bytes > LARGE and samples.device.type == "cpu":
+    if draw_bytes > MAPPED_BYTES and samples.device.type == "cpu":
         return None
-    draws = max(1, int(max(0, lin.memory.room()) // (SHARE * max(1, draw_bytes))))
+    draws = max(1, lin.memory.room() // (4 * draw_bytes))  # activations take a quarter of the memory that is left
     run, pieces = torch.func.vmap(lin.model, (0, None)), [batch for _, batch in cut(inputs, points)]
     try:
         with warnings.catch_warnings():
@@ -311,7 +301,7 @@ def _named(lin: Linearization, samples: Float[Tensor, "k D"]) -> dict[str, Tenso
     return torch.func.vmap(lin.unflatten_weights)(samples)
 
 
-FEW = 64
+WHOLE_BLOCKS = 64
 """Up to this many outputs per point, variances are read from the blocks, which cost little more."""
 
 
@@ -335,16 +325,15 @@ class PointBlocks(Operator):
             n, c = self.shape[:2]
             raise ValueError(
                 f"the {c:,} × {c:,} covariances of {n:,} points need {needed:,} bytes, and the memory budget is "
-                f"{budget:,}. Variances do not need them (.variance, .stddev, link='probit'); link='mc', "
-                "uncertainty and log_likelihood can use draws of the weights instead, samples=post.sample(k). Or pass "
-                "fewer points at a time, or a larger memory_budget to co.linearize."
+                f"{budget:,}. Variances do not need them (.variance, link='probit'), nor draws of the weights, "
+                "samples=post.sample(k). Or pass fewer points, or co.linearize a larger memory_budget."
             )
         cache: Cache = self._kwargs["cache"]
         return cache.get_or_compute("blocks", self.representation(), partial(self._compute, False))
 
     def _diagonal(self) -> Tensor:
         cache, tensors = self._kwargs["cache"], self.representation()
-        if self.shape[-1] <= FEW or cache.get("blocks", tensors) is not None:
+        if self.shape[-1] <= WHOLE_BLOCKS or cache.get("blocks", tensors) is not None:
             return self.to_dense().diagonal(dim1=-2, dim2=-1)
         variances: Tensor = cache.get_or_compute("variances", tensors, partial(self._compute, True))
         return variances
@@ -377,9 +366,6 @@ class PointBlocks(Operator):
 class SampledCovariance(PointBlocks):
     """The mean over k draws of (J z_k)(J z_k)ᵀ within each point, from the deviations J z_k (N, C, k)."""
 
-    def __init__(self, pushed: Float[Tensor, "N C k"], memory_budget: int, cache: Cache) -> None:
-        super().__init__(pushed, memory_budget=memory_budget, cache=cache)
-
     @property
     def pushed(self) -> Tensor:
         """The pushed deviations J z_k, (N, C, k)."""
@@ -398,25 +384,13 @@ class SampledCovariance(PointBlocks):
 
 
 class PointCovariance(PointBlocks):
-    """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one per point: (N, C, C); points are treated as independent.
+    """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one per point: (N, C, C), from J and P⁻¹; points are independent.
 
     With more rows per block (`outputs`), a block is the joint covariance of several points. The first use solves N·C
     systems with P, in blocks (none for a structured P, see `operators.point_covariance`). The result takes N·C²
     numbers, or N·C for variances alone, and is kept unless a gradient in the prior precision or the likelihood's
     hyperparameters is required.
     """
-
-    def __init__(
-        self,
-        jacobian: Jacobian,
-        inverse: LinearOperator,
-        outputs: int,
-        temperature: float,
-        memory_budget: int,
-        cache: Cache,
-    ) -> None:
-        options = {"memory_budget": memory_budget, "cache": cache}
-        super().__init__(jacobian, inverse, outputs=outputs, temperature=temperature, **options)
 
     def _size(self) -> torch.Size:
         c: int = self._kwargs["outputs"]
@@ -428,15 +402,10 @@ class PointCovariance(PointBlocks):
 
 
 class CovarianceOverRanks(PointBlocks):
-    """Covariances that are gathered from the ranks, or cut from those of all, when they are first used.
+    """Covariances that are gathered from the ranks by `split`, or cut from those of all, when they are first used.
 
     `size` is their number; or their rows, if they are joint. All ranks must use them in the same order.
     """
-
-    def __init__(
-        self, base: LinearOperator, split: SplitPoints, size: int, cache: Cache, memory_budget: float = math.inf
-    ) -> None:
-        super().__init__(base, split=split, size=size, cache=cache, memory_budget=memory_budget)
 
     def _size(self) -> torch.Size:
         base, size = self._args[0], self._kwargs["size"]
@@ -457,9 +426,8 @@ class JointCovariance(Product):
         if needed > max(jacobian.passes.memory_budget, SMALL_BYTES):
             raise ValueError(
                 f"the joint covariance of {self.shape[-1]:,} outputs needs {needed:,} bytes, and the memory budget is "
-                f"{jacobian.passes.memory_budget:,}. Use joint draws, post.functions(x, k), the lazy low rank of "
-                "samples=post.sample(k), independent points (joint=False), fewer points, or a larger memory_budget of "
-                "co.linearize."
+                f"{jacobian.passes.memory_budget:,}. Use joint draws, post.functions(x, k), samples=post.sample(k), "
+                "joint=False, fewer points, or a larger memory_budget of co.linearize."
             )
         return row_covariances(jacobian, self.factors[1], self.shape[-1])[0]
 

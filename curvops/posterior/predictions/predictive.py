@@ -5,6 +5,7 @@ A posterior provides its outputs (`outputs.py`); each method passes them to the 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Points
-from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
+from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole, refuse
 from curvops.linalg import Estimate
 from curvops.linalg.core.cache import Cache
 from curvops.network import PointNormals
@@ -196,8 +197,7 @@ class Predictive(ABC):
         """
         k = checked_whole("k", k)
         samples = self.sample(k, generator, rtol) if samples is None else checked_draws(samples, self.mean)
-        if len(samples) != k:
-            raise ValueError(f"k is {k}, but there are {len(samples)} samples; pass k=len(samples).")
+        refuse(len(samples) != k, f"k is {k}, but there are {len(samples)} samples; pass k=len(samples).")
         return self.at(x, samples, gather=gather).functions()
 
     def probabilities(
@@ -336,12 +336,8 @@ class Predictions:
         check_flag("noise", noise)
         likelihood = self._target if noise else None
         if likelihood is not None and likelihood.form != "numbers":
-            raise ValueError(
-                "noise=True adds the observation noise of real targets that are independent given the outputs, but "
-                f"this is {likelihood!r}. Use uncertainty(x) for the variance, or the entropy, of its targets."
-            )
-        if groups is not None and joint:
-            raise ValueError("joint=True makes a single group of all points; pass groups or joint=True, not both.")
+            raise ValueError(f"noise=True is for real targets, but this is {likelihood!r}: use uncertainty(x).")
+        refuse(joint and groups is not None, "joint=True makes a single group: pass groups or joint=True, not both.")
         together = None if joint else 1 if groups is None else checked_whole("groups", groups)
         call, lin = f"predictions, joint within {together or 'all'} points", self.lin
         by_draws = likelihood is not None and not isinstance(likelihood, NUMBERS)
@@ -349,12 +345,8 @@ class Predictions:
         normals = normals_for(self._outputs, fixed) if by_draws else None
         outputs, split = self._split(self._outputs, call, normals, together is None and self.gather)
         if together not in (None, 1):
-            C = lin.output_shape[-1]
-            for rank, count in enumerate(split.counts):
-                outputs.require_whole_groups(count * lin.num_outputs // C, together)
-                if not count and not self.gather:
-                    raise ValueError(f"rank {rank} has no points, and groups need some: pass gather=True.")
-            outputs.require_whole_groups(outputs.jacobian.shape[-2] // C, together)
+            for points in (*split.counts, outputs.jacobian.shape[-2] // lin.num_outputs):
+                outputs.require_whole_groups(points * lin.num_outputs // lin.output_shape[-1], together)
         if likelihood is None:
             mean, covariance = outputs.mean, outputs.covariance(together)
         else:
@@ -362,9 +354,9 @@ class Predictions:
         if split.ranks is not None:
             mean = split.rows_asked_for(mean)
             size = mean.numel() if together is None else len(mean) // together
-            covariance = covariance if split.is_done else CovarianceOverRanks(covariance, split, size, Cache())
-        if groups is not None and not len(mean):
-            raise ValueError("x has no points, and groups need some: leave groups out if x may be empty.")
+            if not split.is_done:
+                options = {"split": split, "size": size, "memory_budget": math.inf, "cache": Cache()}
+                covariance = CovarianceOverRanks(covariance, **options)
         if joint or groups is not None:
             return MultitaskNormal(mean if joint else mean.unflatten(0, (-1, groups)), covariance)
         if self.samples is None or noise:
@@ -378,10 +370,7 @@ class Predictions:
             ValueError: there are no samples.
         """
         if self.samples is None or not isinstance(self._outputs, DrawnOutputs):
-            raise ValueError(
-                "functions() needs draws of the weights, post.at(x, samples=post.sample(k)); or use "
-                "post.functions(x, k), which draws them."
-            )
+            raise ValueError("pass draws, post.at(x, samples=post.sample(k)); or use post.functions(x, k).")
         outputs, split = self._split(self._outputs, f"{len(self.samples)} functions")
         return split.rows_asked_for(outputs.functions(), 1)
 
@@ -432,8 +421,7 @@ class Predictions:
         check_choice("link", link, ("mc", "probit"))
         likelihood = self._target
         by_probit = link == "probit"
-        if by_probit and joint:
-            raise ValueError("link='probit' scores each point; pairs of points, joint=True, need link='mc'.")
+        refuse(by_probit and joint, "link='probit' scores each point; pairs of points, joint=True, need link='mc'.")
         if by_probit:
             answers.checked_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if joint else self._outputs
