@@ -94,7 +94,7 @@ def linearize() -> Callable[[], Any]:
 CALLS = {
     "linearize": (linearize, 31, 268),
     "G @ v": (product, 13, 55),
-    "P.solve(b)": (solve, 28, 181),
+    "P.solve(b)": (solve, 28, 179),
     "co.linalg.cg(P, B)": (block_solve, 22, 142),
     "co.linalg.trace(G)": (trace, 35, 170),
     "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 48, 306),

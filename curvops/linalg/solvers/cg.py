@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -207,8 +206,10 @@ class ConjugateGradients:
         self.norm_A = 0.0
         self.last: list[Vectors] = []
         """The directions W of the last step, scaled so that WᵀAW = I, and their images AW."""
-        self.panels: list[Panel] = []
-        """The first directions of the solve, at most ``most``: rounding loses conjugacy to these."""
+        self.panels: list[tuple[Vectors, Vectors]] = []
+        """The first directions of the solve and their images, at most ``most``: rounding loses conjugacy to these."""
+        self.last_panel: tuple[Vectors, ...] = ()
+        """The memory of the last panel, with room for more."""
         self.count = 0
         """The number of directions in the panels."""
         self.nearest = list(self.records.best)
@@ -257,8 +258,7 @@ class ConjugateGradients:
 
     def state(self) -> dict[str, Any]:
         """Return the state from which a run continues."""
-        panels = [panel.pair for panel in self.panels]
-        return state_of(self, STATE) | {"records": self.records.state(), "panels": panels}
+        return state_of(self, STATE) | {"records": self.records.state(), "panels": self.panels}
 
     def propose(self) -> tuple[Vectors, list[float], Tensor]:
         """Return preconditioned residuals, conjugate to the last directions, with ‖r‖ and their products on the CPU."""
@@ -277,8 +277,7 @@ class ConjugateGradients:
             sizes = torch.where(overlap > 0, overlap.sqrt(), 1.0)
             return P / sizes.to(P.device, P.dtype, non_blocking=True)
         Q = independent_basis(P, overlap)
-        for panel in self.panels:  # as late as this, since a basis of nearly dependent columns magnifies its error
-            W, AW = panel.pair
+        for W, AW in self.panels:  # as late as this, since a basis of nearly dependent columns magnifies its error
             axpy(Q, W, -gram(AW, Q))
         return Q
 
@@ -367,13 +366,16 @@ class ConjugateGradients:
         r = W.shape[1]
         if not r or self.count + r > self.most:
             return
-        if not self.panels or self.panels[-1].filled + r > self.panels[-1].W.shape[1]:
-            width = min(max(64, r), self.most - self.count)
-            self.panels.append(Panel(empty_block(W, width), empty_block(W, width)))
-        panel = self.panels[-1]
-        put(panel.W, panel.filled, W)
-        put(panel.AW, panel.filled, AW)
-        panel.filled += r
+        filled = self.panels[-1][0].shape[1] if self.panels else 0
+        if self.panels and filled + r <= self.last_panel[0].shape[1]:
+            self.panels.pop()
+        else:
+            filled, width = 0, min(max(64, r), self.most - self.count)
+            self.last_panel = empty_block(W, width), empty_block(W, width)
+        directions, images = self.last_panel
+        put(directions, filled, W)
+        put(images, filled, AW)
+        self.panels.append((part(directions, 0, filled + r), part(images, 0, filled + r)))
         self.count += r
 
     def inspect(self, positions: Sequence[int], failed: Mapping[int, Reason]) -> None:
@@ -414,8 +416,7 @@ class ConjugateGradients:
                 replaced.append(i)
         if replaced:
             put_columns(self.r, index[replaced], columns(true, torch.tensor(replaced)))
-            for panel in self.panels:  # these components are in no later direction
-                W, AW = panel.pair
+            for W, AW in self.panels:  # these components are in no later direction
                 alpha = gram(W, self.r)
                 axpy(self.x, W, alpha)
                 axpy(self.r, AW, -alpha)
@@ -488,20 +489,6 @@ class ConjugateGradients:
         """Stop every active column."""
         everyone = range(len(self.active))
         self.inspect(everyone, dict.fromkeys(everyone, reason))
-
-
-@dataclass(eq=False)
-class Panel:
-    """Directions side by side, with room for more: W and AW, of which the first ``filled`` columns are in use."""
-
-    W: Float[Vectors, "n j"]
-    AW: Float[Vectors, "n j"]
-    filled: int = 0
-
-    @property
-    def pair(self) -> tuple[Vectors, Vectors]:
-        """The directions and their images."""
-        return part(self.W, 0, self.filled), part(self.AW, 0, self.filled)
 
 
 def classify_directions(

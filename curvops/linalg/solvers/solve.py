@@ -21,7 +21,6 @@ The rules are in `linalg/core/solve_routes.py`; `print(A.plan())` shows them for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -100,7 +99,7 @@ def _method_for(system: System) -> Method:
 def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
     """Collect the facts about A that decide the route: those needed now, or all of them (`whole`)."""
     square = A.shape[-1] == A.shape[-2]
-    form = square and exact_solver(A) is not None
+    form = square and hasattr(A, "exact_solver") and A.exact_solver() is not None
     tagged = whole or not form  # tags may read numbers from a device
     system = System(
         rows=max(A.shape[-2:]),
@@ -117,11 +116,6 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
     if square and len(A.shape) == 2 and not system.symmetric and _method_for(system) == "lsmr":
         return replace(system, symmetric=seems_symmetric(A))
     return system
-
-
-def exact_solver(A: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return the function block -> A⁻¹ block of an operator's closed form, None if it has none or is foreign."""
-    return A.exact_solver() if hasattr(A, "exact_solver") else None
 
 
 def is_at_hand(A: Any) -> bool:
@@ -247,7 +241,7 @@ class Request:
             return X.reshape(len(X), *rhs.shape[:-2], rhs.shape[-1]).movedim(0, -2)
         common: dict[str, Any] = {"rtol": self.rtol, "maxiter": self.maxiter}
         if self.method == "closed form":
-            exact = exact_solver(operator)
+            exact = operator.exact_solver() if hasattr(operator, "exact_solver") else None
             if exact is None:
                 raise ValueError(f"no closed form of {type(operator).__name__} is known; use method='auto'.")
             return shaped_as(exact(as_columns(rhs)), rhs)

@@ -143,7 +143,7 @@ def test_a_diagonal_that_is_too_small_is_an_error_but_rounding_is_not(dtype):
 def test_a_low_rank_part_above_its_matrix_is_told_from_an_inexact_diagonal():
     A = torch.logspace(0, -6, 30, dtype=torch.float64).diag()
     above = LowRank(torch.eye(30, dtype=torch.float64)[:, :3], 1.1 * A.diagonal()[:3])
-    with pytest.raises(ValueError, match="by co.low_rank"):
+    with pytest.raises(ValueError, match="beside co.low_rank"):
         above.with_diagonal(A.diagonal())
 
 
