@@ -89,10 +89,14 @@ def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
 
 
+LONG = 2.0
+"""A first run of so many seconds counts: what it does once is little of it, and others would take as long."""
+
+
 def least(work: Callable[[], Any], runs: int = 3) -> float:
-    """Return the least time of a few runs, in seconds, after one that is not counted."""
-    work()
-    return min(seconds(work) for _ in range(runs))
+    """Return the least time of a few runs, in seconds, after one that is not counted, unless it is long."""
+    first = seconds(work)
+    return first if first > LONG else min(seconds(work) for _ in range(runs))
 
 
 def row(package: str, name: str) -> dict[str, Any]:
