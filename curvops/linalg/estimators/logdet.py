@@ -169,26 +169,23 @@ def _bound_and_levels(
     return bound, [bound + float(s or 0.0) for s in shifts]
 
 
-def _solve_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner | None, shift: float) -> VectorPairs:
-    """Make pairs for (A + shift I)⁻¹ from Lanczos probes z and the solves of z that Lanczos reached.
+def _solve_pairs(probes: list[Vectors], P: FactoredPreconditioner | None, shift: float) -> VectorPairs:
+    """Make pairs for (A + shift I)⁻¹ from probes z, random signs.
 
-    With l = (A + shift I)⁻¹P^½z and r = P^-½z, E l rᵀ = (A + shift I)⁻¹. Lanczos approximates (P^-½(A + shift
-    I)P^-½)⁻¹z; in the backward pass, conjugate gradients continue from there to a relative residual of 1e-6.
+    With l = (A + shift I)⁻¹P^½z and r = P^-½z, E l rᵀ = (A + shift I)⁻¹; conjugate gradients in the backward pass solve
+    to a relative residual of 1e-6.
 
     Raises:
         ConvergenceError: a solve fails, in the backward pass.
     """
 
     def pairs(A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
-        total = sum(signs.shape[1] for signs, _ in solves)
+        total = sum(signs.shape[1] for signs in probes)
         base, rtol = shifted(A.detach(), shift), 1e-6
-        for signs, guess in solves:
-            Z = signs.to(guess.dtype)
-            right, target, start = Z, Z, guess
-            if P is not None:
-                right, target, start = P.sqrt_inverse(Z), P.sqrt(Z), P.sqrt_inverse(guess)
-            left = accept(cg(base, target, x0=start, preconditioner=P, rtol=rtol), rtol)
-            yield left / total, right
+        for signs in probes:
+            Z = signs.to(A.dtype)
+            right, target = (Z, Z) if P is None else (P.sqrt_inverse(Z), P.sqrt(Z))
+            yield accept(cg(base, target, preconditioner=P, rtol=rtol), rtol) / total, right
 
     return pairs
 
@@ -304,9 +301,7 @@ def _by_probes(
             P = pilot.preconditioner(mu)
         elif decays:
             if budget // 2 >= min(DETERMINANT_RANK, n):  # otherwise products are kept for the preconditioner
-                sampler = Sampler(
-                    excess.after(spent).with_half_memory(), [log_ratio(mu)], beside, scale, mu if solves else None
-                )
+                sampler = Sampler(excess.after(spent).with_half_memory(), [log_ratio(mu)], beside, scale)
                 sampler.first(FIRST_PROBES)
             worth = 0.0 if sampler is None else min(most, sampler.eigenvalues_above(LEFT * mu))
             if sampler is None or sampler.capped or not sampler.add(worth=worth):
@@ -319,12 +314,12 @@ def _by_probes(
     if sampler is None:
         whitened = excess.multiply if P is None else _whiten(excess.multiply, P, mu, floor)
         left = replace(excess.after(spent).with_half_memory(), multiply=whitened)
-        sampler = Sampler(left, [log_ratio(floor)], logdet_of_P + beside, scale, floor if solves else None)
+        sampler = Sampler(left, [log_ratio(floor)], logdet_of_P + beside, scale)
         sampler.first(FIRST_PROBES)
     sampler.add()
     estimate = sampler.quadrature().logdet(floor)
     estimate = replace(estimate + (logdet_of_P + n * math.log(mu)), matvecs=estimate.matvecs + spent)
-    return estimate, _solve_pairs(sampler.solves, P, mu - bound) if solves else None
+    return estimate, _solve_pairs(sampler.signs, P, mu - bound) if solves else None
 
 
 def _less(multiply: Multiply, bound: float) -> Multiply:

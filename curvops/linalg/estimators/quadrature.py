@@ -344,8 +344,7 @@ class Sampler:
 
     The first of ``functions`` decides the depth; the number of probes suffices for all of them. ``offset`` is the part
     of the trace that needs no probes; the tolerance is relative to the whole. ``scale`` is the size of the matrix
-    behind the products, if it is larger than they are. With ``solved``, a shift, ``solves`` stores each probe and its
-    product with (G + shift I)⁻¹.
+    behind the products, if it is larger than they are. ``signs`` are the probes.
     """
 
     def __init__(
@@ -354,14 +353,12 @@ class Sampler:
         functions: Sequence[ScalarFunction],
         offset: float = 0.0,
         scale: float = 0.0,
-        solved: float | None = None,
     ) -> None:
         self.probed, self.facts, self.rtol = probed, probed.facts, probed.limits.tolerance
-        self.functions, self.offset, self.scale, self.solved = functions, offset, scale, solved
+        self.functions, self.offset, self.scale = functions, offset, scale
         self.budget, self.memory_budget = probed.limits.products, probed.limits.memory
         self.rules: list[Rules] = []
         self.signs: list[Vectors] = []
-        self.solves: list[tuple[Vectors, Vectors]] = []
         self.matvecs, self.depth, self.capped = 0, 0, False
 
     def _probes(self, count: int, depth: int) -> Vectors:
@@ -376,11 +373,6 @@ class Sampler:
         lanczos.check(self.scale)
         self.rules = [*before, *(rules(lanczos, k, self.scale) for k in range(lanczos.K))]
         return self.quadrature()
-
-    def _spend(self, lanczos: LockStep) -> None:
-        self.matvecs += lanczos.matvecs
-        if self.solved is not None:
-            self.solves.append((self.signs[-1], lanczos.inverse_times_start(self.solved)))
 
     def first(self, count: int) -> None:
         """Deepen the first probes until their bracket is half as wide as the expected error of the probes."""
@@ -399,7 +391,7 @@ class Sampler:
 
         lanczos.extend(least)
         self.capped = not lanczos.deepen(lambda depth: max(least, depth // 4), is_bracketed)
-        self._spend(lanczos)
+        self.matvecs += lanczos.matvecs
         self.depth = int(lanczos.depths.max())
 
     def _goal(self, value: Tensor) -> float:
@@ -421,7 +413,7 @@ class Sampler:
             lanczos = LockStep(self.probed.multiply, self._probes(count, self.depth), self.depth)
             lanczos.extend(self.depth)
             self._collect(lanczos, self.rules)
-            self._spend(lanczos)
+            self.matvecs += lanczos.matvecs
 
     def probes_needed(self, sketch: Nystrom | None = None) -> int:
         """Return how many probes the tolerance needs, judging by the spread of the present ones."""

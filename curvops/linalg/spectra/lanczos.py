@@ -29,7 +29,6 @@ from curvops.linalg.core.vectors import (
     describe_square,
     empty_block,
     inner,
-    join,
     largest,
     norm,
     part,
@@ -297,17 +296,6 @@ class LockStep:
                     axpy(blocks[k], part(self.store, first, first + 1), C[m + 1 : m + 2])
         depths = enumerate(self.depths.tolist())
         return blocks, [tridiagonal(alphas[k, :m], betas[k, : m - 1]) for k, m in depths]
-
-    def inverse_times_start(self, shift: float) -> Float[Vectors, "n K"]:
-        """Return (A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches, without more products."""
-        solutions = []
-        for k in range(self.K):
-            m = int(self.depths[k])
-            unit = torch.zeros(m, dtype=torch.float64)
-            unit[0] = self.sizes[k]
-            y = torch.linalg.solve(self.tridiagonal(k) + shift * torch.eye(m, dtype=torch.float64), unit)
-            solutions.append(combine(self.vectors(k, m), y[:, None]))
-        return join(*solutions)
 
     def reserve(self, capacity: int) -> None:
         """Reserve memory for ``capacity`` steps, keeping those done.

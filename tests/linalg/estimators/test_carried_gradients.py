@@ -120,7 +120,7 @@ def test_the_logdet_gradient_lies_within_its_standard_error(preconditioner, as_t
     assert (slopes.mean() - exact @ along).abs() < 4 * slopes.std() / 12**0.5 < 0.1 * (exact @ along).abs()
 
 
-def test_the_gradient_costs_only_what_the_solves_lack():
+def test_the_gradient_costs_a_solve_for_each_probe_less_than_half_of_the_value():
     calls = 0
 
     class Counted(Gram):
@@ -131,11 +131,10 @@ def test_the_gradient_costs_only_what_the_solves_lack():
 
     root, shift = gram(400, 100, decay=1.5)
     e = logdet(Counted(root, shift), shift=0.5, max_matvecs=390, generator=generator())
-    forward, probes = calls, e.samples
+    forward = calls
     assert forward == e.matvecs
     e.value.backward()
-    # Lanczos has solved the preconditioned systems nearly: a few iterations, a check and the derivative's own product.
-    assert calls - forward <= 10 * probes
+    assert calls - forward < forward / 2
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
