@@ -22,8 +22,10 @@ from curvops.linalg import (
     dual_descent,
     effective_dimension,
     eigsh,
+    frobenius_norm,
     lanczos,
     logdet,
+    low_rank,
     lsmr,
     nystrom,
     solve,
@@ -152,6 +154,15 @@ DOORS = [
         },
     ),
     Door(
+        "low_rank",
+        rows={
+            "rank=3, memory_budget=100": (
+                lambda: low_rank(positive(1, 9)[0], rank=3, memory_budget=100),
+                "memory_budget",
+            )
+        },
+    ),
+    Door(
         "lanczos",
         rows={
             "steps=2, start=zeros(4)": (lambda: lanczos(torch.eye(4), steps=2, start=torch.zeros(4)), "not zero"),
@@ -190,6 +201,9 @@ DOORS = [
         },
     ),
     Door("diagonal", rows={"few products": (lambda: diagonal(torch.eye(300), max_matvecs=3), "at least 4")}),
+    Door(
+        "frobenius_norm", rows={"not square": (lambda: frobenius_norm(torch.ones(2, 300), method="xtrace"), "square")}
+    ),
     Door(
         "effective_dimension",
         rows={

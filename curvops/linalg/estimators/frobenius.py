@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import Progress
+from curvops.checks import refuse
 from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.probed import Estimator, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate
@@ -77,7 +78,8 @@ def frobenius_norm(
         An Estimate of ‖A‖_F.
 
     Raises:
-        ValueError: the method is unknown, a product is not finite, or the budget is too small.
+        ValueError: the method is unknown, xtrace gets a rectangular A, a product is not finite, or the budget is too
+            small.
 
     Source: after XTrace, Epperly, Tropp & Webber 2024.
 
@@ -91,6 +93,7 @@ def frobenius_norm(
     square = facts.rows == facts.columns
     method = ("xtrace" if square else "hutchinson") if method is None else method
     limits = Limits(rtol, max_matvecs)
+    refuse(method == "xtrace" and not square, f"xtrace needs a square A, got {facts.rows} x {facts.columns}.")
     families: dict[str, Callable[[Probed], Estimator]] = {"xtrace": XNorm, "hutchinson": Norms}
     return estimate(A, method, families, _exact, limits, generator)[0]
 

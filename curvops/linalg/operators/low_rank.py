@@ -20,6 +20,7 @@ from curvops.checks import (
     check_tensor,
     checked_number,
     checked_whole,
+    refuse,
     require_no_graph,
 )
 from curvops.errors import RankWarning, warn
@@ -438,8 +439,8 @@ def low_rank(
         A LowRank operator with its `error`.
 
     Raises:
-        ValueError: rank is not in 1..n, rtol is not in (0, 1), a tensor in A requires a gradient (Â has none), or the
-            checkpoint belongs to another problem.
+        ValueError: rank is not in 1..n, rtol is not in (0, 1), the budget is below one vector, a tensor in A requires a
+            gradient (Â has none), or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
         NotPositiveSemidefiniteError: an eigenvalue clearly below zero was found.
 
@@ -460,6 +461,9 @@ def low_rank(
         checked_number("rtol", rtol, "(0, 1)")
     aim = (0.01 if rank is None else None) if rtol is None else rtol
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, SKETCH_RANK))
+    least = SKETCH_ARRAYS * facts.vector_bytes
+    small = memory_budget is not None and memory_budget < least
+    refuse(small, f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
     saved = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
     generator = spawn_generator(generator)
     beside = saved.source("generator of the error's probes", derive_generator(generator), facts.device)
