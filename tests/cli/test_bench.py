@@ -191,7 +191,7 @@ def test_a_logdet_without_a_bound_is_a_note(module, tmp_path):
     result = invoke(
         "--problem", f"{module}:dense", "--method", "logdet", "--budget", 20, "--budget", 30, "--output", tmp_path
     )
-    assert result.exit_code == 0 and "needs shift or lower_bound" in result.output, result.output
+    assert result.exit_code == 0 and "needs shift=, lower_bound=" in result.output, result.output
     assert result.output.count("logdet failed") == 1  # not once a budget
 
 

@@ -237,10 +237,6 @@ def correlated(f: Tensor) -> distributions.Distribution:
     return distributions.MultivariateNormal(f, torch.eye(2, dtype=f.dtype) + 0.5)
 
 
-def squashed(f: Tensor) -> distributions.Distribution:
-    return distributions.TransformedDistribution(distributions.Normal(f, 1.0), [distributions.SigmoidTransform()])
-
-
 def angles(f: Tensor) -> distributions.Distribution:
     return distributions.Independent(distributions.VonMises(f, 2.0), 1)
 
@@ -272,11 +268,6 @@ REFUSED = {
     "the noise of counts": (counts, 2, lambda x: events(x), lambda p: p.predict(X, noise=True), "noise=True"),
     "the noise of dependent entries": (correlated, 2, real, lambda p: p.predict(X, noise=True), "noise=True"),
     "probabilities of numbers": (correlated, 2, real, lambda p: p.probabilities(X), "no class probabilities"),
-    "a variance that torch does not know": (
-        *(squashed, 2, lambda x: real(x).sigmoid()),
-        lambda p: p.uncertainty(X),
-        "TransformedDistribution, whose mean",
-    ),
     "a mean that does not exist": (
         *(lambda f: distributions.Cauchy(f, 0.5), 2, real),
         lambda p: p.predict(X, noise=True),
