@@ -305,10 +305,12 @@ def _by_probes(
                 sampler.first(FIRST_PROBES)
             worth = 0.0 if sampler is None else min(most, sampler.eigenvalues_above(LEFT * mu))
             if sampler is None or sampler.capped or not sampler.add(worth=worth):
-                spent += 0 if sampler is None else sampler.matvecs
-                sampler = None  # frees its probes
-                full = grow(excess.apart(), None, most, LEFT * mu, 1e12)
-                P, spent = full.preconditioner(mu), spent + full.matvecs
+                of_probes = 0 if sampler is None else sampler.matvecs
+                rank = most if sampler is None else min(most, (budget - spent - of_probes) // 2)
+                if rank:
+                    sampler = None  # frees its probes
+                    full = grow(excess.apart(), None, rank, LEFT * mu, 1e12)
+                    P, spent = full.preconditioner(mu), spent + of_probes + full.matvecs
     # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for our own P.
     logdet_of_P = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)
     if sampler is None:

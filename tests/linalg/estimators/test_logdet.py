@@ -145,6 +145,14 @@ def test_a_budget_that_is_too_small_says_so():
         assert e.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED) and e.matvecs <= budget
 
 
+def test_probes_that_spend_the_budget_leave_no_sketch():
+    """At κ = 1e12 the first probes take all of the 800 products: a sketch beyond them had a negative size."""
+    values = 20 * log_spaced(1000, 1e12)
+    e = logdet(symmetric(values), shift=1e-6, max_matvecs=800, generator=generator())
+    low, high = e.interval()
+    assert e.matvecs <= 800 and not e.accepted and low <= (values + 1e-6).log().sum() <= high
+
+
 @pytest.mark.parametrize("n", [200, 270])
 def test_a_shift_below_float32_rounding_is_a_precision_limit_with_an_interval_that_holds(n):
     values = torch.cat([torch.zeros(n // 2), torch.logspace(0, -2, n // 2)]).double()
