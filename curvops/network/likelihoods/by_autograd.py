@@ -337,7 +337,10 @@ class FromDistribution(ByAutograd):
                 f"{self!r} makes a {type(_base(p)).__name__} of angles, which have no {name} as numbers do: use "
                 "log_likelihood, or draws of the outputs, post.functions(x, k)."
             )
-        moment: Tensor = getattr(p, name)
+        try:
+            moment: Tensor = getattr(p, name)
+        except NotImplementedError as error:
+            raise ValueError(f"{self!r} makes a {type(p).__name__}, whose {name} torch does not know.") from error
         if moment.numel() and bool(moment.isnan().all()):
             raise ValueError(f"{self!r} makes a {type(p).__name__}, which has no {name}: use log_likelihood.")
         return moment
