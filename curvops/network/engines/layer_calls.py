@@ -35,7 +35,7 @@ from curvops.network.engines.rows_of_points import (
     points_of_rows,
 )
 from curvops.network.engines.rules import Rule, SingleRows, rule_for, rule_of
-from curvops.network.engines.rules.layer_rules import LinearRule
+from curvops.network.engines.rules.layer_rules import LinearRule, ScaleRule
 from curvops.network.model.model import NOTHING, Model
 from curvops.network.model.parameters import Blocks
 
@@ -263,11 +263,17 @@ def record(
         note(module, args, kwargs, output)
         return output
 
+    def note_and_part(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+        """Note a norm; return a copy of a view, as of instance norms, since what writes to it bypasses its edge."""
+        note(module, args, kwargs, output)
+        return output.clone() if output._is_view() and output.grad_fn is not None else None
+
     handles: list[Any] = []
     try:
         for module in owners:
-            if rule_of(type(module)) is not None:
-                hook = repeat_and_note if module in shared else note
+            if (rule := rule_of(type(module))) is not None:
+                own = note_and_part if isinstance(rule, ScaleRule) else note
+                hook = repeat_and_note if module in shared else own
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
         with model.differentiating(), Projections(attentions, note) if attentions else NOTHING:
             outputs = model(model.leaves(), inputs)

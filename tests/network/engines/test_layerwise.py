@@ -343,3 +343,15 @@ def test_a_layer_that_is_not_the_last_for_all_points_is_in_one_pass() -> None:
     biases = torch.tensor([0.0] * 24 + [1.0] * 3).double().unsqueeze(1)
     assert agree(push(passes, biases), far.repeat_interleave(3, 0))
     assert seen[-1] == 70
+
+
+def test_a_norm_whose_result_is_a_view_keeps_its_rule_under_an_activation_in_place() -> None:
+    """As in U-Nets: autograd writes into the view, and the layer's own output leaves the graph."""
+    layers = [nn.Conv2d(1, 3, 3), nn.InstanceNorm2d(3, affine=True), nn.LeakyReLU(0.1, inplace=True), nn.Flatten()]
+    model, x = nn.Sequential(*layers, nn.Linear(48, 2)).double(), torch.randn(4, 1, 6, 6, dtype=torch.float64)
+    assert model[:2](x)._is_view()
+    passes = Passes(Model(model), batches(x, (4,)), engine="layerwise", memory_budget=PLENTY)
+    J = dense_jacobian(model, x)
+    assert agree(squared_columns(passes), J.square().sum(0))
+    require_products(passes, J)
+    assert not passes.plan.others
