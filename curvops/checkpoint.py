@@ -21,15 +21,16 @@ import contextlib
 import hashlib
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ ASIDE = ("checkpoint", "progress", "callback", "memory_budget", "preconditioner"
 """Arguments that determine how a problem is solved but not which problem it is, or that cannot be identified."""
 DEEPEST = 6
 """The largest depth of nested objects that `identify` describes."""
+DEVICE = re.compile(r"(cuda|xpu|hpu):\d+")
 COMMON = frozenset(vars(nn.Module()))
 """The attributes of every module."""
 TOLD = (Tensor, LinearOperator, str, int, float, tuple, list, torch.Size)
@@ -366,18 +368,18 @@ def _text(value: Any, depth: int, seen: dict[int, Any]) -> str:
         return f"{kind.__qualname__}({numbers})"
     if isinstance(value, torch.Generator):
         return f"Generator({seed_of(value)})"
-    if isinstance(value, torch.device):
-        return value.type  # ranks, and a run that is resumed, may have other ones
+    if isinstance(value, torch.device) or (isinstance(value, str) and DEVICE.fullmatch(value)):
+        return str(value).partition(":")[0]  # ranks, and a run that is resumed, may have other ones
     if isinstance(value, Enum):
         return f"{kind.__qualname__}.{value.name}"
     if isinstance(value, float):
         return repr(float(value))  # NumPy's numbers, too
     if value is None or isinstance(value, int | complex | str | bytes | torch.dtype | torch.Size | range):
         return repr(value)
-    if hasattr(value, "__qualname__"):
+    if hasattr(value, "__qualname__") and not isinstance(value, MethodType):
         return str(value.__qualname__)
-    if isinstance(value, np.ndarray):
-        return digest([torch.from_numpy(value)])
+    if hasattr(value, "__array_interface__"):
+        return f"{kind.__qualname__}({value.dtype}, {value.shape}, {hashlib.sha256(value.tobytes()).hexdigest()})"
     if depth == 0:
         raise UnidentifiedValueError
     if isinstance(value, tuple | list | set | frozenset):
@@ -406,6 +408,8 @@ def _parts(value: Any) -> Mapping[Any, Any]:
         return value
     if isinstance(value, partial):
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if isinstance(value, MethodType):
+        return {"func": value.__func__, "of": value.__self__}
     if isinstance(value, LinearOperator):
         arguments = {**dict(enumerate(value._args)), **value._kwargs}
         return {

@@ -274,6 +274,7 @@ UNLIKE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "an attribute": (lambda: Loose(a=LONG, b=1), lambda: Loose(a=LONG, b=2)),
     "a function": (lambda: torch.sin, lambda: torch.cos),
     "an argument of a function": (lambda: partial(torch.add, 1), lambda: partial(torch.add, 2)),
+    "the object of a method": (lambda: Loose(a=1).told, lambda: Loose(a=2).told),
     "a class": (lambda: nn.Tanh, lambda: nn.ReLU),
     "a generator": (lambda: torch.Generator().manual_seed(0), lambda: torch.Generator().manual_seed(1)),
     "a module's mode": (lambda: linear(), lambda: linear().eval()),

@@ -237,6 +237,8 @@ def ekf(
     check_choice("form", form, FORMS)
     check_choice("fisher", fisher, FISHERS)
     check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(model, likelihood, ...)")
+    shared = log_posterior.ranks is not None
+    refuse(shared, "ekf is not for a log posterior over a process group: filter all data in each process.")
     refuse(rank is not None and form != "low_rank_diagonal", f"rank={rank!r}, but {form!r} has no rank: leave it out.")
     return ExtendedKalmanFilter(
         **common_arguments(log_posterior, lr, 1.0, None, None),

@@ -402,6 +402,7 @@ class LowRank(Operator):
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         require_not_negative(self.values)
+        refuse(self.layouts is not None, "a LowRank whose vectors are sharded over ranks cannot be drawn from.")
         return self.root @ normal(len(self.values), k, self.dtype, self.device, generator)
 
 
