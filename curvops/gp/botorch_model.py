@@ -79,7 +79,9 @@ class LaplaceModel(Model, FantasizeMixin):
         super().__init__()
         check_kind("post", post, Laplace, "a Laplace posterior from co.laplace")
         check_choice("mode", mode, MODES)
-        if len(post.lin.output_shape) > 1 or isinstance(post.lin.likelihood, Multitask):
+        several = isinstance(post.lin.likelihood, Multitask)
+        refuse(several, "a BoTorch model has one output vector per point: linearise a network that returns one.")
+        if len(post.lin.output_shape) > 1:
             raise ValueError("a BoTorch model has one vector of outputs per point: append nn.Flatten() to the network.")
         self.post, self.likelihood = post, post.lin.likelihood
         self._step = None if mode == "map" else post.linear_mode().theta - post.lin.theta

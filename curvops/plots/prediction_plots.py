@@ -67,7 +67,7 @@ def regression(
     points = np.sort(style.vector("x", x))
     lin = post.lin
     names = list(lin.likelihood.likelihoods) if isinstance(lin.likelihood, Multitask) else [None]
-    refuse(name not in names, f"regression draws one output of the network: pass name=, one of {names}; got {name!r}.")
+    refuse(name not in names, f"regression draws one output: pass name=, one of {names}; got name={name!r}.")
     x_train, y_train, shape = _training_data(lin, name)
     inputs = torch.as_tensor(points, dtype=lin.theta.dtype, device=lin.theta.device).reshape(shape)
     at: Any = post.at(inputs)

@@ -422,8 +422,9 @@ def common_arguments(
         )
     if data_size is None and own_size is None:
         raise ValueError(
-            "data_size is missing: pass the number N of points whose mean log_posterior is (1 for a density that is no "
-            "mean over data), or build it with co.sampling.log_posterior(...), which carries N."
+            "data_size is missing: log_posterior is a mean over N points, and temperature 1 is the posterior only "
+            "if N is known. Pass data_size=N (1 for a density that is not a mean over data), or build log_posterior "
+            "with co.sampling.log_posterior(...), which carries it."
         )
     if data_size is None:
         data_size = own_size

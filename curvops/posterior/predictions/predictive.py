@@ -336,7 +336,10 @@ class Predictions:
         check_flag("noise", noise)
         likelihood = self._target if noise else None
         if likelihood is not None and likelihood.form != "numbers":
-            raise ValueError(f"noise=True is for real targets, but this is {likelihood!r}: use uncertainty(x).")
+            raise ValueError(
+                f"noise=True adds the observation noise of real targets, but this is {likelihood!r}: uncertainty(x) "
+                "has the variance, or the entropy, of targets."
+            )
         refuse(joint and groups is not None, "joint=True makes a single group: pass groups or joint=True, not both.")
         together = None if joint else 1 if groups is None else checked_whole("groups", groups)
         call, lin = f"predictions, joint within {together or 'all'} points", self.lin
