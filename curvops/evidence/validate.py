@@ -135,7 +135,8 @@ def _check_points(post: Laplace, held_out: Sequence[tuple[Any, Any]], targets: S
         raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")
     if 2 * known > count:
         why = f"{known} of the {count} held-out points are training points"
-    counted = post.lin.likelihood.of_position.counted(every := torch.cat(list(targets)))
+    every = torch.cat(list(targets))
+    counted = post.lin.likelihood.of_position.counted(every)
     every = every if counted is None else every[counted]
     if len(every) and bool((every == every[:1]).all()):
         why = f"all {count} held-out points have the same target"
