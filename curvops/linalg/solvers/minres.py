@@ -179,6 +179,8 @@ class MinimalResiduals(ShortRecurrence):
         self.norm_T = self.asymmetry = self.gap = 0.0
         self.near: set[int] = set()
         """Positions whose recurrence is near a null vector."""
+        self.spoiled: dict[int, float] = {}
+        """‖A z‖/(‖A‖‖z‖) of columns from which so much was removed along z that z is no longer a null vector."""
         z, beta = self.in_metric(r)
         before, v, wl, w = (zero_block(r, K) for _ in range(4))
         self.vectors = LanczosVectors(before, r, as_block(z), v, wl, w, as_block(records.X))
@@ -269,7 +271,8 @@ class MinimalResiduals(ShortRecurrence):
             self.metric[j] = residual / measure if measure > 0 else 1.0
             drifted = measure > 2 * float(self.scalars.phi[j])
             null = records.normal[column] <= records.vanishing
-            over = drifted or j in ended
+            restarts = records.reference[column] == math.inf
+            over = drifted or j in ended or restarts or (null and column in self.spoiled)
             checks.append(ColumnCheck(residual, residual <= records.rtol, over, null))
 
         def restart(again: list[int]) -> None:
@@ -299,7 +302,9 @@ class MinimalResiduals(ShortRecurrence):
     def lift(self, positions: Sequence[int], x: Vectors, r: Vectors, which: list[int]) -> list[float]:
         """Return ‖A z‖/(‖A‖‖z‖), z = M⁻¹r, of some columns, otherwise NaN; remove null vectors from x and r.
 
-        In an inconsistent system r is the only null vector in the Krylov space (Liu, Milzarek & Roosta 2022).
+        In an inconsistent system r is the only null vector in the Krylov space (Liu, Milzarek & Roosta 2022). It is one
+        up to rounding: if much of x is removed, much of its error enters x, and the numbers are those after the
+        removal.
         """
         normal = [math.nan] * len(positions)
         if not which:
@@ -307,23 +312,34 @@ class MinimalResiduals(ShortRecurrence):
         index = torch.tensor(which)
         left = columns(r, index)
         z, square = self.in_metric(left)
-        image = self.multiply(z)
-        self.records.matvecs += z.shape[1]
-        sizes, heights = to_host(norm(z), norm(image))
-        self.norm_A = raise_norm(self.norm_A, heights.tolist(), sizes.tolist())
-        gains = heights / positive(self.norm_A * sizes)
+        image, sizes, gains = self.images(z)
         moved = columns(x, index)
         if self.origin is not None:
             moved -= columns(self.origin, torch.tensor([self.active[positions[i]] for i in which]))
         null = (gains <= self.records.vanishing) & (square > 0)
-        dots = to_host(inner(left, moved))[0]
+        dots, lengths = to_host(inner(left, moved), norm(moved))
         along = np.where(null, dots / np.where(null, square**2, 1.0), 0.0)
         share = torch.from_numpy(along).to(self.B.device)
         put_columns(x, index, plus(columns(x, index), z, -share))
         put_columns(r, index, plus(left, image, share))
-        for i, value in zip(which, gains.tolist()):
-            normal[i] = value
+        # More of x, along a null vector, adds errors that have to be measured.
+        spoiled = (np.abs(along) * sizes > 1e-2 * lengths).nonzero()[0]
+        if len(spoiled):
+            z, _ = self.in_metric(columns(r, index[torch.from_numpy(spoiled)]))
+            _, _, gains[spoiled] = self.images(z)
+        for k, (i, value) in enumerate(zip(which, gains.tolist())):
+            normal[i], column = value, self.active[positions[i]]
+            if k in spoiled and self.records.vanishing < value < 0.5 * self.spoiled.get(column, math.inf):
+                self.spoiled[column], self.records.reference[column] = value, math.inf  # the column restarts from here
         return normal
+
+    def images(self, z: Vectors) -> tuple[Vectors, Numbers, Numbers]:
+        """Return A z, the norms of z, and ‖A z‖/(‖A‖‖z‖)."""
+        image = self.multiply(z)
+        self.records.matvecs += z.shape[1]
+        sizes, heights = to_host(norm(z), norm(image))
+        self.norm_A = raise_norm(self.norm_A, heights.tolist(), sizes.tolist())
+        return image, sizes, heights / positive(self.norm_A * sizes)
 
     def stop(self, column: int, reason: Reason) -> None:
         skewed = reason in UNDECIDED and self.asymmetry > math.sqrt(self.eps) and self.gap > self.rounding
