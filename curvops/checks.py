@@ -216,11 +216,6 @@ def in_forward_mode() -> bool:
     return bool(forward_ad._current_level >= 0)
 
 
-def in_transform() -> bool:
-    """Return whether the call is inside a transform of `torch.func`, such as `vmap`, or a level of dual numbers."""
-    return in_forward_mode() or in_functorch()
-
-
 def in_functorch() -> bool:
     """Return whether the call is inside a transform of `torch.func`, such as `vmap`."""
     return torch._C._functorch.peek_interpreter_stack() is not None

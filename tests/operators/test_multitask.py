@@ -629,6 +629,12 @@ def test_equal_weights_by_name_are_those_of_the_points(kind: Any) -> None:
     torch.testing.assert_close(named, of_points, **TIGHT)
 
 
+def test_weights_by_name_in_columns_are_refused() -> None:
+    net, x, y = Several({"class": 3, "value": 2}).double(), normal(N, 4), FIRST.targets
+    with pytest.raises(ValueError, match=r"weights\['class'\] must have shape .* a number for each point"):
+        co.linearize(net, (x, y, {name: torch.ones(N, 1) for name in y}), FIRST.likelihoods, weights=True)
+
+
 def test_weights_by_name_are_one_number_for_each_point() -> None:
     net, x, y = Several({"class": 3, "value": 2}).double(), normal(N, 4), FIRST.targets
     one = torch.ones(N, dtype=torch.float64)

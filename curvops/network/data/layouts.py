@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checks import check_shape
+
 Name: TypeAlias = str | int
 """The key of an output: of a mapping, the name of an attribute, or the position in a tuple."""
 
@@ -190,6 +192,7 @@ class NamedLayout(Layout):
         for name in [member.name for member in self.members]:
             assert name is not None
             column = part_of(w, name, "the sample weights")
+            check_shape(f"weights[{name!r}]", column, (len(column),), "They are a number for each point.")
             columns.append(column)
         return torch.stack([column.double() for column in columns], 1)
 
