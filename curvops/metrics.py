@@ -36,12 +36,12 @@ __all__ = [
 ]
 
 
-def accuracy(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Float[Tensor, ""]:
+def accuracy(probabilities: Float[Tensor, "N ..."], labels: Int[Tensor, "N ..."]) -> Float[Tensor, ""]:
     """Return the fraction of points whose most probable class is the label; between 0 and 1.
 
     Args:
-        probabilities: class probabilities, (N, C).
-        labels: the true classes, (N,), in 0..C − 1.
+        probabilities: class probabilities, (N, C), or of positions (N, ..., C) or (N, C, ...).
+        labels: the true classes, (N,) or (N, ...), in 0..C − 1.
 
     Returns:
         The fraction, a number.
@@ -54,12 +54,12 @@ def accuracy(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> 
         >>> co.metrics.accuracy(p, labels)
         tensor(0.6667)
     """
-    _check(probabilities, labels)
+    probabilities, labels = _scored(probabilities, labels)
     return (probabilities.argmax(-1) == labels).to(probabilities.dtype).mean()
 
 
 def nll(
-    probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, reduction: str = "mean"
+    probabilities: Float[Tensor, "N ..."], labels: Int[Tensor, "N ..."], *, reduction: str = "mean"
 ) -> Float[Tensor, "*shape"]:
     """Return −log p(label) in nats, the negative log-likelihood, as the mean or per point (`reduction="none"`).
 
@@ -67,12 +67,12 @@ def nll(
     float64.
 
     Args:
-        probabilities: class probabilities, (N, C).
-        labels: the true classes, (N,), in 0..C − 1.
+        probabilities: class probabilities, (N, C), or of positions (N, ..., C) or (N, C, ...).
+        labels: the true classes, (N,) or (N, ...), in 0..C − 1.
         reduction: "mean", or "none" for a value per point.
 
     Returns:
-        The mean, a number, or the values, (N,).
+        The mean, a number, or the values in the shape of the labels.
 
     Raises:
         TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
@@ -82,18 +82,18 @@ def nll(
         >>> co.metrics.nll(p, labels)
         tensor(0.5108)
     """
-    _check(probabilities, labels, least=0 if reduction == "none" else 1)
+    p, y = _scored(probabilities, labels, least=0 if reduction == "none" else 1)
     check_choice("reduction", reduction, ("mean", "none"))
-    values = -probabilities.gather(-1, labels.long()[:, None]).squeeze(-1).log()
-    return values if reduction == "none" else values.mean()
+    values = -p.gather(-1, y.long()[:, None]).squeeze(-1).log()
+    return values.view(labels.shape) if reduction == "none" else values.mean()
 
 
-def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Float[Tensor, ""]:
+def brier(probabilities: Float[Tensor, "N ..."], labels: Int[Tensor, "N ..."]) -> Float[Tensor, ""]:
     """Return the mean over points of Σ_c (p_c − [c = label])², in [0, 2] (Brier 1950, a sum over all classes).
 
     Args:
-        probabilities: class probabilities, (N, C).
-        labels: the true classes, (N,), in 0..C − 1.
+        probabilities: class probabilities, (N, C), or of positions (N, ..., C) or (N, C, ...).
+        labels: the true classes, (N,) or (N, ...), in 0..C − 1.
 
     Returns:
         The score, a number.
@@ -106,7 +106,7 @@ def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Flo
         >>> co.metrics.brier(p, labels)
         tensor(0.3600)
     """
-    _check(probabilities, labels)
+    probabilities, labels = _scored(probabilities, labels)
     truth = torch.nn.functional.one_hot(labels.long(), probabilities.shape[1]).to(probabilities.dtype)
     return (probabilities - truth).square().sum(-1).mean()
 
@@ -146,13 +146,13 @@ class ReliabilityBins(Tabular):
 
 
 def reliability_bins(
-    probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins: int = 15
+    probabilities: Float[Tensor, "N ..."], labels: Int[Tensor, "N ..."], *, bins: int = 15
 ) -> ReliabilityBins:
     """Group points by confidence (the largest probability) into `bins` equal-width bins of (0, 1].
 
     Args:
-        probabilities: class probabilities, (N, C).
-        labels: the true classes, (N,), in 0..C − 1.
+        probabilities: class probabilities, (N, C), or of positions (N, ..., C) or (N, C, ...).
+        labels: the true classes, (N,) or (N, ...), in 0..C − 1.
         bins: the number of bins.
 
     Returns:
@@ -167,7 +167,7 @@ def reliability_bins(
         >>> bins.count
         tensor([0, 0, 1, 2])
     """
-    _check(probabilities, labels)
+    probabilities, labels = _scored(probabilities, labels)
     checked_whole("bins", bins)
     confidence, predicted = probabilities.max(-1)
     edges = torch.linspace(0, 1, bins + 1, dtype=probabilities.dtype, device=probabilities.device)
@@ -183,12 +183,12 @@ def reliability_bins(
     )
 
 
-def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins: int = 15) -> Float[Tensor, ""]:
+def ece(probabilities: Float[Tensor, "N ..."], labels: Int[Tensor, "N ..."], *, bins: int = 15) -> Float[Tensor, ""]:
     """Return the expected calibration error Σ_b (n_b/N) |accuracy_b − confidence_b| over 15 equal bins, in [0, 1].
 
     Args:
-        probabilities: class probabilities, (N, C).
-        labels: the true classes, (N,), in 0..C − 1.
+        probabilities: class probabilities, (N, C), or of positions (N, ..., C) or (N, C, ...).
+        labels: the true classes, (N,) or (N, ...), in 0..C − 1.
         bins: the number of bins.
 
     Returns:
@@ -246,14 +246,14 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
     return scores.new_tensor(float(ranks.sum() - n1 * (n1 + 1) / 2) / (n1 * n0))
 
 
-def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
+def predictive_entropy(probabilities: Float[Tensor, "*N C"]) -> Float[Tensor, "*N"]:
     """Return the total uncertainty of each prediction, −Σ_c p_c log p_c in nats; between 0 and log C. 0 log 0 is 0.
 
     Args:
-        probabilities: class probabilities, (N, C).
+        probabilities: class probabilities, (N, C), or of positions (N, ..., C).
 
     Returns:
-        The entropies, (N,).
+        The entropies, (N,) or (N, ...).
 
     Raises:
         TypeError, ValueError: the argument does not hold probabilities.
@@ -267,7 +267,7 @@ def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N
     return pointwise.sum(-1)
 
 
-def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
+def mutual_information(samples: Float[Tensor, "S *N C"]) -> Float[Tensor, "*N"]:
     """Return the epistemic uncertainty H(mean_s p_s) − mean_s H(p_s) in nats; between 0 and log C.
 
     This is the mutual information between the label and the weights (Houlsby et al. 2011): the part of the total
@@ -275,10 +275,10 @@ def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
     draws it is at most log S.
 
     Args:
-        samples: class probabilities under S ≥ 2 draws of the weights, (S, N, C).
+        samples: class probabilities under S ≥ 2 draws of the weights, (S, N, C), or of positions (S, N, ..., C).
 
     Returns:
-        The information, (N,).
+        The information, (N,) or (N, ...).
 
     Raises:
         TypeError, ValueError: the argument does not hold probabilities of at least two draws.
@@ -289,8 +289,8 @@ def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
         tensor([0.6931])
     """
     check_tensor("samples", samples)
-    if samples.ndim != 3 or samples.shape[0] < 2:
-        raise ValueError(f"samples must be (S, N, C) with at least 2 draws, not {tuple(samples.shape)}")
+    if samples.ndim < 3 or samples.shape[0] < 2:
+        raise ValueError(f"samples must be (S, N, ..., C) with at least 2 draws, not {tuple(samples.shape)}")
     _check_probabilities(samples)
     return divergences(samples.clamp_min(torch.finfo(samples.dtype).tiny).log(), samples.mean(0)).mean(0)
 
@@ -308,7 +308,7 @@ def divergences(log_p: Float[Tensor, "S *N C"], mean: Float[Tensor, "*N C"]) -> 
 
 
 def temperature(
-    logits: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bounds: tuple[float, float] = (1e-2, 1e2)
+    logits: Float[Tensor, "N ..."], labels: Int[Tensor, "N ..."], *, bounds: tuple[float, float] = (1e-2, 1e2)
 ) -> Float[Tensor, ""]:
     """Return the T > 0 that minimises the NLL of softmax(logits / T) on validation data (Guo et al. 2017, section 4.2).
 
@@ -317,8 +317,8 @@ def temperature(
     worse than chance to infinity), the nearer bound is returned.
 
     Args:
-        logits: the logits of validation points, (N, C).
-        labels: the true classes, (N,), in 0..C − 1.
+        logits: the logits of validation points, (N, C), or of positions (N, ..., C) or (N, C, ...).
+        labels: the true classes, (N,) or (N, ...), in 0..C − 1.
         bounds: the least and the greatest T.
 
     Returns:
@@ -333,7 +333,7 @@ def temperature(
         >>> co.metrics.temperature(logits, labels) > 1  # overconfident
         tensor(True)
     """
-    _check_shapes(logits, labels)
+    logits, labels = _by_position(logits, labels)
     if len(logits) > 1 and bool((logits > 0).all() & ((logits.double().sum(-1) - 1).abs() <= 1e-5).all()):
         raise ValueError("these are probabilities: pass temperature the logits, or probabilities.log().")
     f = logits.to(torch.float64)
@@ -351,15 +351,32 @@ def temperature(
     return logits.new_tensor(math.exp(brentq(slope, low, high, xtol=1e-14)))
 
 
-def _check(probabilities: Tensor, labels: Tensor, least: int = 1) -> None:
-    _check_shapes(probabilities, labels)
+def _scored(probabilities: Tensor, labels: Tensor, least: int = 1) -> tuple[Tensor, Tensor]:
+    """Return probabilities and labels with a row for each position; raise TypeError or ValueError for other things."""
+    probabilities, labels = _by_position(probabilities, labels)
     refuse(len(labels) < least, "no data: a score of zero points is undefined.")
     _check_probabilities(probabilities)
+    return probabilities, labels
+
+
+def _by_position(values: Tensor, labels: Tensor) -> tuple[Float[Tensor, "N C"], Int[Tensor, " N"]]:
+    check_tensor("values", values)
+    check_tensor("labels", labels)
+    if values.ndim > 2:
+        last, second = values.shape[:-1] == labels.shape, values.shape[:1] + values.shape[2:] == labels.shape
+        if last and second:
+            raise ValueError(
+                f"values {tuple(values.shape)} may have their classes at dimension 1 or last: pass them as (N, C), "
+                "values.flatten(0, -2) or values.movedim(1, -1).flatten(0, -2), and labels.flatten()."
+            )
+        if last or second:
+            values = (values.movedim(1, -1) if second else values).flatten(0, -2)
+            labels = labels.flatten()
+    _check_shapes(values, labels)
+    return values, labels
 
 
 def _check_shapes(values: Tensor, labels: Tensor) -> None:
-    check_tensor("values", values)
-    check_tensor("labels", labels)
     binary = "; for the probabilities q (N, 1) of label 1, pass torch.cat([1 - q, q], 1) and whole labels (N,)"
     remedy = binary if values.ndim == 2 and values.shape[1] == 1 else ""
     if values.ndim == 2 and values.shape[1] > 1 and labels.shape == values.shape:
@@ -369,7 +386,10 @@ def _check_shapes(values: Tensor, labels: Tensor) -> None:
         )
     if values.ndim != 2 or labels.shape != values.shape[:1]:
         shapes = f"{tuple(values.shape)} and {tuple(labels.shape)}"
-        raise ValueError(f"expected (N, C) values and (N,) labels, not {shapes}{remedy}")
+        raise ValueError(
+            f"expected (N, C) values and (N,) labels, or those of positions, (N, ..., C) or (N, C, ...) and (N, ...), "
+            f"not {shapes}{remedy}"
+        )
     refuse(labels.is_floating_point(), f"labels must be integers, not {labels.dtype}{remedy}")
     if labels.numel() and (labels.min() < 0 or labels.max() >= values.shape[1]):
         beyond = labels[(labels < 0) | (labels >= values.shape[1])].unique().tolist()

@@ -13,8 +13,8 @@ same steps there: if each took those for its own points, ranks with fewer points
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from curvops.network.data.inputs import num_points, rows_of
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.shard import over_ranks
 
-R = TypeVar("R")
 MEANT = (
     "Each rank gives its own test points, x[rank::size], and gets their predictions; gather=True gives the "
     "predictions for the points of all ranks, in their order, to each."
@@ -68,15 +67,6 @@ class SplitPoints:
         length, total, rank = rows.shape[dim], max(1, sum(self.counts)), self.ranks.rank
         start, count = sum(self.counts[:rank]), self.counts[rank]
         return rows.narrow(dim, length * start // total, length * count // total)
-
-    def results_asked_for(self, results: R) -> R:
-        """Return a dataclass of results for the points asked for, with a row for each point or one number for all."""
-        if self.is_done:
-            return results
-        values = {f.name: getattr(results, f.name) for f in fields(results)}  # type: ignore[arg-type]
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.ndim}
-        rows = {name: self.rows_asked_for(value) for name, value in tensors.items()}
-        return cast(R, replace(cast(Any, results), **rows))
 
 
 def split_points(

@@ -56,6 +56,23 @@ class Layout:
         T = torch.Size(self.positions).numel()
         return torch.Size((T, self.num_outputs) if self.positions else (self.num_outputs,))
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The `positions`, or (T,) if the model returns those of a sequence in rows."""
+        return self.positions or (() if self.positions_in_rows is None else (self.positions_in_rows,))
+
+    def by_point(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Return values of positions, (..., n·T, *m) with n·T at this dimension, as (..., n, *places, *m).
+
+        One further dimension m is that of outputs, and comes where the model has them.
+        """
+        if not self.places:
+            return values
+        points = values.shape[dim] // torch.Size(self.places).numel()
+        values = values.unflatten(dim, (points, *self.places))
+        has_outputs = values.ndim == dim + len(self.places) + 2
+        return values.movedim(-1, dim + 1) if self.class_dim == 1 and has_outputs else values
+
     def rows(self, outputs: Tensor) -> Float[Tensor, "n R"]:
         """Return outputs (n, *shape), or one number per point (n,), as rows (n, T·C)."""
         if not self.shape:
@@ -105,10 +122,9 @@ class Layout:
         apart = self.apart and len(shape) > 1
         if apart and w.shape == shape:
             return self.targets(w)
-        n, in_rows = len(w) if w.ndim else 0, self.positions_in_rows
-        places = self.positions or (() if in_rows is None else (in_rows,))
-        if w.shape[1:] not in ((), places) or not w.ndim:
-            others = f" or, one per position, {(n, *places)}" if places else ""
+        n = len(w) if w.ndim else 0
+        if w.shape[1:] not in ((), self.places) or not w.ndim:
+            others = f" or, one per position, {(n, *self.places)}" if self.places else ""
             others += f" or, one per target, {tuple(shape)}" if apart else ""
             raise ValueError(f"the sample weights must have shape ({n},){others}; given {tuple(w.shape)}.")
         return w.flatten(1) if w.ndim > 1 else w

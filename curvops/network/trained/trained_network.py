@@ -140,9 +140,21 @@ class NetworkOnData:
         source: Source = results["source"]
         return source
 
-    def outputs(self) -> Float[Tensor, "N C"]:
-        """Return f(θ*) at the training inputs, with each position as a point, (N·T, C). One forward pass."""
-        return self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0).reshape(-1, self.output_shape[-1])
+    def outputs(self) -> Float[Tensor, "N *shape"]:
+        """Return f(θ*) at the training inputs, in the shape in which the model returns outputs. One forward pass."""
+        rows = self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0)
+        return self.by_point(rows.reshape(-1, self.output_shape[-1]))
+
+    def by_point(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Return values with a row for each position of a point, in the shape of the model's outputs."""
+        layout = self.model.layout
+        return values if layout is None else layout.by_point(values, dim)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The lengths of the dimensions of outputs that are positions; empty if a point has one position."""
+        layout = self.model.layout
+        return () if layout is None else layout.places
 
     def log_likelihood(self) -> Float[Tensor, ""]:
         """Return Σ_n log p(y_n | f(x_n, θ*)) in nats.
@@ -347,10 +359,11 @@ class TrainedNetwork(NetworkOnData):
         names = names_with_gradient(inputs) if points else ()
         return walk, points, InputGraph(engines, inputs, names) if names else None
 
-    def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"] | Any:
-        """Return f(x, θ*), the network's outputs at its snapshot, with each position as a point, (n·T, C).
+    def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n *shape"] | Any:
+        """Return f(x, θ*), the network's outputs at its snapshot, in the shape in which the model returns them.
 
-        Several outputs are a mapping of such tensors by name. Costs one forward pass.
+        (One number per point, (n,), is (n, 1).) Several outputs are a mapping of such tensors by name. Costs one
+        forward pass.
 
         With `weights`, such as a draw from a posterior, it evaluates the network itself at these weights; weights
         outside a subnetwork keep their values. Inputs that require a gradient get one. Raises as `jacobian` does, and
@@ -358,6 +371,10 @@ class TrainedNetwork(NetworkOnData):
         """
         if isinstance(self.likelihood, Multitask):
             return {name: self.output(name).predict(x, weights) for name in self.likelihood.likelihoods}
+        return self.by_point(self.output_rows(x, weights))
+
+    def output_rows(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"]:
+        """Return f(x, θ*), or the outputs at other weights, with a row for each position of a point."""
         inputs = self.admit(x, differentiable=True)
         values = self.model.values if weights is None else self.unflatten_weights(weights)
         if num_points(inputs) and names_with_gradient(inputs):

@@ -148,8 +148,9 @@ class Uncertainty:
 
     Entropies in nats (`unit` "nats") for a categorical target, (N,), and for each label of a Bernoulli target, (N, C);
     variances (`unit` "variance") for each number, (N, C). Several categorical targets of a point, as a distribution of
-    the user's may have, give (N, targets), and a mean (N, targets, classes). `stderr` is the standard error of the
-    epistemic part if it comes from draws (always for classes), and None if it is exact.
+    the user's may have, give (N, targets), and a mean (N, targets, classes). Of positions, N stands for (N, T) or
+    (N, h, w), and C is where the model has it. `stderr` is the standard error of the epistemic part if it comes from
+    draws (always for classes), and None if it is exact.
 
     Examples:
         >>> found = post.uncertainty(x)

@@ -265,7 +265,7 @@ def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -
     if len(samples) > 1 and num_points(inputs) and not carries_graph([tensor for _, tensor in components(inputs)]):
         outputs = _together(lin, inputs, samples)
     if outputs is None:
-        outputs = torch.stack([lin.predict(x, weights) for weights in samples])
+        outputs = torch.stack([lin.output_rows(x, weights) for weights in samples])
     return outputs.reshape(len(samples), outputs[0].numel() // lin.output_shape[-1], lin.output_shape[-1])
 
 
@@ -415,6 +415,17 @@ class CovarianceOverRanks(PointBlocks):
         base, split = self._args[0], self._kwargs["split"]
         rows = split.rows_asked_for(base.diagonal(dim1=-2, dim2=-1) if diagonals else base.to_dense())
         return split.rows_asked_for(rows, 1) if base.ndim == 2 and not diagonals else rows
+
+
+class CovarianceByPosition(PointBlocks):
+    """Covariances of positions (N·T, C, C) as those of points, (N, *positions, C, C), when they are first used."""
+
+    def _size(self) -> torch.Size:
+        return torch.Size((*self._kwargs["places"], *self._args[0].shape[1:]))
+
+    def _compute(self, diagonals: bool) -> Tensor:
+        base, places = self._args[0], self._kwargs["places"]
+        return (base.diagonal(dim1=-2, dim2=-1) if diagonals else base.to_dense()).unflatten(0, places)
 
 
 class JointCovariance(Product):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -37,6 +37,7 @@ from curvops.posterior.predictions.answers import (
 )
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
 from curvops.posterior.predictions.outputs import (
+    CovarianceByPosition,
     CovarianceOverRanks,
     DrawnOutputs,
     NormalOutputs,
@@ -49,6 +50,7 @@ from curvops.ranks.sharded_vectors import ranks_together
 from curvops.ranks.split_points import SplitPoints, split_points
 from curvops.summary import name_of
 
+Results = TypeVar("Results", Uncertainty, Estimate)
 ByName: TypeAlias = Any
 """For a network with several outputs: a mapping from their names to such answers."""
 WEIGHT_DRAWS = 100
@@ -56,7 +58,12 @@ WEIGHT_DRAWS = 100
 
 
 class Predictive(ABC):
-    """A distribution of the weights of a linearised network, with its predictions at new inputs."""
+    """A distribution of the weights of a linearised network, with its predictions at new inputs.
+
+    Where a point has positions (tokens of a sequence, pixels of an image), N stands for all of their dimensions below,
+    (N, T) or (N, h, w). Results that have an entry for each output come in the shape of the model's outputs, those of
+    `predict`, which are distributions of the C outputs of a position, with C last.
+    """
 
     lin: Linearization
     precision: Any
@@ -138,10 +145,10 @@ class Predictive(ABC):
         """Return the distribution of the linearised network's outputs at x, for several outputs one under each name.
 
         Args:
-            x: inputs as the model takes them. A sequence counts as T points.
+            x: inputs as the model takes them.
             joint: False gives a `MultivariateNormal` of batch shape (N,) and event shape (C,), with independent
-                points; True a `MultitaskMultivariateNormal` over (N, C). They are subclasses of gpytorch's, without
-                its floor under small variances.
+                points and positions; True a `MultitaskMultivariateNormal` over (N, C), in which each position is a
+                point, as it is in `groups`. They are subclasses of gpytorch's, without its floor under small variances.
             samples: draws (k, D) from `sample`. The covariance is then mean_k (J z_k)(J z_k)ᵀ, at k products with J.
                 For independent points the result has the `variance_stderr` and the `variance_interval(level)` of each
                 variance.
@@ -180,13 +187,13 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         rtol: float = 1e-3,
         gather: bool = False,
-    ) -> Float[Tensor, "k N C"] | ByName:
+    ) -> Float[Tensor, "k N *C"] | ByName:
         """Draw k functions of the linearised network, f(x, θ*) + J(x)(θ_k − θ*), each jointly at all points.
 
         Several outputs are those of the same functions, by name.
 
         Args:
-            x: inputs as the model takes them. A sequence counts as T points.
+            x: inputs as the model takes them.
             k: the number of draws; if `samples` are given, their number.
             generator: the source of the draws.
             samples: draws (k, D) of the weights from `sample`, for the same functions at other inputs.
@@ -214,7 +221,7 @@ class Predictive(ABC):
         its probabilities. Several outputs have them by name, those that are classes or labels.
 
         Args:
-            x: inputs as the model takes them. A sequence counts as T points.
+            x: inputs as the model takes them.
             link: None is "probit", and "mc" for a distribution of the user's, whose outputs are not logits. "probit"
                 scales the logits by their variances (under `BradleyTerry`, the difference of the two rewards by its own
                 variance); "mc" averages over draws of the logits (from `samples` of the weights, otherwise 1000 from
@@ -245,7 +252,7 @@ class Predictive(ABC):
         Several outputs have them by name.
 
         Args:
-            x: inputs as the model takes them. A sequence counts as T points.
+            x: inputs as the model takes them.
             samples: draws (k, D) of the weights, from `sample`; by default each point's own covariance is used, with
                 1000 draws from it for classes and for distributions of the user's.
             generator: the source of these draws.
@@ -277,8 +284,8 @@ class Predictive(ABC):
 
         Args:
             x: inputs as the model takes them.
-            y: targets in the likelihood's form. A sequence counts as T points. For several outputs a mapping, and the
-                result is that of all of a point's targets together.
+            y: targets in the likelihood's form. For several outputs a mapping, and the result is that of all of a
+                point's targets together.
             joint: False scores each point, (N,); True scores random pairs of points, (⌊N/2⌋,), with ten copies of the
                 two points in all (the dyadic score of Osband et al. 2022), which measures whether predictions vary
                 together as they should.
@@ -362,11 +369,14 @@ class Predictions:
                 covariance = CovarianceOverRanks(covariance, **options)
         if joint or groups is not None:
             return MultitaskNormal(mean if joint else mean.unflatten(0, (-1, groups)), covariance)
+        if self.lin.places:
+            mean = mean.unflatten(0, (-1, *self.lin.places))
+            covariance = CovarianceByPosition(covariance, places=mean.shape[:-1], memory_budget=math.inf, cache=Cache())
         if self.samples is None or noise:
             return Normal(mean, covariance)
         return SampledNormal(mean, covariance, draws=len(self.samples))
 
-    def functions(self) -> Float[Tensor, "k N C"]:
+    def functions(self) -> Float[Tensor, "k N *C"]:
         """Return the linearised network as a function at each of the `samples`.
 
         Raises:
@@ -375,7 +385,7 @@ class Predictions:
         if self.samples is None or not isinstance(self._outputs, DrawnOutputs):
             raise ValueError("pass draws, post.at(x, samples=post.sample(k)); or use post.functions(x, k).")
         outputs, split = self._split(self._outputs, f"{len(self.samples)} functions")
-        return split.rows_asked_for(outputs.functions(), 1)
+        return self.lin.by_point(split.rows_asked_for(outputs.functions(), 1), 1)
 
     def probabilities(self, link: str | None = None, generator: torch.Generator | None = None) -> Float[Tensor, "N *C"]:
         """Return class probabilities; see `probabilities` of the posterior."""
@@ -392,7 +402,7 @@ class Predictions:
         else:
             covariance = outputs.covariance()
             probabilities = answers.normal_probabilities(link, likelihood, lambda: outputs.linear_mean, covariance)
-        return split.rows_asked_for(probabilities)
+        return self.lin.by_point(split.rows_asked_for(probabilities))
 
     def uncertainty(self, generator: torch.Generator | None = None) -> Uncertainty:
         """Return the total uncertainty of the targets, and its parts; see `uncertainty` of the posterior."""
@@ -413,7 +423,7 @@ class Predictions:
             uncertainty = outputs.uncertainty_of_labels(likelihood)
         else:
             uncertainty = outputs.uncertainty_of_numbers(likelihood)
-        return split.results_asked_for(uncertainty)
+        return self._by_point(split, uncertainty)
 
     def log_likelihood(
         self, y: Points, joint: bool = False, generator: torch.Generator | None = None, link: str = "mc"
@@ -438,16 +448,25 @@ class Predictions:
             raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
         if by_probit:
             logits = answers.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
-            return split.results_asked_for(Estimate.exact(likelihood.log_prob(logits, targets)))
+            return self._by_point(split, Estimate.exact(likelihood.log_prob(logits, targets)))
         if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian):
             mean = outputs.mean
             noisy = outputs.covariance().add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
             density = answers.gaussian_log_density(mean, noisy.to_dense(), targets)
-            return split.results_asked_for(Estimate.exact(density))
+            return self._by_point(split, Estimate.exact(density))
         log_p = answers.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
         if joint:
             return answers.dyadic_score(log_p, generator, outputs.error)
-        return split.results_asked_for(answers.log_mean_exp(log_p, outputs.error))
+        return self._by_point(split, answers.log_mean_exp(log_p, outputs.error))
+
+    def _by_point(self, split: SplitPoints, results: Results) -> Results:
+        """Return a dataclass of results for the points asked for, those of positions in the shape of the outputs."""
+        rows: dict[str, Any] = {}
+        for name in (f.name for f in fields(results)):
+            value = getattr(results, name)
+            if isinstance(value, Tensor) and value.ndim:
+                rows[name] = self.lin.by_point(split.rows_asked_for(value))
+        return replace(results, **rows)
 
     def _outputs_by_weights(self, generator: torch.Generator | None) -> OutputDistribution:
         """Return the outputs at the draws of the weights, made for one answer if there are none."""
