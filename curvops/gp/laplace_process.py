@@ -62,9 +62,9 @@ class LaplaceProcess(Summarised, Predictive):
     lin: Linearization
     theta: Float[Tensor, " D"]
     """The weights θ̄ = m + A⁻¹Jᵀu of the mode."""
-    outputs: Float[Tensor, "N C"]
-    """The mode f + J(θ̄ − θ*) of the outputs at the training points; a sequence counts as T points."""
-    residual_weights: Float[Tensor, "N C"]
+    outputs: Float[Tensor, "N *shape"]
+    """The mode f + J(θ̄ − θ*) of the outputs at the training points, in the shape of the model's outputs."""
+    residual_weights: Float[Tensor, "N *shape"]
     """The gradient u of the log-likelihood at the mode; the data add K u to the prior mean."""
     training_log_likelihood: Float[Tensor, ""]
     """The log-likelihood log p(y | f) at the mode, in nats."""
@@ -228,8 +228,8 @@ def laplace_gp(
     return LaplaceProcess(
         lin,
         mode.theta,
-        mode.outputs.reshape(by_position),
-        mode.u.reshape(by_position),
+        lin.by_point(mode.outputs.reshape(by_position)),
+        lin.by_point(mode.u.reshape(by_position)),
         mode.log_likelihood,
         mode.gradient,
         mode.reason,

@@ -244,15 +244,16 @@ def test_gradients_in_the_inputs() -> None:
     assert torch.autograd.gradcheck(moments, (x,), fast_mode=True)
 
 
-def test_sequences_count_as_points() -> None:
+def test_sequences_are_their_positions() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     x, y = torch.randn(4, 5, 3, dtype=DOUBLE), torch.arange(20).view(4, 5) % 2
     process = laplace_gp(co.linearize(network, (x, y), "classification"), 0.7)
     apart = laplace_gp(co.linearize(network, (x.flatten(0, 1), y.flatten()), "classification"), 0.7)
-    assert process.outputs.shape == (20, 2)
-    torch.testing.assert_close(process.outputs, apart.outputs, **EXACT)
-    torch.testing.assert_close(process.predict(x[:2]).variance, apart.predict(x[:2].flatten(0, 1)).variance, **EXACT)
+    assert process.outputs.shape == process.residual_weights.shape == (4, 5, 2)
+    torch.testing.assert_close(process.outputs.flatten(0, 1), apart.outputs, **EXACT)
+    alone = apart.predict(x[:2].flatten(0, 1)).variance.view(2, 5, 2)
+    torch.testing.assert_close(process.predict(x[:2]).variance, alone, **EXACT)
     torch.testing.assert_close(process.log_evidence().value, apart.log_evidence().value, **EXACT)
 
 

@@ -305,14 +305,13 @@ def test_predictions_come_by_name(name: str, curvature: Any) -> None:
         start += width
         if f.ndim == 1:
             f = f[:, None]
+        torch.testing.assert_close(lin.predict(x)[key], f, **TIGHT)
         if key == "mask":  # the classes last
             f, place = f.movedim(1, -1), place.reshape(N, 3, 6).mT
-        C = f.shape[-1]
-        torch.testing.assert_close(predicted[key].mean, f.reshape(-1, C), **TIGHT)
-        torch.testing.assert_close(lin.predict(x)[key], f.reshape(-1, C), **TIGHT)
+        torch.testing.assert_close(predicted[key].mean, f, **TIGHT)
         place = place.reshape(-1)
         dense = S[place][:, place]
-        torch.testing.assert_close(predicted[key].variance, dense.diagonal().reshape(-1, C), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(predicted[key].variance, dense.diagonal().view_as(f), rtol=1e-8, atol=1e-10)
         joint = together[key].lazy_covariance_matrix.to_dense()
         torch.testing.assert_close(joint, dense, rtol=1e-7, atol=1e-10)
 
@@ -513,6 +512,11 @@ def test_training_takes_targets_by_name() -> None:
         ({"class": "classification"}, {"class": CLASSES + 1}, r"targets\['class'\]: .* given values from 1 to 3"),
         ({"class": "classification"}, {"class": CLASSES[:3]}, "There are 8 inputs, but the targets have shape"),
         ({"value": "regression"}, {"value": hollow()}, "missing='ignore'"),
+        (
+            {"class": "classification", "value": "regression"},
+            {"class": CLASSES, "value": hollow()},
+            r"targets\['value'\]: targets of shape .* holds NaN .*missing='ignore'",
+        ),
         ({"value": "regression"}, {"value": ["a"] * N}, "must be tensors; given dict"),
     ],
 )

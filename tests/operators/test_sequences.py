@@ -108,7 +108,7 @@ def test_sums_over_positions(case: str) -> None:
             co.EmpiricalFisher(lin).to_dense(), torch.stack(rows).mT @ torch.stack(rows), **TIGHT
         )
     assert (lin.num_data, lin.num_outputs, lin.output_shape) == (N, T * C, torch.Size([T, C]))
-    torch.testing.assert_close(lin.outputs(), model(x).detach().flatten(0, -2), **TIGHT)
+    torch.testing.assert_close(lin.outputs(), model(x).detach(), **TIGHT)
 
 
 @pytest.mark.parametrize("engine", ["autodiff", "layerwise"])
@@ -141,19 +141,23 @@ def test_conversion_and_copies_follow() -> None:
         torch.testing.assert_close(twin.to_dense(), dense, **TIGHT)
 
 
-def test_a_posterior_counts_a_sequence_as_points() -> None:
+def test_a_posterior_predicts_each_position() -> None:
     model, x = pointwise()
     post = co.laplace(linearised(model, x, "mask"), co.GGN, 1.0, check_mode=False)
     P = co.GGN(post.lin).to_dense() + torch.eye(post.lin.num_parameters).double()
-    J = jacobian_rows(model, x).flatten(0, 1)
-    expected = J @ torch.linalg.solve(P, J.mT)
+    J = jacobian_rows(model, x)
+    expected = J @ torch.linalg.solve(P, J.flatten(0, 2).mT).mT.view_as(J).mT
     predicted = post.predict(x, rtol=1e-12)
-    torch.testing.assert_close(predicted.mean, model(x).detach().flatten(0, 1), **TIGHT)
+    torch.testing.assert_close(predicted.mean, model(x).detach(), **TIGHT)
     torch.testing.assert_close(predicted.covariance_matrix, expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(predicted.variance, expected.diagonal(dim1=-2, dim2=-1), rtol=1e-8, atol=1e-8)
+    joint = post.predict(x, joint=True, rtol=1e-12).covariance_matrix  # each position as a point
+    rows = J.flatten(0, 2)
+    torch.testing.assert_close(joint, rows @ torch.linalg.solve(P, rows.mT), rtol=1e-8, atol=1e-8)
     samples = post.sample(5, torch.Generator().manual_seed(0))
     for probabilities in (post.probabilities(x), post.probabilities(x, "mc", samples)):
-        assert probabilities.shape == (N * T, C)
-        torch.testing.assert_close(probabilities.sum(-1), torch.ones(N * T).double(), **TIGHT)
+        assert probabilities.shape == (N, T, C)
+        torch.testing.assert_close(probabilities.sum(-1), torch.ones(N, T).double(), **TIGHT)
 
 
 @pytest.mark.parametrize("w", [None, PER_SEQUENCE, PER_POSITION], ids=["none", "sequences", "positions"])

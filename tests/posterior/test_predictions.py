@@ -234,7 +234,7 @@ def test_sequences_are_shared_position_by_position() -> None:
     likelihood = co.likelihoods.Categorical()
     post = co.laplace(co.linearize(model, (x, x[..., :3].argmax(-1)), likelihood), co.KFAC, 1.0, check_mode=False)
     at = post.at(x[:2])
-    assert at.probabilities().shape == (10, 3)
+    assert at.probabilities().shape == (2, 5, 3)
     assert torch.equal(at.probabilities(), post.probabilities(x[:2]))
     assert torch.equal(at.uncertainty(seeded()).total, post.uncertainty(x[:2], generator=seeded()).total)
 

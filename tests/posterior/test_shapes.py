@@ -1,4 +1,4 @@
-"""The shapes of predictions: each position of a point counts as a point, everywhere; of no points there are none."""
+"""The shapes of predictions: those of the model's outputs, position by position; of no points there are none."""
 
 import warnings
 
@@ -56,15 +56,15 @@ def empirical(post):
 
 
 def answers(post, x, y):
-    """Everything that a posterior says of x, by name, each with the points in the dimension named."""
+    """Everything that a posterior says of x, by name: of distributions and at each position, C last."""
     S, C = post.sample(5, torch.Generator().manual_seed(2)), post.lin.output_shape[-1]
     predicted = {"predict": post.predict(x), "drawn": post.predict(x, samples=S), "joint": post.predict(x, joint=True)}
     predicted["joint, drawn"] = post.predict(x, joint=True, samples=S)
-    found = {"lin.predict": post.lin.predict(x), "lin.jacobian": post.lin.jacobian(x).outputs().reshape(-1, C)}
+    found = {"lin.predict": post.lin.predict(x)}
     for name, d in predicted.items():
         found |= {f"{name}: mean": d.mean, f"{name}: variance": d.variance, f"{name}: stddev": d.stddev}
         found[f"{name}: draws"] = d.rsample(torch.Size([2]))[0]
-        assert d.covariance_matrix.shape[-1] == (C if "joint" not in name else d.mean.numel())
+        assert d.covariance_matrix.shape == ((*d.mean.shape, C) if "joint" not in name else (d.mean.numel(),) * 2)
     found["functions"] = post.functions(x, 5, samples=S)[0]
     parts = {"": post.uncertainty(x), "drawn ": post.uncertainty(x, samples=S)}
     found |= {
@@ -79,7 +79,9 @@ def answers(post, x, y):
         found["given draws"] = post.probabilities(x, "mc", samples=S)
     if isinstance(post.lin.likelihood.of_position, co.likelihoods.Categorical):
         p = found["probit"]
-        found |= {"entropy": metrics.predictive_entropy(p), "nll": metrics.nll(p, y.flatten(), reduction="none")}
+        found["nll"] = metrics.nll(p, y, reduction="none")
+        if p.shape[1:] == (*y.shape[1:], C):
+            found["entropy"] = metrics.predictive_entropy(p)
     return found
 
 
@@ -94,21 +96,67 @@ def posterior(case, curvature):
     ("case", "curvature"),
     [*((case, co.GGN) for case in CASES), *zip(CASES, CURVATURES[1:])],
 )
-def test_each_position_is_a_point_and_no_points_give_empty_answers(case, curvature):
+def test_answers_have_the_shape_of_the_model_s_outputs_and_no_points_give_empty_ones(case, curvature):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         post, x, y = posterior(case, curvature)
         kinds = [post] if curvature is not co.GGN else [post, empirical(post)]
+        f = CASES[case][0](x[:3]).detach()
+        last = f.movedim(1, -1) if CASES[case][-1] else f
+        m = last.shape[-1] // 2 if case == "means and variances" else last.shape[-1]
+        targets, rows = (*last.shape[:-1], m), (last.shape[:-1].numel(), last.shape[-1])
         for kind in kinds:
             full, none = answers(kind, x[:3], y[:3]), answers(kind, x[:0], y[:0])
-            each = CASES[case][0](x[:3])
-            each = each.movedim(1, -1) if CASES[case][-1] else each
-            torch.testing.assert_close(full["lin.predict"], each.flatten(0, -2).detach(), rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(full["lin.predict"], full["lin.jacobian"], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(full["lin.predict"], f, rtol=1e-10, atol=1e-12)
+            if kind is post:
+                torch.testing.assert_close(full["predict: mean"], last, rtol=1e-10, atol=1e-12)
+            entropies = isinstance(post.lin.likelihood.of_position, co.likelihoods.Categorical)
+            numbers = ("score", "drawn score", "nll", "entropy")
+            numbers += ("total", "epistemic", "drawn total", "drawn epistemic") if entropies else ()
             for name, value in full.items():
-                assert len(value) == len(full["lin.predict"]), name
+                expected = f.shape
+                if name.startswith("joint"):
+                    expected = rows
+                elif name.startswith(("predict", "drawn: ")):
+                    expected = last.shape
+                elif (
+                    "score" in name or name in ("nll", "entropy") or (classes and name.endswith(("total", "epistemic")))
+                ):
+                    expected = last.shape[:-1]
+                elif name.endswith(("mean", "total", "epistemic")) and m < last.shape[-1]:
+                    expected = targets
+                assert value.shape == expected, name
                 assert none[name].shape == (0, *value.shape[1:]) and none[name].dtype == value.dtype, name
         assert len(post.log_likelihood(x[:0], y[:0], joint=True).value) == 0
+
+
+def test_channels_first_or_last_are_the_same_numbers_and_metrics_take_both():
+    first, last = PerPixel(False).double(), PerPixel(True).double()
+    last.load_state_dict(first.state_dict())
+    x, y = PIXELS, torch.arange(48).view(6, 4, 2) % 3
+    kinds = ((first, nn.CrossEntropyLoss()), (last, "classification"))
+    theirs, ours = (
+        co.laplace(co.linearize(model, (x, y), likelihood), co.KFAC, 2.0, check_mode=False)
+        for model, likelihood in kinds
+    )
+    exact = {"rtol": 1e-10, "atol": 1e-12}
+    P, Q = theirs.probabilities(x), ours.probabilities(x)
+    torch.testing.assert_close(P.movedim(1, -1), Q, **exact)
+    torch.testing.assert_close(theirs.lin.outputs().movedim(1, -1), ours.lin.outputs(), **exact)
+    weights = ours.sample(3, torch.Generator().manual_seed(0))
+    drawn = theirs.functions(x, 3, samples=weights)
+    torch.testing.assert_close(drawn.movedim(2, -1), ours.functions(x, 3, samples=weights), **exact)
+    torch.testing.assert_close(theirs.predict(x).variance, ours.predict(x).variance, **exact)
+    rows = Q.flatten(0, -2), y.flatten()
+    for score in (metrics.nll, metrics.brier, metrics.accuracy, metrics.ece):
+        assert score(P, y) == score(Q, y) == score(*rows)
+    f = ours.lin.predict(x)
+    assert metrics.temperature(f, y) == metrics.temperature(f.movedim(-1, 1), y)
+    assert metrics.nll(P, y, reduction="none").shape == y.shape
+    with pytest.raises(ValueError, match="may have their classes at dimension 1 or last"):
+        metrics.nll(Q[:, :3, 0], y[:, :3, 0])
+    with pytest.raises(ValueError, match=r"those of positions, \(N, ..., C\)"):
+        metrics.nll(Q, y[:, :3])
 
 
 def test_products_with_a_jacobian_of_no_points():
@@ -127,7 +175,7 @@ def test_scores_take_targets_as_training_did(case):
     lin = posterior(case, co.GGN)[0].lin
     post = co.laplace(lin, co.KFAC, prior_precision=1e14, check_mode=False)
     f = model(x).movedim(1, -1) if first else model(x)
-    expected = f.detach().flatten(0, -2).log_softmax(-1).gather(1, y.flatten().unsqueeze(1)).squeeze(1)
+    expected = f.detach().log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(post.log_likelihood(x, y).value, expected, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="there are 6 inputs, but 5 targets"):
         post.log_likelihood(x, y[:5])

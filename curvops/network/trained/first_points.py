@@ -201,7 +201,7 @@ def reading_for(
         check,
         layout,
         weights,
-        missing,
+        missing or isinstance(likelihood, Multitask),  # whose check names the targets
         admit=model.admit if example is None else partial(try_objects, model, in_order=True),
         labelled=labelled,
         whole=isinstance(example, WholeBatch),
