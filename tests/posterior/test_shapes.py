@@ -119,9 +119,7 @@ def test_answers_have_the_shape_of_the_model_s_outputs_and_no_points_give_empty_
                     expected = rows
                 elif name.startswith(("predict", "drawn: ")):
                     expected = last.shape
-                elif (
-                    "score" in name or name in ("nll", "entropy") or (classes and name.endswith(("total", "epistemic")))
-                ):
+                elif name in numbers:
                     expected = last.shape[:-1]
                 elif name.endswith(("mean", "total", "epistemic")) and m < last.shape[-1]:
                     expected = targets
