@@ -14,16 +14,18 @@ from torch import Tensor
 from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed, refuse
 from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
-from curvops.evidence.hyperparameters import gaussians, named_noises, noises_of
+from curvops.evidence.hyperparameters import check_noise_scales, gaussians, named_noises, noises_of
 from curvops.evidence.maximize import checked_precisions
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
 from curvops.network.data.batches import Batches, as_source
 from curvops.network.data.inputs import batch_inputs, group_alike, join
 from curvops.network.data.randomness import items
+from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence import Validation
 from curvops.posterior.predictions.answers import LABELS, targets_by_position
+from curvops.posterior.terms import Prior
 from curvops.ranks.split_points import split_points
 
 PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
@@ -115,7 +117,7 @@ def validate(
         if prior_precisions is not None:
             refuse(tuple(parts) != ("scalar",), "prior_precisions need over='scalar'; leave them out to search.")
             for value in checked_precisions(prior_precisions):
-                search.score(post.with_prior(value))
+                search.score(post.with_prior(value).prior)
             return search.result()
         if "noise" in parts and not gaussians(post.lin.likelihood):
             _ = post.observation_noise  # raises an error that names the likelihood
@@ -158,9 +160,10 @@ def _held_out_data(data: Any, post: Laplace) -> list[tuple[Any, Any]]:
 
 
 class _Trial(NamedTuple):
-    """A posterior with its mean held-out log-likelihood, and the standard error of this mean."""
+    """A prior and a factor of the noise, with the mean held-out log-likelihood and its standard error."""
 
-    post: Laplace
+    prior: Prior
+    noise: float
     score: float
     stderr: float
 
@@ -178,8 +181,13 @@ class _Search:
     def __post_init__(self) -> None:
         self.seed = drawn_seed(self.generator)
 
-    def score(self, post: Laplace) -> float:
+    def under(self, prior: Prior) -> Laplace:
+        """Return the posterior under another prior."""
+        return self.post if prior is self.post.prior else replace(self.post, prior=prior, prior_error=None)
+
+    def score(self, prior: Prior, noise: float = 1.0) -> float:
         """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""
+        post = predicting_at(self.under(prior), noise)
         device = post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
         arguments = self.joint, None, draws, self.gather, self.link
@@ -187,29 +195,44 @@ class _Search:
         scores = torch.cat([estimate.value for estimate in estimates])
         errors = torch.cat([estimate.stderr for estimate in estimates])
         value = float(scores.mean())
-        self.trials.append(_Trial(post, value, float(errors.norm()) / scores.numel()))
+        self.trials.append(_Trial(prior, noise, value, float(errors.norm()) / scores.numel()))
         return value
 
     @property
-    def best(self) -> Laplace:
+    def best(self) -> _Trial:
         """The trial with the largest score so far."""
-        return max(self.trials, key=lambda trial: -math.inf if math.isnan(trial.score) else trial.score).post
+        return max(self.trials, key=lambda trial: -math.inf if math.isnan(trial.score) else trial.score)
+
+    def moves(self) -> Callable[[float, float], float]:
+        """Return the score as a function of factors of the precision and the noise of the best trial so far."""
+        prior, noise = (self.best.prior, self.best.noise) if self.trials else (self.post.prior, 1.0)
+
+        def score(scale: float, of_noise: float) -> float:
+            scaled = prior if scale == 1 else self.post.with_prior(prior.precision * scale).prior
+            return self.score(scaled, noise * of_noise)
+
+        return score
 
     def along(self, name: str, xtol: float) -> None:
         """Search around the best trial so far, in one hyperparameter."""
         from scipy.optimize import minimize_scalar  # a slow import, needed for tuning only
 
-        move = _moves(self.best if self.trials else self.post)[name]
-        scores = {power: self.score(move(10.0**power)) for power in range(-4, 5)}
+        score_at = self.moves()
+
+        def score(factor: float) -> float:
+            return score_at(factor, 1.0) if name == "scalar" else score_at(1.0, factor)
+
+        scores = {power: score(10.0**power) for power in range(-4, 5)}
         for step in (-1, 1):
             end = 4 * step
             # On to 10^±8, as long as the value at the end is the best, by more than 1e-4 nats per point.
             while abs(end) < 8 and scores[end] > scores[end - step] + 1e-4 and scores[end] == max(scores.values()):
                 end += step
-                scores[end] = self.score(move(10.0**end))
+                scores[end] = score(10.0**end)
         best = max(scores, key=scores.__getitem__)
         if best in (min(scores), max(scores)):
-            value = _precision(self.best.prior.diagonal) if name == "scalar" else _noise(self.best)
+            of_noise = name == "noise"
+            value = self.best.noise * mean_noise(self.post) if of_noise else _precision(self.best.prior.diagonal)
             warn(
                 f"held-out data are predicted the better, {AT_EDGE[name][best > 0]}. The returned posterior has the "
                 f"last value tried, {value:.3g}.",
@@ -217,18 +240,17 @@ class _Search:
             )
             return
         span = math.log(10) * (best - 1), math.log(10) * (best + 1)
-        options = {"xatol": xtol}
-        minimize_scalar(lambda u: -self.score(move(math.exp(u))), bounds=span, method="bounded", options=options)
+        minimize_scalar(lambda u: -score(math.exp(u)), bounds=span, method="bounded", options={"xatol": xtol})
 
     def together(self, xtol: float) -> None:
         """Search from the best trial so far, in both hyperparameters at once (Nelder & Mead 1965)."""
         from scipy.optimize import minimize
 
-        start = self.best
+        score_at = self.moves()
 
         def loss(logs: Any) -> float:
             scale, noise = (math.exp(float(u)) for u in logs)
-            return -self.score(_moves(_moves(start)["scalar"](scale))["noise"](noise))
+            return -score_at(scale, noise)
 
         simplex = [[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]]
         # The tolerance applies to each hyperparameter.
@@ -243,10 +265,13 @@ class _Search:
 
     def result(self, by: str = "held-out data") -> Laplace:
         """Return the best posterior, with the record of all trials and what chose its prior."""
-        post, (posts, scores, stderrs) = self.best, zip(*self.trials)
-        precisions = tuple(_precision(trial.prior.diagonal) for trial in posts)
-        noises = tuple(_noise(trial) for trial in posts) if post.lin.likelihood.hyperparameters else None
-        return tell_choice(replace(post, tuning=Validation(precisions, noises, scores, stderrs)), by)
+        best, (priors, noises, scores, stderrs) = self.best, zip(*self.trials)
+        precisions, variances = tuple(_precision(prior.diagonal) for prior in priors), None
+        if self.post.lin.likelihood.hyperparameters:
+            first = mean_noise(self.post)
+            variances = tuple(first * factor for factor in noises)
+        post = self.under(best.prior) if best.noise == 1 else with_noises(self.under(best.prior), best.noise)
+        return tell_choice(replace(post, tuning=Validation(precisions, variances, scores, stderrs)), by)
 
 
 def _precision(A: Tensor | None) -> float:
@@ -256,14 +281,32 @@ def _precision(A: Tensor | None) -> float:
     return float(A.double().log().mean().exp() if A.ndim else A)
 
 
-def _noise(post: Laplace) -> float:
+def mean_noise(post: Laplace) -> float:
+    """Return the mean of the likelihood's hyperparameters."""
     return float(torch.cat([noise.detach().flatten() for noise in post.lin.likelihood.hyperparameters]).mean())
 
 
-def _moves(post: Laplace) -> dict[str, Callable[[float], Laplace]]:
-    """Return functions that build the posterior at a multiple of each hyperparameter."""
+def with_noises(post: Laplace, factor: float) -> Laplace:
+    """Return the posterior at a multiple of all of its noises, with its curvature built again."""
     likelihood = post.lin.likelihood
-    return {
-        "scalar": lambda factor: post.with_prior(post.prior_precision * factor),
-        "noise": lambda factor: post.with_noise(named_noises(likelihood, noises_of(likelihood) * factor)),
-    }
+    return post.with_noise(named_noises(likelihood, noises_of(likelihood) * factor))
+
+
+def predicting_at(post: Laplace, noise: float) -> Laplace:
+    """Return a posterior with the predictions of this one at a multiple c of its noises.
+
+    Where the curvature falls as 1/c, G/c + A = (G + cA)/c: the predictions are those of the present curvature under the
+    prior precision cA at c times the temperature, and nothing is built again.
+    """
+    likelihood, A = post.lin.likelihood, post.prior.diagonal
+    if noise == 1:
+        return post
+    if A is None or not all(isinstance(member.of_position, Gaussian) for member in likelihood.members):
+        return with_noises(post, noise)
+    try:
+        check_noise_scales(post)
+    except ValueError:  # an empirical Fisher, or a matrix that cannot be built again, which the next line says
+        return with_noises(post, noise)
+    lin = post.lin.with_likelihood(likelihood.with_hyperparameters([h * noise for h in likelihood.hyperparameters]))
+    prior = replace(post.prior, precision=A * noise)
+    return replace(post, lin=lin, prior=prior, temperature=post.temperature * noise)

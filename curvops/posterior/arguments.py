@@ -22,7 +22,9 @@ from curvops.operators import (
     EmpiricalFisher,
     Hessian,
     Linearization,
+    ShardedLinearization,
 )
+from curvops.ranks.sharded_linearization import KNOWN_OF_SHARDS
 
 CURVATURES: dict[str, type[LinearOperator]] = {
     "kfac": KFAC,
@@ -78,7 +80,12 @@ def check_operator(name: str, operator: LinearOperator, network: Model) -> None:
 
 
 def require_linearized(lin: Any) -> None:
-    """Raise TypeError unless it is a linearised network."""
+    """Raise TypeError unless it is a linearised network that has all its weights on each rank."""
+    if isinstance(lin, ShardedLinearization):
+        raise TypeError(
+            "this needs all weights on each rank, got a ShardedLinearization: pass co.linearize of an unsharded copy "
+            f"of the model. Of the sharded one {KNOWN_OF_SHARDS}."
+        )
     check_kind("lin", lin, Linearization, "a linearised network, co.linearize(model, data, likelihood)")
 
 

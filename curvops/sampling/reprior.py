@@ -390,7 +390,10 @@ def reprior(
     refuse(last is not None and form == "ntk", "last= names a readout, but form='ntk' has none: leave out one of them.")
     stated = None if noise is None else checked_number("noise", noise)
     level = None if reg is None else checked_number("reg", reg, "(0, inf)" if form == "ntk" else "(0, inf]")
-    lin = linearize(model, data, _likelihood(likelihood, stated), weights=weights, collate=collate)
+    chosen_likelihood = _likelihood(likelihood, stated)
+    lin = linearize(model, data, chosen_likelihood, weights=weights, collate=collate)
+    if stated is not None and chosen_likelihood is likelihood and isinstance(lin.likelihood, Gaussian):
+        raise ValueError("likelihood and noise both give a variance: leave out one of them.")
     variance = _variance(lin, stated)
     level = (variance if stated is None else stated) if level is None else level
     if level is None:
@@ -422,8 +425,6 @@ def _likelihood(likelihood: Any, noise: float | None) -> Any:
         if noise is None:
             raise ValueError("noise is missing: pass the variance of the targets, or likelihood='classification'.")
         return Gaussian(noise)
-    if isinstance(likelihood, Gaussian) and noise is not None:
-        raise ValueError("likelihood and noise both give a variance: leave out one of them.")
     return likelihood
 
 

@@ -54,6 +54,10 @@ DOORS = [
                 lambda: reprior(mlp(3, 4, 2), DATA, NOISE, likelihood=co.likelihoods.Gaussian(1.0)),
                 "both give a variance",
             ),
+            "two variances, of a loss": (
+                lambda: reprior(mlp(3, 4, 2), DATA, NOISE, likelihood=nn.MSELoss()),
+                "both give a variance",
+            ),
             "a variance an output": (
                 lambda: reprior(mlp(3, 4, 2), DATA, likelihood=co.likelihoods.Gaussian(torch.tensor([1.0, 2.0]))),
                 "one noise variance",

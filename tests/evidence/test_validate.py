@@ -152,3 +152,26 @@ def test_a_search_over_both_that_ran_out_names_the_call_that_goes_on(regression)
         co.evidence.MaxStepsWarning, match=r"again, co.evidence.validate\(post, x, y, \('scalar', 'noise'\)\)"
     ):
         co.evidence.validate(post, x, y, ("scalar", "noise"), xtol=1e-14)
+
+
+def test_the_training_data_are_read_once_more_whatever_noises_are_tried():
+    """KFAC falls as the noise rises, so that trials need no other; the posterior that is returned has its own."""
+    sizes = []
+
+    class Counted(torch.nn.Linear):
+        def forward(self, x):
+            sizes.append(len(x))
+            return super().forward(x)
+
+    generator = torch.Generator().manual_seed(0)
+    x, new = (torch.randn(n, 3, generator=generator, dtype=DOUBLE) for n in (40, 30))
+    y, z = (points.sum(1, keepdim=True) + 0.3 * torch.randn(len(points), 1, generator=generator) for points in (x, new))
+    model = Counted(3, 1).double()
+    model.weight.data.copy_(torch.linalg.lstsq(x, y).solution.mT)
+    post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.02)), co.KFAC, 1.0, check_mode=False)
+    sizes.clear()
+    best = co.evidence.validate(post, new, z, "noise")
+    assert sizes.count(40) <= 4 and len(best.tuning.scores) > 15
+    fresh = co.laplace(best.lin, co.KFAC, 1.0, check_mode=False)
+    assert torch.allclose(best.predict(new).variance, fresh.predict(new).variance, rtol=1e-10)
+    assert score(best, new, z) == pytest.approx(max(best.tuning.scores), rel=1e-10)
