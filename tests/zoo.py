@@ -179,6 +179,19 @@ def _inplace_relu() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 9), nn.ReLU(inplace=True), nn.Linear(9, 3))
 
 
+def _inplace_positions() -> nn.Module:
+    """Linear layers of several positions return views, which in-place activations move on in the graph."""
+    linear, relu = nn.Linear(5, 5), nn.ReLU(inplace=True)
+    return parts.Pooled(nn.Sequential(nn.Linear(4, 5), relu, linear, nn.ELU(inplace=True), linear, relu), 5)
+
+
+def _one_slope() -> nn.Module:
+    """A PReLU with one slope for all channels, at two places, and an in-place activation after it."""
+    prelu = nn.PReLU()
+    body = [nn.Conv2d(2, 4, 3), prelu, nn.ELU(inplace=True), nn.Conv2d(4, 3, 2), prelu, nn.Flatten(), nn.Linear(27, 3)]
+    return nn.Sequential(*body)
+
+
 def _flattened() -> nn.Module:
     return nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 5), nn.Unflatten(0, (-1, 3)))
 
@@ -290,6 +303,7 @@ def _table() -> Iterator[Network]:
     yield row("own_parameters", parts.OwnParameters, _vectors, ("weight", "scale", "fc.weight"))
     yield row("function_pair", _pair, _vectors, ("*",))
     yield row("inplace_relu", _inplace_relu, _vectors)
+    yield row("inplace_positions", _inplace_positions, _sequences)
     yield row("inplace_add", _wired(parts.inplace_add), _vectors)
     yield row("inplace_mul", _wired(lambda m, x: m.head(m.fc2(m.fc1(x).mul_(2)))), _vectors)
     yield row("setitem", _wired(parts.setitem), _vectors)
@@ -298,7 +312,9 @@ def _table() -> Iterator[Network]:
     yield row("weight_norm_hook", lambda: _normed(_hook_weight_norm), _vectors, ("0.*",), pushes=twice)
     yield row("spectral_norm", lambda: _normed(parametrizations.spectral_norm), _vectors, ("0.*",))
     yield row("orthogonal", lambda: _normed(parametrizations.orthogonal), _vectors, ("0.*",))
-    yield row("prelu", lambda: nn.Sequential(nn.Linear(4, 5), nn.PReLU(5), nn.Linear(5, 3)), _vectors, ("1.*",))
+    yield row("prelu", lambda: nn.Sequential(nn.Linear(4, 5), nn.PReLU(5), nn.Linear(5, 3)), _vectors)
+    yield row("prelu_of_one_slope", _one_slope, _images)
+    yield row("own_slopes", lambda: nn.Sequential(nn.Linear(4, 5), parts.Slopes(5), nn.Linear(5, 3)), _vectors, ("1*",))
     yield row("tuple_output", _two_heads, _vectors)
     yield row("keyword_input", _wired(lambda m, x: m.head(input=f(m.fc2(input=m.fc1(input=x))))), _vectors)
     yield row("dead_branch", _wired(lambda m, x: (m.fc2(x), m.head(m.fc1(x)))[1]), _vectors)

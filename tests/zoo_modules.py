@@ -212,6 +212,10 @@ class ScaledLinear(nn.Linear):
         return 2 * super().forward(input) + self.bias**2
 
 
+class Slopes(nn.PReLU):
+    """A subclass, for which there is no rule."""
+
+
 class OwnParameters(nn.Module):
     """Parameters that no layer owns, a scalar among them, and a layer whose weight the parent uses too."""
 

@@ -31,7 +31,8 @@ NETWORKS = [
     "dead_branch",
     "mapping_inputs",
     "lstm",
-    "prelu",
+    "prelu_of_one_slope",
+    "own_slopes",
     "own_parameters",
     "weight_norm",
 ]

@@ -35,7 +35,7 @@ from curvops.network.engines.rows_of_points import (
     points_of_rows,
 )
 from curvops.network.engines.rules import Rule, SingleRows, rule_for, rule_of
-from curvops.network.engines.rules.layer_rules import LinearRule, ScaleRule
+from curvops.network.engines.rules.layer_rules import LinearRule
 from curvops.network.model.model import NOTHING, Model
 from curvops.network.model.parameters import Blocks
 
@@ -117,8 +117,8 @@ class Layer:
 class Call:
     """One call of a layer in a recorded pass: its input a, and its position in the graph.
 
-    `layer_input` is what the rule keeps of a. With `rows`, the rows of the call belong to points unevenly, and it is
-    their table.
+    `layer_input` is what the rule keeps of a, and `shape` that of the output. With `rows`, the rows of the call belong
+    to points unevenly, and `layer_input` is their table.
     """
 
     owner: nn.Module
@@ -126,6 +126,7 @@ class Call:
     a: Tensor
     version: int  # of a
     layer_input: Tensor
+    shape: torch.Size
     edge: GradientEdge
     rows: RaggedRows | None = None
 
@@ -255,25 +256,18 @@ def record(
         layer = Layer(path, module, rule, names, output.shape, size, work * count // n, is_ragged=form is not None)
         if form:
             forms[len(calls)] = form
-        # Keep the edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
-        calls.append(Call(owner, layer, a, a._version, layer_input, GradientEdge(node, output.output_nr)))
+        calls.append(Call(owner, layer, a, a._version, layer_input, output.shape, _edge_of(output)))
 
     def repeat_and_note(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
         *args, output = for_each_point(args, output, shared[module], n)
         note(module, args, kwargs, output)
         return output
 
-    def note_and_part(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-        """Note a norm; return a copy of a view, as of instance norms, since what writes to it bypasses its edge."""
-        note(module, args, kwargs, output)
-        return output.clone() if output._is_view() and output.grad_fn is not None else None
-
     handles: list[Any] = []
     try:
         for module in owners:
-            if (rule := rule_of(type(module))) is not None:
-                own = note_and_part if isinstance(rule, ScaleRule) else note
-                hook = repeat_and_note if module in shared else own
+            if rule_of(type(module)) is not None:
+                hook = repeat_and_note if module in shared else note
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
         with model.differentiating(), Projections(attentions, note) if attentions else NOTHING:
             outputs = model(model.leaves(), inputs)
@@ -296,6 +290,18 @@ def record(
         most_padding = math.inf if isinstance(inputs, WholeBatch) else 8.0
         _find_points(model, outputs, calls, forms, misfits, most_padding)
     return outputs, calls, misfits
+
+
+def _edge_of(output: Tensor) -> GradientEdge:
+    """Return the place of a layer's output in the graph, at which an in-place activation after the layer leaves it.
+
+    What writes to a view, as of several positions, moves it on in the graph, but not what it is a view of.
+    """
+    base = output._base if output._is_view() and output.is_contiguous() else None
+    if base is not None and base.grad_fn is not None and base.is_contiguous() and base.numel() == output.numel():
+        output = base
+    assert output.grad_fn is not None
+    return GradientEdge(output.grad_fn, output.output_nr)
 
 
 def _find_points(
@@ -391,21 +397,23 @@ def sensitivities(
         if small and len(cotangents) > 1:
             with suppress(RuntimeError):  # an operation without a batching rule
                 together = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
-                deltas = [None if delta is None else delta.transpose(0, 1) for delta in together]
+                pairs = zip(calls, together)
+                deltas = [None if d is None else d.reshape(-1, *call.shape).transpose(0, 1) for call, d in pairs]
         if not deltas:
             passes = [torch.autograd.grad(outputs, edges, u, **options) for u in cotangents]
             by_call = [list(gradients) for gradients in zip(*passes)]
             del passes
-            deltas = [_side_by_side(by_call.pop(0)) for _ in calls]  # those of a call are freed once they are copied
+            # Those of a call are freed once they are copied.
+            deltas = [_side_by_side(by_call.pop(0), call.shape) for call in calls]
     for i, (call, delta) in enumerate(zip(calls, deltas)):
         if call.rows is not None and delta is not None:
             deltas[i] = call.rows.sensitivities(delta.transpose(0, 1))
     return deltas
 
 
-def _side_by_side(gradients: list[Tensor | None]) -> Tensor | None:
-    """Return the δ of one call for all cotangents, zeros where there is none."""
+def _side_by_side(gradients: list[Tensor | None], shape: torch.Size) -> Tensor | None:
+    """Return the δ of one call for all cotangents, zeros where there is none, in the shape of its output."""
     like = next((g for g in gradients if g is not None), None)
     if like is None or len(gradients) == 1:
-        return None if like is None else like.unsqueeze(1)
-    return torch.stack([torch.zeros_like(like) if g is None else g for g in gradients], 1)
+        return None if like is None else like.reshape(shape).unsqueeze(1)
+    return torch.stack([(torch.zeros_like(like) if g is None else g).reshape(shape) for g in gradients], 1)

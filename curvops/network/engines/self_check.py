@@ -60,10 +60,8 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
     Raises ValueError if the model has no derivatives that an engine could use: if there is no backward pass, or if it
     is not linear, so that no J exists.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with Operations() as seen:
-            graph, saved = count_saved(model, inputs, names)
+    with Operations() as seen:
+        graph, saved = count_saved(model, inputs, names)
     generator = torch.Generator(device=graph.outputs.device).manual_seed(0)
     u = _randn_like(graph.outputs.detach().unsqueeze(0), generator)
     # Far beyond the range in which a backward pass may clip, and exact in floating point.
@@ -78,10 +76,8 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
             "reentrant checkpoint by use_reentrant=False, the model's own autograd.grad by one with "
             "create_graph=True), or leave the parameters before it out of the selection."
         ) from error
-    if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
-        raise ValueError(
-            "a block under checkpoint(use_reentrant=True) would lose its gradients: pass use_reentrant=False."
-        )
+    if not all(bool(value.any()) for value in pulled.values()):
+        _refuse_lost_gradients(model, inputs, names)
     # Not in place: gradients of two parameters may be one tensor.
     linear = all(_close(scaled[name] / factor, value) for name, value in pulled.items())
     where, has_custom = named_custom_functions(graph.outputs), bool(custom_functions(graph.outputs, set()))
@@ -101,9 +97,7 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
         return Routes("forward mode", True, True, saved, saved, made, work, tried=False)
     pushes: Pushes = "double backward"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            right, why = is_adjoint(record_graph(model, inputs, names).push, u, v, pulled, generator), ""
+        right, why = is_adjoint(record_graph(model, inputs, names).push, u, v, pulled, generator), ""
     except (RuntimeError, NotImplementedError) as error:
         right, why = False, f"there is neither a forward-mode nor a second derivative ({str(error).splitlines()[0]})"
     if not right:
@@ -112,6 +106,17 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
             why or (f"neither forward mode nor differentiating the backward pass gives the adjoint of Jᵀ ({where})"),
         )
     return Routes(pushes, False, right, saved, 3 * saved, made, work, why=why)
+
+
+def _refuse_lost_gradients(model: Model, inputs: Any, names: Sequence[str]) -> None:
+    """Raise ValueError if torch warns that a block loses its gradients, as a reentrant checkpoint may."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        record_graph(model, inputs, names)
+    if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
+        raise ValueError(
+            "a block under checkpoint(use_reentrant=True) would lose its gradients: pass use_reentrant=False."
+        )
 
 
 def _adds_points(engine: Streamed, u: Tensor, pulled: Blocks, generator: torch.Generator) -> bool:
@@ -185,11 +190,9 @@ def _revealing(pulled: Blocks, generator: torch.Generator) -> Blocks:
 
 
 def _try(run: Callable[[], T]) -> T | None:
-    """Return what `run` returns, without its warnings; None if some derivative does not exist."""
+    """Return what `run` returns; None if some derivative does not exist."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return run()
+        return run()
     except (RuntimeError, NotImplementedError):
         return None
 

@@ -101,7 +101,7 @@ def test_float32_takes_no_kernel_without_derivatives(name: str, way: str) -> Non
 
 
 @pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
-@pytest.mark.parametrize("name", ["resnet_groupnorm", "prelu", "lstm"])
+@pytest.mark.parametrize("name", ["resnet_groupnorm", "own_slopes", "lstm"])
 def test_batches_may_be_of_any_size(name: str, way: str) -> None:
     """Also of a single point, first and last."""
     require_products(walk(name, way, sizes=(1, 3, 1)), reference(name))

@@ -98,6 +98,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "batch_norm_1d": (lambda: nn.BatchNorm1d(4), randn(2, 4)),
     "batch_norm_1d_positions": (lambda: nn.BatchNorm1d(4), randn(2, 4, 5)),
     "batch_norm_2d": (lambda: nn.BatchNorm2d(4), randn(2, 4, *SIX)),
+    "prelu": (lambda: nn.PReLU(4), randn(2, 4)),
+    "prelu_positions": (lambda: nn.PReLU(4), randn(2, 4, *SIX)),
+    "prelu_of_one_slope": (lambda: nn.PReLU(), randn(2, 4, *SIX)),
     "embedding": (lambda: nn.Embedding(5, 3), tokens(2, 4)),
     "embedding_vector": (lambda: nn.Embedding(5, 3), tokens(2)),
     "embedding_padding": (lambda: nn.Embedding(5, 3, padding_idx=1), tokens(2, 2, 2)),
@@ -140,7 +143,7 @@ def the_rule(layer: nn.Module) -> Rule:
 
 
 def without_matrices(name: str) -> bool:
-    return any(kind in name for kind in ("norm", "transposed_1d", "transposed_2d", "transposed_3d"))
+    return any(kind in name for kind in ("norm", "prelu", "transposed_1d", "transposed_2d", "transposed_3d"))
 
 
 def subsets(layer: nn.Module) -> list[tuple[str, ...]]:
@@ -226,7 +229,7 @@ NOT_SERVED: dict[str, Callable[[], nn.Module]] = {
     "the largest of a bag": lambda: nn.EmbeddingBag(3, 3, mode="max"),
     "a further parameter": lambda: _with_scale(nn.Linear(3, 3)),
     "a class that derives from Conv1D": lambda: type("Conv1D", (Conv1D,), {})(3, 3),
-    "a layer without a rule": lambda: nn.PReLU(3),
+    "a class that derives from PReLU": lambda: type("PReLU", (nn.PReLU,), {})(3),
 }
 
 

@@ -58,7 +58,7 @@ def test_with_one_hidden_layer_a_product_costs_little_more_for_many_outputs() ->
 
 
 @pytest.mark.parametrize("kind", ["recorded", "layerwise"])
-@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_groupnorm", "prelu"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_groupnorm", "own_slopes"])
 def test_the_bytes_announced_are_those_kept(name: str, kind: str) -> None:
     """The budget is decided on the announcement: what is kept must not exceed it by more than a rounding of points."""
     passes = walk(name, kind, sizes=(5,))
@@ -220,7 +220,7 @@ def test_the_table_names_layers_parameters_and_engines() -> None:
     for expected in ("attention.out_proj", "head", "a and δ", "attention.in_proj_weight"):
         assert expected in text
     assert "autodiff: its layer does not run as a layer" in text
-    assert "autodiff: no layer rule" in str(walk("prelu", "layerwise").plan)
+    assert "autodiff: no layer rule" in str(walk("own_slopes", "layerwise").plan)
     assert "Jacobian rows" in str(walk("cnn", "layerwise").plan)
     assert "2 batches layerwise" in text
     assert "engine='layerwise'" in text

@@ -23,7 +23,7 @@ from tests.network.products import PLENTY, WAYS, agree, columns, linear_layers_o
 from tests.zoo import ZOO, N, call, dense_jacobian, points, reference
 
 # layers kept as rows and as factors, shared weights, parameters without a rule, none with one, padding, no replay
-NAMES = ["mlp", "resnet_groupnorm", "prelu", "lstm", "function_pair", "embedding_padding"]
+NAMES = ["mlp", "resnet_groupnorm", "own_slopes", "lstm", "function_pair", "embedding_padding"]
 
 
 def labelled(inputs: Any, targets: Tensor, sizes: tuple[int, ...] = (3, 2)) -> list[tuple[Any, Batch]]:
@@ -123,7 +123,7 @@ def test_copies_leave_caches_behind_and_share_a_budget_again(copied: Any) -> Non
 
 
 def test_gradients_flow_through_a_reduced_walk() -> None:
-    _, walk, S = reduced("prelu", "layerwise")
+    _, walk, S = reduced("own_slopes", "layerwise")
     V = columns(S.shape[1], 1).requires_grad_()
     product = walk.total(lambda _, s: s.pull(s.push(V)), 1)
     (gradient,) = torch.autograd.grad(product.square().sum(), V)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -32,6 +34,23 @@ def test_what_rows_serve_says_why_and_names_the_module() -> None:
     push(passes, columns(len(passes.model.theta), 1))
     assert passes.plan.in_use == {"layerwise": 2}
     assert "the layerwise engine, from first derivatives only" in str(passes.plan)
+
+
+LOOP = """
+import torch
+import curvops as co
+
+model, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Softmax(-1)), torch.randn(6, 4)
+co.linearize(model[0], (x, torch.arange(6) % 3), "classification")  # torch prepares its first dual numbers
+for _ in range(3):
+    print(co.linearize(model, (x, torch.arange(6) % 3), "classification").plan)
+"""
+
+
+def test_a_warning_of_the_library_is_shown_once_in_a_loop() -> None:
+    """Python forgets which warnings it has shown wherever some are silenced for a while, as these tests' checks do."""
+    ran = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, check=True)
+    assert ran.stderr.count("NotLogitsWarning") == 1
 
 
 def test_parameters_behind_the_function_keep_the_faster_route() -> None:

@@ -12,6 +12,7 @@ from curvops.network.engines.rules.layer_rules import (
     Rule,
     ScaleRule,
     SingleRows,
+    SlopeRule,
     TransposedLinearRule,
 )
 from curvops.ranks.process_group import has_hooks, unsharded_class
@@ -41,6 +42,7 @@ RULES: dict[type | str, Rule] = {
     nn.InstanceNorm1d: ScaleRule(leading=True),
     nn.InstanceNorm2d: ScaleRule(leading=True),
     nn.InstanceNorm3d: ScaleRule(leading=True),
+    nn.PReLU: SlopeRule(leading=True),
 }
 
 

@@ -233,6 +233,20 @@ class ScaleRule(Rule):
         return {name: _sum_over(s * inputs.unsqueeze(1) if name == "weight" else s, shared) for name in names}
 
 
+class SlopeRule(ScaleRule):
+    """The rule of y = max(a, 0) + w ∘ min(a, 0), with a slope for each channel, or one for all: min(a, 0) is kept."""
+
+    def keep(self, layer: nn.PReLU, a: Tensor) -> Tensor:
+        return a.clamp_max(0)
+
+    def single_rows(self, layer: nn.PReLU, *args: Tensor) -> SingleRows | None:
+        return None if layer.weight.numel() == 1 else super().single_rows(layer, *args)
+
+    def rows(self, layer: nn.PReLU, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        rows = super().rows(layer, inputs, s, names)
+        return {"weight": rows["weight"].sum(2, keepdim=True)} if layer.weight.numel() == 1 else rows
+
+
 def _sum_over(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
     return tensor.sum(dims) if dims else tensor
 
