@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.operators import Jacobian
 from curvops.operators.curvatures.ggn import Curvature, CurvatureRoot
-from curvops.operators.linearized.network_operator import Jacobian
 
 N, C, BATCH = 24, 3, 8
 FORWARDS = Counter[str]()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 import curvops as co
-from curvops.network.model.model import Model
+from curvops.network import Model
 from curvops.network.model.parameters import Selection, select
 from tests.doors.door import Door
 from tests.network.definitions import PARAMETERS, normal

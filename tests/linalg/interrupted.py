@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops.linalg.operators.given_matrix import Dense
+from curvops.linalg import Dense
 
 
 class Killed(Exception):

@@ -31,6 +31,24 @@ class Known(Operator):
         return self._args[0].mT @ block
 
 
+class Noted(Known):
+    """A matrix that notes what it is multiplied with, in `blocks`."""
+
+    def __init__(self, matrix, is_symmetric=True, is_psd=False):
+        super().__init__(matrix, is_symmetric, is_psd)
+        self.blocks = []
+
+    def _product(self, block):
+        self.blocks.append(block.clone())
+        return super()._product(block)
+
+    @property
+    def probes(self):
+        """The columns of length √n, which random probes have; those of an orthonormal basis have length 1."""
+        columns = torch.cat(self.blocks, 1)
+        return columns[:, columns.norm(dim=0) > 2]
+
+
 class Rooted(Known):
     """A positive semidefinite matrix with a known root, by which samples are drawn."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvops.linalg.operators.draws import ColumnNoise
-from curvops.network.data.randomness import PointNormals
+from curvops.network import PointNormals
 
 Sample = Callable[[int, torch.Generator], Tensor]
 """k draws as columns, (n, k), of a generator: the one given, or torch's own."""

@@ -9,8 +9,19 @@ import pytest
 import torch
 
 from curvops import linalg
-from curvops.linalg import Dense, Kronecker, dual_descent, eigsh, inverse_sqrt, lanczos, logdet, nystrom, solve, sqrt
-from curvops.linalg.core.results import Reason
+from curvops.linalg import (
+    Dense,
+    Kronecker,
+    Reason,
+    dual_descent,
+    eigsh,
+    inverse_sqrt,
+    lanczos,
+    logdet,
+    nystrom,
+    solve,
+    sqrt,
+)
 from curvops.linalg.core.structure import eigh_in_place
 from tests.linalg.matrices import generator, log_spaced, rotation, symmetric
 from tests.linalg.systems import function_of, right_hand_sides

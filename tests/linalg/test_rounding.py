@@ -6,8 +6,7 @@ Tests `vectors.py`.
 import pytest
 import torch
 
-from curvops.linalg import Dense, LowRank, diagonal, frobenius_norm, low_rank, svds, trace
-from curvops.linalg.core.results import Estimate, Reason
+from curvops.linalg import Dense, Estimate, LowRank, Reason, diagonal, frobenius_norm, low_rank, svds, trace
 from curvops.linalg.estimators.frobenius import relative_distance
 from tests.linalg.matrices import generator
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.network.model.model import Model
-from curvops.network.walks.walk import Passes
+from curvops.network import Model, Passes
 from tests.zoo import ZOO, Network, batches
 
 PLENTY = 10**9

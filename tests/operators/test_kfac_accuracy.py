@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.errors import NotPositiveSemidefiniteError, PrecisionWarning
-from curvops.linalg import Dense, Kronecker
-from curvops.linalg.core.results import Reason
+from curvops.linalg import Dense, Kronecker, Reason
 from curvops.linalg.operators.kronecker_factors import Details
 from curvops.operators.curvatures import kfac_factors
 from tests.threads import using_threads

@@ -8,8 +8,7 @@ from mpmath import mp, mpf
 from torch import nn
 
 import curvops as co
-from curvops.linalg import Kronecker
-from curvops.linalg.core.results import Reason
+from curvops.linalg import Kronecker, Reason
 
 DIGITS = 80
 WIDTH = 10

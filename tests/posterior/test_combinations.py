@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.linalg.operators.draws import ColumnNoise
-from curvops.network.data.randomness import PointNormals
-from curvops.network.likelihoods.output_fisher import Sampled
+from curvops.network import PointNormals, Sampled
 from curvops.posterior.deviations import Noise
 from curvops.posterior.log_evidence import log_ratio
 

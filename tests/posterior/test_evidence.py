@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.linalg.core.results import Reason
+from curvops.linalg import Reason
 from tests.posterior.trained import Counted
 
 

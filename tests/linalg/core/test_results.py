@@ -14,8 +14,8 @@ from linear_operator.utils.errors import NotPSDError
 
 from curvops import linalg
 from curvops.errors import ConvergenceError, NotPositiveDefiniteError
-from curvops.linalg import cg, eigsh, lanczos, nystrom, spectral_density, sqrt, svds
-from curvops.linalg.core.results import Estimate, Reason, Solution, caution
+from curvops.linalg import Estimate, Reason, Solution, cg, eigsh, lanczos, nystrom, spectral_density, sqrt, svds
+from curvops.linalg.core.results import caution
 
 
 def solution(*reasons):

@@ -6,8 +6,7 @@ Tests `trace.py`, `logdet.py`.
 import pytest
 import torch
 
-from curvops.linalg import Dense, logdet, trace
-from curvops.linalg.operators.base import Operator
+from curvops.linalg import Dense, Operator, logdet, trace
 from tests.linalg.matrices import generator, symmetric
 
 

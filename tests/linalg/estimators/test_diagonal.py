@@ -2,47 +2,10 @@ import math
 
 import pytest
 import torch
-from scipy.special import stdtrit
 
-from curvops.linalg.core.probed import Probed
-from curvops.linalg.core.vectors import describe_square, product
-from curvops.linalg.estimators.diagonal import METHODS, Bekas, XDiag, XNysDiag, diagonal
-from tests.linalg.matrices import SPECTRA, generator, symmetric
-
-STOCHASTIC = METHODS[:-1]
-
-
-def probed(A, seed=0):
-    return Probed(product(A), describe_square(A), generator(seed))
-
-
-def test_xdiag_is_the_leave_one_out_mean():
-    A, K = torch.randn(60, 60, dtype=torch.float64, generator=generator(1)), 8
-    estimator = XDiag(probed(A), product(A.mT))
-    estimator.spend(6)
-    estimator.spend(2 * K)
-    Omega, expected = estimator.sketch.Omega, []
-    for i in range(K):
-        Q = torch.linalg.qr(A @ Omega[:, [j for j in range(K) if j != i]]).Q
-        P, w = Q @ Q.mT, Omega[:, i]
-        expected.append((P @ A).diagonal() + w * (A @ w - P @ A @ w))
-    expected = torch.stack(expected)
-    e = estimator.estimate()
-    torch.testing.assert_close(e.value, expected.mean(0), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(e.stderr, expected.std(0) / math.sqrt(K), rtol=1e-8, atol=1e-10)
-    # The interval is the jackknife's: how the whole estimate moves where one probe is left out of it altogether.
-    without = []
-    for i in range(K):
-        rest = [j for j in range(K) if j != i]
-        pairs = []
-        for j in rest:
-            Q = torch.linalg.qr(A @ Omega[:, [k for k in rest if k != j]]).Q
-            P, w = Q @ Q.mT, Omega[:, j]
-            pairs.append((P @ A).diagonal() + w * (A @ w - P @ A @ w))
-        without.append(torch.stack(pairs).mean(0))
-    spread = (K - 1) / K * (torch.stack(without) - torch.stack(without).mean(0)).square().sum(0)
-    half = (e.interval()[1] - e.value) / (stdtrit(K - 1, 0.975) * (1 + 6 / K))
-    torch.testing.assert_close(half, spread.sqrt(), rtol=1e-8, atol=1e-10)
+from curvops.linalg import diagonal
+from tests.linalg.known import Noted
+from tests.linalg.matrices import generator
 
 
 @pytest.mark.parametrize(("name", "budget"), [("power", 10), ("spike", 16)])
@@ -58,36 +21,11 @@ def test_intervals_of_diagonal_matrices_hold_though_all_samples_are_off_together
     assert torch.stack(held).mean() >= 0.9
 
 
-@pytest.mark.parametrize("name", ["flat", "kappa 1e4"])
-def test_xnysdiag_is_the_leave_one_out_mean(name):
-    A, K = symmetric(SPECTRA[name]), 10
-    estimator = XNysDiag(probed(A))
-    estimator.spend(3)
-    estimator.spend(K)
-    Omega, expected = estimator.sketch.Omega, []
-    for i in range(K):
-        W, w = Omega[:, [j for j in range(K) if j != i]], Omega[:, i]
-        approximation = A @ W @ torch.linalg.solve(W.mT @ A @ W, (A @ W).mT)
-        expected.append(approximation.diagonal() + w * (A @ w - approximation @ w))
-    expected = torch.stack(expected)
-    e = estimator.estimate()
-    torch.testing.assert_close(e.value, expected.mean(0), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(e.stderr, expected.std(0) / math.sqrt(K), rtol=1e-7, atol=1e-9)
-
-
 def test_bekas_streams_the_mean_of_its_probes():
-    A = torch.randn(50, 50, dtype=torch.float64, generator=generator(1))
-    signs = []
-
-    def multiply(Z):
-        signs.append(Z.clone())
-        return A @ Z
-
-    estimator = Bekas(Probed(multiply, describe_square(A), generator()))
-    estimator.spend(40)
-    estimator.spend(45)
-    Z = torch.cat(signs, 1)
-    samples = Z * (A @ Z)
-    e = estimator.estimate()
+    A = torch.randn(90, 90, dtype=torch.float64, generator=generator(1))
+    noted = Noted(A, is_symmetric=False)
+    e = diagonal(noted, method="bekas", max_matvecs=85, generator=generator())
+    assert len(noted.blocks) > 1
+    samples = noted.probes * (A @ noted.probes)
     torch.testing.assert_close(e.value, samples.mean(1), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(e.stderr, samples.std(1) / math.sqrt(45), rtol=1e-10, atol=0)
+    torch.testing.assert_close(e.stderr, samples.std(1) / math.sqrt(85), rtol=1e-10, atol=0)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from curvops.errors import NotPositiveSemidefiniteError
-from curvops.linalg.core.results import Reason
+from curvops.linalg import Reason, effective_dimension
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.dense_spectrum import dense_spectrum
-from curvops.linalg.estimators.quadrature import effective_dimension
 from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 

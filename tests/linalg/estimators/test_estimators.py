@@ -6,8 +6,7 @@ import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
 
-from curvops.linalg import Dense, diagonal, frobenius_norm, trace
-from curvops.linalg.core.results import Reason
+from curvops.linalg import Dense, Reason, diagonal, frobenius_norm, trace
 from curvops.linalg.estimators import diagonal as diagonals
 from curvops.linalg.estimators import frobenius as norms
 from curvops.linalg.estimators import trace as traces

@@ -6,10 +6,7 @@ from linear_operator.operators import DenseLinearOperator
 from linear_operator.utils.errors import NotPSDError
 
 from curvops.errors import NotPositiveSemidefiniteError
-from curvops.linalg.core.results import Reason
-from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.operators.given_matrix import Dense
-from curvops.linalg.preconditioners.jacobi import diagonal_preconditioner
+from curvops.linalg import Dense, Reason, diagonal_preconditioner, logdet
 from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.known import Rooted
 from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from curvops.errors import NotPositiveSemidefiniteError
-from curvops.linalg.core.results import Estimate, Reason
-from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.estimators.quadrature import SpectralQuadrature, log_ratio, spectral_quadrature, stack
+from curvops.linalg import Estimate, Reason, SpectralQuadrature, logdet, spectral_quadrature
+from curvops.linalg.estimators.quadrature import log_ratio, stack
 from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 
 

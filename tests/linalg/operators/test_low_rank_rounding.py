@@ -8,8 +8,7 @@ import torch
 from mpmath import mp, mpf
 
 from curvops import linalg
-from curvops.linalg import LowRank
-from curvops.linalg.core.results import Reason
+from curvops.linalg import LowRank, Reason
 from tests.linalg.matrices import generator
 
 DIGITS = 40

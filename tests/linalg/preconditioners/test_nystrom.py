@@ -4,9 +4,7 @@ import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
 
-from curvops.linalg.core.results import Reason
-from curvops.linalg.preconditioners.nystrom import nystrom
-from curvops.linalg.solvers.cg import cg
+from curvops.linalg import Reason, cg, nystrom
 from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from curvops.errors import ConvergenceError
-from curvops.linalg import cg, dual_descent, lsmr, minres, solve
-from curvops.linalg.core.results import ACCEPTED, Reason
+from curvops.linalg import Reason, cg, dual_descent, lsmr, minres, solve
+from curvops.linalg.core.results import ACCEPTED
 from tests.linalg.matrices import log_spaced, symmetric
 from tests.linalg.systems import Counted, right_hand_sides
 

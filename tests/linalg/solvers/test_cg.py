@@ -11,9 +11,7 @@ from linear_operator.operators import DenseLinearOperator
 
 import curvops as co
 from curvops.errors import ConvergenceError, NotPositiveDefiniteError
-from curvops.linalg import nystrom
-from curvops.linalg.core.results import Reason
-from curvops.linalg.solvers.cg import cg
+from curvops.linalg import Reason, cg, nystrom
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 from tests.linalg.systems import Counted, right_hand_sides, true_residuals
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
 
-from curvops.linalg import Dense, dual_descent
-from curvops.linalg.core.results import Reason
+from curvops.linalg import Dense, Reason, dual_descent
 from curvops.linalg.core.vectors import random_block
 from tests.linalg.matrices import generator
 from tests.linalg.systems import right_hand_sides, true_residuals

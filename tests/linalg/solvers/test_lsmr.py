@@ -5,8 +5,7 @@ import scipy.sparse.linalg
 import torch
 from linear_operator.operators import DenseLinearOperator
 
-from curvops.linalg import lsmr
-from curvops.linalg.core.results import Reason
+from curvops.linalg import Reason, lsmr
 from tests.linalg.matrices import log_spaced, rotation, symmetric
 from tests.linalg.systems import right_hand_sides
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
 
-from curvops.linalg import minres
-from curvops.linalg.core.results import Reason
+from curvops.linalg import Reason, minres
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 from tests.linalg.systems import Counted, right_hand_sides, true_residuals
 

@@ -12,8 +12,7 @@ from linear_operator import to_linear_operator
 
 from curvops.ambient import running
 from curvops.errors import ConvergenceError, NotPositiveDefiniteError
-from curvops.linalg import Dense, Diagonal, LowRank, Operator, cg, method_for, solve
-from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg import Dense, Diagonal, LowRank, Operator, Reason, Solution, cg, method_for, solve
 from curvops.linalg.core.vectors import describe
 from curvops.linalg.solvers.systems import solve_in_groups
 from tests.linalg.known import Known

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from curvops.linalg.core.results import Reason
+from curvops.linalg import Reason
 from curvops.linalg.solvers.systems import CHECK_EVERY, Goal, Records, Verdict, raise_norm
 
 RTOL, LEVEL = 1e-6, 1e-14

@@ -11,9 +11,7 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 from scipy.sparse.linalg import eigsh as scipy_eigsh
 
-from curvops.linalg import Dense, eigsh
-from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.solvers.cg import cg
+from curvops.linalg import Dense, Reason, Solution, cg, eigsh
 from tests.linalg.matrices import EXPONENTIAL, SPECTRA, generator, symmetric
 from tests.linalg.rooted import rooted
 

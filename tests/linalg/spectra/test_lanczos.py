@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from curvops.linalg.core.results import Reason
-from curvops.linalg.spectra.lanczos import LockStep, lanczos
+from curvops.linalg import Reason, lanczos
+from curvops.linalg.spectra.lanczos import LockStep
 from tests.linalg.matrices import SPECTRA, generator, symmetric
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
 
-from curvops.linalg import Dense, svds
-from curvops.linalg.core.results import Reason
+from curvops.linalg import Dense, Reason, svds
 from tests.linalg.matrices import SPECTRA, generator, rotation
 
 EXACT = {Reason.CONVERGED, Reason.PRECISION_LIMIT}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvops.network.data.inputs import as_inputs, components, move, num_points, take
+from curvops.network import move
+from curvops.network.data.inputs import as_inputs, components, num_points, take
 
 A, B = torch.randn(5, 3), torch.arange(5)
 

@@ -6,7 +6,7 @@ Tests `randomness.py`.
 import pytest
 import torch
 
-from curvops.network.data.randomness import PointNormals
+from curvops.network import PointNormals
 
 LIKE = torch.zeros((), dtype=torch.float64)
 DRAWS, POINTS, OUTPUTS = range(3), slice(0, 50), 3

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
-from curvops.network.data.randomness import items, own_randomness
+from curvops.network import own_randomness
+from curvops.network.data.randomness import items
 from tests.network.definitions import TIGHT, normal
 from tests.zoo_modules import Wired
 

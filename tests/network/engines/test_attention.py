@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from curvops.network import Model, Passes
 from curvops.network.engines.layer_calls import Projections
-from curvops.network.model.model import Model
-from curvops.network.walks.walk import Passes
 from tests.network.products import PLENTY, agree, columns, push, require_products
 from tests.zoo import batches, dense_jacobian
 

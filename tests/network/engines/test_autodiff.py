@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import curvops as co
+from curvops.network import Model, Passes, saved_bytes
 from curvops.network.data.inputs import num_points
-from curvops.network.engines.autodiff import Recorded, Streamed, record_graph, record_replay, saved_bytes
+from curvops.network.engines.autodiff import Recorded, Streamed, record_graph, record_replay
 from curvops.network.engines.plan import Routes
 from curvops.network.engines.self_check import find_routes, is_adjoint, tolerance
-from curvops.network.model.model import Model
-from curvops.network.walks.walk import Passes
 from tests.network.products import PLENTY, WAYS, agree, columns, push, require_products, walk
 from tests.zoo import UNSUPPORTED, ZOO, batches, points, reference
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from curvops.network.model.model import Model
-from curvops.network.walks.walk import Passes
+from curvops.network import Model, Passes
 from tests.network.products import PLENTY, WAYS, agree, columns, pull, push, require_products, walk
 from tests.zoo import ZOO, N, Network, batches, parameters_of, reference
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import curvops as co
-from curvops.network.likelihoods.output_fisher import Sampled
+from curvops.network import Sampled
 from tests.network.engines.test_reduced import reduced
 from tests.network.products import agree, columns, push, walk
 from tests.zoo import N

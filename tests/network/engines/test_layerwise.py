@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from curvops.network import Model, Passes, squared_columns
 from curvops.network.engines.layer_calls import owners_of, record
 from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows
-from curvops.network.model.model import Model
-from curvops.network.walks.row_squares import squared_columns
-from curvops.network.walks.walk import Passes
 from tests import zoo_modules as parts
 from tests.network.products import PLENTY, agree, columns, linear_layers_off_by, pull, push, require_products, walk
 from tests.zoo import ZOO, batches, dense_jacobian, reference

@@ -11,9 +11,8 @@ from torch import nn
 import curvops as co
 from benchmarks.gpu.counts import H100
 from curvops.ambient import CACHE_BYTES
-from curvops.network.engines.plan import CPU, GPU, VISITS, Plan, Rates
-from curvops.network.model.model import Model
-from curvops.network.walks.walk import Passes
+from curvops.network import Model, Passes, Plan
+from curvops.network.engines.plan import CPU, GPU, VISITS, Rates
 from tests.network.products import PLENTY, columns, push, walk
 from tests.zoo import reference
 from tests.zoo_modules import Wired

@@ -13,12 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from curvops.network.data.batches import Batch
+from curvops.network import Batch, Empirical, Model, Passes, Sampled
 from curvops.network.engines.plan import Rates
 from curvops.network.likelihoods import Gaussian
-from curvops.network.likelihoods.output_fisher import Empirical, Sampled
-from curvops.network.model.model import Model
-from curvops.network.walks.walk import Passes
 from tests.network.products import PLENTY, WAYS, agree, columns, linear_layers_off_by, push
 from tests.zoo import ZOO, N, call, dense_jacobian, points, reference
 

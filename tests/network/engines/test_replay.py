@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacfwd
 
+from curvops.network import Model
 from curvops.network.engines.autodiff import record_replay
 from curvops.network.engines.replay import Recorder, Replay
-from curvops.network.model.model import Model
 from tests.network.products import agree
 from tests.zoo import ZOO
 

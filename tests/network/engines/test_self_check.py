@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.network import Model, Passes
 from curvops.network.engines.autodiff import Streamed
 from curvops.network.engines.layer_calls import owners_of, record
 from curvops.network.engines.layerwise import Layerwise
 from curvops.network.engines.replay import Replay
 from curvops.network.engines.self_check import allowance, find_routes, mismatches
-from curvops.network.model.model import Model
-from curvops.network.walks.walk import Passes
 from tests.memory import peak_of
 from tests.network.products import PLENTY, agree, columns, linear_layers_off_by, push, walk
 from tests.zoo import ZOO, dense_jacobian, reference

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.network import Model
 from curvops.network.model.last_layer import last_layer
-from curvops.network.model.model import Model
 from tests.network.products import require_curvature, softmax_hessian
 from tests.zoo import ZOO, dense_jacobian, points
 

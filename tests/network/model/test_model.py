@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from curvops.network.model.model import Model
+from curvops.network import Model
 from tests import zoo_modules as parts
 from tests.zoo import ZOO, call, parameters_of
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvops.network.model.model import Model
+from curvops.network import Model
 from curvops.network.model.parameters import MAPPED_BYTES, Selection, select
 from tests.network.definitions import PARAMETERS
 

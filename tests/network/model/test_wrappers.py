@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.network.model.model import Model
-from curvops.network.walks.walk import Passes
+from curvops.network import Model, Passes
 from tests import zoo_modules as parts
 from tests.network.products import WAYS, agree, columns, push, require_products
 from tests.zoo import batches, dense_jacobian

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from curvops.network.walks.walk import Passes
+from curvops.network import Passes
 from tests.network.products import PLENTY, agree, walk
 from tests.zoo import reference
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from curvops.network.model.model import Model
-from curvops.network.walks.walk import Passes
+from curvops.network import Model, Passes
 from tests.network.products import PLENTY, WAYS, agree, columns, pull, push, walk
 from tests.zoo import ZOO, batches, reference
 
