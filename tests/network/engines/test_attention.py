@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network import Model, Passes
-from curvops.network.engines.layer_calls import Projections
 from tests.network.products import PLENTY, agree, columns, push, require_products
 from tests.zoo import batches, dense_jacobian
 
@@ -45,16 +44,10 @@ class Attending(nn.Module):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_values_and_products_are_those_of_the_module(name: str) -> None:
+def test_products_are_those_of_the_module(name: str) -> None:
     options, call, others = CALLS[name]
     model, x = Attending(options, call).double().eval(), torch.randn(5, 3, 4, dtype=torch.float64)
     nn.init.normal_(model.attention.out_proj.weight)
-    noted: list[torch.Size] = []
-    expected = model(x)
-    with Projections([model.attention], lambda layer, args, kwargs, output, owner: noted.append(output.shape)):
-        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
-    assert noted[-1] == (5, 3, 4)
-    assert all(len(shape) == 3 and shape[0] == 5 for shape in noted)
     passes = Passes(Model(model), batches(x), "layerwise", PLENTY)
     require_products(passes, dense_jacobian(model, x))
     assert set(passes.plan.others) == {f"attention.{local}" for local in others}

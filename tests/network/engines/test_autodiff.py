@@ -14,18 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 import curvops as co
 from curvops.network import Model, Passes, saved_bytes
-from curvops.network.data.inputs import num_points
-from curvops.network.engines.autodiff import Recorded, Streamed, record_graph, record_replay
-from curvops.network.engines.plan import Routes
-from curvops.network.engines.self_check import find_routes, is_adjoint, tolerance
 from tests.network.products import PLENTY, WAYS, agree, columns, push, require_products, walk
-from tests.zoo import UNSUPPORTED, ZOO, batches, points, reference
+from tests.zoo import UNSUPPORTED, ZOO, batches, reference
+from tests.zoo_functions import WrongJvp
 
 
-def routes(name: str, parameters: Any = None) -> Routes:
-    model, inputs = ZOO[name].build()
-    network = Model(model, parameters)
-    return find_routes(network, points(inputs, slice(0, 2)), network.selection.names)
+class OwnFunction(nn.Module):
+    """A function without a forward derivative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WrongJvp.apply(x)
 
 
 def has_forward_mode(function: Callable[[Tensor], Tensor]) -> bool:
@@ -45,7 +43,7 @@ def test_each_network_takes_the_fastest_route_that_is_right(name: str) -> None:
     # torch 2.7 keeps a checkpoint's inputs by a function without forward derivative.
     if name == "checkpointed" and not has_forward_mode(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)):
         expected = "double backward"
-    found = routes(name)
+    found = walk(name, "recorded").plan.routes
     assert found.pushes == expected
     assert found.replayed is (found.pushes == "forward mode")
     assert found.recordable is (found.pushes != "rows")
@@ -54,7 +52,7 @@ def test_each_network_takes_the_fastest_route_that_is_right(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["embedding_padding", "functional_padding"])
 def test_a_frozen_table_with_a_padding_row_leaves_forward_mode(name: str) -> None:
-    assert routes(name, "head*").pushes == "forward mode"
+    assert walk(name, "recorded", parameters="head*").plan.routes.pushes == "forward mode"
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -78,16 +76,15 @@ def test_checkpointed_blocks_run_again_with_the_snapshot(way: str) -> None:
 
 
 def test_outputs_alone_are_computed_some_points_at_a_time() -> None:
-    model, inputs = ZOO["lstm"].build()
+    """As many as make no more than what memory is used again for; a product takes all of a batch at once."""
+    model, x = nn.Sequential(nn.Linear(4, 2**16), nn.AdaptiveAvgPool1d(2)).double(), torch.randn(70, 4).double()
     seen: list[int] = []
-    model.register_forward_pre_hook(lambda _, given: seen.append(num_points(given[0])))
-    network, total = Model(model), num_points(inputs)
+    model.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    expected, passes = model(x).detach(), Passes(Model(model), [(x, None)], "streamed")
+    _ = passes.plan
     seen.clear()
-    parts = Streamed(network, inputs, network.selection.names, at_once=2).outputs
-    assert seen == [2] * (total // 2) + [1] * (total % 2)
-    seen.clear()
-    whole = Streamed(network, inputs, network.selection.names).outputs
-    assert seen == [total] and agree(parts, whole, 1e-13)
+    ((_, J),) = passes.each(0)
+    assert agree(J.outputs, expected, 1e-13) and len(seen) > 1 and sum(seen) == 70
 
 
 def settings() -> tuple[bool, ...]:
@@ -168,31 +165,16 @@ def test_saved_bytes_count_neither_the_model_nor_the_rest_of_the_data() -> None:
     assert Passes(network, [(X[:2], None)], "autodiff", PLENTY).plan.routes.saved_bytes == 8 * (4 + 6 + 5)
 
 
-def test_activations_are_freed_with_what_recorded_them() -> None:
+@pytest.mark.parametrize("function", [nn.Sigmoid(), OwnFunction()], ids=["replayed", "double backward"])
+def test_activations_are_freed_with_what_recorded_them(function: nn.Module) -> None:
     """An operation that saves its own output under a hook holds itself for ever, unless the hook hands out another."""
     alive: list[weakref.ref[Tensor]] = []
-    model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(3, 4), function, nn.Linear(4, 2))
     model[1].register_forward_hook(lambda _, given, output: alive.append(weakref.ref(output)))
-    network, inputs = Model(model), torch.randn(5, 3)
-    names = network.selection.names
-    saved_bytes(network, inputs)
-    find_routes(network, inputs, names)
-    for replay in (record_replay(network, inputs, names), None):
-        recorded = Recorded(network, inputs, names, replay)
-        del recorded, replay
+    passes = Passes(Model(model), [(torch.randn(5, 3), None)], **WAYS["recorded"])
+    saved_bytes(passes.model, torch.randn(5, 3))
+    for _ in range(2):
+        push(passes, columns(26, 3, torch.float32))
+    assert passes.plan.in_use == {"recorded": 1} and passes.plan.routes.replayed is isinstance(function, nn.Sigmoid)
+    del passes
     assert alive and all(output() is None for output in alive)
-
-
-def test_a_streamed_pull_leaves_no_graph() -> None:
-    graph = record_graph(Model(nn.Linear(3, 2)), torch.randn(5, 3), ("weight", "bias"))
-    graph.pull(torch.ones(2, 5, 2), keep=False)
-    with pytest.raises(RuntimeError, match="a second time"):
-        graph.pull(torch.ones(1, 5, 2))
-
-
-def test_the_adjoint_test_sees_a_difference_of_one_percent() -> None:
-    u, v, pulled = torch.ones(1, 2, 3).double(), {"w": torch.ones(1, 6).double()}, {"w": torch.ones(1, 6).double()}
-    for factor, right in ((1.0, True), (1.01, False)):
-        J = factor * torch.eye(6).double()
-        assert is_adjoint(lambda block, J=J: (block["w"] @ J).view(1, 2, 3), u, v, pulled, torch.Generator()) is right
-    assert tolerance(torch.float32) < 0.01

@@ -12,10 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network import Model, Passes, squared_columns
-from curvops.network.engines.layer_calls import owners_of, record
-from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows
 from tests import zoo_modules as parts
-from tests.network.products import PLENTY, agree, columns, linear_layers_off_by, pull, push, require_products, walk
+from tests.network.products import (
+    PLENTY,
+    WAYS,
+    agree,
+    columns,
+    linear_layers_off_by,
+    pull,
+    push,
+    require_products,
+    walk,
+)
 from tests.zoo import ZOO, batches, dense_jacobian, reference
 from tests.zoo_functions import NothingForZeros
 
@@ -77,13 +85,12 @@ def test_the_check_behind_rows_rejects_a_rule_that_is_wrong_by_one_percent() -> 
 
 
 def test_tied_weights_are_owned_only_where_every_holder_has_a_rule() -> None:
-    model, _ = ZOO["linear_subclass"].build()
-    model = nn.Sequential(nn.Linear(5, 3).double(), model)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), parts.ScaledLinear(5, 5)).double()
     for tied in (False, True):
         if tied:
-            model[0].weight = model[1][1].weight
-        owned = {name for names in owners_of(Model(model)).values() for name in names.values()}
-        assert ("0.weight" in owned) is not tied and "0.bias" in owned
+            model[0].weight = model[2].weight
+        others = Passes(Model(model), [(torch.randn(3, 5).double(), None)], "layerwise").plan.others
+        assert ("0.weight" in others) is tied and "0.bias" not in others
 
 
 def hooks(model: nn.Module) -> list[int]:
@@ -154,17 +161,18 @@ def test_a_selection_that_does_not_reach_the_outputs_has_jacobian_zero(way: str)
         assert not pull(passes, columns(15, 3)).any()
 
 
-@pytest.mark.parametrize("name", ["cnn", "old_function", "checkpointed"])
-def test_sensitivities_in_chunks_are_those_of_one_batched_backward_pass(name: str) -> None:
-    """`old_function` has no batching rule: one backward pass an output."""
-    model, inputs = ZOO[name].build()
-    network = Model(model)
-    owners = owners_of(network)
-    small, large = (Layerwise(network, record(network, inputs, owners), None, size) for size in (1, PLENTY))
-    V = columns(network.theta.numel(), 2)
-    J = reference(name)
-    for engine in (small, large):
-        assert agree(engine.push(network.selection.split(V)).flatten(1).mT, J @ V)
+def test_sensitivities_in_chunks_are_those_of_one_batched_backward_pass() -> None:
+    """A column's sensitivities of 3000 points take 1.2 MB, so that three columns take a backward pass."""
+    layers = nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 20), nn.Tanh()
+    model, x = nn.Sequential(*layers, nn.Linear(20, 10)).double(), torch.randn(3000, 4).double()
+    few, (every, expected) = (
+        x[:20],
+        (Passes(Model(model), [(x, None)], **WAYS[way]) for way in ("layerwise", "recorded")),
+    )
+    V = columns(len(every.model.theta), 2)
+    assert agree(push(every, V), push(expected, V))
+    J = dense_jacobian(model, few)
+    assert agree(push(every, V)[: len(J)], J @ V)
 
 
 @pytest.mark.parametrize(("dead", "points"), [([0, 5], 4), ([0, 1, 2, 3, 4], 3)], ids=["first point", "first batch"])
@@ -184,49 +192,53 @@ def test_a_check_at_a_point_without_a_gradient_proves_nothing(points: int, dead:
     assert {"fc1.weight", "fc1.bias"} <= passes.plan.others.keys()
 
 
-@pytest.mark.parametrize("chunk", [1, PLENTY])
-def test_outputs_that_a_layer_does_not_reach_have_zeros_where_a_function_returns_nothing(chunk: int) -> None:
+@pytest.mark.parametrize("points", [3, 3000])
+def test_outputs_that_a_layer_does_not_reach_have_zeros_where_a_function_returns_nothing(points: int) -> None:
+    """Of many points three outputs take a backward pass of their own."""
+
     def wiring(m: Any, x: Tensor) -> Tensor:
         beside = m.fc2(x)
-        return torch.cat([beside[:, :1], m.head(NothingForZeros.apply(m.fc1(x))), beside[:, 1:2]], 1)
+        return torch.cat([beside, m.head(NothingForZeros.apply(m.fc1(x))), beside[:, :1]], 1)
 
-    model, inputs = parts.Wired(wiring).double(), torch.randn(6, 4).double()
-    network, J = Model(model), dense_jacobian(model, inputs)
-    engine = Layerwise(network, record(network, inputs, owners_of(network)), None, chunk)
-    assert agree(engine.push(network.selection.split(torch.eye(J.shape[1]).double())).flatten(1).mT, J)
+    model, inputs = parts.Wired(wiring), torch.randn(points, 4).double()
+    model.fc1, model.fc2, model.head = nn.Linear(4, 50), nn.Linear(4, 6), nn.Linear(50, 3)
+    passes = Passes(Model(model.double()), [(inputs, None)], "layerwise", PLENTY)
+    J, V = dense_jacobian(model, inputs[:3]), columns(len(passes.model.theta), 3)
+    for _ in range(2):
+        assert agree(push(passes, V)[: len(J)], J @ V)
+    assert passes.plan.in_use == {"layerwise": 1}
 
 
 def test_wide_blocks_are_multiplied_some_vectors_at_a_time() -> None:
     """A vector's change of each of the outputs takes 2 MB: 20 vectors take more than is multiplied at once."""
     layers = nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 64), nn.Softmax(1)
-    engine = engine_of(nn.Sequential(*layers).double(), torch.randn(4000, 3).double())
-    selection = engine.model.selection
-    V, U = columns(len(engine.model.theta), 20), torch.randn(20, 4000, 64).double()
-    pushed, pulled = engine.push(selection.split(V)), selection.join(engine.pull(U))
+    passes = kept(nn.Sequential(*layers).double(), torch.randn(4000, 3).double())
+    V, U = columns(len(passes.model.theta), 20), columns(4000 * 64, 20)
+    pushed, pulled = push(passes, V), pull(passes, U)
     for k in (0, 19):
-        assert agree(pushed[k], engine.push(selection.split(V[:, k : k + 1]))[0], 1e-13)
-        assert agree(pulled[:, k], selection.join(engine.pull(U[k : k + 1]))[:, 0], 1e-13)
+        assert agree(pushed[:, k], push(passes, V[:, k : k + 1])[:, 0], 1e-13)
+        assert agree(pulled[:, k], pull(passes, U[:, k : k + 1])[:, 0], 1e-13)
+
+
+def kept(model: nn.Module, inputs: Tensor, parameters: Any = None) -> Passes:
+    """A walk over one batch whose layerwise engine is kept."""
+    passes = Passes(Model(model.eval(), parameters), [(inputs, None)], "layerwise", PLENTY)
+    push(passes, passes.model.theta.detach()[:, None])
+    assert passes.plan.in_use == {"layerwise": 1}
+    return passes
+
+
+def kinds(passes: Passes) -> list[str]:
+    """What is kept of each layer."""
+    return [layer.what for layer in passes.plan.kept_layers]
 
 
 def test_a_layer_with_fewer_parameters_than_outputs_is_kept_as_its_rows() -> None:
-    model, inputs = ZOO["cnn"].build()
-    network = Model(model)
-    engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
-    assert {type(part) for part in engine.parts} == {Rows, Factors, Features}
-    for part in engine.parts:
-        small = part.layer.size <= part.layer.output[1:].numel() and not part.layer.is_last
-        assert isinstance(part, Rows) == small and isinstance(part, Features) == part.layer.is_last
-    assert engine.nbytes == sum(part.nbytes for part in engine.parts)
-
-
-def engine_of(model: nn.Module, inputs: Tensor, parameters: Any = None) -> Layerwise:
-    network = Model(model.eval(), parameters)
-    return Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
-
-
-def keeps_slopes(engine: Layerwise) -> bool:
-    """Return whether a layer is kept as its slopes before the last layer's weight."""
-    return any(isinstance(part, Factors) and part.weight is not None for part in engine.parts)
+    passes = kept(*ZOO["cnn"].build())
+    assert {*kinds(passes)} == {"Jacobian rows", "a and δ", "a"}
+    for layer, kind in zip(passes.plan.layers, kinds(passes)):
+        small = layer.size <= layer.output[1:].numel() and not layer.is_last
+        assert (kind == "Jacobian rows") == small and (kind == "a") == layer.is_last
 
 
 KINDS = [nn.ReLU, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Tanh, nn.Sigmoid]
@@ -242,14 +254,10 @@ def test_a_layer_that_an_elementwise_function_separates_from_the_last_keeps_slop
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 5, bias), function, nn.Linear(5, 7, bias)).double()
     inputs = torch.randn(6, 4).double()
-    engine = engine_of(model, inputs)
-    assert [type(part) for part in engine.parts] == [Factors, Features] and keeps_slopes(engine)
-    J = dense_jacobian(model, inputs)
-    everything = engine.push(engine.model.selection.split(torch.eye(J.shape[1]).double()))
-    assert agree(everything.flatten(1).mT, J)
-    pulled = engine.model.selection.join(engine.pull(torch.eye(J.shape[0]).double().unflatten(1, (6, 7))))
-    assert agree(pulled.mT, J)
-    assert engine.nbytes == 8 * 6 * (4 + 5 + 5) == sum(part.nbytes for part in engine.parts)
+    passes = kept(model, inputs)
+    assert kinds(passes) == ["a and slopes", "a"]
+    require_products(passes, dense_jacobian(model, inputs))
+    assert passes.kept_bytes == 8 * 6 * (4 + 5 + 5)
 
 
 def of_a_sum(m: Any, x: Tensor) -> Tensor:
@@ -285,20 +293,20 @@ def of_an_exponential(m: Any, x: Tensor) -> Tensor:
 )
 def test_other_layers_before_the_last_keep_their_sensitivities(wiring: Any) -> None:
     model, inputs = parts.Wired(wiring).double(), torch.randn(6, 4).double()
-    engine, J = engine_of(model, inputs), dense_jacobian(model, inputs)
-    assert not keeps_slopes(engine)
-    assert agree(engine.push(engine.model.selection.split(torch.eye(J.shape[1]).double())).flatten(1).mT, J)
+    passes = kept(model, inputs)
+    assert "a and slopes" not in kinds(passes)
+    require_products(passes, dense_jacobian(model, inputs))
 
 
 def test_slopes_need_the_weight_of_the_last_layer_as_a_parameter() -> None:
     model, inputs = ZOO["inplace_relu"].build()
     for parameters, slopes in ((["0.*"], False), (["0.*", "2.bias"], False), (["0.weight", "2.weight"], True)):
-        engine = engine_of(model, inputs, parameters)
-        names = engine.model.selection.names
+        passes = kept(model, inputs, parameters)
+        names = passes.model.selection.names
         J = dense_jacobian(model, inputs).split([p.numel() for p in model.parameters()], 1)
         J = torch.cat([part for (name, _), part in zip(model.named_parameters(), J) if name in names], 1)
-        assert keeps_slopes(engine) == slopes
-        assert agree(engine.push(engine.model.selection.split(torch.eye(J.shape[1]).double())).flatten(1).mT, J)
+        assert ("a and slopes" in kinds(passes)) == slopes
+        require_products(passes, J)
 
 
 def large_network(far: float = torch.inf) -> tuple[nn.Module, list[int]]:
@@ -329,8 +337,8 @@ def test_a_last_layer_is_built_from_passes_over_some_points() -> None:
     assert agree(push(passes, V), J @ V) and seen == [24, 24, 22]
     assert agree(pull(passes, U), J.mT @ U) and seen == [24, 24, 22]
     (built,) = passes.kept_engines
-    assert isinstance(built, Layerwise) and built.features is not None
-    assert agree(built.outputs, outputs, 1e-13) and built.features.layer.output[0] == 70
+    assert built.kind == "layerwise" and built.nbytes == 8 * 70 * 8
+    assert agree(built.outputs, outputs, 1e-13)
 
 
 def test_a_layer_that_is_not_the_last_for_all_points_is_in_one_pass() -> None:
