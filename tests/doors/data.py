@@ -7,8 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import curvops as co
-from curvops.network.data.batches import Batches
-from curvops.network.data.inputs import as_inputs
+from curvops.network.data import Batches, as_inputs
 from curvops.network.likelihoods import Categorical
 from tests.doors.door import Door
 from tests.network.definitions import as_batches, normal

@@ -11,9 +11,8 @@ from torch.nn.functional import dropout
 
 import curvops as co
 from curvops.network import Model
-from curvops.network.model.parameters import Selection, select
 from tests.doors.door import Door
-from tests.network.definitions import PARAMETERS, normal
+from tests.network.definitions import chosen, normal
 from tests.zoo_modules import Wired
 
 X, Y = normal(7, 4, dtype=torch.float32), torch.tensor([0, 1, 2, 0, 1, 2, 0])
@@ -45,11 +44,6 @@ class Keywords(nn.Linear):
 
 def called_with(inputs: Any) -> co.operators.Linearization:
     return co.linearize(Keywords(4, 3), (inputs, Y), "classification")
-
-
-def chosen(spec: Any) -> Selection:
-    trainable = [name for name in PARAMETERS if name != "body.bias"]
-    return select(PARAMETERS, trainable, spec)
 
 
 DOORS = [
@@ -151,7 +145,7 @@ DOORS = [
                 "must be a vector of integers, got torch.float32",
             ),
             "whole numbers": (
-                lambda: select({"steps": torch.zeros(2, dtype=torch.long)}, ["steps"], None),
+                lambda: Model((lambda params, x: x, {"steps": torch.zeros(2, dtype=torch.long)})),
                 TypeError,
                 "'steps' is torch.int64; only floating-point ones",
             ),

@@ -9,20 +9,30 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from curvops.network.data.batches import Batches, Reading, as_source
+from curvops.network import Model
+from curvops.network.data import Batches, Reading, as_source
 from curvops.network.likelihoods import Likelihood
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 PARAMETERS: dict[str, Tensor] = {
-    "body.weight": torch.randn(3, 2),
-    "body.bias": torch.randn(3),
     "scale": torch.randn(()),
     "empty": torch.randn(0, 3),
+    "body.weight": torch.randn(3, 2),
+    "body.bias": torch.randn(3),
     "head.weight": torch.randn(2, 3, 1),
     "head.bias": torch.randn(2),
 }
+
+
+def chosen(spec: Any) -> Any:
+    """The selection of some of `PARAMETERS`, of which one needs no gradient."""
+    model = nn.ModuleDict({"body": nn.Module(), "head": nn.Module()})
+    for name, tensor in PARAMETERS.items():
+        module, _, last = name.rpartition(".")
+        model.get_submodule(module).register_parameter(last, nn.Parameter(tensor, name != "body.bias"))
+    return Model(model, spec).selection
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -1,1 +1,23 @@
-"""Batches, inputs, and fingerprints of data."""
+"""Batches, inputs, and fingerprints of data.
+
+Walks and models know data by these: what a user gives becomes a source of batches (`as_source`, read by a `Reading`),
+and inputs of any form are counted, cut, named and moved.
+"""
+
+from curvops.network.data.batches import Batch, Batches, Reading, as_source
+from curvops.network.data.inputs import as_inputs, components, move, num_points, take
+from curvops.network.data.randomness import PointNormals, own_randomness
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "PointNormals",
+    "Reading",
+    "as_inputs",
+    "as_source",
+    "components",
+    "move",
+    "num_points",
+    "own_randomness",
+    "take",
+]

@@ -1,1 +1,9 @@
-"""Products with J on one batch, and the choice of the engine that computes them."""
+"""Products with J on one batch, and the choice of the engine that computes them.
+
+A new layer is a row of `RULES`; another device has its own `Rates`.
+"""
+
+from curvops.network.engines.plan import CPU, GPU, Rates
+from curvops.network.engines.rules import RULES, Rule, rule_for, rule_of
+
+__all__ = ["CPU", "GPU", "RULES", "Rates", "Rule", "rule_for", "rule_of"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvops.network import move
-from curvops.network.data.inputs import as_inputs, components, num_points, take
+from curvops.network.data import as_inputs, components, num_points, take
 
 A, B = torch.randn(5, 3), torch.arange(5)
 

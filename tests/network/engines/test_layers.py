@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from curvops.network.engines.rules import Rule, rule_for, rule_of
+from curvops.network.engines import Rule, rule_for, rule_of
 
 K, SIX = 2, (5, 5)
 Inputs = tuple[Tensor, ...]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network import Batch, Empirical, Model, Passes, Sampled
-from curvops.network.engines.plan import Rates
+from curvops.network.engines import Rates
 from curvops.network.likelihoods import Gaussian
 from tests.network.products import PLENTY, WAYS, agree, columns, linear_layers_off_by, push
 from tests.zoo import ZOO, N, call, dense_jacobian, points, reference

@@ -2,49 +2,59 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from curvops.network.model.fused_kernels import PlainLookups
+from curvops.network import Model, Passes
 from tests import zoo_modules as parts
 from tests.network.products import WAYS, columns, push, require_products, walk
-from tests.zoo import Network, _tokens, dense_jacobian
+from tests.zoo import Network, _tokens, batches, dense_jacobian
 
-TOKENS = torch.tensor([[5, 0, 5], [1, 2, 6]])
-WEIGHTS = torch.tensor([[0.2, 0.9, 0.5], [0.7, 0.1, 0.4]]).double()
-OFFSETS = torch.tensor([0, 2])
+TOKENS = torch.tensor([[5, 0, 5], [1, 2, 6], [0, 0, 0], [3, 3, 1], [6, 0, 4]])
+WEIGHTS = torch.rand(5, 3, generator=torch.Generator().manual_seed(0)).double()
 # name: (layer, what it is called with)
-LOOKUPS: dict[str, tuple[nn.Module, tuple[Tensor | None, ...]]] = {
-    "mean": (nn.EmbeddingBag(7, 4), (TOKENS,)),
-    "sum": (nn.EmbeddingBag(7, 4, mode="sum", padding_idx=-2), (TOKENS,)),
-    "max": (nn.EmbeddingBag(7, 4, mode="max", padding_idx=0), (TOKENS,)),
-    "mean without padding": (nn.EmbeddingBag(7, 4, padding_idx=0), (torch.tensor([[0, 0, 0], [5, 0, 5]]),)),
-    "short": (nn.EmbeddingBag(7, 4, mode="sum", max_norm=0.5, norm_type=1.0), (TOKENS,)),
-    "weighted": (nn.EmbeddingBag(7, 4, mode="sum"), (TOKENS, None, WEIGHTS)),
-    "by offsets": (nn.EmbeddingBag(7, 4, mode="sum"), (TOKENS.flatten(), OFFSETS, WEIGHTS.flatten())),
-    "short vectors": (nn.Embedding(7, 4, padding_idx=0, max_norm=0.5), (TOKENS,)),
+LOOKUPS: dict[str, tuple[nn.Module, Callable[[Tensor, Tensor], tuple[Tensor | None, ...]]]] = {
+    "mean": (nn.EmbeddingBag(7, 4), lambda x, w: (x,)),
+    "sum": (nn.EmbeddingBag(7, 4, mode="sum", padding_idx=-2), lambda x, w: (x,)),
+    "max": (nn.EmbeddingBag(7, 4, mode="max", padding_idx=0), lambda x, w: (x,)),
+    "mean without padding": (nn.EmbeddingBag(7, 4, padding_idx=0), lambda x, w: (x,)),
+    "short": (nn.EmbeddingBag(7, 4, mode="sum", max_norm=0.5, norm_type=1.0), lambda x, w: (x,)),
+    "weighted": (nn.EmbeddingBag(7, 4, mode="sum"), lambda x, w: (x, None, w)),
+    "by offsets": (
+        nn.EmbeddingBag(7, 4, mode="sum"),
+        lambda x, w: (x.flatten(), torch.arange(len(x)) * x.shape[1], w.flatten()),
+    ),
+    "short vectors": (nn.Embedding(7, 4, padding_idx=0, max_norm=0.5), lambda x, w: (x,)),
 }
 
 
-def value_and_gradient(layer: nn.Module, *given: Any) -> tuple[Tensor, Tensor]:
-    layer.zero_grad()
-    output = layer(*given)
-    (output * torch.arange(output.numel()).view_as(output)).sum().backward()
-    return output.detach(), layer.weight.grad.to_dense()
+class Lookup(nn.Module):
+    """A lookup, and a layer that makes its outputs' derivatives depend on its values."""
+
+    def __init__(self, layer: nn.Module, given: Callable[[Tensor, Tensor], tuple[Tensor | None, ...]]) -> None:
+        super().__init__()
+        self.layer, self.given, self.head = copy.deepcopy(layer), given, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        h = self.layer(*self.given(x, w))
+        return self.head((h if h.ndim == 2 else h.sum(1)).tanh())
 
 
+@pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
 @pytest.mark.parametrize(("layer", "given"), LOOKUPS.values(), ids=LOOKUPS)
-def test_a_lookup_is_that_of_torch_and_leaves_the_weight_alone(layer: nn.Module, given: tuple[Any, ...]) -> None:
-    layer = layer.double()
-    before = layer.weight.detach().clone()
-    with PlainLookups():
-        ours = value_and_gradient(layer, *given)
-    assert torch.equal(layer.weight, before)
-    for mine, theirs in zip(ours, value_and_gradient(layer, *given)):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+def test_a_lookup_is_that_of_torch_and_leaves_the_weight_alone(layer: nn.Module, given: Any, way: str) -> None:
+    model = Lookup(layer, given).double()
+    passes, before = Passes(Model(model), batches((TOKENS, WEIGHTS)), **WAYS[way]), model.layer.weight.detach().clone()
+    found = [J.outputs for _, J in passes.each(0)]
+    assert torch.equal(model.layer.weight, before)
+    require_products(passes, dense_jacobian(copy.deepcopy(model), (TOKENS, WEIGHTS)))
+    assert torch.equal(model.layer.weight, before)
+    torch.testing.assert_close(torch.cat(found), model(TOKENS, WEIGHTS).detach(), rtol=1e-12, atol=1e-12)
 
 
 WITHOUT_OPTIONS: dict[str, tuple[nn.Module, nn.Module]] = {

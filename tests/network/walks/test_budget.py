@@ -15,7 +15,6 @@ from torch import nn
 
 import curvops as co
 from curvops.ambient import SMALL_BYTES
-from curvops.network.walks.engine_cache import Budget, default_budget
 
 MIB = 2**20
 
@@ -30,8 +29,18 @@ class Cache:
         self.kept_bytes = min(self.kept_bytes, most)
 
 
+def network(**options):
+    data = torch.ones(2, 1), torch.ones(2, 1)
+    return co.linearize(nn.Linear(1, 1), data, co.likelihoods.Gaussian(1.0), **options)
+
+
+def fresh(nbytes):
+    """A budget of so many bytes, without the engines of the linearisation that it was made for."""
+    return copy.copy(network(memory_budget=nbytes).memory)
+
+
 def test_vectors_have_what_engines_do_not_want_and_half_at_least():
-    memory = Budget(100 * MIB)
+    memory = fresh(100 * MIB)
     assert memory.room() == memory.for_engines == 100 * MIB
     small, large = Cache(0, 30 * MIB), Cache(0, 500 * MIB)
     memory.register(small)
@@ -44,7 +53,7 @@ def test_vectors_have_what_engines_do_not_want_and_half_at_least():
 
 
 def test_engines_give_way_to_vectors_that_are_held():
-    memory, cache = Budget(100 * MIB), Cache(80 * MIB, 80 * MIB)
+    memory, cache = fresh(100 * MIB), Cache(80 * MIB, 80 * MIB)
     memory.register(cache)
     with memory.holding(40 * MIB):
         assert cache.kept_bytes == 60 * MIB and memory.for_engines == 0 and memory.room() == 10 * MIB
@@ -52,7 +61,7 @@ def test_engines_give_way_to_vectors_that_are_held():
 
 
 def test_what_is_kept_counts_as_long_as_its_owner_lives():
-    memory, owner = Budget(100 * MIB), Cache(0, 0)
+    memory, owner = fresh(100 * MIB), Cache(0, 0)
     memory.keep(owner, 60 * MIB)
     assert memory.room() == 40 * MIB
     del owner
@@ -61,7 +70,7 @@ def test_what_is_kept_counts_as_long_as_its_owner_lives():
 
 
 def test_a_small_budget_leaves_room_for_small_vectors():
-    assert Budget(0).room() == SMALL_BYTES and Budget(0).for_engines == 0
+    assert fresh(0).room() == SMALL_BYTES and fresh(0).for_engines == 0
 
 
 GROUP = "/sys/fs/cgroup/memory."
@@ -88,13 +97,13 @@ def test_the_default_is_a_quarter_of_what_machine_and_control_group_leave(machin
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", read)
-        found = default_budget(torch.device("cpu"))
+        found = network().memory_budget
     assert found == expected
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda memory: pickle.loads(pickle.dumps(memory))])
 def test_a_copy_holds_nothing(copied):
-    memory = Budget(100 * MIB)
+    memory = fresh(100 * MIB)
     with memory.holding(10 * MIB):
         other = copied(memory)
     assert other.budget == memory.budget and other.room() == 100 * MIB
