@@ -20,7 +20,7 @@ from curvops import storage
 from curvops.ambient import aside
 from curvops.checkpoint import KIND, Checkpoint, begin, current, identify, named_part
 from curvops.errors import CheckpointWarning
-from curvops.linalg.core.algorithm import algorithm
+from curvops.linalg.core import algorithm
 from tests.linalg.interrupted import Killed
 from tests.ranks.processes import alone
 

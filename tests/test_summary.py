@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops import linalg
-from curvops.linalg.core.solve_routes import Route, SolvePlan
+from curvops.linalg.core import solve_routes
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.sharded_vectors import RowLayout
 from curvops.summary import MOST_ROWS, Table, by_columns_of, summary
@@ -263,7 +263,7 @@ def test_text_and_html_are_one_table_and_html_is_escaped() -> None:
     assert str(table) == 'a <b>\nx & y      <script>\nlong cell\nsay "no"'
     html = table.html()
     assert "<script>" not in html and "&lt;script&gt;" in html and "x &amp; y" in html and "a &lt;b&gt;" in html
-    plan = SolvePlan({"<q>": (Route("r & s", 1, 1, "no <way>"),)})
+    plan = solve_routes.SolvePlan({"<q>": (solve_routes.Route("r & s", 1, 1, "no <way>"),)})
     assert "no &lt;way&gt;" in plan._repr_html_() and "<way>" not in plan._repr_html_() and "no <way>" in str(plan)
 
 

@@ -35,7 +35,6 @@ from curvops.linalg import (
     trace,
 )
 from curvops.linalg.core import vectors
-from curvops.linalg.core.partition import partition
 from curvops.operators.curvatures.kfac import nearest_kronecker
 from tests.doors.door import Door
 from tests.linalg.known import Known, Rooted
@@ -256,14 +255,12 @@ DOORS = [
     ),
     Door("dense decompositions of what is large", rows={"eigh": (lambda: Dense(LARGE).eigh(), r"eigsh\(k\)")}),
     Door(
-        "partition",
-        rows={
-            "[tensor([[0, 1]])]": (lambda: partition([torch.tensor([[0, 1]])]), "LongTensor"),
-        },
-    ),
-    Door(
         "DirectSum",
         rows={
+            "a matrix of positions": (
+                lambda: DirectSum(Diagonal(uniform(2)), positions=[torch.tensor([[0, 1]])]),
+                "LongTensor",
+            ),
             "a longer set": (lambda: DirectSum(Diagonal(uniform(3)), positions=[range(4)]), "block 0 has shape"),
             "another number of sets": (
                 lambda: DirectSum(Diagonal(uniform(3)), positions=[range(3), range(3, 4)]),

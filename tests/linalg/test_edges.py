@@ -22,7 +22,6 @@ from curvops.linalg import (
     solve,
     sqrt,
 )
-from curvops.linalg.core.structure import eigh_in_place
 from tests.linalg.matrices import generator, log_spaced, rotation, symmetric
 from tests.linalg.systems import function_of, right_hand_sides
 
@@ -218,17 +217,6 @@ def test_roots_of_singular_matrices_know_what_rounding_does(n, dtype):
         error = (found.value.double() - root).norm() / root.norm()
         assert error <= 10 * found.error_estimates[0] or found.error_estimates[0] > 0.1  # then nothing is claimed
         assert error <= 1e-6 + 10 * torch.finfo(dtype).eps or not found.converged.all()
-
-
-@pytest.mark.parametrize("n", [1, 2, 50])
-def test_eigenvectors_take_the_memory_of_the_matrix(n):
-    X = torch.randn(2, n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    A = X + X.mT
-    given = A.clone()
-    values, V = eigh_in_place(given)
-    assert (values - torch.linalg.eigvalsh(A)).abs().max() <= 1e-10 * values.abs().max()
-    assert (V @ torch.diag_embed(values) @ V.mT - A).abs().max() <= 1e-10 * values.abs().max()
-    assert V.data_ptr() == given.data_ptr()
 
 
 def test_a_decomposition_leaves_a_factor_as_it_was():

@@ -15,8 +15,8 @@ from torch import nn
 import curvops as co
 from curvops.checkpoint import begin
 from curvops.errors import ManyProductsWarning
+from curvops.linalg.core import algorithm
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.algorithm import algorithm
 from curvops.operators.function_space.function_space import NAME, FunctionSpace
 from curvops.posterior.precision import solving_kernel
 from tests.linalg.interrupted import Killed

@@ -21,7 +21,7 @@ import curvops as co
 from curvops import linalg
 from curvops.errors import RanksDifferError
 from curvops.linalg import cg, lsmr, minres
-from curvops.linalg.core.vectors import gram
+from curvops.linalg.core import vectors
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.sharded_vectors import unwrapped
 from tests.linalg.matrices import symmetric
@@ -236,7 +236,7 @@ def costs(mesh: Any, lin: co.operators.Linearization) -> None:
     for A, scattered in ((co.GGN(lin), D), (co.KFAC(lin), 0)):
         expected = [1 + bool(scattered), 8 * K * (most + scattered), 0, 0]
         assert spent(lambda A=A: A._matmul(block), ranks, data) == expected
-    assert spent(lambda: gram(block, block), ranks) == [1, 8 * K * K]
+    assert spent(lambda: vectors.gram(block, block), ranks) == [1, 8 * K * K]
 
 
 def small_problems(mesh: Any) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.linalg import draw
-from curvops.linalg.core.algorithm import solve_width
 from curvops.linalg.operators.draws import ColumnNoise
 
 N = 12
@@ -102,4 +101,3 @@ def test_without_a_generator_draws_follow_torchs_own_seed() -> None:
         return draw(A, 2)
 
     assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
-    assert solve_width(A, 2)[0] == 2

@@ -14,13 +14,13 @@ from curvops import ambient
 from curvops.ambient import is_out_of_memory
 from curvops.errors import BlockSizeWarning, MemoryBudgetWarning
 from curvops.linalg import Reason, draw
-from curvops.linalg.core.algorithm import CALLER_VECTORS, memories_of, solve_width, working
-from curvops.linalg.core.solve_routes import SOLVE_VECTORS
+from curvops.linalg.core import solve_routes
 from tests.linalg.faulty import without_room_beyond
 from tests.linalg.matrices import generator, symmetric
 
 D, N, C = 303, 6, 3
 VECTOR = 8 * D
+SOLVE_VECTORS = solve_routes.SOLVE_VECTORS
 
 
 def linearized(vectors):
@@ -40,23 +40,25 @@ def test_operators_know_the_networks_in_them():
     G, J = co.GGN(lin), lin.jacobian()
     P = G.add_diagonal(0.5)
     for operator in (G, J, P, P.inverse(), J @ P.inverse() @ J.mT, 2 * G, G + co.Hessian(lin), co.TangentKernel(lin)):
-        assert memories_of(operator) == {lin.memory}
+        assert operator.memories == {lin.memory}
     both = G.detached_from_weights() + co.GGN(other).detached_from_weights()
-    assert memories_of(both) == {lin.memory, other.memory}
-    assert memories_of(torch.eye(2)) == memories_of(co.linalg.Diagonal(torch.ones(2))) == frozenset()
-    assert solve_width(both, 9) == (1, CALLER_VECTORS * VECTOR)  # the smallest decides
-    assert solve_width(co.GGN(linearized(2 * SOLVE_VECTORS)), 9) == (2, 2 * CALLER_VECTORS * VECTOR)
+    assert both.memories == {lin.memory, other.memory}
+    assert co.linalg.Diagonal(torch.ones(2)).memories == frozenset()
+    with ambient.running("solve", both) as run:
+        assert run.room() == 10 * VECTOR  # the smallest decides
 
 
 def test_what_is_given_comes_before_what_a_network_has_left():
-    G = co.GGN(lin := linearized(100))
-    with ambient.running("given", G, memory_budget=5 * VECTOR), working(G) as (_, room):
-        assert room == 5 * VECTOR and lin.memory.room() == 100 * VECTOR
-    with working(G) as (_, room):
-        assert 70 * VECTOR < room < 100 * VECTOR and lin.memory.room() == 100 * VECTOR - room
-    assert lin.memory.room() == 100 * VECTOR
-    with working(torch.eye(3)) as (_, room):
-        assert room is None
+    """An algorithm without a budget of its own takes what the network has left, but for the vectors of a product."""
+    G, left = co.GGN(lin := linearized(100)), []
+
+    def look(*_):
+        left.append(lin.memory.room())
+
+    for given, low, high in ((5 * VECTOR, 100, 101), (None, 0, 30)):
+        co.linalg.lanczos(G, 3, generator=generator(), memory_budget=given, progress=look)
+        assert all(low * VECTOR <= room < high * VECTOR for room in left) and lin.memory.room() == 100 * VECTOR
+        left.clear()
 
 
 @pytest.mark.parametrize("solver", [co.linalg.cg, co.linalg.minres, co.linalg.lsmr])

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.solve_routes import PosteriorFacts, System, chosen, decomposes, determinants
 
-LARGE = System(rows=100_000, columns=8)
-NETWORK = PosteriorFacts(name="GGN", root_columns=40_000, outputs=40_000, gram_cost=50.0, budget=2**40)
+LARGE = routes.System(rows=100_000, columns=8)
+NETWORK = routes.PosteriorFacts(name="GGN", root_columns=40_000, outputs=40_000, gram_cost=50.0, budget=2**40)
 FEW = replace(NETWORK, root_columns=1000, outputs=1000)
 
 
@@ -18,21 +17,21 @@ def posterior(facts=NETWORK, **system):
 
 
 TAKEN = {
-    "rectangular": (System(rows=10, square=False, symmetric=False, definite=False), "lsmr"),
+    "rectangular": (routes.System(rows=10, square=False, symmetric=False, definite=False), "lsmr"),
     "closed form": (replace(LARGE, closed_form=True), "closed form"),
-    "a small closed form": (System(rows=10, closed_form=True), "closed form"),
-    "its gradient": (System(rows=10, closed_form=True, recorded=True), "dense"),
+    "a small closed form": (routes.System(rows=10, closed_form=True), "closed form"),
+    "its gradient": (routes.System(rows=10, closed_form=True, recorded=True), "dense"),
     "a large one's gradient": (replace(LARGE, closed_form=True, recorded=True), "closed form"),
-    "256 rows": (System(rows=256), "dense"),
-    "257 rows": (System(rows=257), "cg with a sketch"),
-    "at hand": (System(rows=2048, at_hand=True, definite=False), "dense"),
-    "at hand and large": (System(rows=2049, at_hand=True, definite=False), "minres"),
+    "256 rows": (routes.System(rows=256), "dense"),
+    "257 rows": (routes.System(rows=257), "cg with a sketch"),
+    "at hand": (routes.System(rows=2048, at_hand=True, definite=False), "dense"),
+    "at hand and large": (routes.System(rows=2049, at_hand=True, definite=False), "minres"),
     "definite": (LARGE, "cg with a sketch"),
     "definite without a shift": (replace(LARGE, sketch=False), "cg"),
     "symmetric": (replace(LARGE, definite=False), "minres"),
     "nothing known": (replace(LARGE, definite=False, symmetric=False), "lsmr"),
     "network": (posterior(), "cg with a sketch"),
-    "KFAC": (posterior(PosteriorFacts(), closed_form=True), "closed form"),
+    "KFAC": (posterior(routes.PosteriorFacts(), closed_form=True), "closed form"),
     "small network": (posterior(rows=256), "dense"),
     "columns enough to form it": (posterior(rows=2048, columns=256), "formed matrix"),
     "a column fewer": (posterior(rows=2048, columns=255), "cg with a sketch"),
@@ -78,13 +77,13 @@ TAKEN = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_the_route_taken(name):
     system, expected = TAKEN[name]
-    first = chosen(routes.routes(system))
+    first = routes.chosen(routes.routes(system))
     assert first is not None and first.name == expected
 
 
 REFUSED = {
     "closed form": (posterior(), "no closed form is known"),
-    "dual": (posterior(PosteriorFacts(name="KFAC")), "square root by points, which KFAC does not have"),
+    "dual": (posterior(routes.PosteriorFacts(name="KFAC")), "square root by points, which KFAC does not have"),
     "sgd": (posterior(recorded=True), "no gradient"),
 }
 
@@ -93,7 +92,7 @@ REFUSED = {
 def test_a_method_that_is_not_open_says_why(asked):
     system, why = REFUSED[asked]
     found = routes.routes(replace(system, requested=asked))
-    assert chosen(found) is None
+    assert routes.chosen(found) is None
     assert why in next(route.why_not for route in found if route.name == asked)
     operator = posterior(replace(NETWORK, diagonal=False, scalar=False), requested="dual")
     assert "number or a vector" in routes.routes(operator)[-1].why_not
@@ -108,7 +107,7 @@ def test_products_and_bytes():
     assert (found["formed kernel"].products, found["formed kernel"].nbytes) == (50.0, 5 * 8 * 1000**2)
     assert routes.routes(posterior(longest=300_000))[4].nbytes == 3 * found["cg"].nbytes
     assert routes.routes(posterior(replace(NETWORK, formed=True)))[1].products == 0
-    assert routes.routes(System(rows=10, at_hand=True))[1].products == 0
+    assert routes.routes(routes.System(rows=10, at_hand=True))[1].products == 0
 
 
 DETERMINANTS = {
@@ -132,16 +131,16 @@ DETERMINANTS = {
 @pytest.mark.parametrize("name", DETERMINANTS)
 def test_determinants(name):
     system, expected = DETERMINANTS[name]
-    first = chosen(determinants(system))
+    first = routes.chosen(routes.determinants(system))
     assert first is not None and first.name == expected
 
 
 def test_probes_that_fail_give_way_to_all_eigenvalues():
     """Where half as many products as rows have not reached the tolerance, as many as rows are exact."""
     assert [routes.products_of_probes(rows) for rows in (6, 4000, 4001)] == [4, 2000, 4000]
-    assert decomposes(posterior(rows=4000)) and not decomposes(posterior(rows=4001))
-    assert not decomposes(posterior(replace(NETWORK, scalar=False), rows=4000))
-    assert not decomposes(posterior(replace(NETWORK, budget=16 * 4000**2 - 1), rows=4000))
+    assert routes.decomposes(posterior(rows=4000)) and not routes.decomposes(posterior(rows=4001))
+    assert not routes.decomposes(posterior(replace(NETWORK, scalar=False), rows=4000))
+    assert not routes.decomposes(posterior(replace(NETWORK, budget=16 * 4000**2 - 1), rows=4000))
 
 
 def test_a_plan_prints_what_is_taken_what_is_open_and_why_not():
@@ -150,7 +149,7 @@ def test_a_plan_prints_what_is_taken_what_is_open_and_why_not():
     assert lines["formed kernel"].endswith("taken") and lines["sgd"].endswith("possible")
     assert lines["closed form"].endswith("no closed form is known") and "64" in lines["dual"]
     assert shown.startswith("draws ") and "\n\ndeterminants  products" in shown
-    unknown = routes.SolvePlan({"draws": routes.routes(posterior(PosteriorFacts()))})
+    unknown = routes.SolvePlan({"draws": routes.routes(posterior(routes.PosteriorFacts()))})
     assert "unknown" in str(unknown) and unknown.chosen == {"draws": "cg with a sketch"}
 
 

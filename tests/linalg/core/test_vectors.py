@@ -1,15 +1,9 @@
-"""Inner products, norms, orthonormal bases and entries of vectors against torch's own.
-
-Tests `structure.py`.
-"""
+"""Inner products, norms, orthonormal bases and entries of vectors against torch's own."""
 
 import pytest
 import torch
-from linear_operator.operators import DenseLinearOperator
 
-from curvops.linalg import Dense
 from curvops.linalg.core import vectors
-from curvops.linalg.core.structure import columns_of, diagonal_of
 
 
 def block(n, k, dtype=torch.float64, seed=0):
@@ -86,15 +80,6 @@ def test_each_column_loses_its_projection_on_its_own_basis():
             torch.testing.assert_close(left[:, j], W[:, j] - Q @ (Q.mT @ W[:, j]))
             assert (Q.mT @ left[:, j]).abs().max() < 1e-14
             torch.testing.assert_close(along[j], Q.mT @ W[:, j])
-
-
-@pytest.mark.parametrize("wrap", [lambda A: A, DenseLinearOperator, Dense])
-def test_columns_and_the_diagonal_of_a_matrix(wrap):
-    A = block(9, 9)
-    torch.testing.assert_close(columns_of(wrap(A), torch.tensor([4, 0])), A[:, [4, 0]])
-    diagonal, matvecs = diagonal_of(wrap(A))
-    torch.testing.assert_close(diagonal, A.diagonal())
-    assert matvecs == 0
 
 
 def test_rows_of_a_block():

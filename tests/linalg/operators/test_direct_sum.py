@@ -11,7 +11,6 @@ import torch
 
 from curvops import linalg
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, Operator, draw
-from curvops.linalg.core.partition import partition
 from tests.linalg.known import Rooted
 from tests.linalg.operands import (
     blocks,
@@ -43,7 +42,7 @@ def close(actual, expected, tolerance=1e-10):
     ],
 )
 def test_split_and_join_are_inverse(positions):
-    parts = partition(positions)
+    parts = DirectSum(*(Diagonal(torch.ones(len(index))) for index in positions), positions=positions).partition
     rows = random(2, 9)
     pieces = parts.split(rows)
     assert [piece.shape[-1] for piece in pieces] == parts.sizes and parts.size == 9
@@ -112,13 +111,11 @@ class Made(DirectSum):
 
     @property
     def partition(self):
-        return partition([range(6, 12), range(6)])
+        return DirectSum(*self.blocks, positions=[range(6, 12), range(6)]).partition
 
     @property
     def cache(self):
-        from curvops.linalg.core.cache import Cache
-
-        return self._kwargs["cache"] or Cache()
+        return self._kwargs["cache"] or DirectSum(*self.blocks, positions=self.partition).cache
 
 
 def test_a_subclass_that_makes_its_blocks_has_everything():

@@ -5,7 +5,7 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg import Dense, Reason, dual_descent
-from curvops.linalg.core.vectors import random_block
+from curvops.linalg.core import vectors
 from tests.linalg.matrices import generator
 from tests.linalg.systems import right_hand_sides, true_residuals
 
@@ -69,7 +69,7 @@ def test_the_default_step_is_one_over_the_smoothness_of_the_sampled_objective():
     L = c + n / b * (n - b) / (n - 1) * c
     y, options = right_hand_sides(n, 2), {"noise": 0.5, "batch_size": b, "maxiter": 3, "rtol": 1e-12}
     source = generator()
-    random_block(y, 1, generator=source)  # what the power iterations start from
+    vectors.random_block(y, 1, generator=source)  # what the power iterations start from
     expected = dual_descent(3 * torch.eye(n).double(), y, step_size=1 / L, generator=source, **options)
     found = dual_descent(3 * torch.eye(n).double(), y, generator=generator(), **options)
     torch.testing.assert_close(found.x, expected.x, rtol=1e-10, atol=1e-14)

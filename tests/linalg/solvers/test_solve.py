@@ -4,17 +4,13 @@ Tests `systems.py`.
 """
 
 import math
-import weakref
 
 import pytest
 import torch
 from linear_operator import to_linear_operator
 
-from curvops.ambient import running
 from curvops.errors import ConvergenceError, NotPositiveDefiniteError
-from curvops.linalg import Dense, Diagonal, LowRank, Operator, Reason, Solution, cg, method_for, solve
-from curvops.linalg.core.vectors import describe
-from curvops.linalg.solvers.systems import solve_in_groups
+from curvops.linalg import Dense, Diagonal, LowRank, Operator, Reason, method_for, solve
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, rotation, symmetric
 from tests.linalg.systems import right_hand_sides
@@ -183,19 +179,3 @@ def test_a_matrix_may_be_named_where_tensors_may_be_sharded():
     assert torch.equal(solve(A=A, B=b), solve(A, B=b))
     with pytest.raises(TypeError, match="missing .* argument: 'A'"):
         solve(B=b)
-
-
-def test_the_solution_of_a_group_is_freed_before_the_next_group_is_solved_for():
-    earlier: list[weakref.ref[torch.Tensor]] = []
-
-    def solve_group(B: torch.Tensor, *_: object) -> Solution:
-        assert not any(x() is not None for x in earlier)
-        found = cg(POSITIVE, B)
-        earlier.append(weakref.ref(found.x))
-        return found
-
-    B = right_hand_sides(N, 3)
-    with running("solve", POSITIVE, memory_budget=8 * N):
-        found = solve_in_groups(solve_group, describe(POSITIVE), B, None, 1)
-    assert len(earlier) == found.groups == 3
-    torch.testing.assert_close(POSITIVE @ found.x, B, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,6 @@ import torch
 
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Dense, Reason, apply_function
-from curvops.linalg.spectra.ritz import Approximants, SpectralFunction, _ends, random_signs
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 from tests.linalg.systems import function_of as dense
 from tests.linalg.systems import right_hand_sides as columns
@@ -259,27 +258,3 @@ def test_where_the_spectrum_lies_is_looked_up_only_in_doubt():
     assert doubted.reasons == (Reason.PRECISION_LIMIT,) and doubted.matvecs == 11
     # Without products for that nothing is said.
     assert apply_function(A, SHARP["exp"], b, max_matvecs=2).reasons == (Reason.UNVERIFIED,)
-
-
-def test_relative_errors_are_over_the_least_norm_that_rounding_allows():
-    """Of norms 5, 0, 0, 1 and 5: an error beside nothing is infinite, no error of nothing is 0."""
-    y = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 5.0]]).double()
-    truncation, rounding = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.5], [0.0, 0.0, 0.0, 2.0, 1.0]]).double()
-    yes = torch.ones(5, dtype=torch.bool)
-    found = Approximants(y, truncation, rounding, yes, yes, yes).relative()
-    torch.testing.assert_close(found, torch.tensor([0.2, 0.0, math.inf, math.inf, 1.5 / 4]).double())
-
-
-def test_signs_that_stand_for_rounding_are_signs():
-    for m in (1, 2, 40):
-        signs = random_signs(m)
-        assert signs.shape == (2, m) and bool((signs.abs() == 1).all()) and torch.equal(signs, random_signs(m))
-    assert 0 < int((signs > 0).sum()) < 80
-
-
-def test_eigenvalues_are_expected_as_far_beyond_the_ritz_values_as_the_outermost_residuals():
-    nodes, residuals = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0.25, 0.5, 0.125]])
-    low, high = _ends(nodes, residuals, SpectralFunction(torch.exp, None, 1e-16))
-    assert low.tolist() == [[0.75]] and high.tolist() == [[4.125]]
-    low, _ = _ends(nodes, residuals, SpectralFunction(torch.exp, 0.875, 1e-16))
-    assert low.tolist() == [[0.875]]

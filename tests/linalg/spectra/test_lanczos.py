@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from curvops.linalg import Reason, lanczos
-from curvops.linalg.spectra.lanczos import LockStep
 from tests.linalg.matrices import SPECTRA, generator, symmetric
 
 
@@ -54,16 +53,3 @@ def test_nan_in_a_product_is_a_reason():
     A[0, 0] = math.nan
     r = lanczos(A, 5)
     assert r.reason is Reason.NON_FINITE and r.T.isfinite().all()
-
-
-def test_lock_step_equals_single_runs_and_can_be_extended():
-    A, starts = symmetric(SPECTRA["kappa 1e4"]), torch.randn(120, 3, dtype=torch.float64)
-    starts[:, 1] = torch.linalg.eigh(A).eigenvectors[:, 5]
-    batch = LockStep(lambda V: A @ V, starts, 20)
-    batch.extend(8)
-    batch.extend(20)
-    assert batch.depths.tolist() == [20, 1, 20] and batch.matvecs == 41
-    for k in (0, 2):
-        single = lanczos(A, 20, start=starts[:, k])
-        torch.testing.assert_close(batch.alphas[k], single.alphas, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(batch.betas[k], single.betas, rtol=1e-10, atol=1e-12)
