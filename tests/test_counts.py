@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.operators import Jacobian
-from curvops.operators.curvatures.ggn import Curvature, CurvatureRoot
+from curvops.operators.curvatures import Curvature, CurvatureRoot
 
 N, C, BATCH = 24, 3, 8
 FORWARDS = Counter[str]()

@@ -35,7 +35,7 @@ from curvops.linalg import (
     trace,
 )
 from curvops.linalg.core import vectors
-from curvops.operators.curvatures.kfac import nearest_kronecker
+from curvops.operators.curvatures import nearest_kronecker
 from tests.doors.door import Door
 from tests.linalg.known import Known, Rooted
 from tests.linalg.matrices import symmetric

@@ -19,7 +19,7 @@ from gpytorch.distributions import MultitaskMultivariateNormal
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.posterior.predictions.normals import MultitaskNormal, Normal
+from curvops.posterior.predictions import MultitaskNormal, Normal
 
 POINTS = 4
 NOISE = 0.3

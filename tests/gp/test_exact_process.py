@@ -12,7 +12,7 @@ from torch import nn
 
 import curvops as co
 from curvops.gp import ComposedKernel, LinearizedGP, LinearizedKernel, LinearizedMean
-from curvops.posterior.predictions.normals import MultitaskNormal, Normal
+from curvops.posterior.predictions import MultitaskNormal, Normal
 
 DOUBLE = torch.float64
 OUTPUTS = {"one output": 1, "two outputs": 2}

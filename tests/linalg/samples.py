@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from curvops.linalg.operators.draws import ColumnNoise
+from curvops.linalg.operators import ColumnNoise
 from curvops.network import PointNormals
 
 Sample = Callable[[int, torch.Generator], Tensor]

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 
 import curvops as co
-from curvops.operators.function_space.row_products import row_products
 
 
 class WithScale(nn.Module):
@@ -130,23 +129,3 @@ def test_blocks_that_do_not_divide_the_points() -> None:
         co.TangentKernel(lin, 2.0, x).blocks(2)
     with pytest.raises(ValueError, match="one set of inputs"):
         co.TangentKernel(lin, 2.0, x, x + 1).blocks(5)
-
-
-@pytest.mark.parametrize("most_bytes", [1, 2**10, 2**20])
-@pytest.mark.parametrize("same", [True, False])
-def test_row_products_by_channels(same: bool, most_bytes: int) -> None:
-    """Of two groups of five channels: one channel at a time, some, and all together."""
-    torch.manual_seed(0)
-    options = {"dtype": torch.float64, "requires_grad": True}
-    one = torch.randn(3, 2, 2, 4, 5, **options), torch.randn(3, 2, 4, 6, **options)
-    other = one if same else (torch.randn(4, 1, 2, 3, 5, **options), torch.randn(4, 2, 3, 6, **options))
-    scale = torch.rand(2, 5, 6, **options)
-
-    def products(scale: Tensor, *tensors: Tensor) -> Tensor:
-        given = tensors[:2]
-        return row_products(given, given if same else tensors[2:], scale, most_bytes)
-
-    rows, others = (torch.einsum("nrgtp,ngtq->nrgpq", *side).flatten(2).flatten(0, 1) for side in (one, other))
-    tensors = one if same else (*one, *other)
-    torch.testing.assert_close(products(scale, *tensors), (rows * scale.flatten()) @ others.mT, rtol=1e-12, atol=1e-12)
-    assert gradcheck(products, (scale, *tensors), fast_mode=True)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import curvops as co
-import curvops.operators.function_space.gram_matrix as gram_matrix
 from curvops.network import read_precision
 
 DOUBLE = torch.float64
@@ -72,23 +71,6 @@ def test_the_matrix(lin, prior, room):
     torch.testing.assert_close(co.TangentKernel(lin, A).to_dense(), J / scale @ J.mT, rtol=1e-10, atol=1e-10)
     cross = co.TangentKernel(lin, A, x2=x).to_dense()
     torch.testing.assert_close(cross, J / scale @ other.mT, rtol=1e-10, atol=1e-10)
-
-
-def test_terms_add_up_to_the_matrix(lin):
-    """One of all weights, one of all biases; the weights of one layer, and all else."""
-    J, selection = lin.jacobian(), lin.model.selection
-    for term_of in (
-        {name: int(name.endswith("bias")) for name in selection.names},
-        {name: int(name == selection.names[0]) for name in selection.names},
-    ):
-        found = gram_matrix.gram_terms(J, J, torch.tensor(2.0, dtype=DOUBLE), term_of)
-        for term, matrix in enumerate(found):
-            masks = {
-                name: torch.full(shape, float(term_of[name] == term))
-                for name, shape in zip(selection.names, selection.shapes)
-            }
-            own = J.to_dense() * selection.flatten(masks).to(DOUBLE)
-            torch.testing.assert_close(matrix, own @ own.mT / 2, rtol=1e-10, atol=1e-10)
 
 
 def test_tied_layers_are_held_together():

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import curvops as co
 from curvops.errors import NotPositiveSemidefiniteError, PrecisionWarning
 from curvops.linalg import Dense, Kronecker, Reason
-from curvops.linalg.operators.kronecker_factors import Details
-from curvops.operators.curvatures import kfac_factors
+from curvops.linalg.operators import Details
 from tests.threads import using_threads
 
 PRIORS = (1e-6, 1e-4, 1e-2)
@@ -87,23 +86,24 @@ def test_a_wide_factor_of_few_rows_is_decomposed_from_them() -> None:
 
 def test_few_rows_are_kept_and_decomposed_in_double_precision() -> None:
     """Twice as many rows as columns, of sizes 1 to 1e-4; beyond, and in double precision, the sum is in float64."""
-    rows = torch.randn(8, 1, 1, 4) * torch.tensor([1.0, 1e-1, 1e-2, 1e-4])
-    exact = torch.einsum("ngtp,ngtq->gpq", rows.double(), rows.double())
-    for count, side in ((1, rows), (2, rows), (1, rows.double())):
-        sums = kfac_factors.OuterSum()
-        for _ in range(count):
-            sums.add(side)
-        total, details = sums.matrix(3, side.dtype)
-        assert (details.root is not None) is (count == 1 and side.dtype == torch.float32)
-        torch.testing.assert_close(total.double(), count * exact / 3, rtol=1e-5, atol=1e-12)
-        K = Kronecker(torch.ones(1, 1, dtype=side.dtype), total, details=(Details(), details))
-        expected = torch.linalg.eigvalsh(count * exact / 3)
-        torch.testing.assert_close(K.eigen().values[:, 0].double(), expected, rtol=1e-5, atol=0.0)
+    rows = torch.randn(8, 4) * torch.tensor([1.0, 1e-1, 1e-2, 1e-4])
+    exact = rows.double().mT @ rows.double()
+    model = nn.Linear(4, 1, bias=False)
+    for count, x in ((1, rows), (2, rows), (1, rows.double())):
+        batches = [(x, torch.zeros(8, 1).to(x))] * count
+        K = co.KFAC(co.linearize(model.to(x.dtype), batches, co.likelihoods.Gaussian(1.0))).blocks[0]
+        assert isinstance(K, Kronecker)
+        (kept,) = [detail.root for detail, factor in zip(K.details, (K.left, K.right)) if factor.shape[1] == 4]
+        assert (kept is not None) is (count == 1 and x.dtype == torch.float32)
+        torch.testing.assert_close(K.to_dense().double(), count * exact, rtol=1e-5, atol=1e-12)
+        expected = torch.linalg.eigvalsh(count * exact)
+        torch.testing.assert_close(K.eigen().values.flatten().double(), expected, rtol=1e-5, atol=0.0)
         shift = 1e-12
-        pi = (total.diagonal(dim1=1, dim2=2).mean()).sqrt().double()
-        damped = K.heuristic_damping(shift).eigen().values[:, 0].double()
-        found = damped / (1 + shift**0.5 / pi) - pi * shift**0.5
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(pi) * shift**0.5)
+        left = float(K.left)
+        pi = float(K.right.double().diagonal(dim1=1, dim2=2).mean() / left) ** 0.5
+        damped = K.heuristic_damping(shift).eigen().values.flatten().double()
+        found = damped / (left + shift**0.5 / pi) - pi * shift**0.5
+        torch.testing.assert_close(found, expected / left, rtol=1e-3, atol=1e-3 * pi * shift**0.5)
 
 
 def test_a_root_of_repeated_and_zero_rows() -> None:

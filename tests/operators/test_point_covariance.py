@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.network.data.inputs import take
-from curvops.operators.function_space import point_covariance
-from curvops.operators.function_space.point_covariance import point_covariances, row_covariances
+from curvops.network.data import take
+from curvops.operators.function_space import point_covariances, row_covariances
 from tests.zoo import ZOO, batches, call
 
 NETWORKS = [
@@ -241,15 +240,14 @@ def test_some_points_at_a_time():
 
 def test_long_rows_in_single_precision():
     """2.4 million products of a 512 × 4,608 weight were added one to the next: variances off by 2e-4."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = torch.randn(1, 2, 1, 4, 64, generator=generator), torch.randn(1, 1, 4, 8192, generator=generator)
-    weights = torch.rand(1, 64, 8192, generator=generator)
-    expected = torch.zeros(1, 2, 2, dtype=torch.float64)
-    point_covariance._add_pairs(expected, left.double(), right.double(), weights.double(), 2**27)
-    for route, given in ((point_covariance._add_pairs, weights), (point_covariance._add_rows, weights.sqrt())):
-        found = torch.zeros(1, 2, 2)
-        route(found, left, right, given, 2**20)
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.max()))
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8192, 64), nn.Tanh(), nn.Linear(64, 2)), torch.randn(3, 8192)
+    lin = co.linearize(model, (x, torch.arange(3) % 2), "classification")
+    found, expected = (
+        co.laplace(at, co.DiagonalGGN, 1.0, check_mode=False).predict(x.to(at.theta)).covariance_matrix
+        for at in (lin, lin.cast(torch.float64))
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.max()))
 
 
 @pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.linalg.operators.draws import ColumnNoise
+from curvops.linalg.operators import ColumnNoise
 from curvops.network import PointNormals, Sampled
 from curvops.posterior.deviations import Noise
 from curvops.posterior.log_evidence import log_ratio

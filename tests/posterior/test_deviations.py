@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.operators.curvatures.ggn import CurvatureRoot
+from curvops.operators.curvatures import CurvatureRoot
 from curvops.posterior.deviations import Systems, _Problem
 from tests.posterior.trained import problem
 

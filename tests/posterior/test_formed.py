@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.linalg.operators.draws import ColumnNoise, normal
+from curvops.linalg.operators import ColumnNoise, normal
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64

@@ -14,7 +14,6 @@ from torch import nn
 import curvops as co
 from curvops.network import PointNormals
 from curvops.posterior.predictions import answers, outputs
-from curvops.posterior.predictions.answers import decompose_labels, decompose_normal_labels
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64
@@ -182,7 +181,7 @@ def test_mutual_information_of_labels_equals_the_integral(labels):
 def test_entropies_of_normal_logits_are_integrals(deviation):
     """By SciPy's adaptive quadrature; for small variances v the mutual information is ½ v p (1 − p)."""
     mean, variance = torch.tensor([[0.3, -4.0]], dtype=DOUBLE), torch.full((1, 2), deviation**2, dtype=DOUBLE)
-    found = decompose_normal_labels(co.likelihoods.Bernoulli(), mean, variance)
+    found = answers.decompose_normal_labels(co.likelihoods.Bernoulli(), mean, variance)
 
     def expected(function, centre):
         def integrand(z):
@@ -209,7 +208,7 @@ def test_mutual_information_of_nearly_equal_draws_is_that_of_second_order(dtype,
     z = spread * torch.randn(400, 5, 3, dtype=DOUBLE, generator=generator(3))
     z, p = z - z.mean(0), logits.softmax(-1)
     expected = ((p * z.square()).sum(-1) - (p * z).sum(-1).square()).mean(0) / 2
-    found = decompose_labels(co.likelihoods.Categorical(), (logits + z).to(dtype))
+    found = answers.decompose_labels(co.likelihoods.Categorical(), (logits + z).to(dtype))
     torch.testing.assert_close(found.epistemic.double(), expected, rtol=max(1e-3, spread), atol=0)
     sampled = co.metrics.mutual_information((logits + z).softmax(-1))
     torch.testing.assert_close(sampled, expected, rtol=max(1e-3, spread), atol=0)
@@ -223,7 +222,7 @@ def test_the_stderr_of_mutual_information_covers(classes):
     exact = torch.special.entr(many.mean(0)).sum(-1) - torch.special.entr(many).sum(-1).mean(0)
     hits = 0
     for seed in range(200):
-        found = decompose_labels(
+        found = answers.decompose_labels(
             classes.lin.likelihood, outputs.gaussian_draws(*moments, 1000, PointNormals.drawn(generator(seed)))
         )
         hits += bool(((found.epistemic - exact).abs() <= 2 * found.stderr).all())

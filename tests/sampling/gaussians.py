@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import curvops as co
-from curvops.linalg.operators.draws import ColumnNoise
+from curvops.linalg.operators import ColumnNoise
 from curvops.sampling.state import NoiseSource
 
 TEMPERATURE, POINTS = 0.7, 5

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.linalg import draw
-from curvops.linalg.operators.draws import ColumnNoise
+from curvops.linalg.operators import ColumnNoise
 
 N = 12
 

@@ -8,8 +8,8 @@ import torch
 
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Kronecker
-from curvops.linalg.operators.kronecker_factors import Details
-from curvops.operators.curvatures.kfac import nearest_kronecker
+from curvops.linalg.operators import Details
+from curvops.operators.curvatures import nearest_kronecker
 from tests.linalg.operands import full, kron, positive, random, uniform
 
 

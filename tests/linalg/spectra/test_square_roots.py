@@ -8,7 +8,7 @@ import torch
 
 from curvops.errors import FunctionConvergenceError, NotPositiveSemidefiniteError
 from curvops.linalg import Reason, inverse_sqrt, sqrt
-from curvops.linalg.operators.draws import ColumnNoise
+from curvops.linalg.operators import ColumnNoise
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 from tests.linalg.systems import function_of as dense

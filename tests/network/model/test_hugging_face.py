@@ -28,7 +28,7 @@ import curvops as co
 from curvops.errors import NoFactorsWarning
 from curvops.linalg import Kronecker
 from curvops.operators import DiagonalGGN, EmpiricalFisher
-from curvops.operators.function_space.point_covariance import point_covariances
+from curvops.operators.function_space import point_covariances
 from tests.network.products import agree, columns, require_curvature, softmax_hessian
 from tests.zoo import dense_jacobian
 
