@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -93,6 +94,22 @@ def test_no_two_files_and_no_two_types_share_a_name() -> None:
     files = [path for path in (ROOT / "curvops").rglob("*.py") if not path.name.startswith("__")]
     assert len(files) > 150 and shared(path.name for path in files) == []
     assert shared(name for path in files for name in types(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+def test_tests_import_from_faces_and_shelves() -> None:
+    """Not from three levels down, so that files may move within their shelf, and change their names."""
+    deep = {}
+    for path in (ROOT / "tests").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        found = set(re.findall(r"(?:from|import) (curvops(?:\.\w+){3,})", text))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and re.fullmatch(r"curvops\.\w+\.\w+", shelf := node.module or ""):
+                folder, offered = ROOT / shelf.replace(".", "/"), getattr(import_module(shelf), "__all__", ())
+                names = {alias.name for alias in node.names if (folder / f"{alias.name}.py").exists()}
+                found |= {f"{shelf}.{name}" for name in names.difference(offered)}
+        if found:
+            deep[str(path.relative_to(ROOT))] = sorted(found)
+    assert deep == {}
 
 
 def test_each_source_file_has_a_test_file_of_its_name_or_is_named_in_one() -> None:

@@ -16,7 +16,6 @@ ALLOWED = {
     "cli/test_demo.py": "an interruption, and checks that fail",
     "cuda/test_face.py": "the way in which a CPU draws many numbers, so that it draws those of a GPU",
     "linalg/samples.py": "the sources of random numbers, in whose place unit vectors show a draw's matrix",
-    "network/engines/test_self_check.py": "faults of an engine, which its check must find",
     "posterior/test_combinations.py": "the sources of random numbers, in whose place unit vectors show a draw's matrix",
     "ranks/test_saved_runs.py": "saves, at which processes are killed",
     "sampling/gaussians.py": "the sources of random numbers, in whose place unit vectors show a step's matrix",

@@ -238,15 +238,20 @@ def test_some_points_at_a_time():
             torch.testing.assert_close(point_covariances(J, inverse, lin.num_outputs), expected, **TIGHT)
 
 
-def test_long_rows_in_single_precision():
+@pytest.mark.parametrize("positions", [4, 30], ids=["by pairs of positions", "by rows"])
+def test_long_rows_in_single_precision(positions):
     """2.4 million products of a 512 × 4,608 weight were added one to the next: variances off by 2e-4."""
+
+    class Pooled(nn.Sequential):
+        def forward(self, x):
+            return self[2](self[1](self[0](x)).mean(1))
+
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(8192, 64), nn.Tanh(), nn.Linear(64, 2)), torch.randn(3, 8192)
-    lin = co.linearize(model, (x, torch.arange(3) % 2), "classification")
-    found, expected = (
-        co.laplace(at, co.DiagonalGGN, 1.0, check_mode=False).predict(x.to(at.theta)).covariance_matrix
-        for at in (lin, lin.cast(torch.float64))
-    )
+    model, x = Pooled(nn.Linear(1024, 64), nn.Tanh(), nn.Linear(64, 2)), torch.randn(2, positions, 1024)
+    lin = co.linearize(model, (x, torch.arange(2)), "classification")
+    inverse = co.KFAC(lin).add_diagonal(1.0).inverse()
+    found = point_covariances(lin.jacobian(x), inverse, 2)
+    expected = point_covariances(lin.cast(torch.float64).jacobian(x.double()), inverse.double(), 2)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.max()))
 
 

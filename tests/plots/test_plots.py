@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from curvops import metrics, plots
-from curvops.posterior.log_evidence import Ending, Tuning, TuningStep
+from curvops.evidence import Ending, Tuning, TuningStep
 
 GRID = torch.linspace(-4, 4, 30).double()
 

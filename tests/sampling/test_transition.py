@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.sampling.transition import Transition
+from curvops.sampling import Transition
 from tests.sampling.gaussians import curvature, log_density, preconditioners, seeded
 
 S = co.sampling

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.sampling import Variational, VariationalState
 from curvops.sampling.state import NoiseSource
-from curvops.sampling.variational import Variational, VariationalState
 
 FAMILIES = ("diagonal", "dense", "low_rank_diagonal", "kronecker")
 N, NOISE, PRIOR = 30, 0.5, 2.0
