@@ -50,7 +50,7 @@ from curvops.ranks.sharded_vectors import ranks_together
 from curvops.ranks.split_points import SplitPoints, split_points
 from curvops.summary import name_of
 
-Results = TypeVar("Results", Uncertainty, Estimate)
+Answers = TypeVar("Answers", Uncertainty, Estimate)
 ByName: TypeAlias = Any
 """For a network with several outputs: a mapping from their names to such answers."""
 WEIGHT_DRAWS = 100
@@ -459,7 +459,7 @@ class Predictions:
             return answers.dyadic_score(log_p, generator, outputs.error)
         return self._by_point(split, answers.log_mean_exp(log_p, outputs.error))
 
-    def _by_point(self, split: SplitPoints, results: Results) -> Results:
+    def _by_point(self, split: SplitPoints, results: Answers) -> Answers:
         """Return a dataclass of results for the points asked for, those of positions in the shape of the outputs."""
         rows: dict[str, Any] = {}
         for name in (f.name for f in fields(results)):
