@@ -15,15 +15,13 @@ from curvops.argument_types import Collate, Data, LikelihoodChoice, ParameterCho
 from curvops.checkpoint import identify
 from curvops.checks import check_kind
 from curvops.linalg.core.matrix_identity import Sources
-from curvops.network.data.batches import Reading, as_source
-from curvops.network.data.point_sources import with_collate
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher, Sampled
 from curvops.network.trained.drawn_fisher import DrawnFisher
-from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
+from curvops.network.trained.first_points import FirstPoints
 from curvops.network.trained.trained_network import NetworkOnData, TrainedNetwork
-from curvops.network.walks.engine_cache import Budget, default_budget
+from curvops.network.walks.engine_cache import Budget
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.shard import Shard
 from curvops.ranks.sharded_model import ShardedModel
@@ -92,23 +90,17 @@ class ShardedLinearization(NetworkOnData):
         ranks = Ranks(process_group)
         network = ShardedModel(model, parameters, ranks)
         theta = network.theta
-        nbytes = default_budget(theta.device) if memory_budget is None else memory_budget
-        memory = Budget(min(ranks.gather(nbytes)), theta.device, ranks)
-        data = with_collate(data, collate)
-        data, few, first_targets, network.calls.mapping_type = first_points(data, theta, weights, ranks)
-        user_likelihood, layout, outputs = likelihood_at(network, few, likelihood, first_targets)
-        probability = user_likelihood.snapshot(theta.device, theta.dtype)
-        layers = ShardedLayers(network, few)
+        memory = Budget.of(memory_budget, theta.device, ranks)
+        first = FirstPoints.of(network, data, likelihood, weights, collate, ranks)
+        layers = ShardedLayers(network, first.inputs)
         step = max(1, memory.budget // (8 * max(1, layers.bytes_a_point(layers.num_outputs))))
-        reading: Reading = reading_for(network, probability, layout, weights, outputs, first_targets is not None)
-        shard = Shard(as_source(data, step, weights), reading, ranks)
-        shard.require_apart()
-        check_scores(network, probability, outputs, first_targets)
+        shard = first.batches(network, step, weights, ranks)
+        assert isinstance(shard, Shard)
         token = ranks.gather(os.urandom(16).hex())[0]
         walk = ShardedWalk(layers, shard, memory.budget)
-        new = cls(walk, probability, output_shape(probability, layout), memory, token)
-        if needs_noise(probability):
-            new.likelihood = estimated_noise(probability, new.squared_residuals(), theta)
+        new = cls(walk, first.likelihood, first.output_shape, memory, token)
+        if needs_noise(first.likelihood):
+            new.likelihood = estimated_noise(first.likelihood, new.squared_residuals(), theta)
         facts = {
             "torch's version": torch.__version__,
             "the dtype": str(theta.dtype),

@@ -110,7 +110,7 @@ class Recorder(EagerMode):
         self._tangent_slots: dict[str, int] = {}
         self._steps: list[_Step] = []
         self._kept_in: dict[int, list[list[Any]]] = defaultdict(list)
-        self._writes = self._broken = False
+        self._broken = False
 
     def follow(self, name: str, tangent: Tensor) -> None:
         """Return the tangent of a parameter as an argument of the replay."""
@@ -127,14 +127,7 @@ class Recorder(EagerMode):
         self._broken = self._broken or func in READS
         tangent_slots = set(self._tangent_slots.values())
         slots = [self._slot_of.get(id(tensor)) for tensor in written]
-        self._writes = self._writes or bool(written)
         self._broken = self._broken or any(slot is None or slot in tangent_slots for slot in slots)
-        if func is torch.ops.aten.add.Tensor and not kwargs and (tangent := self._beside_zeros(args)) is not None:
-            if tangent.shape != result.shape:
-                func, args = torch.ops.aten.expand.default, (tangent, result.shape)
-            elif tangent.stride() == result.stride():  # what follows may need the strides of the sum
-                self._name(result, self._slot(tangent))
-                return result
         in_list = isinstance(result, tuple | list)
         results = result if in_list else (result,)
         if any(isinstance(result, Tensor) for result in results):
@@ -144,34 +137,19 @@ class Recorder(EagerMode):
         return result
 
     def replay(self, result: Tensor | None) -> Replay | None:
-        """Return the steps that lead to the tangent of the outputs."""
+        """Return the steps to the tangent of the outputs; None if there is none, or if they may not run again."""
         if result is None or self._broken or id(result) not in self._slot_of:
             return None
-        end, steps = self._slot_of[id(result)], self._steps
-        if not self._writes:
-            steps = _leading_to(end, steps)
-        return Replay(steps, self._tangent_slots, end, self._slots)
+        return Replay(self._steps, self._tangent_slots, self._slot_of[id(result)], self._slots)
 
     def _slot(self, tensor: Tensor) -> int:
-        if id(tensor) not in self._slot_of:
-            self._name(tensor, self._slots)
-            self._slots += 1
-        return self._slot_of[id(tensor)]
-
-    def _name(self, tensor: Tensor, slot: int) -> None:
-        """Give a tangent a slot as long as it exists."""
+        """Return the slot of a tangent, which is its own as long as it exists."""
         key, slots = id(tensor), self._slot_of
-        slots[key] = slot
-        self._ends.append(weakref.ref(tensor, lambda _: slots.pop(key)))
-
-    def _beside_zeros(self, pair: Sequence[Any]) -> Tensor | None:
-        """Return the tangent to which zeros of its dtype are added, as for inputs without a tangent; None otherwise."""
-        tangents = [value for value in pair if id(value) in self._slot_of]
-        zeros = [value for value in pair if isinstance(value, Tensor) and id(value) not in self._slot_of]
-        if len(tangents) != 1 or len(zeros) != 1 or tangents[0].dtype != zeros[0].dtype or bool(zeros[0].any()):
-            return None
-        tangent: Tensor = tangents[0]
-        return tangent
+        if key not in slots:
+            slots[key] = self._slots
+            self._slots += 1
+            self._ends.append(weakref.ref(tensor, lambda _: slots.pop(key)))
+        return slots[key]
 
     def _referring(self, values: list[Any]) -> list[Any]:
         """Return arguments with slots instead of tangents, recording the storage of each constant."""
@@ -202,16 +180,6 @@ def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
             value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
             written += tensors_in([value])
     return written
-
-
-def _leading_to(end: int, steps: Sequence[_Step]) -> list[_Step]:
-    """Return the steps without those whose results are not used."""
-    needed, needed_steps = {end}, []
-    for step in reversed(steps):
-        if needed.intersection(step.results):
-            needed.update(slot.index for slot in _slots(step.args))
-            needed_steps.append(step)
-    return needed_steps[::-1]
 
 
 def _fill(values: Sequence[Any], held: Sequence[Any]) -> list[Any]:

@@ -15,10 +15,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from curvops.argument_types import Collate
 from curvops.checks import in_functorch
 from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
 from curvops.network.data.batch_parts import ACCEPTED, holds_all, split_batch
-from curvops.network.data.batches import Reading, as_source
+from curvops.network.data.batches import Batches, Reading, as_source
 from curvops.network.data.inputs import (
     Inputs,
     first_of,
@@ -32,7 +33,7 @@ from curvops.network.data.inputs import (
 )
 from curvops.network.data.layouts import Layout, Name, NamedLayout, layout_of, part_of
 from curvops.network.data.objects import WholeBatch, digest_of
-from curvops.network.data.point_sources import LoaderOfPoints
+from curvops.network.data.point_sources import LoaderOfPoints, with_collate
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.likelihoods import (
     Bernoulli,
@@ -51,6 +52,7 @@ from curvops.network.likelihoods.conversions import interpretation_of
 from curvops.network.likelihoods.likelihood import ROUNDINGS, Independent, Likelihood
 from curvops.network.model.model import Model
 from curvops.ranks.process_group import Ranks
+from curvops.ranks.shard import Shard
 
 WRONG = "so that curvature, posterior and predictions are not those of your classifier"
 LOOKED_AT = 16
@@ -59,6 +61,43 @@ SCORED = 2**16
 """How many numbers of targets, and of outputs, show whether a function of the user's couples the points of a batch."""
 OWN = (Categorical, BradleyTerry, Gaussian, Bernoulli, Poisson, HeteroscedasticGaussian)
 """Likelihoods that can score all targets which pass their checks."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FirstPoints:
+    """Data whose first points, `inputs` and `targets` (in the user's form, if any), suit a model and a likelihood."""
+
+    data: Any
+    inputs: Inputs
+    targets: Any
+    likelihood: Likelihood
+    layout: Layout
+    outputs: Float[Tensor, "n ..."]
+
+    @classmethod
+    def of(
+        cls, model: Model, data: Any, likelihood: Any, weights: bool, collate: Collate | None, ranks: Ranks | None
+    ) -> FirstPoints:
+        """Try a model and a likelihood on the first points of a user's data; fix the model's layout there."""
+        points, theta = with_collate(data, collate), model.theta
+        points, few, targets, model.calls.mapping_type = first_points(points, theta, weights, ranks)
+        interpreted, layout, outputs = likelihood_at(model, few, likelihood, targets)
+        return cls(points, few, targets, interpreted.snapshot(theta.device, theta.dtype), layout, outputs)
+
+    def batches(self, model: Model, step: int, weights: bool, ranks: Ranks | None) -> Batches:
+        """Read all data, `step` points at a time where that is free, and check them; of a rank these are its shard."""
+        reading = reading_for(model, self.likelihood, self.layout, weights, self.outputs, self.targets is not None)
+        source = as_source(self.data, step, weights)
+        batches = Batches(source, reading) if ranks is None else Shard(source, reading, ranks)
+        if isinstance(batches, Shard):
+            batches.require_apart()
+        _check_scores(self.likelihood, self.layout, self.outputs, self.targets, model.theta)
+        return batches
+
+    @property
+    def output_shape(self) -> torch.Size:
+        """The shape of a point's outputs, (C,) or (T, C)."""
+        return output_shape(self.likelihood, self.layout)
 
 
 def likelihood_at(
@@ -250,21 +289,24 @@ def few_of(inputs: Inputs) -> Tensor:
     return torch.tensor(sorted({*every[:2], *every[len(every) // 2 :][:1], *every[-1:]}), dtype=torch.long)
 
 
-def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Any) -> None:
+def _check_scores(likelihood: Likelihood, layout: Layout, outputs: Tensor, targets: Any, theta: Tensor) -> None:
     """Score the outputs at the first points by a user's function, so that its errors are raised at the call.
 
     Without targets these are the likelihood's `any_targets`.
     """
-    if isinstance(likelihood, Multitask):
-        _check_several(model, likelihood, outputs, targets)
+    if isinstance(likelihood, Multitask) and isinstance(layout, NamedLayout):
+        for member, (name, of_name), rows in zip(
+            layout.members, likelihood.likelihoods.items(), outputs.split(likelihood.num_outputs, 1)
+        ):
+            own_targets = None if targets is None else part_of(targets, name)
+            _check_scores(of_name, member, member.restored(rows), own_targets, theta)
         return
     if type(likelihood.of_position) in OWN:
         return
-    assert model.layout is not None
-    f = model.layout.rows(outputs).to(model.theta.dtype)
-    targets = model.layout.in_given_form(likelihood.any_targets(f)) if targets is None else targets
-    y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
-    rows, labels = f, model.layout.targets(y)  # raises if these are targets of other positions
+    f = layout.rows(outputs).to(theta.dtype)
+    targets = layout.in_given_form(likelihood.any_targets(f)) if targets is None else targets
+    y = move_tensor(targets[: len(outputs)], theta.device, theta.dtype)
+    rows, labels = f, layout.targets(y)  # raises if these are targets of other positions
     position = likelihood
     if isinstance(likelihood, Sequences) and likelihood.likelihood.positions is None:
         position, step = likelihood.likelihood, max(1, likelihood.positions // LOOKED_AT)
@@ -274,16 +316,6 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     if isinstance(position, FromLoss):
         position.check_scores(rows, labels)
     _warn_of_no_curvature(position, rows, labels)
-
-
-def _check_several(model: Model, likelihood: Multitask, outputs: Tensor, targets: Any) -> None:
-    """Score each of several outputs as `check_scores` does."""
-    assert isinstance(model.layout, NamedLayout)
-    members = zip(model.layout.members, likelihood.likelihoods.items(), outputs.split(likelihood.num_outputs, 1))
-    for layout, (name, member), rows in members:
-        view = model.with_layout(layout)
-        member_targets = None if targets is None else part_of(targets, name)
-        check_scores(view, member, layout.restored(rows), member_targets)
 
 
 def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
@@ -308,7 +340,8 @@ def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     if bool(torch.cat(differ).any()):
         raise ValueError(
             f"{likelihood!r} couples the points of a batch: the loss of a point depends on the other points of its "
-            "batch, or on its place among them. Compute class weights and the like once, from all targets."
+            "batch, or on its place among them. Compute class weights and the like once, from all targets"
+            + (", and pass y.unsqueeze(-1) for one output: (n,) broadcasts." if y.ndim < f.ndim else ".")
         )
 
 

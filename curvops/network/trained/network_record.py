@@ -48,7 +48,7 @@ from curvops.network.trained.first_points import (
     reading_for,
 )
 from curvops.network.trained.trained_network import N, TrainedNetwork
-from curvops.network.walks.engine_cache import Budget, default_budget
+from curvops.network.walks.engine_cache import Budget
 
 STORED: dict[str, type[Likelihood]] = {
     kind.__name__: kind
@@ -139,18 +139,8 @@ def recorded_network(
     else:
         reading = reading_for(network, probability, layout, saved["weighted"], outputs, targets is not None)
         source = _same_data(saved, data, reading, network)
-    budget = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
-    shape = output_shape(probability, layout)
-    lin = kind(
-        network,
-        source,
-        probability,
-        shape,
-        record["engine"],
-        budget,
-        progress,
-        record["token"],
-    )
+    shape, memory = output_shape(probability, layout), Budget.of(memory_budget, theta.device)
+    lin = kind(network, source, probability, shape, record["engine"], memory, progress, record["token"])
     _ = lin.passes.engines  # probe now, not in the first product
     return lin
 

@@ -18,7 +18,7 @@ from curvops.argument_types import Collate
 from curvops.checkpoint import identify
 from curvops.checks import check_tensor
 from curvops.errors import MissingLabelsError
-from curvops.network.data.batches import AbsentBatches, Batch, Batches, LabelledSource, as_source
+from curvops.network.data.batches import AbsentBatches, Batch, Batches, LabelledSource
 from curvops.network.data.inputs import (
     Inputs,
     as_inputs,
@@ -32,7 +32,6 @@ from curvops.network.data.inputs import (
 )
 from curvops.network.data.layouts import Name, NamedLayout
 from curvops.network.data.objects import Objects, WholeBatch
-from curvops.network.data.point_sources import with_collate
 from curvops.network.engines.autodiff import hessian_product
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
@@ -46,15 +45,8 @@ from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
-from curvops.network.trained.first_points import (
-    check_scores,
-    first_points,
-    likelihood_at,
-    output_shape,
-    reading_for,
-    try_objects,
-)
-from curvops.network.walks.engine_cache import BatchMap, Budget, default_budget, linear
+from curvops.network.trained.first_points import FirstPoints, output_shape, try_objects
+from curvops.network.walks.engine_cache import BatchMap, Budget, linear
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.row_squares import sum_squares
@@ -276,32 +268,20 @@ class TrainedNetwork(NetworkOnData):
         by_running = isinstance(parameters, str) and parameters == "last_layer"
         network = Model(model, None if by_running else parameters)
         network.refuse_modes()
-        data = with_collate(data, collate)
-        data, few, first_targets, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
-        user_likelihood, layout, outputs = likelihood_at(network, few, likelihood, first_targets)
+        first = FirstPoints.of(network, data, likelihood, weights, collate, ranks)
         if by_running:
-            network = network.selecting(last_layer(network, few))
-        theta = network.theta
-        nbytes = default_budget(theta.device) if memory_budget is None else memory_budget
-        if ranks is not None:
-            nbytes = min(ranks.gather(nbytes))  # over equal budgets, or over the free memory
-        memory = Budget(nbytes, theta.device, ranks)
-        probability = user_likelihood.snapshot(theta.device, theta.dtype)
-        engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
+            network = network.selecting(last_layer(network, first.inputs))
+        memory = Budget.of(memory_budget, network.theta.device, ranks)
+        engines = Engines(network, first.inputs, engine, memory.budget)  # this call's probe, not the first product's
         step = max(1, memory.budget // (8 * max(1, engines.plan.routes.saved_bytes)))
-        reading = reading_for(network, probability, layout, weights, outputs, first_targets is not None)
-        source = as_source(data, step, weights)
-        batches = Batches(source, reading) if ranks is None else Shard(source, reading, ranks)
-        if isinstance(batches, Shard):
-            batches.require_apart()
-            engines.agree(next(iter(batches)).inputs, batches.ranks.gather)
-        check_scores(network, probability, outputs, first_targets)
-        shape = output_shape(probability, layout)
-        token = None if ranks is None else ranks.gather(os.urandom(16).hex())[0]
-        new = cls(network, batches, probability, shape, engine, memory, progress, token, engines)
-        if not needs_noise(probability):
+        batches, token = first.batches(network, step, weights, ranks), None
+        if ranks is not None:
+            engines.agree(next(iter(batches)).inputs, ranks.gather)
+            token = ranks.gather(os.urandom(16).hex())[0]
+        new = cls(network, batches, first.likelihood, first.output_shape, engine, memory, progress, token, engines)
+        if not needs_noise(first.likelihood):
             return new
-        return new.with_likelihood(estimated_noise(probability, new.squared_residuals(), theta))
+        return new.with_likelihood(estimated_noise(first.likelihood, new.squared_residuals(), network.theta))
 
     @classmethod
     def read_shard(cls: type[N], process_group: ProcessGroup, **arguments: Any) -> N:

@@ -65,6 +65,12 @@ class Budget:
         self._caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """The caches that still exist, in the order in which they came."""
 
+    @classmethod
+    def of(cls, nbytes: int | None, device: torch.device, ranks: Ranks | None = None) -> Budget:
+        """Return the budget that a user chose, or the default one; of several ranks the smallest."""
+        nbytes = default_budget(device) if nbytes is None else nbytes
+        return cls(nbytes if ranks is None else min(ranks.gather(nbytes)), device, ranks)
+
     def __reduce__(self) -> tuple[type[Budget], tuple[Any, ...]]:
         return Budget, (self.budget, self.device, self.of_ranks)
 
