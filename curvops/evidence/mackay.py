@@ -133,7 +133,7 @@ def mackay(
 
     def problem() -> dict[str, Any]:
         data = post.lin.order | {"the points": str(post.lin.source), "the prior's mean": digest([post.prior_mean])}
-        return post.lin.facts() | problem_of(post.precision) | data
+        return post.lin.identified_by | problem_of(post.precision) | data
 
     with torch.no_grad():
         saved = begin("mackay", checkpoint, problem, post.mean.device, True, post.lin.ranks)

@@ -380,7 +380,7 @@ def problem_of_mode(terms: PrecisionTerms) -> dict[str, Any]:
     total: LinearOperator = reduce(add, map(GGN, terms.cache.known_data("the mode of the linear model")))
     P, prior = terms.prior.plus(total).precision, terms.prior
     facts = {"the prior's mean": digest([prior.mean]), "the power": terms.cache.power}
-    return terms.lin.facts() | problem_of(P) | facts
+    return terms.lin.identified_by | problem_of(P) | facts
 
 
 def linear_log_likelihood(cache: CurvatureCache, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:

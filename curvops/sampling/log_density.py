@@ -97,7 +97,7 @@ class LogPosterior:
     def facts(self) -> dict[str, Any]:
         """Return by name what distinguishes this log posterior from others. Costs a pass over the weights."""
         return {
-            **self.model.facts(),
+            **self.model.identified_by,
             "the likelihood": identify(self._spec),
             "the prior's precision": identify(self.prior.precision),
             "the prior's mean": identify(self.prior.mean),

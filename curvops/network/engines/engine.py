@@ -230,10 +230,9 @@ class Engines:
         these are computed for fewer points at a time, so that Kronecker factors do not depend on earlier calls.
         """
         self.checked_others(inputs, whole=root is IDENTITY)
-        if self.plan.is_last_layer and root is IDENTITY and (engine := self._build_last_layer(inputs)):
-            return engine
         if self.plan.layers:
-            recording = self.record(inputs)
+            alone = self.plan.is_last_layer and root is IDENTITY
+            recording = self._record_last_layer(inputs) if alone else self.record(inputs)
             if not recording[2]:
                 return self._build_layerwise(inputs, room, root, recording)
             self._unlike = frozenset(recording[2])
@@ -325,22 +324,18 @@ class Engines:
             self._make_plan()
         return Streamed(self.model, inputs, names, routes.pushes)
 
-    def _build_last_layer(self, inputs: Any) -> Layerwise | None:
-        """Return the engine of a last layer from passes over some points at a time, of which only its inputs are kept.
-
-        Return None if all points are in one pass, or if the layer was not the last one in some pass.
-        """
-        engines: list[Layerwise] = []
-        for subset in in_pieces(inputs, self.forward_points):
-            if subset is inputs:
-                return None
-            recording = self.record(subset)
-            if recording[2]:
-                return None
-            engines.append(Layerwise(self.model, recording, None, SMALL_BYTES))
-            if engines[-1].features is None:
-                return None
-        return Layerwise.of_last_layers(engines)
+    def _record_last_layer(self, inputs: Any) -> Recording:
+        """Return a pass over all points from passes over some at a time, of which only the last layer's inputs stay."""
+        passes = [self.record(subset) for subset in in_pieces(inputs, self.forward_points)]
+        if len(passes) == 1:
+            return passes[0]
+        if any(misfits or len(calls) != 1 or not calls[0].layer.is_last for _, calls, misfits in passes):
+            return self.record(inputs)  # the layer is not the last one in some pass
+        outputs, call = torch.cat([outputs.detach() for outputs, _, _ in passes]), passes[0][1][0]
+        shape = torch.Size((len(outputs), *call.shape[1:]))
+        layer_input = torch.cat([calls[0].layer_input for _, calls, _ in passes])
+        layer = dataclasses.replace(call.layer, output=shape)
+        return outputs, [dataclasses.replace(call, layer=layer, layer_input=layer_input, shape=shape)], set()
 
     def _build_layerwise(self, inputs: Any, room: int, root: Root, recording: Recording) -> Layerwise:
         others = tuple(self.plan.others)

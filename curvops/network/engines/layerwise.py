@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -218,12 +217,6 @@ class Features(Part):
         """Return the rows of some points."""
         return replace(self, layer_input=self.layer_input[points])
 
-    @classmethod
-    def concatenate(cls, pieces: Sequence[Features]) -> Features:
-        """Return the inputs of consecutive points as one."""
-        inputs, layer = torch.cat([piece.layer_input for piece in pieces]), pieces[0].layer
-        return cls(replace(layer, output=torch.Size((len(inputs), *layer.output[1:]))), inputs)
-
     @property
     def nbytes(self) -> int:
         return self.layer_input.nbytes
@@ -258,15 +251,6 @@ class Layerwise:
         """The only part, if it is the last layer's input."""
         features = self.parts[0] if len(self.parts) == 1 and self.rest is None else None
         return features if isinstance(features, Features) else None
-
-    @classmethod
-    def of_last_layers(cls, engines: Sequence[Layerwise]) -> Layerwise:
-        """Return the engine of consecutive points from those of some of them, whose only parts are `features`."""
-        whole, features_of = copy(engines[0]), [engine.features for engine in engines]
-        pieces = [features for features in features_of if features is not None]
-        whole.outputs, whole.parts = torch.cat([engine.outputs for engine in engines]), [Features.concatenate(pieces)]
-        whole.nbytes = whole.parts[0].nbytes
-        return whole
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         """Return Lᵀ J V for K tangents by name, (K, *shape) each."""

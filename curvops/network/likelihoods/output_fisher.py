@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -295,9 +295,3 @@ class RootJacobian:
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Any:
         """Return Jᵀ L U, in the form of J's pull."""
         return self.whole.pull(self.root.product(self.outputs, cotangents))
-
-
-def check_fisher_kind(kind: str) -> None:
-    """Raise ValueError unless `kind` is the name of a Fisher."""
-    if kind not in get_args(FisherKind):
-        raise ValueError(f"fisher={kind!r}; expected 'exact', 'mc' (one drawn target per point) or 'empirical'.")

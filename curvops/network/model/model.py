@@ -168,8 +168,9 @@ class Model:
         """Return the tensors of the snapshot."""
         return [self._flat, *self.frozen.values(), *self._buffers.values()]
 
-    def facts(self) -> dict[str, Any]:
-        """Return by name what distinguishes this network from others. Costs a pass over the weights."""
+    @property
+    def identified_by(self) -> dict[str, Any]:
+        """By name the facts that distinguish this network from others. Costs a pass over the weights."""
         index, held = self.selection.index, {**self.frozen, **self._buffers}
         return {
             "the dtype": str(self._flat.dtype),
@@ -179,11 +180,6 @@ class Model:
             ),
             "the network's tensors": digest([self._flat, *(held[name] for name in sorted(held))]),
         }
-
-    @property
-    def identified_by(self) -> dict[str, Any]:
-        """The facts by which a checkpoint tells this apart from others."""
-        return self.facts()
 
     @property
     def kept_tensors(self) -> Blocks:

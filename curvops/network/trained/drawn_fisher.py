@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint
-from curvops.checks import check_generator, checked_whole
+from curvops.checks import check_choice, check_generator, checked_whole
 from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import (
     Empirical,
     Exact,
+    FisherKind,
     FromColumns,
     OutputFisher,
     Sampled,
-    check_fisher_kind,
 )
 from curvops.network.walks.walk import Walk
 
@@ -72,7 +73,7 @@ def output_fisher(
 
     Raises ValueError for another name, for `mc_samples` below 1, and for more than 1 if nothing is drawn.
     """
-    check_fisher_kind(kind)
+    check_choice("fisher", kind, get_args(FisherKind))
     checked_whole("mc_samples", mc_samples, kind="a whole number of targets per point")
     if kind != "mc" and mc_samples != 1:
         raise ValueError(f"mc_samples={mc_samples} with fisher={kind!r}, which draws nothing; use fisher='mc'.")

@@ -293,7 +293,7 @@ class TrainedNetwork(NetworkOnData):
         options |= {"whether points have weights": arguments["weights"]}
         ranks.require_equal(versions | options | {"the kind of device": kinds})
         new = cls.read(**arguments, ranks=ranks)
-        ranks.require_equal(new.facts())
+        ranks.require_equal(new.identified_by)
         return new
 
     @property
@@ -561,26 +561,22 @@ class TrainedNetwork(NetworkOnData):
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:
         """Return by name the facts that a checkpoint compares, including the log-likelihood. Costs one forward pass."""
-        return self.facts() | ({"its log-likelihood": self.log_likelihood()} if self.data.labelled else {})
+        return self.identified_by | ({"its log-likelihood": self.log_likelihood()} if self.data.labelled else {})
 
     @property
     def order(self) -> dict[str, Any]:
         """The further facts that a checkpoint compares if a run draws noise for each point."""
         return {"the order of the data": self.data.prints.order}
 
-    def facts(self) -> dict[str, Any]:
-        """Return by name what distinguishes a linearisation from others: network, data, likelihood, engine."""
+    @property
+    def identified_by(self) -> dict[str, Any]:
+        """By name the facts that distinguish a linearisation from others: network, data, likelihood, engine."""
         return {
-            **self.model.facts(),
+            **self.model.identified_by,
             "the data": str(self.source),
             "the likelihood": identify(self.likelihood),
             "the engine": self.engine,
         }
-
-    @property
-    def identified_by(self) -> dict[str, Any]:
-        """The facts by which a checkpoint tells apart operators that hold this linearisation."""
-        return self.facts()
 
     def __repr__(self) -> str:
         return self._printed(self.theta.dtype, self.theta.device)

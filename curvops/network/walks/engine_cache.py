@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -30,22 +30,6 @@ from curvops.network.engines.plan import Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root
 from curvops.network.model.model import Model
 from curvops.ranks.process_group import Ranks
-
-
-@runtime_checkable
-class Caching(Protocol):
-    """A cache of engines that are kept between products."""
-
-    @property
-    def kept_bytes(self) -> int:
-        """The bytes of the engines that are kept now."""
-
-    @property
-    def wanted_bytes(self) -> int:
-        """The bytes that all engines of the cache would take."""
-
-    def shrink(self, most: int) -> None:
-        """Free engines until at most this many bytes are kept."""
 
 
 class Budget:
@@ -78,8 +62,8 @@ class Budget:
         """Return the budget of the same network in another dtype (this one), or on another device (as much there)."""
         return self if device in (None, self.device) else Budget(self.budget, device, self.of_ranks)
 
-    def register(self, cache: Caching) -> None:
-        """Count the bytes that this cache keeps."""
+    def register(self, cache: Any) -> None:
+        """Count the bytes that an `EngineCache` keeps."""
         with self._lock:
             self._caches[id(cache)] = cache
 

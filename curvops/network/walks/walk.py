@@ -283,11 +283,10 @@ class Passes(BatchRows):
         fisher: OutputFisher | None = None,
     ) -> None:
         self.source, self._choice, self._few, self.progress, self.shard = source, engine, few, progress, shard
-        self._engines: Engines | None = None
+        self._engines = engines
         self._whole: Passes | None = None  # the walk whose engines this one uses, if it has a root
         memory = memory_budget if isinstance(memory_budget, Budget) else Budget(memory_budget)
         super().__init__(model, memory, points, memory.of_ranks is not None and shard is None, fisher)
-        self._engines = engines  # set after registering: type checks read `wanted_bytes`, which probes
 
     def forget(self) -> None:
         super().forget()

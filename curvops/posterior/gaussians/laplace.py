@@ -245,9 +245,8 @@ class Laplace(GaussianWeights):
             noise.require_of(self.lin, k)
 
         def problem() -> dict[str, Any]:
-            return (
-                self.lin.facts() | problem_of(self.precision) | self.lin.order | {"the temperature": self.temperature}
-            )
+            of_network = self.lin.identified_by | self.lin.order
+            return of_network | problem_of(self.precision) | {"the temperature": self.temperature}
 
         run = begin("deviations", checkpoint, problem, self.mean.device, True, self.lin.ranks)
         noise = Noise.draw(self.lin, k, generator) if noise is None else noise
