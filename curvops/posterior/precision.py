@@ -22,7 +22,7 @@ from curvops.linalg.core.results import Reason
 from curvops.linalg.core.solve_routes import (
     CLOSED_FORM,
     METHODS,
-    PRODUCTS_A_SOLVE,
+    MOST_FORMED,
     SKETCH_SERVES,
     UNEVEN,
     PosteriorFacts,
@@ -113,38 +113,39 @@ def route_of(terms: PrecisionTerms, columns: int, requested: str | None = None) 
 def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
     """Return the routes for this many draws or rows of J, and for determinants, without solving anything."""
     system = replace(posterior_system(terms, columns), sketch=terms.precision._takes_sketch)
-    rows = replace(_system_of_rows(terms, columns + terms.cache.rows_asked), sketch=system.sketch)
+    rows = replace(_system_of_rows(terms, columns), sketch=system.sketch)
     tables = {"draws": routes(system), "predictions": routes(rows)}
     return SolvePlan(tables if terms.A is None else tables | {"determinants": determinants(system)})
 
 
-def inverse_for(terms: PrecisionTerms, rows: int, rtol: float | None) -> LinearOperator:
-    """Return P⁻¹ for solves with `rows` further rows of J, by the route of the table: a formed operand of P, or J Jᵀ.
+def inverse_of_rows(terms: PrecisionTerms, rtol: float | None, moved: bool = False) -> LinearOperator:
+    """Return P⁻¹ for solves with rows of J, by the route of the table: a formed operand of P, or J Jᵀ.
 
-    Draws, which must be the same for the same seed, do not add to the rows that were asked for.
+    The route depends neither on their number nor on earlier calls; what is formed is kept for later ones.
+
+    Args:
+        terms: those of P.
+        rtol: the relative residual of solves; None means their default.
+        moved: whether the rows have a gradient in their points.
     """
-    cache, P = terms.cache, terms.precision
+    P = terms.precision
     if terms.closed_form is None:
-        with cache.lock:
-            size = len(cache.lin.theta)
-            formable = System(rows=size, further=True).may_be_formed
-            if formable:  # what was asked for before counts, since a matrix that is formed serves it, too
-                cache.rows_asked += rows
-                rows = cache.rows_asked
-            # The other facts cost something, and only a matrix that is formed needs them.
-            first = chosen(routes(_system_of_rows(terms, rows, formable and PRODUCTS_A_SOLVE * rows >= size)))
-            name = "" if first is None else first.name
-            if name == "formed matrix":
+        with terms.cache.lock:
+            route = chosen(routes(_system_of_rows(terms, moved=moved)))
+            if route is not None and route.name == "formed kernel":
+                if (dual := dual_of(terms)) is not None:
+                    return DualInverse(P, *dual, rtol=rtol)
+                route = chosen(routes(_system_of_rows(terms, moved=moved)))
+            if route is not None and route.name == "formed matrix":
                 P = formed_precision(terms)
-            elif name == "formed kernel" and (dual := dual_of(terms)) is not None:
-                return DualInverse(P, *dual, rtol=rtol)
     inverse: LinearOperator = P.inverse(rtol)
     return inverse
 
 
-def _system_of_rows(terms: PrecisionTerms, rows: int, whole: bool = True) -> System:
-    """Return the facts about P X = Jᵀ for this many rows of J at other points."""
-    system, dual = replace(posterior_system(terms, rows, whole=whole), further=True), terms.cache.peek("dual")
+def _system_of_rows(terms: PrecisionTerms, rows: int = 1, moved: bool = False) -> System:
+    """Return the facts about P X = Jᵀ for rows of J at other points; only a matrix that is formed needs all of them."""
+    system = posterior_system(terms, rows, whole=len(terms.lin.theta) <= MOST_FORMED)
+    system, dual = replace(system, rows_of_J=True, moved=moved), terms.cache.peek("dual")
     if dual is None or terms.A is None or terms.A.ndim or dual != (float(terms.A.detach()), None):
         return system
     assert system.posterior is not None

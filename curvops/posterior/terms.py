@@ -88,7 +88,6 @@ class CurvatureCache:
         self.data, self.power = data_terms(lin, curvature), power_of(lin, curvature)
         self.lock = threading.RLock()
         self.checks_mode = checks_mode  # until there was a warning; False if the user wants none
-        self.rows_asked = 0  # rows of J for which covariances have been asked so far, under every prior
         self._values = dict[str, Any]()
         self._seen = [tensor.detach().clone() for _, tensor in self.hyperparameters]
         # When an earlier cache is collected differs between ranks, which must agree on what is known.

@@ -95,9 +95,13 @@ def test_systems_of_operators(name):
 
 
 @pytest.mark.filterwarnings("ignore::curvops.errors.ModeWarning")
-def test_predictions_of_many_weights_do_not_add_up():
-    """A matrix of more rows than may be formed is not worth more for the predictions before."""
-    post = co.laplace(network(600, 10), co.GGN, 1.0, check_mode=False)
-    before = str(post.plan(3))
-    post.predict(torch.zeros(9, 4, dtype=DOUBLE))
-    assert str(post.plan(3)) == before
+@pytest.mark.parametrize(("width", "data"), [(40, 200), (40, 20), (200, 10), (600, 10)])
+def test_nothing_asked_before_changes_a_prediction(width, data):
+    """With a formed matrix, and with a formed kernel, for weights few and many; nor the plan but for what is formed."""
+    x, first = torch.linspace(-1, 1, 8, dtype=DOUBLE).view(2, 4), torch.linspace(-2, 2, 400, dtype=DOUBLE).view(100, 4)
+    fresh, used = (co.laplace(network(width, data), co.GGN, 1.0, check_mode=False) for _ in range(2))
+    before = used.plan(3).chosen
+    for points in (first, first[:1], first[:1]):
+        assert bool((used.predict(points).variance > 0).all())
+    assert used.plan(3).chosen == before
+    assert torch.equal(used.predict(x).variance, fresh.predict(x).variance)

@@ -70,8 +70,6 @@ METHODS = {
     "sgd": ("sgd",),
 }
 """The routes that each method of a posterior's draws allows."""
-COVARIANCES = (*METHODS["cg"], "formed kernel")
-"""The routes to rows of J P⁻¹ Jᵀ, which are to be right to more digits than draws."""
 METHOD_OF = {route: method for method in reversed(METHODS) for route in METHODS[method]}
 """The first method that allows each route."""
 
@@ -120,8 +118,10 @@ class System:
     symmetric: bool = True
     definite: bool = True
     """Whether A is to be solved by CG, for which negative curvature is an error."""
-    further: bool = False
-    """Whether the columns add to those of earlier calls, as for covariances, and more may follow."""
+    rows_of_J: bool = False
+    """Whether the columns are rows of J, for covariances: more follow, for which what is formed once is kept."""
+    moved: bool = False
+    """Whether these rows have a gradient in their points."""
     sketch: bool = True
     """Whether a sketch is tried as preconditioner."""
     recorded: bool = False
@@ -140,7 +140,7 @@ class System:
     @property
     def may_be_formed(self) -> bool:
         """Whether it may be formed once and kept; for draws, only above the size up to which every solve forms it."""
-        return self.rows <= MOST_FORMED if self.further else DENSE_SIZE < self.rows <= DENSE_BLOCK
+        return self.rows <= MOST_FORMED if self.rows_of_J else DENSE_SIZE < self.rows <= DENSE_BLOCK
 
     def vectors(self, length: int = 0) -> int:
         """Return the bytes of a block solve with vectors of this length, by default the longest."""
@@ -218,7 +218,8 @@ def routes(system: System) -> tuple[Route, ...]:
         return closed_form, dense, *cg, minres, Route("lsmr", 2 * least, block)
     narrow = bool(p.root_columns) and FEWER_OUTPUTS * p.root_columns <= s.rows and p.diagonal
     short = narrow and block > s.room and s.columns > 1
-    most = MOST_GRADIENTS if s.requested == "dual" or short else GRADIENTS_A_SOLVE * s.columns
+    often = s.requested == "dual" or short or s.rows_of_J
+    most = MOST_GRADIENTS if often else GRADIENTS_A_SOLVE * s.columns
     unresolved = (not p.resolved, "the prior precision is below the rounding of J Jᵀ")
     stochastic = (
         (not p.root_columns, f"needs the curvature's square root by points, which {p.name} does not have"),
@@ -226,22 +227,17 @@ def routes(system: System) -> tuple[Route, ...]:
     )
     operator_prior = (not p.diagonal, "needs a prior precision that is a number or a vector")
     dual = _route("dual", least, s.vectors(p.root_columns), *stochastic, operator_prior)
-    every = (
-        closed_form,
-        _formed_matrix(s, p),
-        dense,
-        _formed_kernel(s, p, most, unresolved),
-        *((dual, *cg) if short else (*cg, dual)),
-        _route("sgd", EPOCHS * s.columns, block, *stochastic),
-    )
-    if s.requested is None and not s.further:
-        return every
-    names = COVARIANCES if s.further else METHODS[s.requested or ""]
-    return tuple(route for route in every if route.name in names)
+    matrix, kernel = _formed_matrix(s, p), _formed_kernel(s, p, most, unresolved)
+    if s.rows_of_J:  # by solves to more digits than draws; under J Jᵀ a row's gradient takes such a solve
+        return closed_form, *((matrix, kernel) if s.moved else (kernel, matrix)), dense, *cg
+    descent = _route("sgd", EPOCHS * s.columns, block, *stochastic)
+    every = closed_form, matrix, dense, kernel, *((dual, *cg) if short else (*cg, dual)), descent
+    return tuple(route for route in every if s.requested is None or route.name in METHODS[s.requested])
 
 
 def _formed_matrix(s: System, p: PosteriorFacts) -> Route:
-    nbytes, most = FORMED_COPIES * 8 * s.rows**2, MOST_FORMED if s.further else DENSE_BLOCK
+    nbytes, most = FORMED_COPIES * 8 * s.rows**2, MOST_FORMED if s.rows_of_J else DENSE_BLOCK
+    few = not s.rows_of_J and PRODUCTS_A_SOLVE * s.columns < s.rows
     return _route(
         "formed matrix",
         0 if p.formed else s.rows,
@@ -251,7 +247,7 @@ def _formed_matrix(s: System, p: PosteriorFacts) -> Route:
         (not s.may_be_formed, f"up to {DENSE_SIZE:,} rows each solve forms its own"),
         (s.recorded, NO_GRADIENT),
         (not p.psd, "the curvature is not known to be positive semidefinite"),
-        (PRODUCTS_A_SOLVE * s.columns < s.rows, f"fewer than rows / {PRODUCTS_A_SOLVE} columns"),
+        (few, f"fewer than rows / {PRODUCTS_A_SOLVE} columns"),
         (nbytes > s.room and not p.formed, "memory has no room for it"),
     )
 

@@ -80,8 +80,6 @@ class FunctionSpace:
     of_data: dict[str, Any] = field(default_factory=dict)
     """The store of K, shared by all likelihoods of these data."""
     metric: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
-    asked: bool = False
-    """Whether a determinant was asked for before."""
 
     @cached_property
     def batches(self) -> list[tuple[Any, Tensor]]:
@@ -173,27 +171,20 @@ class FunctionSpace:
     def log_ratio(self, prior: float, rtol: float) -> Estimate:
         """Return log det(G + α) − log det α = log det(I + SᵀS/α).
 
-        The first is found by Cholesky, a tenth of the work, if its bound on rounding suffices; later ones by the
-        spectrum, which serves every prior.
-        """
-        first, self.asked = not self.asked and not current(), True  # a resumed run must give the same bits
-        if first and "spectrum" not in self.__dict__ and (estimate := self._first_log_ratio(prior, rtol)) is not None:
-            return estimate
-        spectrum = self.spectrum
-        return spectrum.logdet(prior, rtol) + spectrum.values.new_tensor(-len(spectrum.values) * math.log(prior))
-
-    def _first_log_ratio(self, prior: float, rtol: float) -> Estimate | None:
-        """Return log det(I + SᵀS/α) by Cholesky, or None where rounding may matter, to it or to solves.
-
-        The bias bound is that of `DenseSpectrum` with a norm for its largest eigenvalue, and 0 for every other.
+        It is found by Cholesky, whose bias bound is that of `DenseSpectrum` with a norm for its largest eigenvalue, and
+        0 for every other. Where rounding may matter, the spectrum bounds it better, for fifteen times the work.
         """
         with torch.no_grad(), holding(self.lin.jacobian(), (KERNEL_COPIES - 2) * self.kernel.nbytes):
             inner, noise = self._resolved(self.root(self.outputs), prior)
-            if inner is None:
-                return None
-            value = definite_logdet(inner)
-        estimate = Estimate.rounded(value, len(inner) * math.log1p(ROUNDING_UNITS * noise / prior), rtol, len(inner))
-        return estimate if estimate.reason is Reason.CONVERGED else None
+            value = None if inner is None else definite_logdet(inner)
+        if inner is not None and value is not None:
+            bias = len(inner) * math.log1p(ROUNDING_UNITS * noise / prior)
+            estimate = Estimate.rounded(value, bias, rtol, len(inner))
+            if estimate.reason is Reason.CONVERGED:
+                return estimate
+        del inner  # as large as each matrix of the decomposition
+        spectrum = self.spectrum
+        return spectrum.logdet(prior, rtol) + spectrum.values.new_tensor(-len(spectrum.values) * math.log(prior))
 
     def _resolved(self, L: Float[Tensor, "N C R"], prior: float) -> tuple[Float[Tensor, "NR NR"] | None, float]:
         """Return I + LᵀKL/α, or None unless α is far above its rounding, and a bound on this rounding times α."""

@@ -55,7 +55,7 @@ from curvops.posterior.log_evidence import (
     find_evidence,
     log_determinant,
 )
-from curvops.posterior.precision import inverse_for, plan, require_usable
+from curvops.posterior.precision import inverse_of_rows, plan, require_usable
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.storage import from_record
@@ -328,7 +328,7 @@ class Laplace(GaussianWeights):
 
     def _outputs(self) -> NormalOutputs:
         self.cache.require_gradients()
-        return NormalOutputs(self.lin, partial(inverse_for, self.terms), self.temperature)
+        return NormalOutputs(self.lin, partial(inverse_of_rows, self.terms), self.temperature)
 
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
         self.cache.require_gradients()

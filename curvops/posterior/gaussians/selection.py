@@ -28,7 +28,7 @@ from curvops.operators import GGN, DiagonalGGN, Linearization
 from curvops.operators.curvatures.subnetwork import principal_block
 from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
-from curvops.posterior.precision import inverse_for
+from curvops.posterior.precision import inverse_of_rows
 from curvops.posterior.terms import read_prior
 
 
@@ -274,7 +274,7 @@ def _parts_of_inverse(
         delta = ROUNDING_UNITS * torch.finfo(P.dtype).eps * torch.linalg.matrix_norm(whole, torch.inf)
         error = delta * inverse[rest].square().sum()
         return Estimate.rounded(inverse.diagonal()[rest].sum(), error, rtol), inverse[chosen][:, chosen]
-    inverse = inverse_for(post.terms, len(chosen), None)
+    inverse = inverse_of_rows(post.terms, None)
     block = principal_block(inverse, chosen).double()
     if form is not None:
         variances, errors = (
