@@ -113,7 +113,7 @@ def grid(
     evidences: list[Evidence] = []
     for value in values:
         start = evidences[-1].theta if evidences else None
-        evidences.append(find_evidence(post.with_prior(value).terms, start, rtol, generator, at))
+        evidences.append(find_evidence(post.with_prior(value).terms, start, rtol, generator, at, many=True))
     return Grid(evidences, values)
 
 
@@ -238,7 +238,8 @@ def _search(
     def loss(log_precision: float) -> float:
         nonlocal theta
         with torch.no_grad():
-            evidence = find_evidence(post.with_prior(math.exp(log_precision)).terms, theta, rtol, generator, mode)
+            terms = post.with_prior(math.exp(log_precision)).terms
+            evidence = find_evidence(terms, theta, rtol, generator, mode, many=True)
         theta = evidence.theta
         return -float(evidence.value)
 

@@ -111,8 +111,12 @@ def find_evidence(
     rtol: float,
     generator: torch.Generator | None,
     mode: str,
+    many: bool = False,
 ) -> Evidence:
-    """Compute the log evidence with its parts; the search for the linear model's mode starts at `start`."""
+    """Compute the log evidence with its parts; the search for the linear model's mode starts at `start`.
+
+    `many` evidences of one curvature, under different priors, are worth a spectrum that serves them all.
+    """
     cache, theta = terms.cache, terms.lin.theta
     cache.require_gradients()
     if mode == "map":  # rejects unknown data before products are spent
@@ -121,7 +125,7 @@ def find_evidence(
         linear_mode = find_mode(terms, start)
         theta, log_likelihood = linear_mode.theta, linear_log_likelihood(cache, linear_mode.theta)
         reason = None if linear_mode.converged else linear_mode.reason
-    ratio = log_ratio(terms, rtol, generator)
+    ratio = log_ratio(terms, rtol, generator, many)
     ratio = ratio if reason is None else replace(ratio, reason=reason)
     count = partial(count_parameters, terms, rtol, generator)
     return add_up(log_likelihood, terms.prior.quadratic(theta), ratio, count, theta, mode, cache.power)
@@ -149,12 +153,14 @@ def add_up(
     )
 
 
-def log_ratio(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
+def log_ratio(
+    terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None, many: bool = False
+) -> Estimate:
     """Compute log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
     with naming_the_ggn(terms.curvature):
         if terms.A is None:
             return _ratio_beside(terms, rtol, generator)
-        return _ratio_above(terms, terms.A, rtol, generator)
+        return _ratio_above(terms, terms.A, rtol, generator, many)
 
 
 def log_determinant(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
@@ -165,7 +171,9 @@ def log_determinant(terms: PrecisionTerms, rtol: float, generator: torch.Generat
         return _logdet_of(terms.precision, rtol, generator)
 
 
-def _ratio_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
+def _ratio_above(
+    terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch.Generator | None, many: bool
+) -> Estimate:
     cache, P, reference = terms.cache, terms.precision, _log_diagonal(terms, A)
     if (form := terms.closed_form) is not None:
         return form.logdet_estimate(rtol) + (-reference)
@@ -173,7 +181,7 @@ def _ratio_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
     if route == "spectrum":
         return _ratio_from(decompose(cache), A, P, rtol)
     if route == "formed kernel":
-        return kernel_of(terms).log_ratio(float(A), rtol)
+        return kernel_of(terms).log_ratio(float(A), rtol, many)
     if route == "quadrature":
         return cache.peek("quadrature")[2].logdet(float(A))
     most = routes.products_of_probes(system.rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -86,7 +86,7 @@ def posterior_system(
             root_columns=0 if root is None else root.shape[-1],
             outputs=lin.num_data * lin.num_outputs,
             gram_cost=cache.gram_cost if scalar else math.inf,
-            resolved=not scalar or kernel is None or "spectrum" not in vars(kernel) or _resolves(kernel, terms),
+            resolved=A is None or A.ndim > 0 or kernel is None or kernel.may_resolve(float(A.detach())),
             budget=lin.memory_budget,
             formed=formed is not None and formed.base is base,
             decomposed=cache.peek("spectrum") is not None,
@@ -98,16 +98,21 @@ def route_of(terms: PrecisionTerms, columns: int, requested: str | None = None) 
     """Return the route of a system, or None and the reason if the requested method is not possible.
 
     A closed form comes first for every method that allows it; the other facts are then skipped. J Jᵀ is formed here if
-    it may be used: only its eigenvalues show whether it can be.
+    it may be used: only its size shows whether it can be.
     """
     if terms.closed_form is not None and (requested is None or CLOSED_FORM in METHODS[requested]):
         return Route(CLOSED_FORM, 0, 0), ""
-    table = routes(posterior_system(terms, columns, requested))
-    first = chosen(table)
-    if first is not None and first.name == "formed kernel" and not _resolves(kernel_of(terms), terms):
-        table = routes(posterior_system(terms, columns, requested))
-        first = chosen(table)
-    return first, next((route.why_not for route in table if route.name == requested), "")
+    table = _resolved(terms, lambda: routes(posterior_system(terms, columns, requested)))
+    return chosen(table), next((route.why_not for route in table if route.name == requested), "")
+
+
+def _resolved(terms: PrecisionTerms, table: Callable[[], tuple[Route, ...]]) -> tuple[Route, ...]:
+    """Return a table of routes; if J Jᵀ comes first, it is formed here, since only then does it show its rounding."""
+    table_before = table()
+    first, A = chosen(table_before), terms.A
+    if A is None or first is None or first.name != "formed kernel" or kernel_of(terms).resolves(float(A)):
+        return table_before
+    return table()
 
 
 def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
@@ -131,12 +136,11 @@ def inverse_of_rows(terms: PrecisionTerms, rtol: float | None, moved: bool = Fal
     P = terms.precision
     if terms.closed_form is None:
         with terms.cache.lock:
-            route = chosen(routes(_system_of_rows(terms, moved=moved)))
-            if route is not None and route.name == "formed kernel":
-                if (dual := dual_of(terms)) is not None:
-                    return DualInverse(P, *dual, rtol=rtol)
-                route = chosen(routes(_system_of_rows(terms, moved=moved)))
-            if route is not None and route.name == "formed matrix":
+            route = chosen(_resolved(terms, lambda: routes(_system_of_rows(terms, moved=moved))))
+            name = "" if route is None else route.name
+            if name == "formed kernel" and terms.A is not None:
+                return DualInverse(P, *kernel_of(terms).factor_under(float(terms.A)), rtol=rtol)
+            if name == "formed matrix":
                 P = formed_precision(terms)
     inverse: LinearOperator = P.inverse(rtol)
     return inverse
@@ -145,23 +149,7 @@ def inverse_of_rows(terms: PrecisionTerms, rtol: float | None, moved: bool = Fal
 def _system_of_rows(terms: PrecisionTerms, rows: int = 1, moved: bool = False) -> System:
     """Return the facts about P X = Jᵀ for rows of J at other points; only a matrix that is formed needs all of them."""
     system = posterior_system(terms, rows, whole=len(terms.lin.theta) <= MOST_FORMED)
-    system, dual = replace(system, rows_of_J=True, moved=moved), terms.cache.peek("dual")
-    if dual is None or terms.A is None or terms.A.ndim or dual != (float(terms.A.detach()), None):
-        return system
-    assert system.posterior is not None
-    return replace(system, posterior=replace(system.posterior, resolved=False))
-
-
-def dual_of(terms: PrecisionTerms) -> tuple[Tensor, Tensor] | None:
-    """Return the Cholesky factor of I + LᵀKL/α, and L, kept for one α; None if α is not far above the rounding of K."""
-    cache, A = terms.cache, terms.A
-    assert A is not None
-    prior = float(A.detach())
-
-    def compute() -> tuple[float, tuple[Tensor, Tensor] | None]:
-        return prior, kernel_of(terms).resolved_factor(prior)
-
-    return cache.get("dual", compute, lambda dual: dual[0] == prior)[1]
+    return replace(system, rows_of_J=True, moved=moved)
 
 
 def formed_precision(terms: PrecisionTerms) -> Any:
@@ -197,12 +185,7 @@ def solving_kernel(terms: PrecisionTerms) -> FunctionSpace | None:
     if not any(route.name == "formed kernel" and route.possible for route in table):
         return None
     kernel = kernel_of(terms)
-    return kernel if _resolves(kernel, terms) else None
-
-
-def _resolves(kernel: FunctionSpace, terms: PrecisionTerms) -> bool:
-    assert terms.A is not None
-    return kernel.resolves(float(terms.A.detach()))
+    return kernel if kernel.resolves(float(terms.A.detach())) else None
 
 
 def preconditioner(terms: PrecisionTerms, columns: int, generator: torch.Generator | None = None) -> tuple[Any, int]:

@@ -14,7 +14,7 @@ with one rule of validity:
 | precision               | P, and P with its operand formed                                 | likelihood, prior       |
 | sketch                  | a prior's diagonal, columns and the preconditioner for them      | likelihood; it serves   |
 |                         |                                                                  | neighbouring priors     |
-| kernel                  | spectrum, solves and mode from J Jᵀ under the likelihood         | likelihood              |
+| kernel                  | factor, spectrum and mode from J Jᵀ under the likelihood         | likelihood              |
 | J Jᵀ                    | the matrix, shared by the posteriors of these data and weights   | data and weights        |
 
 Values that depend on the likelihood are dropped if a hyperparameter has changed since they were computed.

@@ -169,7 +169,7 @@ def test_the_evidence_is_exact(formed):
 
 @pytest.mark.parametrize("likelihood", ["classification", "gaussian"])
 def test_an_evidence_decomposes_nothing(likelihood, monkeypatch):
-    """Cholesky serves every prior, whatever was asked before, unless rounding may matter; counts take the spectrum."""
+    """Cholesky serves every prior, whatever was asked before, unless rounding may matter; a grid takes the spectrum."""
     lin, decomposed = wide(likelihood), []
     eigh = torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda *args, **options: decomposed.append(1) or eigh(*args, **options))
@@ -177,9 +177,10 @@ def test_an_evidence_decomposes_nothing(likelihood, monkeypatch):
     first = post.log_evidence(mode="map").log_determinant_ratio
     post.with_prior(2 * ALPHA).log_evidence(mode="map")
     assert not decomposed and first.reason.name == "CONVERGED" and float(first.bias_bound) <= 1e-9
-    post.effective_parameters()
+    of_grid = co.evidence.grid(post, [ALPHA, 2 * ALPHA], mode="map")[0].log_determinant_ratio
     again = post.log_evidence(mode="map").log_determinant_ratio
     assert len(decomposed) == 1 and float(first.value) == float(again.value)
+    assert float(of_grid.value) == pytest.approx(float(again.value), rel=1e-12) and of_grid.matvecs == again.matvecs
     expected = torch.logdet(ggn_of(likelihood) / ALPHA + torch.eye(WIDE, dtype=DOUBLE))
     assert float(first.value) == pytest.approx(float(expected), rel=1e-10)
     tiny = co.laplace(wide(likelihood), co.GGN, prior_precision=1e-14, check_mode=False)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.solve_routes import FORMED_COPIES, KERNEL_COPIES, MOST_OUTPUTS, RESOLVED
 from curvops.linalg.core.structure import eigh_in_place
 from curvops.linalg.core.vectors import check_finite
-from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum, definite_logdet
+from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum
 from curvops.linalg.operators.base import by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
@@ -80,6 +80,8 @@ class FunctionSpace:
     of_data: dict[str, Any] = field(default_factory=dict)
     """The store of K, shared by all likelihoods of these data."""
     metric: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
+    _last: tuple[float, Tensor, Tensor] | None = None
+    """The last α, with the factor of I + LᵀKL/α and L."""
 
     @cached_property
     def batches(self) -> list[tuple[Any, Tensor]]:
@@ -132,7 +134,9 @@ class FunctionSpace:
         elif formed is None or not torch.equal(formed.to(saved.outcome), saved.outcome):
             # Use the bits with which the run began, whatever another run has formed.
             self._take(saved.outcome)
-            self.__dict__.pop("spectrum", None)
+            self._last = None
+            for name in ("spectrum", "rounding"):
+                self.__dict__.pop(name, None)
 
     def _formed(self) -> Float[Tensor, "NC NC"]:
         J = self.lin.jacobian()
@@ -163,58 +167,50 @@ class FunctionSpace:
         keep(J, vectors, beside)
         return DenseSpectrum(values, vectors, 0.0, torch.finfo(self.lin.theta.dtype).eps)
 
+    @cached_property
+    def rounding(self) -> float:
+        """A bound on the rounding of LᵀKL, in units of a prior precision."""
+        with torch.no_grad(), holding(self.lin.jacobian(), (KERNEL_COPIES - 3) * self.kernel.nbytes):
+            return torch.finfo(self.lin.theta.dtype).eps * float(self._dual(self.root(self.outputs)).norm())
+
     def resolves(self, prior: float) -> bool:
         """Return whether α is far enough above the rounding of K for solves with it."""
-        spectrum = self.spectrum
-        return prior >= RESOLVED * spectrum.eps * float(spectrum.values[-1])
+        return prior >= RESOLVED * self.rounding
 
-    def log_ratio(self, prior: float, rtol: float) -> Estimate:
+    def may_resolve(self, prior: float) -> bool:
+        """Return whether α `resolves`, or whether K was not looked at yet."""
+        return "rounding" not in vars(self) or self.resolves(prior)
+
+    def factor_under(self, prior: float) -> tuple[Float[Tensor, "NR NR"], Float[Tensor, "N C R"]]:
+        """Return the Cholesky factor of I + LᵀKL/α at the network's outputs, and L; those of the last α are kept."""
+        last = self._last
+        if last is None or last[0] != prior:
+            self._last, J = None, self.lin.jacobian()
+            with torch.no_grad(), holding(J, (KERNEL_COPIES - 2) * self.kernel.nbytes):
+                L, factor = self.factor(self.outputs, prior)
+            keep(J, factor, factor.nbytes)
+            self._last = last = prior, factor, L
+        return last[1:]
+
+    def log_ratio(self, prior: float, rtol: float, many: bool = False) -> Estimate:
         """Return log det(G + α) − log det α = log det(I + SᵀS/α).
 
         It is found by Cholesky, whose bias bound is that of `DenseSpectrum` with a norm for its largest eigenvalue, and
-        0 for every other. Where rounding may matter, the spectrum bounds it better, for fifteen times the work.
+        0 for every other. Where rounding may matter, the spectrum bounds it better, for fifteen times the work; it
+        serves every α, and so `many` of them.
         """
-        with torch.no_grad(), holding(self.lin.jacobian(), (KERNEL_COPIES - 2) * self.kernel.nbytes):
-            inner, noise = self._resolved(self.root(self.outputs), prior)
-            value = None if inner is None else definite_logdet(inner)
-        if inner is not None and value is not None:
-            bias = len(inner) * math.log1p(ROUNDING_UNITS * noise / prior)
-            estimate = Estimate.rounded(value, bias, rtol, len(inner))
+        if not many and self.resolves(prior):
+            factor, _ = self.factor_under(prior)
+            bias = len(factor) * math.log1p(ROUNDING_UNITS * self.rounding / prior)
+            estimate = Estimate.rounded(2 * factor.diagonal().log().sum(), bias, rtol, len(factor))
             if estimate.reason is Reason.CONVERGED:
                 return estimate
-        del inner  # as large as each matrix of the decomposition
         spectrum = self.spectrum
         return spectrum.logdet(prior, rtol) + spectrum.values.new_tensor(-len(spectrum.values) * math.log(prior))
 
-    def _resolved(self, L: Float[Tensor, "N C R"], prior: float) -> tuple[Float[Tensor, "NR NR"] | None, float]:
-        """Return I + LᵀKL/α, or None unless α is far above its rounding, and a bound on this rounding times α."""
-        inner = self._dual(L)
-        noise = torch.finfo(self.lin.theta.dtype).eps * float(inner.norm())
-        if not prior >= RESOLVED * noise:
-            return None, noise
-        inner.div_(prior).diagonal().add_(1)
-        return inner, noise
-
-    def resolved_factor(self, prior: float) -> tuple[Float[Tensor, "NR NR"], Float[Tensor, "N C R"]] | None:
-        """Return the Cholesky factor of I + LᵀKL/α at the network's outputs, and L; None if rounding may matter."""
-        with torch.no_grad(), holding(self.lin.jacobian(), (KERNEL_COPIES - 2) * self.kernel.nbytes):
-            L = self.root(self.outputs)
-            inner, _ = self._resolved(L, prior)
-            if inner is None:
-                return None
-            factor = torch.linalg.cholesky(inner, out=inner)
-        keep(self.lin.jacobian(), factor, factor.nbytes)
-        return factor, L
-
     def inverse(self, prior: float) -> Callable[[Tensor], Tensor]:
         """Return (I + SᵀS/α)⁻¹ as a function of blocks (N·R, k)."""
-        spectrum = self.spectrum
-        weights = 1 / (1 + spectrum.values.clamp_min(0) / prior)
-
-        def apply(block: Tensor) -> Tensor:
-            return (spectrum.vectors @ (weights[:, None] * (spectrum.vectors.mT @ block.double()))).to(block)
-
-        return apply
+        return partial(_solve_by, self.factor_under(prior)[0])
 
     def inverse_of_weights(self, prior: float) -> Callable[[Tensor], Tensor]:
         """Return P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α as a function of blocks (D, k), which takes one product with P."""
@@ -225,12 +221,8 @@ class FunctionSpace:
     def newton_step(self, displaced: DisplacedGGN, prior: float, gradient: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
         """Return −(G + α)⁻¹ g with G at other outputs; beside g it takes two vectors, where CG takes a dozen."""
         _, factor = self.factor(self.outputs + displaced.shift, prior)
-
-        def inner(block: Tensor) -> Tensor:
-            return torch.cholesky_solve(block.double(), factor).to(block)
-
         root, A = CurvatureRoot.of(displaced), gradient.new_tensor(prior)
-        return woodbury(root, A, inner, gradient.unsqueeze(1)).squeeze(1).neg_()
+        return woodbury(root, A, partial(_solve_by, factor), gradient.unsqueeze(1)).squeeze(1).neg_()
 
     def factor(self, f: Float[Tensor, "N C"], prior: float) -> tuple[Float[Tensor, "N C R"], Float[Tensor, "NR NR"]]:
         """Return L of each point at these outputs, and the Cholesky factor of I + LᵀKL/α."""
@@ -238,6 +230,11 @@ class FunctionSpace:
         inner = self._dual(L).div_(prior)
         inner.diagonal().add_(1)
         return L, torch.linalg.cholesky(inner, out=inner)
+
+
+def _solve_by(factor: Float[Tensor, "NR NR"], block: Float[Tensor, "NR k"]) -> Float[Tensor, "NR k"]:
+    """Return (C Cᵀ)⁻¹ B, computed in float64."""
+    return torch.cholesky_solve(block.to(factor), factor).to(block)
 
 
 class DualInverse(Inverse):
@@ -276,12 +273,8 @@ class DualInverse(Inverse):
         return solve(self.base, block, rtol=self._kwargs["rtol"], preconditioner=self._by_factor)
 
     def _by_factor(self, block: Tensor) -> Tensor:
-        factor = self._args[1]
-
-        def inner(pulled: Tensor) -> Tensor:
-            return torch.cholesky_solve(pulled.to(factor), factor).to(pulled)
-
-        return woodbury(CurvatureRoot.of(self.curvature), self.precision, inner, block)
+        root, inner = CurvatureRoot.of(self.curvature), partial(_solve_by, self._args[1])
+        return woodbury(root, self.precision, inner, block)
 
     def explained(self, jacobian: Jacobian, outputs: int) -> Iterator[Float[Tensor, "m r NR"]] | None:
         """Yield W with W Wᵀ = J' (A⁻¹ − P⁻¹) J'ᵀ, in blocks of `outputs` rows; None if memory is insufficient."""
