@@ -24,6 +24,8 @@ from curvops.linalg.core.vectors import Matrix, Vectors, columns, norm, product,
 
 MOST_SKEW = 0.1
 """A difference of more than this share of the images is not rounding: such products are random."""
+LEAST_HALVED = 128
+"""The rows of a symmetric product up to which it is computed whole."""
 
 
 def is_symmetric(A: Any) -> bool:
@@ -148,6 +150,19 @@ def clearly_indefinite(dense: Float[Tensor, "*batch n n"]) -> bool:
     values = torch.linalg.eigvalsh(dense)
     noise = dense.shape[-1] * torch.finfo(dense.dtype).eps * values.abs().amax(-1)
     return bool((values[..., 0] < -noise).any())
+
+
+def add_gram(
+    target: Float[Tensor, "n m"], rows: Float[Tensor, "n k"], others: Float[Tensor, "m k"], half: bool
+) -> None:
+    """Add rows · othersᵀ to target; with `half`, n equals m and only entries on and above the diagonal are needed."""
+    if not half or len(rows) <= LEAST_HALVED:
+        target.addmm_(rows, others.mT)
+        return
+    cut = len(rows) // 2
+    for half_rows in (slice(0, cut), slice(cut, None)):
+        add_gram(target[half_rows, half_rows], rows[half_rows], others[half_rows], half)
+    target[:cut, cut:].addmm_(rows[:cut], others[cut:].mT)
 
 
 def mirror(total: Tensor) -> Tensor:

@@ -297,13 +297,6 @@ def join(first: Float[Tensor, "n _"], *others: Float[Tensor, "n _"]) -> Float[Te
     return torch.cat([block.mT for block in (first, *others)]).mT
 
 
-def unit_block(n: int, first: int, k: int, *, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "n k"]:
-    """Return the unit vectors e_first … e_(first + k − 1) as columns."""
-    rows = torch.zeros(k, n, dtype=dtype, device=device)
-    rows.diagonal(offset=first).fill_(1)
-    return rows.mT
-
-
 def unit_blocks(facts: Description, width: int) -> Iterator[Float[Tensor, "n k"]]:
     """Yield the identity of the size of A, ``width`` columns at a time."""
     for first in range(0, facts.columns, width):

@@ -176,11 +176,18 @@ def relative_distance(A: Matrix, B: Matrix, generator: torch.Generator | None = 
         of_other = norm(others).square()
     tiny = torch.finfo(sizes.dtype).tiny
     size = (sizes.sum() if exact else sizes.mean()).clamp_min(tiny)
-    ratio = (errors.sum() if exact else errors.mean()) / size
     # Each product has an error of a few units of rounding of its own size, however close the two are to each other.
     rounding = rounding_level(facts.dtype, facts.rows) * (1 + (of_other.sum() / sizes.sum().clamp_min(tiny)).sqrt())
     if exact:
-        return Estimate.rounded(ratio.sqrt(), rounding, matvecs=n, size=1.0)
-    spread = (errors - ratio * sizes).std() / (size * math.sqrt(PROBES))
+        return Estimate.rounded((errors.sum() / size).sqrt(), rounding, matvecs=n, size=1.0)
+    return root_of_ratio(errors, sizes, size, PROBES, rounding)
+
+
+def root_of_ratio(
+    errors: Float[Tensor, " k"], sizes: Float[Tensor, " k"], size: Tensor, matvecs: int, rounding: Tensor | float
+) -> Estimate:
+    """Estimate (mean error / size)^½ from samples of the error and of its size, with the ratio's standard error."""
+    ratio, count = errors.mean() / size, len(errors)
+    spread = (errors - ratio * sizes).std() / (size * math.sqrt(count))
     stderr = spread / (2 * ratio.sqrt()) if bool(ratio > 0) else spread
-    return Estimate(ratio.sqrt(), stderr, PROBES, PROBES, rounding)
+    return Estimate(ratio.sqrt(), stderr, count, matvecs, rounding)

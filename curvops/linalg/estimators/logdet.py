@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Shaped
@@ -113,40 +113,50 @@ def logdet(
     limits.check(min(LEAST_PRODUCTS, facts.rows))
     bound, levels = _bound_and_levels(shift, lower_bound)
     grid, estimated, solves = isinstance(shift, Tensor) and shift.ndim > 0, lower_bound == "estimate", needs_gradient(A)
-    parts = A.shifted_form() if shift is None and lower_bound is None and isinstance(A, Split) else None
+    parts = getattr(A, "shifted_form", lambda: None)() if shift is None and lower_bound is None else None
     pairs: VectorPairs | None = None
     current_run().expect(max_matvecs)
     with torch.no_grad():
         if limits.allow_dense(facts.rows):
             spectrum = dense_spectrum(product(A), facts, bound)
             estimates = [spectrum.logdet(mu, limits.tolerance) for mu in levels]
-            if grid:
-                return stack(estimates)
-            estimate, pairs = estimates[0], partial(_dense_pairs, spectrum, levels[0])
+            estimate = stack(estimates) if grid else estimates[0]
+            pairs = None if grid else partial(_dense_pairs, spectrum, levels[0])
         elif parts is not None:
             estimate, pairs = _of_sum(A, parts, limits, generator, preconditioner, solves)
+        elif min(levels) == 0 and not estimated:
+            raise ValueError(
+                'a stochastic log-determinant needs shift=, lower_bound= or lower_bound="estimate"; the dense one '
+                f"needs max_matvecs >= {facts.rows} (and any memory_budget >= {16 * facts.rows**2} bytes)."
+            )
         else:
-            if min(levels) == 0 and not estimated:
-                raise ValueError(
-                    'a stochastic log-determinant needs shift=, lower_bound= or lower_bound="estimate"; the dense one '
-                    f"needs max_matvecs >= {facts.rows} (and any memory_budget >= {16 * facts.rows**2} bytes)."
-                )
             with probing(A, generator, limits, ESTIMATE_VECTORS) as probed:
-                spent = 0
-                if estimated:
-                    bound, spent = _estimate_bound(probed, min(levels) > 0)
-                    levels = [bound + level for level in levels]
-                probed = probed.after(spent)
-                if grid:
-                    mus = torch.tensor(levels, dtype=torch.float64, device=facts.device)
-                    excess = replace(probed, multiply=_less(probed.multiply, bound))
-                    estimate = run(excess, levels).logdet(mus) + facts.rows * mus.log()
-                else:
-                    estimate, pairs = _by_probes(probed, bound, levels[0], preconditioner, solves)
-            estimate = replace(estimate, matvecs=estimate.matvecs + spent)
-            if estimated and estimate.reason is Reason.CONVERGED:
-                estimate = replace(estimate, reason=Reason.UNVERIFIED)
+                estimate, pairs = _above(probed, bound, levels, preconditioner, solves, grid, estimated)
     return estimate if pairs is None else attach_gradient(estimate, A, pairs)
+
+
+def _above(
+    probed: Probed,
+    bound: float,
+    levels: list[float],
+    preconditioner: FactoredPreconditioner | str | None,
+    solves: bool,
+    grid: bool,
+    estimated: bool,
+) -> tuple[Estimate, VectorPairs | None]:
+    """Estimate log det(A + (μ − bound) I) for one level μ, or for a grid of them, above a bound given or estimated."""
+    spent = 0
+    if estimated:
+        bound, spent = _estimate_bound(probed, min(levels) > 0)
+        levels, probed = [bound + level for level in levels], probed.after(spent)
+    if grid:
+        mus, pairs = torch.tensor(levels, dtype=torch.float64, device=probed.facts.device), None
+        excess = replace(probed, multiply=_less(probed.multiply, bound))
+        estimate = run(excess, levels).logdet(mus) + probed.facts.rows * mus.log()
+    else:
+        estimate, pairs = _by_probes(probed, bound, levels[0], preconditioner, solves)
+    reason = Reason.UNVERIFIED if estimated and estimate.reason is Reason.CONVERGED else estimate.reason
+    return replace(estimate, matvecs=estimate.matvecs + spent, reason=reason), pairs
 
 
 def _bound_and_levels(
@@ -196,20 +206,15 @@ def _dense_pairs(spectrum: DenseSpectrum, mu: float, A: Matrix) -> Iterator[tupl
 
 
 class ShiftedParts(NamedTuple):
-    """The parts of P = S⁻¹ (B + λ I) S⁻¹ with diagonal S (None: I), and log det P = log det(B + λ I) + offset."""
+    """The parts of P = S⁻¹ (B + λ I) S⁻¹ with diagonal S (None: I), and log det P = log det(B + λ I) + offset.
+
+    A method `shifted_form` returns them for a matrix stored as a positive semidefinite one plus a positive diagonal.
+    """
 
     base: LinearOperator
     level: float
     offset: Tensor
     scale: Tensor | None
-
-
-@runtime_checkable
-class Split(Protocol):
-    """A matrix that may be stored as a positive semidefinite one plus a positive diagonal."""
-
-    def shifted_form(self) -> ShiftedParts | None:
-        """Return the parts, or None."""
 
 
 def _of_sum(
@@ -280,37 +285,17 @@ def _by_probes(
     With ``solves``, also return pairs l, r with E Σ l rᵀ = (A + (μ − bound) I)⁻¹.
     """
     excess = replace(probed, multiply=_less(probed.multiply, bound))
-    n, budget, memory = probed.facts.rows, probed.limits.products, probed.limits.memory
-    most = min(budget // 2, DETERMINANT_RANK, n)
-    if memory is not None:
-        most = min(most, memory // (6 * probed.facts.vector_bytes))
+    n, budget = probed.facts.rows, probed.limits.products
+    P: FactoredPreconditioner | None = None
     sampler: Sampler | None = None
-    P, floor, scale, spent = None, mu, bound, 0
+    floor, scale, spent = mu, bound, 0
     if isinstance(preconditioner, FactoredPreconditioner):
         P, floor, smallest = preconditioner, preconditioner.floor(mu), preconditioner.bounds()[0]
         lanczos = LockStep(excess.multiply, excess.probes(1), max(1, min(4, budget // 4)))
         lanczos.extend(lanczos.capacity)
         scale, spent = (bound + lanczos.scale) / smallest if smallest > 0 else 0.0, lanczos.matvecs
-    elif preconditioner == "auto" and most:
-        pilot_rank = min(most, 8)
-        pilot = grow(excess.apart(), None, pilot_rank)
-        size, spent = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0, pilot.matvecs
-        scale = bound + size
-        decays = pilot.tail <= 0.5 * size and size >= mu  # otherwise the spectrum is flat, or small
-        if decays and (pilot.tail == 0 or most == pilot_rank):
-            P = pilot.preconditioner(mu)
-        elif decays:
-            if budget // 2 >= min(DETERMINANT_RANK, n):  # otherwise products are kept for the preconditioner
-                sampler = Sampler(excess.after(spent).with_half_memory(), [log_ratio(mu)], beside, scale)
-                sampler.first(FIRST_PROBES)
-            worth = 0.0 if sampler is None else min(most, sampler.eigenvalues_above(LEFT * mu))
-            if sampler is None or sampler.capped or not sampler.add(worth=worth):
-                of_probes = 0 if sampler is None else sampler.matvecs
-                rank = most if sampler is None else min(most, (budget - spent - of_probes) // 2)
-                if rank:
-                    sampler = None  # frees its probes
-                    full = grow(excess.apart(), None, rank, LEFT * mu, 1e12)
-                    P, spent = full.preconditioner(mu), spent + of_probes + full.matvecs
+    elif preconditioner == "auto":
+        P, sampler, scale, spent = _sketched(excess, bound, mu, beside)
     # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for our own P.
     logdet_of_P = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)
     if sampler is None:
@@ -322,6 +307,41 @@ def _by_probes(
     estimate = sampler.quadrature().logdet(floor)
     estimate = replace(estimate + (logdet_of_P + n * math.log(mu)), matvecs=estimate.matvecs + spent)
     return estimate, _solve_pairs(sampler.signs, P, mu - bound) if solves else None
+
+
+def _sketched(
+    excess: Probed, bound: float, mu: float, beside: float
+) -> tuple[FactoredPreconditioner | None, Sampler | None, float, int]:
+    """Return a preconditioner, or probes that met the tolerance without one, or neither if the spectrum is flat.
+
+    Also return the size of A + bound, and the products spent beside those of the probes.
+    """
+    n, budget, memory = excess.facts.rows, excess.limits.products, excess.limits.memory
+    most = min(budget // 2, DETERMINANT_RANK, n)
+    if memory is not None:
+        most = min(most, memory // (6 * excess.facts.vector_bytes))
+    if not most:
+        return None, None, bound, 0
+    pilot_rank = min(most, 8)
+    pilot = grow(excess.apart(), None, pilot_rank)
+    size, spent = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0, pilot.matvecs
+    scale, rank = bound + size, most
+    if not (pilot.tail <= 0.5 * size and size >= mu):  # the spectrum is flat, or small
+        return None, None, scale, spent
+    if pilot.tail == 0 or most == pilot_rank:
+        return pilot.preconditioner(mu), None, scale, spent
+    if budget // 2 >= min(DETERMINANT_RANK, n):  # otherwise products are kept for the preconditioner
+        sampler = Sampler(excess.after(spent).with_half_memory(), [log_ratio(mu)], beside, scale)
+        sampler.first(FIRST_PROBES)
+        worth = min(most, sampler.eigenvalues_above(LEFT * mu))
+        met = not sampler.capped and sampler.add(worth=worth)
+        rank = 0 if met else min(most, (budget - spent - sampler.matvecs) // 2)
+        if not rank:
+            return None, sampler, scale, spent
+        spent += sampler.matvecs
+        del sampler  # frees its probes
+    full = grow(excess.apart(), None, rank, LEFT * mu, 1e12)
+    return full.preconditioner(mu), None, scale, spent + full.matvecs
 
 
 def _less(multiply: Multiply, bound: float) -> Multiply:

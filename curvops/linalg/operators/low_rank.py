@@ -49,7 +49,7 @@ from curvops.linalg.core.vectors import (
     spawn_generator,
     unit_blocks,
 )
-from curvops.linalg.estimators.frobenius import PROBES
+from curvops.linalg.estimators.frobenius import PROBES, root_of_ratio
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
@@ -547,8 +547,4 @@ def _relative_error(
     size = torch.maximum(sizes.mean(), approximation_size)
     if not bool(size > 0):
         return Estimate(size, torch.zeros_like(size), count, matvecs + count)
-    ratio = error.mean() / size
-    spread = (error - ratio * sizes).std() / (size * math.sqrt(count))
-    value = ratio.sqrt()
-    stderr = spread / (2 * value) if bool(value > 0) else spread * 0
-    return Estimate(value, stderr, count, matvecs + count, rounding)
+    return root_of_ratio(error, sizes, size, matvecs + count, rounding)

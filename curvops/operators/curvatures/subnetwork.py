@@ -19,7 +19,7 @@ from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import sources_of, spaces_of
 from curvops.linalg.core.results import accept
 from curvops.linalg.core.solve_routes import FORMED_COPIES
-from curvops.linalg.core.structure import is_psd, mirror
+from curvops.linalg.core.structure import add_gram, is_psd, mirror
 from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.algebra import Scaled, Sum, UnaryOperator
 from curvops.linalg.operators.closed_form import ClosedForm
@@ -174,23 +174,16 @@ def fisher_blocks(
             together = list(groups)
             for k in by_rows:
                 for rows in _rows_in(together, lin, places[k]):
-                    _add_above(totals[k], rows, rows)
+                    add_gram(totals[k], rows.mT, rows.mT, half=True)
     for k in sorted({*range(len(parts))} - {*by_rows}):
         for batch, J in lin.passes.each(len(parts[k])):
             units = (unit_columns(index, len(lin.theta), lin.theta.dtype) for index in parts[k].split(COLUMN_BLOCK))
             pushed = torch.cat([J.push(block) for block in units])
             columns = [output.root_transpose_product(J.outputs, u, batch) for u in pushed.split(ROWS)]
             rows = torch.cat(columns).double().flatten(1).mT
-            _add_above(totals[k], rows, rows)
+            add_gram(totals[k], rows.mT, rows.mT, half=True)
     while totals:
         yield mirror(lin.passes.add_up(totals.pop(0)).unsqueeze(0))[0]
-
-
-def _add_above(total: Float[Tensor, "S S"], left: Float[Tensor, "m S"], right: Float[Tensor, "m S"]) -> None:
-    """Add leftᵀ right to the entries on and above the diagonal; the others follow by symmetry."""
-    for start in range(0, len(total), ROWS):
-        rows = slice(start, start + ROWS)
-        total[rows, start:].addmm_(left[:, rows].mT, right[:, start:])
 
 
 def _rows_in(

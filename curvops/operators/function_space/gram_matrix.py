@@ -28,11 +28,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import CACHE_BYTES
-from curvops.linalg.core.structure import mirror
+from curvops.linalg.core.structure import add_gram, mirror
 from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.function_space.row_products import (
     Sides,
-    add_gram,
     add_row_products,
     matrix_of_scales,
     row_products,

@@ -29,7 +29,7 @@ from torch import Tensor
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Inverse, Operator
 from curvops.linalg.core.algorithm import holding, solve_width
-from curvops.linalg.core.vectors import unit_block
+from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, ScaledForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.given_matrix import DenseForm
@@ -119,8 +119,8 @@ def _by_solves(J: Jacobian, W: LinearOperator, outputs: int, diagonals: bool) ->
                 block = one @ other.mT
             else:
                 images = []
-                for start in range(0, rows, width):
-                    units = unit_block(rows, start, min(width, rows - start), dtype=J.dtype, device=J.device)
+                for some in torch.arange(rows, device=J.device).split(width):
+                    units = unit_columns(some, rows, J.dtype)
                     images.append(piece._matmul(W._matmul(piece._t_matmul(units))))
                 products = torch.cat(images, 1).unflatten(0, (-1, outputs)).unflatten(2, (-1, outputs))
                 block = torch.diagonal(products, dim1=0, dim2=2).permute(2, 0, 1)

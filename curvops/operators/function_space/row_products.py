@@ -16,11 +16,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from curvops.ambient import CACHE_BYTES
-from curvops.linalg.core.structure import mirror
+from curvops.linalg.core.structure import add_gram, mirror
 from curvops.network import Layer
-
-LEAST_HALVED = 128
-"""The rows of a symmetric product up to which it is computed whole."""
 
 
 class Sides(NamedTuple):
@@ -84,19 +81,6 @@ def add_row_products(
         else:
             others = reused[1] = _rows(other, block, most_bytes, reused[1])
             target.addmm_(rows.mul_(block.of(scale)), others.mT)
-
-
-def add_gram(
-    target: Float[Tensor, "n m"], rows: Float[Tensor, "n k"], others: Float[Tensor, "m k"], half: bool
-) -> None:
-    """Add rows · othersᵀ to target; with `half`, n equals m and only entries on and above the diagonal are needed."""
-    if not half or len(rows) <= LEAST_HALVED:
-        target.addmm_(rows, others.mT)
-        return
-    cut = len(rows) // 2
-    for half_rows in (slice(0, cut), slice(cut, None)):
-        add_gram(target[half_rows, half_rows], rows[half_rows], others[half_rows], half)
-    target[:cut, cut:].addmm_(rows[:cut], others[cut:].mT)
 
 
 def row_products(
