@@ -25,10 +25,10 @@ from curvops.network.data.inputs import group_alike, join
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, KFAC, Linearization
 from curvops.posterior import Laplace
-from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussians.laplace import make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice, warn_of_noise
 from curvops.posterior.predictions.answers import LABELS
+from curvops.posterior.terms import check_linearization
 
 VARIANCE = 0.25
 """The variance of the logits at the training inputs if nothing else chooses the prior precision.

@@ -34,7 +34,7 @@ from curvops.storage import restore, state_of
 from curvops.summary import summary
 
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}
-STATE = ("noise", "records", "past", "changes", "targets", "halved", "ending")
+STATE = ("noise", "records", "theta", "draws", "changes", "targets", "halved", "ending")
 
 
 @algorithm
@@ -58,8 +58,8 @@ def mackay(
     Each step finds the mode θ̄ of the linear model, draws z from N(0, P⁻¹), estimates γ_g, the effective parameters of
     each group, and sets α_g ← γ_g / s_g with s_g = (θ̄ − m)ᵀA₀(θ̄ − m) in the group (MacKay 1992), or α_g ← d_g /
     (s_g + (d_g − γ_g)/α_g) with its number of weights d_g (EM). Nothing of size D × D is formed. The draws of all
-    steps use one noise, so that they change as little as the precisions do; draws and mode start from a linear
-    extrapolation of those of the last two steps.
+    steps use one noise, so that they change as little as the precisions do, and draws and mode start from those of the
+    last step.
 
     γ_g is the mean of zᵀ(Gz) over the group's entries, with variance 2Σp²/K for eigenvalues p of P⁻¹G, or d_g − α_g
     times the mean of zᵀA₀z, with variance 2Σ(1 − p)²/K: the former if at most half of the group's weights are
@@ -150,15 +150,6 @@ def mackay(
         return run.result() if saved.done else run.run(int(steps))
 
 
-@dataclass(frozen=True, eq=False)
-class StepSolution:
-    """The solutions of a step, and its position in the logarithms."""
-
-    at: Float[Tensor, " H"]
-    theta: Float[Tensor, " D"]
-    draws: Float[Tensor, "k D"] | None
-
-
 @dataclass(eq=False)
 class _FixedPoint:
     now: Hyperparameters
@@ -171,7 +162,9 @@ class _FixedPoint:
     generator: torch.Generator | None
     saved: Checkpoint
     records: list[TuningStep] = field(default_factory=list)
-    past: list[StepSolution] = field(default_factory=list)
+    theta: Float[Tensor, " D"] | None = None
+    """The mode and the draws of the last step, from which the next ones start."""
+    draws: Float[Tensor, "k D"] | None = None
     changes: list[Float[Tensor, " H"]] = field(default_factory=list)
     targets: float | None = None
     halved: bool = False
@@ -204,15 +197,15 @@ class _FixedPoint:
         if self.saved.state is None:
             self.saved.save(self.state, now=True)  # the sources of random numbers
         for _ in range(len(self.records), steps):
-            first, last = self._guess()
             wanted = 0.1 * self.xtol if self.samples is None else 1e-4  # γ of draws is less accurate
-            theta, spent = self.now.linear_mode(start.origin.mean if first is None else first, wanted)
+            theta, spent = self.now.linear_mode(start.origin.mean if self.theta is None else self.theta, wanted)
             data = None if self.now.noise is None else misfit(self.now.origin, theta)
             self.targets = None if data is None or data.targets.ndim else float(data.targets)
-            gamma, stderr, drawn = self._count(last)
+            gamma, stderr, drawn = self._count()
             of_noises = self._count_of_noises(gamma, stderr, drawn)
-            spent += 0 if drawn is None else drawn.matvecs
-            self.past = [*self.past[-1:], StepSolution(self._position(), theta, None if drawn is None else drawn.draws)]
+            self.theta = theta
+            if drawn is not None:
+                self.draws, spent = drawn.draws, spent + drawn.matvecs
             self.records.append(TuningStep(self.now.alpha, gamma, stderr, as_recorded(self.now.noise), spent))
             new = self._next_hyperparameters(gamma, self.now.scatter(theta), of_noises[0], data)
             new.require_near(start)
@@ -233,34 +226,12 @@ class _FixedPoint:
                 self.ending = Ending.CONVERGED if self.samples is None else Ending.WITHIN_ERROR
                 break
             self.saved.save(self.state)
-        self.past = []  # large, and no longer needed
+        self.theta = self.draws = None  # large, and no longer needed
         if self.saved:
             self.saved.finish(self.state())
         return self.result()
 
-    def _position(self) -> Float[Tensor, " H"]:
-        """Return the logarithms on which solutions depend, those of precision and a single noise together."""
-        logs, noise = self.now.alpha.log(), self.now.noise
-        if noise is None:
-            return logs
-        return torch.cat([logs, noise.log()]) if noise.ndim else logs + noise.log()
-
-    def _guess(self) -> tuple[Float[Tensor, " D"] | None, Float[Tensor, "k D"] | None]:
-        """Return the mode and draws to start from, extrapolated from those of the last two steps."""
-        if not self.past:
-            return None, None
-        last, before = self.past[-1], self.past[0]
-        step, back = self._position() - last.at, last.at - before.at
-        share = float(step @ back / (back @ back)) if bool(back.any()) else 0.0
-        share = share if abs(share) <= 1 else 0.0  # too far to extrapolate
-        draws = last.draws
-        if draws is not None and before.draws is not None:
-            draws = draws + share * (draws - before.draws)
-        return last.theta + share * (last.theta - before.theta), draws
-
-    def _count(
-        self, guess: Float[Tensor, "k D"] | None
-    ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], Deviations | None]:
+    def _count(self) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], Deviations | None]:
         """Estimate γ of each group; return it, its standard error, and the draws with all products spent."""
         if self.samples is None:
             exact = self.now.exact_counts(self.xtol, self.generator)
@@ -270,7 +241,7 @@ class _FixedPoint:
                 )
             return *exact, None
         groups, post = self.now.groups, self.now.posterior
-        start = None if post.precision._closed_form() is not None else guess
+        start = None if post.precision._closed_form() is not None else self.draws
         drawn = post.deviations(self.samples, self.noise, self.method, start, self.rtol, self.generator)
         self.noise = drawn.noise
         A, z = post.prior.diagonal, drawn.draws

@@ -31,8 +31,8 @@ from curvops.network.likelihoods import Gaussian
 from curvops.network.model.parameters import layer_of, matching, read_mean, read_precision
 from curvops.operators import Linearization, TangentKernel
 from curvops.operators.function_space.gram_matrix import gram_terms, gram_with_graph
-from curvops.posterior.arguments import check_linearization, require_linearized
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal
+from curvops.posterior.terms import check_linearization, require_linearized
 
 OVER = ("scalar", "layers", "tensors")
 

@@ -23,7 +23,6 @@ from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.function_space import DualInverse, FunctionSpace
 from curvops.operators.linearized.user_operator import require_no_gradient
-from curvops.posterior.arguments import check_linearization
 from curvops.posterior.deviations import Noise, Systems, draw_deviations
 from curvops.posterior.gaussians.updating import with_left_out_noise
 from curvops.posterior.linear_mode import DualMode, dual_mode, find_mode
@@ -31,7 +30,7 @@ from curvops.posterior.log_evidence import Evidence, add_up, count_parameters, l
 from curvops.posterior.precision import inverse_of_rows
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
-from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior, read_prior
+from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior, check_linearization, read_prior
 from curvops.summary import Summarised
 
 SPENT = "Newton's method spent its steps: raise maxiter, or use a larger prior precision."

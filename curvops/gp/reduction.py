@@ -30,9 +30,9 @@ from curvops.linalg.operators.algebra import Product
 from curvops.network import Exact, read_precision
 from curvops.operators import GGN, Linearization, TangentKernel
 from curvops.posterior import GaussianPosterior, Laplace
-from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussians.laplace import make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
+from curvops.posterior.terms import check_linearization
 
 FEATURES = ("inducing", "leading", "random")
 

@@ -25,6 +25,7 @@ the last posterior that uses it.
 from __future__ import annotations
 
 import math
+import numbers
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,22 +40,32 @@ from torch import Tensor
 
 from curvops.ambient import CACHE_BYTES
 from curvops.checkpoint import Checkpoint, current, identify
-from curvops.checks import carries_graph
+from curvops.checks import carries_graph, check_choice, check_kind, check_like, check_shape, shown
 from curvops.linalg import Damped, Estimate, Operator, SpectralQuadrature
 from curvops.linalg.core.algorithm import keep
-from curvops.linalg.core.matrix_identity import form_of, sources_of
-from curvops.linalg.core.structure import is_psd
+from curvops.linalg.core.matrix_identity import common, form_of, sources_of, spaces_of
+from curvops.linalg.core.structure import is_psd, is_symmetric
 from curvops.linalg.operators.base import as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.damped import ScaledPreconditioner
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.network import Model, read_mean, read_precision
 from curvops.network.likelihoods import Likelihood
-from curvops.operators import GGN, Linearization
+from curvops.operators import (
+    EKFAC,
+    GGN,
+    KFAC,
+    BlockDiagonal,
+    DiagonalGGN,
+    EmpiricalFisher,
+    Hessian,
+    Linearization,
+    ShardedLinearization,
+)
 from curvops.operators.curvatures.kfac import has_kronecker_blocks, kfac_sum
 from curvops.operators.function_space.gram_matrix import gram_cost
 from curvops.operators.linearized.user_operator import require_no_gradient
-from curvops.posterior.arguments import check_operator
+from curvops.ranks.sharded_linearization import KNOWN_OF_SHARDS
 from curvops.storage import from_record
 from curvops.summary import size_of
 
@@ -442,3 +453,74 @@ def _checked_operator(prior: LinearOperator, network: Model, definite: bool) -> 
     if carries_graph(prior.representation()):
         raise ValueError(f"a prior given as an operator carries no gradient: detach the tensors of {kind}.")
     return prior
+
+
+CURVATURES: dict[str, type[LinearOperator]] = {
+    "kfac": KFAC,
+    "ekfac": EKFAC,
+    "ggn": GGN,
+    "diagonal": DiagonalGGN,
+    "block_diagonal": BlockDiagonal,
+    "empirical_fisher": EmpiricalFisher,
+    "hessian": Hessian,
+}
+"""Curvatures by name."""
+
+
+def checked_draws(samples: Any, mean: Tensor, name: str = "samples", count: int | None = None) -> Tensor:
+    """Return draws of the weights (k, D), k = `count`; raise unless their shape, dtype and device fit."""
+    size = f"({'k' if count is None else count}, {len(mean)})"
+    check_kind(name, samples, Tensor, f"draws of the weights {size}, as from post.sample(k)")
+    if samples.ndim != 2 or samples.shape[1] != len(mean) or len(samples) != (count or max(len(samples), 1)):
+        raise ValueError(f"{name} must be {size}, as from post.sample(k), not {tuple(samples.shape)}.")
+    check_like(name, samples, mean, "the weights")
+    return samples
+
+
+def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
+    """Return the operator (D, D) that `curvature` is, names or builds; raise TypeError or ValueError for others."""
+    if isinstance(curvature, str):
+        check_choice("curvature", curvature, CURVATURES)
+        curvature = CURVATURES[curvature]
+    operator: Any = curvature(lin) if isinstance(curvature, type) else curvature
+    if not isinstance(operator, LinearOperator):
+        hint = "; wrap a tensor as co.linalg.Dense(matrix, psd=True)"
+        if isinstance(operator, numbers.Real):
+            hint = f"; a prior precision is named: co.laplace(lin, prior_precision={operator})"
+        elif callable(operator):
+            hint = "; of a function, pass what it makes: curvature(lin)"
+        raise TypeError(
+            f"curvature must be a name ('kfac', …), a class (co.KFAC, …) or an operator, got {shown(operator)}{hint}."
+        )
+    check_operator("curvature", operator, lin.model)
+    if not is_symmetric(operator):
+        raise ValueError(
+            f"curvature {type(operator).__name__} is not known to be symmetric: a class of your own says so by "
+            "symmetric = True or psd = True, a matrix by co.linalg.Dense(matrix, psd=True)."
+        )
+    return operator
+
+
+def check_operator(name: str, operator: LinearOperator, network: Model) -> None:
+    """Raise ValueError unless it is an operator (D, D) on these parameters, made at their current values or at none."""
+    common(network.tangent_space, *spaces_of(operator))
+    check_shape(name, operator, (network.num_parameters,) * 2)
+    check_like(name, operator, network.theta, "the parameters")
+
+
+def require_linearized(lin: Any) -> None:
+    """Raise TypeError unless it is a linearised network that has all its weights on each rank."""
+    if isinstance(lin, ShardedLinearization):
+        raise TypeError(
+            "this needs all weights on each rank, got a ShardedLinearization: pass co.linearize of an unsharded copy "
+            f"of the model. Of the sharded one {KNOWN_OF_SHARDS}."
+        )
+    check_kind("lin", lin, Linearization, "a linearised network, co.linearize(model, data, likelihood)")
+
+
+def check_linearization(lin: Any) -> None:
+    """Raise TypeError unless it is a linearised network in a dtype that a posterior supports."""
+    require_linearized(lin)
+    dtype = lin.theta.dtype
+    if torch.finfo(dtype).bits < 32:
+        raise TypeError(f"{dtype} is too coarse: pass lin.cast(torch.float32), or linearise model.float().")

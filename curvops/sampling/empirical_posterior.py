@@ -16,10 +16,10 @@ from curvops.checks import check_accuracy, check_choice, check_like, checked_who
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
-from curvops.posterior.arguments import check_linearization
 from curvops.posterior.predictions.answers import Uncertainty, decompose_drawn_numbers
 from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments, network_outputs
 from curvops.posterior.predictions.predictive import Predictive
+from curvops.posterior.terms import check_linearization
 from curvops.sampling.diagnostics import effective_size
 from curvops.sampling.log_density import as_vectors
 from curvops.sampling.state import checked_draws

@@ -16,8 +16,8 @@ from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.curvatures.ggn import root_of
-from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior, compress_precision
+from curvops.posterior.terms import check_linearization
 from curvops.sampling.log_density import LogPosterior, order_at_mean
 from curvops.sampling.state import Info, NoiseSource, State
 from curvops.sampling.transition import Transition, common_arguments

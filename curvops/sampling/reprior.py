@@ -32,17 +32,17 @@ from curvops.network.likelihoods import Categorical, Gaussian
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.operators import Linearization, linearize
 from curvops.posterior.terms import Prior
-from curvops.sampling.readout_map import (
+from curvops.sampling.changes_of_weights import (
     Change,
     DataSpace,
     FeatureSpace,
     Identity,
     ReadoutMap,
+    TangentMap,
     condition,
     find_readout,
 )
 from curvops.sampling.reprior_problem import RepriorProblem, log_normal
-from curvops.sampling.tangent_map import TangentMap
 from curvops.summary import Summarised
 
 

@@ -22,8 +22,8 @@ from curvops.checks import check_choice, check_flag, checked_number, checked_who
 from curvops.errors import UnsettledWarning, warn
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
 from curvops.operators import Linearization
-from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
+from curvops.posterior.terms import check_linearization
 from curvops.sampling.log_density import order_at_mean
 from curvops.sampling.state import Info, NoiseSource, State, Structure
 from curvops.sampling.torch_optimizer import Optimizer, OptimizerState

@@ -14,7 +14,7 @@ from torch import nn
 
 import curvops as co
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, precision_groups
-from curvops.evidence.mackay import StepSolution, _FixedPoint, _geometric_mean, _oscillates, _remaining
+from curvops.evidence.mackay import _FixedPoint, _geometric_mean, _oscillates, _remaining
 
 DOUBLE = torch.float64
 
@@ -357,32 +357,6 @@ def test_steps_end_at_a_quarter_of_the_error_bar_which_excuses_five_percent_at_m
             Misfit(*torch.tensor([40.0, 7.0]).double()),
         )
         torch.testing.assert_close(found, torch.tensor([bar, max(stderr / 30 / 4, 1e-4)]).double())
-
-
-@pytest.mark.parametrize("noise", [None, 0.25])
-def test_solutions_are_guessed_on_the_line_through_the_last_two(noise, annotations_unchecked):
-    """In the logarithms of precision and noise together; a step longer than the last one is too far to be told."""
-    slope, base = torch.arange(6).double().reshape(2, 3), torch.ones(2, 3).double()
-
-    def solved(at, draws=True):
-        at = torch.tensor([at], dtype=DOUBLE)
-        return StepSolution(at, (base + at * slope)[0], base + at * slope if draws else None)
-
-    for step, share in ((0.6, 0.75), (0.4, 0.5), (-0.4, -0.5), (0.9, 0.0)):
-        place = torch.tensor([1.8 + step], dtype=DOUBLE)
-        variance = None if noise is None else torch.tensor(noise, dtype=DOUBLE)
-        now = SimpleNamespace(alpha=(place - (0.0 if noise is None else math.log(noise))).exp(), noise=variance)
-        run = SimpleNamespace(past=[solved(1.0), solved(1.8)], now=now)
-        run._position = lambda run=run: _FixedPoint._position(run)
-        theta, draws = _FixedPoint._guess(run)
-        expected = base + (1.8 + share * 0.8) * slope
-        torch.testing.assert_close(draws, expected, rtol=1e-12, atol=0)
-        torch.testing.assert_close(theta, expected[0], rtol=1e-12, atol=0)
-    run.past = [solved(1.8)]
-    torch.testing.assert_close(_FixedPoint._guess(run)[1], solved(1.8).draws, rtol=0, atol=0)
-    run.past = [solved(1.8, draws=False)]
-    assert _FixedPoint._guess(run)[1] is None
-    assert _FixedPoint._guess(SimpleNamespace(past=[])) == (None, None)
 
 
 def test_halved_steps_end_half_way_in_the_logarithms():

@@ -1,6 +1,6 @@
 """Identities of repriorisation: exact in float64, for each form and λ.
 
-Tests `readout_map.py`.
+Tests `changes_of_weights.py`.
 """
 
 from __future__ import annotations

@@ -27,14 +27,14 @@ from curvops.network import accumulate, record_of_network
 from curvops.operators import Linearization
 from curvops.operators.curvatures.kfac import has_kronecker_blocks
 from curvops.operators.operator_record import record_of_operator
-from curvops.posterior.arguments import (
+from curvops.posterior.deviations import Deviations, trace
+from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
+from curvops.posterior.predictions.predictive import Predictive
+from curvops.posterior.terms import (
     check_linearization,
     check_operator,
     checked_draws,
 )
-from curvops.posterior.deviations import Deviations, trace
-from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
-from curvops.posterior.predictions.predictive import Predictive
 
 KIND = "posterior"
 """The kind of a posterior's folder."""

@@ -31,11 +31,6 @@ from curvops.network import record_of_network
 from curvops.network.likelihoods import Gaussian, Multitask
 from curvops.operators import Linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value
-from curvops.posterior.arguments import (
-    check_linearization,
-    checked_curvature,
-    checked_draws,
-)
 from curvops.posterior.deviations import Deviations, Noise, StochasticDescent, draw_deviations
 from curvops.posterior.gaussians.gaussian_posterior import OF_LAPLACE, GaussianWeights
 from curvops.posterior.gaussians.updating import (
@@ -57,7 +52,14 @@ from curvops.posterior.log_evidence import (
 )
 from curvops.posterior.precision import inverse_of_rows, plan, require_usable
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
-from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
+from curvops.posterior.terms import (
+    CurvatureCache,
+    PrecisionTerms,
+    Prior,
+    check_linearization,
+    checked_curvature,
+    checked_draws,
+)
 from curvops.storage import from_record
 
 NORMALISATION = re.compile(r"Norm(\d+d)?$")

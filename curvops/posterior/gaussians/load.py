@@ -18,10 +18,9 @@ from curvops.checks import check_flag, check_kind
 from curvops.network import record_of_network, recorded_network
 from curvops.operators import Linearization
 from curvops.operators.operator_record import operator_of_record, record_of_operator, value_of_record
-from curvops.posterior.arguments import check_operator
 from curvops.posterior.gaussians.gaussian_posterior import KIND, OF_GAUSSIANS, VERSIONS, GaussianPosterior
 from curvops.posterior.gaussians.laplace import Laplace
-from curvops.posterior.terms import CurvatureCache, KroneckerPrior, Prior
+from curvops.posterior.terms import CurvatureCache, KroneckerPrior, Prior, check_operator
 
 OPERATOR, OF_OPERATORS = "operator", 1
 """The kind of an operator's folder, and the version of its schema."""

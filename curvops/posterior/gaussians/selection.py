@@ -26,10 +26,9 @@ from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS
 from curvops.network import squared_columns
 from curvops.operators import GGN, DiagonalGGN, Linearization
 from curvops.operators.curvatures.subnetwork import principal_block
-from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.precision import inverse_of_rows
-from curvops.posterior.terms import read_prior
+from curvops.posterior.terms import check_linearization, read_prior
 
 
 @dataclass(frozen=True, eq=False)

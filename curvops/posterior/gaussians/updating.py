@@ -20,10 +20,16 @@ from curvops.network.likelihoods import Gaussian, Likelihood, Multitask
 from curvops.operators import Linearization
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.user_operator import UserOperator
-from curvops.posterior.arguments import check_linearization, checked_curvature
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.precision import require_usable
-from curvops.posterior.terms import CurvatureCache, KroneckerPrior, Prior, read_prior
+from curvops.posterior.terms import (
+    CurvatureCache,
+    KroneckerPrior,
+    Prior,
+    check_linearization,
+    checked_curvature,
+    read_prior,
+)
 from curvops.summary import summary
 
 FAR_NOISE = 3.0

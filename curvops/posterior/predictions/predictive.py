@@ -24,7 +24,6 @@ from curvops.linalg.core.cache import Cache
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Bernoulli, Gaussian, Likelihood, Multitask
 from curvops.operators import Linearization
-from curvops.posterior.arguments import checked_draws
 from curvops.posterior.predictions import answers
 from curvops.posterior.predictions.answers import (
     NAMED,
@@ -46,6 +45,7 @@ from curvops.posterior.predictions.outputs import (
     network_outputs,
     normals_for,
 )
+from curvops.posterior.terms import checked_draws
 from curvops.ranks.sharded_vectors import ranks_together
 from curvops.ranks.split_points import SplitPoints, split_points
 from curvops.summary import name_of
