@@ -43,6 +43,8 @@ class MeansAndVariances(nn.Module):
         self.loss.__dict__["reduction"] = "none"
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if targets.ndim == 1:
+            raise ValueError("targets need a column for each mean, (N, m): pass y.unsqueeze(1).")
         if outputs.shape[1] != 2 * targets.shape[-1]:
             raise ValueError(f"the outputs must be {targets.shape[-1]} means, then as many variances.")
         mean, variance = outputs.chunk(2, -1)
