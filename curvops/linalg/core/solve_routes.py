@@ -36,12 +36,12 @@ GRADIENTS_A_SOLVE = 2.0 * PRODUCTS_A_SOLVE
 MOST_GRADIENTS = 200.0
 """The largest cost of J Jᵀ in gradients for determinants: for one prior precision (probes: 300–500), or on request."""
 MOST_OUTPUTS = 6144
-"""Up to this many outputs in total are decomposed, in minutes, with five matrices of 300 MB."""
+"""Up to this many outputs in total J Jᵀ is formed; its spectrum takes minutes, with five matrices of 300 MB."""
 FEWER_OUTPUTS = 4
 """The ratio of weights to outputs from which function space is cheaper, including its tighter tolerance."""
 KERNEL_COPIES = 5
-"""The matrices (N·C, N·C) in float64 of a formed kernel: K, SᵀS, its eigenvectors and two for LAPACK; later K, these
-vectors, and two in a step of Newton's method."""
+"""The matrices (N·C, N·C) in float64 of a formed kernel: K, SᵀS, its eigenvectors and two for LAPACK; or K, these
+vectors, a factor, and two in a step of Newton's method."""
 FORMED_COPIES = 4
 """The matrices of n² numbers in float64 of a formed operator: itself, itself plus a shift, its factor, and work."""
 SOLVE_VECTORS = 16
@@ -137,11 +137,6 @@ class System:
         """Whether the matrix is formed, or exists, and is factorised by every solve."""
         return self.rows <= (DENSE_BLOCK if self.at_hand else DENSE_SIZE)
 
-    @property
-    def may_be_formed(self) -> bool:
-        """Whether it may be formed once and kept; for draws, only above the size up to which every solve forms it."""
-        return self.rows <= MOST_FORMED if self.rows_of_J else DENSE_SIZE < self.rows <= DENSE_BLOCK
-
     def vectors(self, length: int = 0) -> int:
         """Return the bytes of a block solve with vectors of this length, by default the longest."""
         return SOLVE_VECTORS * self.columns * (length or max(self.rows, self.longest)) * self.itemsize
@@ -236,15 +231,15 @@ def routes(system: System) -> tuple[Route, ...]:
 
 
 def _formed_matrix(s: System, p: PosteriorFacts) -> Route:
-    nbytes, most = FORMED_COPIES * 8 * s.rows**2, MOST_FORMED if s.rows_of_J else DENSE_BLOCK
-    few = not s.rows_of_J and PRODUCTS_A_SOLVE * s.columns < s.rows
+    nbytes, once = FORMED_COPIES * 8 * s.rows**2, s.rows_of_J  # for all later rows, too
+    most, few = MOST_FORMED if once else DENSE_BLOCK, not once and PRODUCTS_A_SOLVE * s.columns < s.rows
     return _route(
         "formed matrix",
         0 if p.formed else s.rows,
         nbytes,
         (s.closed_form, "the closed form takes no products"),
         (s.rows > most, f"more than {most:,} rows"),
-        (not s.may_be_formed, f"up to {DENSE_SIZE:,} rows each solve forms its own"),
+        (not once and s.rows <= DENSE_SIZE, f"up to {DENSE_SIZE:,} rows each solve forms its own"),
         (s.recorded, NO_GRADIENT),
         (not p.psd, "the curvature is not known to be positive semidefinite"),
         (few, f"fewer than rows / {PRODUCTS_A_SOLVE} columns"),

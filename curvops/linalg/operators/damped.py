@@ -250,7 +250,7 @@ class Damped(UnaryOperator):
 
         def form_that_holds() -> ClosedForm | None:
             form = form_class(self.base, self.shift)
-            return form if form is not None and form.holds else None
+            return form if form.holds else None
 
         tensors = (*self.base.representation(), self.shift)
         return self._cache.get_or_compute("form", tensors, form_that_holds, (self.shift,))

@@ -27,6 +27,7 @@ from curvops.linalg.core.vectors import (
     as_columns,
     as_matrix,
     axpy,
+    check_finite,
     combine,
     describe_square,
     empty_block,
@@ -235,9 +236,9 @@ def negligible_size(eps: float, known_psd: bool) -> float:
 def _factor(Omega: Vectors, Y: Vectors, known_psd: bool, multiply: Multiply) -> tuple[Vectors, Tensor, bool]:
     """Return U, the eigenvalues above rounding, and whether some fell below it, so that the range of A is exhausted."""
     n, r = Omega.shape
-    size = float(norm(Y).square().sum().sqrt())
-    if not math.isfinite(size):
-        raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+    total = norm(Y).square().sum().sqrt()
+    check_finite(total)
+    size = float(total)
     if size == 0:
         return part(Omega, 0, 0), torch.zeros(0, dtype=torch.float64, device=Y.device), r > 0
     nu = math.sqrt(n) * torch.finfo(Y.dtype).eps * size

@@ -24,6 +24,7 @@ from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.vectors import (
+    Description,
     Given,
     Matrix,
     Vectors,
@@ -141,13 +142,11 @@ def cg(
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     if checkpoint is not None and refine is not False:
         raise ValueError(f"cg saves no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
-    run, vector, K = current_run(), facts.vector_bytes, 1 if B.ndim == 1 else B.shape[1]
     vectors = 12 if refine is False else 28  # the working vectors of a column; refinement holds them in float64, too
-    most = 0 if keep_directions is None else checked_whole("keep_directions", keep_directions, 0)
-    if keep_directions is None and block and run.memories and (room := run.room()) is not None:
-        fitting = (room - vectors * vector * K) // (4 * 2 * vector)  # in a quarter of the bytes left, with their images
-        # Fewer than 64 save no more than a tenth of the products; what is left of a small space is rounding.
-        most = min(1024, fitting, facts.rows // 2) if fitting >= 64 else 0
+    if keep_directions is not None:
+        most = checked_whole("keep_directions", keep_directions, 0)
+    else:
+        most = _directions_worth_keeping(facts, vectors * (1 if B.ndim == 1 else B.shape[1])) if block else 0
     precondition = None if preconditioner is None else as_function(preconditioner, facts)
     saved = begin("cg", checkpoint, lambda: problem_of(A), facts.device)
     if saved is not NOTHING:
@@ -169,9 +168,19 @@ def cg(
 
         return Refinement(A.to(torch.float64), low, B, X0).solve(correct, goal)
 
-    with hold(run.memories, 2 * most * vector):
+    with hold(current_run().memories, 2 * most * facts.vector_bytes):
         solution = solve_in_groups(solve if refine is False else solve_refined, facts, B, x0, vectors, saved)
         return saved.finish(solution)
+
+
+def _directions_worth_keeping(facts: Description, vectors: int) -> int:
+    """Return how many directions are kept, in a quarter of the bytes left beside the working vectors."""
+    run = current_run()
+    if not run.memories or (room := run.room()) is None:
+        return 0
+    fitting = (room - vectors * facts.vector_bytes) // (4 * 2 * facts.vector_bytes)  # each has an image, too
+    # Fewer than 64 save no more than a tenth of the products; what is left of a small space is rounding.
+    return min(1024, fitting, facts.rows // 2) if fitting >= 64 else 0
 
 
 class ConjugateGradients:

@@ -23,6 +23,7 @@ from curvops.linalg.core.vectors import (
     as_block,
     as_matrix,
     axpy,
+    check_finite,
     column_bytes,
     columns,
     combine,
@@ -250,8 +251,7 @@ class LockStep:
 
         ``scale`` is the size of the terms of the products; if it is larger than the products, rounding grows with it.
         """
-        if not self.finite:
-            raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+        check_finite(torch.cat([self.alphas, self.betas]))
         if self.skew > 1e3 * self.eps * scale and self.skewed:
             raise ValueError(Reason.NOT_SYMMETRIC.value)
 
