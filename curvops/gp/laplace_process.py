@@ -112,7 +112,7 @@ class LaplaceProcess(Summarised, Predictive):
         if self._dual is None:
             return self.theta + draw_deviations(terms, 1.0, k, noise, None, None, float(rtol)).draws
         systems = Systems(terms, noise, range(k), "cg", terms.precision)
-        return self.theta + self._inverse(float(rtol))._matmul(systems.right_sides()).mT
+        return self.theta + self._inverse(k, float(rtol))._matmul(systems.right_sides()).mT
 
     def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Evidence:
         """Compute log p(data) under the approximation, in nats: log p(y | f) − ½ (uᵀKu + log det(I + LᵀKL)).
@@ -152,9 +152,9 @@ class LaplaceProcess(Summarised, Predictive):
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
         return DrawnOutputs(self.lin, weights, step=self._step)
 
-    def _inverse(self, rtol: float | None, moved: bool = False) -> LinearOperator:
+    def _inverse(self, rows: int, rtol: float | None, moved: bool = False) -> LinearOperator:
         if self._dual is None:
-            return inverse_of_rows(self._terms, rtol, moved)
+            return inverse_of_rows(self._terms, rows, rtol, moved)
         return DualInverse(self.precision, *self._dual, rtol=rtol)
 
 

@@ -123,20 +123,21 @@ def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
     return SolvePlan(tables if terms.A is None else tables | {"determinants": determinants(system)})
 
 
-def inverse_of_rows(terms: PrecisionTerms, rtol: float | None, moved: bool = False) -> LinearOperator:
+def inverse_of_rows(terms: PrecisionTerms, rows: int, rtol: float | None, moved: bool = False) -> LinearOperator:
     """Return P⁻¹ for solves with rows of J, by the route of the table: a formed operand of P, or J Jᵀ.
 
-    The route depends neither on their number nor on earlier calls; what is formed is kept for later ones.
+    What is formed is kept for later calls; otherwise the route does not depend on earlier ones.
 
     Args:
         terms: those of P.
+        rows: the number of rows.
         rtol: the relative residual of solves; None means their default.
         moved: whether the rows have a gradient in their points.
     """
     P = terms.precision
     if terms.closed_form is None:
         with terms.cache.lock:
-            route = chosen(_resolved(terms, lambda: routes(_system_of_rows(terms, moved=moved))))
+            route = chosen(_resolved(terms, lambda: routes(_system_of_rows(terms, rows, moved))))
             name = "" if route is None else route.name
             if name == "formed kernel" and terms.A is not None:
                 return DualInverse(P, *kernel_of(terms).factor_under(float(terms.A)), rtol=rtol)
@@ -146,7 +147,7 @@ def inverse_of_rows(terms: PrecisionTerms, rtol: float | None, moved: bool = Fal
     return inverse
 
 
-def _system_of_rows(terms: PrecisionTerms, rows: int = 1, moved: bool = False) -> System:
+def _system_of_rows(terms: PrecisionTerms, rows: int, moved: bool = False) -> System:
     """Return the facts about P X = Jᵀ for rows of J at other points; only a matrix that is formed needs all of them."""
     system = posterior_system(terms, rows, whole=len(terms.lin.theta) <= MOST_FORMED)
     return replace(system, rows_of_J=True, moved=moved)

@@ -20,6 +20,8 @@ DENSE_BLOCK = 2048
 closed forms, a posterior's curvature for many draws. A matrix that exists is factorised, in float64."""
 MOST_FORMED = 4096
 """Up to this many rows, a posterior's curvature is formed once for its covariances: 512 MiB with factor and work."""
+ALWAYS_FORMED = 1024
+"""The largest matrix that is formed however few rows of J need it, since more may follow: this takes a few solves."""
 MOST_DECOMPOSED = 1024
 """Up to this many rows, a curvature is decomposed for its determinants: probes take 300 to 500 products for one prior
 precision, whereas the whole spectrum takes as many products as rows, serves all precisions, and is exact. A layer of
@@ -232,7 +234,8 @@ def routes(system: System) -> tuple[Route, ...]:
 
 def _formed_matrix(s: System, p: PosteriorFacts) -> Route:
     nbytes, once = FORMED_COPIES * 8 * s.rows**2, s.rows_of_J  # for all later rows, too
-    most, few = MOST_FORMED if once else DENSE_BLOCK, not once and PRODUCTS_A_SOLVE * s.columns < s.rows
+    most, serves = MOST_FORMED if once else DENSE_BLOCK, once and (p.formed or s.rows <= ALWAYS_FORMED)
+    few = PRODUCTS_A_SOLVE * s.columns < s.rows and not serves
     return _route(
         "formed matrix",
         0 if p.formed else s.rows,

@@ -285,7 +285,7 @@ class GaussianPosterior(GaussianWeights):
         return draw(self.covariance, checked_whole("k", k), generator, frozenset((self.lin.memory,))).mT
 
     def _outputs(self) -> NormalOutputs:
-        return NormalOutputs(self.lin, lambda rows, rtol: self.covariance, self.temperature)
+        return NormalOutputs(self.lin, lambda *_: self.covariance, self.temperature)
 
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
         return DrawnOutputs(self.lin, weights)

@@ -273,7 +273,7 @@ def _parts_of_inverse(
         delta = ROUNDING_UNITS * torch.finfo(P.dtype).eps * torch.linalg.matrix_norm(whole, torch.inf)
         error = delta * inverse[rest].square().sum()
         return Estimate.rounded(inverse.diagonal()[rest].sum(), error, rtol), inverse[chosen][:, chosen]
-    inverse = inverse_of_rows(post.terms, None)
+    inverse = inverse_of_rows(post.terms, len(chosen), None)
     block = principal_block(inverse, chosen).double()
     if form is not None:
         variances, errors = (

@@ -136,8 +136,8 @@ class OutputDistribution(ABC):
 class NormalOutputs(OutputDistribution):
     """The normal outputs f* + J(θ − θ*) under θ ~ N(θ* + step, T P⁻¹)."""
 
-    inverse_of_rows: Callable[[float | None, bool], LinearOperator]
-    """A function of a relative residual that returns P⁻¹ for rows of J, and of whether these have a gradient in x."""
+    inverse_of_rows: Callable[[int, float | None, bool], LinearOperator]
+    """A function that returns P⁻¹ for some rows of J, at a relative residual, and whether they have a gradient in x."""
     temperature: float
     _covariances: dict[int | None, LinearOperator] = field(init=False, default_factory=dict)
 
@@ -147,7 +147,7 @@ class NormalOutputs(OutputDistribution):
             return self._covariances[together]
         jacobian = self.jacobian
         rows, C = jacobian.shape[-2], self.lin.output_shape[-1]
-        inverse = self.inverse_of_rows(self.rtol, jacobian.is_recorded)
+        inverse = self.inverse_of_rows(rows, self.rtol, jacobian.is_recorded)
         if jacobian.is_recorded and carries_graph(inverse.representation()):
             raise ValueError("covariances have a gradient in x, or in the prior precision and the noise: detach one.")
         covariance: LinearOperator
