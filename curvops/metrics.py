@@ -362,6 +362,7 @@ def _scored(probabilities: Tensor, labels: Tensor, least: int = 1) -> tuple[Tens
 def _by_position(values: Tensor, labels: Tensor) -> tuple[Float[Tensor, "N C"], Int[Tensor, " N"]]:
     check_tensor("values", values)
     check_tensor("labels", labels)
+    place = "values"
     if values.ndim > 2:
         last, second = values.shape[:-1] == labels.shape, values.shape[:1] + values.shape[2:] == labels.shape
         if last and second:
@@ -370,13 +371,14 @@ def _by_position(values: Tensor, labels: Tensor) -> tuple[Float[Tensor, "N C"], 
                 "values.flatten(0, -2) or values.movedim(1, -1).flatten(0, -2), and labels.flatten()."
             )
         if last or second:
+            place = "values.movedim(1, -1)" if second else place
             values = (values.movedim(1, -1) if second else values).flatten(0, -2)
             labels = labels.flatten()
-    _check_shapes(values, labels)
+    _check_shapes(values, labels, f"{place}[keep]")
     return values, labels
 
 
-def _check_shapes(values: Tensor, labels: Tensor) -> None:
+def _check_shapes(values: Tensor, labels: Tensor, kept: str) -> None:
     binary = "; for the probabilities q (N, 1) of label 1, pass torch.cat([1 - q, q], 1) and whole labels (N,)"
     remedy = binary if values.ndim == 2 and values.shape[1] == 1 else ""
     if values.ndim == 2 and values.shape[1] > 1 and labels.shape == values.shape:
@@ -395,7 +397,7 @@ def _check_shapes(values: Tensor, labels: Tensor) -> None:
         beyond = labels[(labels < 0) | (labels >= values.shape[1])].unique().tolist()
         if len(beyond) == 1 and not remedy:
             ignored = beyond[0]
-            remedy = f"; to leave out the label {ignored}, keep = labels != {ignored}: score values[keep], labels[keep]"
+            remedy = f"; to leave out the label {ignored}, keep = labels != {ignored}: score {kept}, labels[keep]"
         span = f"{int(labels.min())}..{int(labels.max())}"
         raise ValueError(f"labels must lie in 0..{values.shape[1] - 1}, not {span}{remedy}")
 
@@ -407,4 +409,5 @@ def _check_probabilities(p: Tensor) -> None:
     # written so that a NaN fails too; bf16 has 8 bits, hence a tolerance from the dtype
     tolerance = max(1e-4, 8 * torch.finfo(p.dtype).eps)
     if not (p >= 0).all() or not ((p.sum(-1) - 1).abs() <= tolerance).all():
-        raise ValueError("probabilities must be non-negative and sum to 1 over classes; were logits given?")
+        first = "; classes at dimension 1 are put last by p.movedim(1, -1)" if p.ndim > 2 else ""
+        raise ValueError(f"probabilities must be non-negative and sum to 1 over classes; were logits given?{first}")

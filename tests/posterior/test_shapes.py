@@ -151,6 +151,10 @@ def test_channels_first_or_last_are_the_same_numbers_and_metrics_take_both():
     f = ours.lin.predict(x)
     assert metrics.temperature(f, y) == metrics.temperature(f.movedim(-1, 1), y)
     assert metrics.nll(P, y, reduction="none").shape == y.shape
+    with pytest.raises(ValueError, match=r"score values.movedim\(1, -1\)\[keep\], labels\[keep\]"):
+        metrics.nll(P, y.masked_fill(y == 0, 255))
+    with pytest.raises(ValueError, match=r"put last by p.movedim\(1, -1\)"):
+        metrics.predictive_entropy(P)
     with pytest.raises(ValueError, match="may have their classes at dimension 1 or last"):
         metrics.nll(Q[:, :3, 0], y[:, :3, 0])
     with pytest.raises(ValueError, match=r"those of positions, \(N, ..., C\)"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
@@ -71,6 +72,7 @@ class Streamed:
             return record_graph(self.model, self.inputs, self.names).push(tangents)
         if self.pushes == "rows":
             return self._push_by_rows(tangents)
+        _load_forward_mode()
         pushed, values = [], self.model.values
         for k in range(len(next(iter(tangents.values())))):
             with self.model.differentiating(), torch.no_grad(), forward_ad.dual_level():
@@ -262,6 +264,14 @@ def _as_matrix(block: Float[Tensor, "K *shape"]) -> Float[Tensor, "K d"]:
 
 def _one_of(tangents: Mapping[str, Tensor], names: Iterable[str], k: int) -> Blocks:
     return {name: as_stored(tangents[name][k]) for name in names}
+
+
+@cache
+def _load_forward_mode() -> None:
+    """Let torch load what its forward mode needs, once, without the warning of a deprecation of its own."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore")
+        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
 
 
 def _dual(value: Tensor, tangent: Tensor) -> Tensor:
