@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from curvops.linalg import Dense, Estimate, LowRank, Reason, diagonal, frobenius_norm, low_rank, svds, trace
+from curvops.linalg.estimators import relative_distance
 from tests.linalg.matrices import generator
 
 ORDINARY = 1e-4
@@ -41,6 +42,13 @@ def of_difference(R):
     return A + -1.0 * Dense(near), R.double() @ R.double().mT - near.double()
 
 
+def distance(R):
+    """‖A − B‖/‖A‖ for a B that is A but for rounding."""
+    A, exact = gram(R)
+    B = exact.float()
+    return relative_distance(A, Dense(B)), (exact - B.double()).norm() / exact.norm()
+
+
 def error_of_low_rank(R):
     A, exact = gram(R)
     found = low_rank(A, 3, generator=generator())
@@ -64,6 +72,7 @@ QUANTITIES = {
     "trace of a known diagonal": lambda R: (Dense(gram(R)[1].float()).trace(), gram(R)[1].trace()),
     "trace of a difference": lambda R: (of_difference(R)[0].trace(), of_difference(R)[1].trace()),
     "trace of an inverse": inverse_trace,
+    "relative distance": distance,
     "error of a low rank": error_of_low_rank,
 }
 
@@ -76,7 +85,7 @@ def test_values_without_probes_are_within_their_intervals(quantity, of):
     assert found.samples == 0
     assert (low.double() <= exact).all() and (exact <= high.double()).all(), (found, exact)
     assert bool((found.stderr == 0).all()) is (found.reason is Reason.CONVERGED)
-    relative = (high - low).norm() / (1.0 if quantity == "error of a low rank" else exact.norm())
+    relative = (high - low).norm() / (1.0 if quantity in ("relative distance", "error of a low rank") else exact.norm())
     if of == "ordinary" and quantity != "trace of a difference":
         assert 0 < relative < ORDINARY and found.reason is Reason.CONVERGED
 

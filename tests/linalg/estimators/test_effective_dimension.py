@@ -10,6 +10,8 @@ import torch
 
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Reason, effective_dimension
+from curvops.linalg.core import vectors
+from curvops.linalg.estimators import dense_spectrum
 from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 
@@ -99,8 +101,9 @@ def test_what_rounding_changed_is_in_the_error(name, rank):
     values = SPECTRA[name].sort(descending=True).values
     values[rank:] = 0
     G = symmetric(values, rank).float()
+    spectrum = dense_spectrum(vectors.product(G), vectors.describe_square(G), 0.0)
     for prior in (1e-12, 1e-8, 1e-5, 1e-3, 1.0):
-        e, exact = effective_dimension(G, prior, rtol=0.01), (values / (values + prior)).sum()
+        e, exact = spectrum.effective_dimension(prior, 0.01), (values / (values + prior)).sum()
         low, high = e.interval()
         assert low - 1e-9 <= exact <= high + 1e-9, (prior, e, exact)
         if e.reason is Reason.PRECISION_LIMIT:
