@@ -5,7 +5,6 @@ Tests `hyperparameters.py`, `log_evidence.py`.
 
 import math
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,19 +12,14 @@ from scipy.stats import chi2
 from torch import nn
 
 import curvops as co
-from curvops.evidence.hyperparameters import Hyperparameters, Misfit, precision_groups
-from curvops.evidence.mackay import _FixedPoint, _geometric_mean, _oscillates, _remaining
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
 
 
-def seed(n=0):
-    return torch.Generator().manual_seed(n)
-
-
 def linear(D, N, alpha=1.0, noise=1.0, number=0, scale=1.0, start=0.0):
     """A linear model that was drawn from its prior, linearised where it starts: not at a mode."""
-    generator = seed(number)
+    generator = seeded(number)
     x = scale * torch.randn(N, D, generator=generator, dtype=DOUBLE)
     truth = torch.randn(D, 1, generator=generator, dtype=DOUBLE) / alpha**0.5
     y = x @ truth + noise**0.5 * torch.randn(N, 1, generator=generator, dtype=DOUBLE)
@@ -96,10 +90,10 @@ class Heads(nn.Module):
 
 def several_noises(noises=(0.1, 0.7)):
     """Of weights (24,) that are 0, in the order of the heads: J is x for each column of outputs."""
-    x = torch.randn(40, 4, generator=seed(), dtype=DOUBLE)
+    x = torch.randn(40, 4, generator=seeded(), dtype=DOUBLE)
     y = {"a": x[:, :1], "b": x[:, 1:3], "c": torch.arange(40) % 3}
     for name, noise in zip("ab", noises):
-        y[name] = y[name] + noise**0.5 * torch.randn(y[name].shape, generator=seed(1), dtype=DOUBLE)
+        y[name] = y[name] + noise**0.5 * torch.randn(y[name].shape, generator=seeded(1), dtype=DOUBLE)
     model = Heads().double()
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -118,7 +112,7 @@ def test_one_step_updates_the_noise_of_each_of_several_outputs(update, samples):
     """Against dense matrices; by 400 draws γ of each output has an error of √(2 Σp²/400), at most 0.2: 5 of these."""
     post, x, y = several_noises()
     with pytest.warns(co.evidence.MaxStepsWarning):
-        found = co.evidence.mackay(post, samples, 1, update=update, tune_noise=True, xtol=1e-10, generator=seed())
+        found = co.evidence.mackay(post, samples, 1, update=update, tune_noise=True, xtol=1e-10, generator=seeded())
     expected = []
     for name, noise in (("a", 0.3), ("b", 2.0)):
         P = x.mT @ x / noise + 5 * torch.eye(4, dtype=DOUBLE)
@@ -139,7 +133,7 @@ def test_several_noises_end_where_their_evidence_is_largest(curvature, annotatio
     assert found.tuning.converged and found.tuning.steps[-1].noise.shape == (2,)
     torch.testing.assert_close(noises_of(found), noises_of(by_gradient), rtol=1e-4, atol=0)
     torch.testing.assert_close(found.prior_precision, by_gradient.prior_precision, rtol=1e-4, atol=0)
-    drawn = co.evidence.mackay(post, 64, 60, tune_noise=True, generator=seed())
+    drawn = co.evidence.mackay(post, 64, 60, tune_noise=True, generator=seeded())
     assert drawn.tuning.ending is co.evidence.Ending.WITHIN_ERROR
     torch.testing.assert_close(noises_of(drawn), noises_of(found), rtol=0.05, atol=0)
 
@@ -158,7 +152,7 @@ def test_64_draws_reach_the_dense_precision_within_a_percent(update):
     lin, *_ = linear(20, 60, alpha=1.0, noise=1.0)
     post = co.laplace(lin, co.GGN, prior_precision=30.0, check_mode=False)
     exact = co.evidence.mackay(post, None, 100, update=update)
-    found = co.evidence.mackay(post, 64, 100, update=update, generator=seed())
+    found = co.evidence.mackay(post, 64, 100, update=update, generator=seeded())
     assert exact.tuning.converged and found.tuning.ending is co.evidence.Ending.WITHIN_ERROR
     torch.testing.assert_close(found.prior_precision, exact.prior_precision, rtol=0.01, atol=0)
     last = found.tuning.steps[-1]
@@ -172,11 +166,11 @@ def test_gamma_is_counted_in_the_space_of_smaller_variance(scale):
     post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
     p = torch.linalg.eigvalsh(co.GGN(lin).to_dense())
     p = p / (p + 1)
-    step = co.evidence.mackay(post, 32, 1, generator=seed()).tuning.steps[0]
+    step = co.evidence.mackay(post, 32, 1, generator=seeded()).tuning.steps[0]
     best = min((2 * p.square().sum() / 32) ** 0.5, (2 * (1 - p).square().sum() / 32) ** 0.5)
     assert abs(float(step.effective_parameters) - float(p.sum())) < 4 * best
     assert 0.5 * best < float(step.stderr) < 2 * best  # of a χ² spread with 31 degrees of freedom
-    of_draws = post.deviations(32, generator=seed()).matvecs
+    of_draws = post.deviations(32, generator=seeded()).matvecs
     assert step.matvecs == of_draws + (32 if scale < 1 else 0)  # function space takes G z of each draw
 
 
@@ -195,7 +189,7 @@ class Sides(nn.Module):
 
 @pytest.fixture(scope="module")
 def sides():
-    model, generator = Sides(), seed(2)
+    model, generator = Sides(), seeded(2)
     x = torch.randn(80, 45, generator=generator, dtype=DOUBLE)
     truth = torch.randn(45, 1, generator=generator, dtype=DOUBLE) / torch.tensor([1.0] * 20 + [3.0] * 25).unsqueeze(1)
     y = x @ truth + 0.3**0.5 * torch.randn(80, 1, generator=generator, dtype=DOUBLE)
@@ -205,7 +199,7 @@ def sides():
 @pytest.mark.parametrize("prior", ["iso", "g", "layer", "tensor"])
 def test_draws_agree_with_exact_counts_under_every_structure(sides, prior):
     exact = co.evidence.mackay(sides, None, 60, prior=prior)
-    found = co.evidence.mackay(sides, 64, 60, prior=prior, generator=seed())
+    found = co.evidence.mackay(sides, 64, 60, prior=prior, generator=seeded())
     assert exact.tuning.converged and found.tuning.converged
     bars = found.tuning.steps[-1].stderr / found.tuning.steps[-1].effective_parameters
     distance = (found.prior_precision / exact.prior_precision).log().abs().max()
@@ -249,7 +243,7 @@ def test_later_steps_start_at_earlier_solutions(annotations_unchecked):
     model.weight.data.zero_()
     lin = co.linearize(model, (x, y), lambda f, y: (f - y).square().sum(1) / 40.0)
     post = co.laplace(lin, co.GGN, prior_precision=2.0, check_mode=False)
-    noise = post.deviations(4, generator=seed()).noise
+    noise = post.deviations(4, generator=seeded()).noise
     found = co.evidence.mackay(post, 4, 12, noise=noise, method="cg")
     products = [step.matvecs for step in found.tuning.steps]
     assert len(products) > 2 and products[-1] < 0.75 * products[0]
@@ -324,52 +318,6 @@ def test_intervals_are_quantiles_of_chi_squared(annotations_unchecked):
         low, high = (last.noise * (40 - gamma) / end for end in found.noise_interval(**given))
         assert chi2.sf(low, 40 - gamma) == pytest.approx(half, rel=1e-8)
         assert chi2.cdf(high, 40 - gamma) == pytest.approx(half, rel=1e-8)
-
-
-def test_what_is_left_is_the_sum_of_a_geometric_series():
-    first, ratio = torch.tensor([0.8, -0.8, 0.3]).double(), torch.tensor([0.5, -0.5, 0.9]).double()
-    found = _remaining([torch.ones(3).double(), first, first * ratio])
-    torch.testing.assert_close(found, sum((first * ratio).abs() * ratio.abs() ** k for k in range(1, 400)))
-    assert _remaining([first]).isinf().all()  # of one change no ratio is known
-    assert _remaining([first, -first]).isinf().all() and _remaining([first, 2 * first]).isinf().all()
-    assert _remaining([0 * first, 0 * first]).eq(0).all()
-
-
-def test_an_oscillation_alternates_beyond_its_error_bar_without_shrinking():
-    bar = torch.tensor([0.1]).double()
-    for changes, said in [
-        ((1.0, -1.0, 1.0), True), ((1.0, -0.8, 0.6), True), ((1.0, -0.5, 0.3), False), ((1.0, 1.0, 1.0), False),
-        ((1.0, -1.0, -1.0), False), ((0.09, -0.09, 0.09), False), ((-1.0, 1.0), False),
-        ((5.0, 1.0, -1.0, 1.0), True), ((0.15, -0.15, 0.12), True),
-    ]:  # fmt: skip
-        assert _oscillates([torch.tensor([each]).double() for each in changes], bar) is said, changes
-
-
-def test_steps_end_at_a_quarter_of_the_error_bar_which_excuses_five_percent_at_most(annotations_unchecked):
-    """And the noise's error is that of γ over the targets that are left."""
-    gamma = torch.tensor([10.0]).double()
-    for stderr, bar in ((0.4, 0.01), (40.0, 0.05), (0.0, 1e-4)):
-        found = _FixedPoint._error_bar(
-            SimpleNamespace(xtol=1e-4),
-            gamma,
-            torch.tensor([stderr]).double(),
-            (gamma.sum(), torch.tensor(stderr).double()),
-            Misfit(*torch.tensor([40.0, 7.0]).double()),
-        )
-        torch.testing.assert_close(found, torch.tensor([bar, max(stderr / 30 / 4, 1e-4)]).double())
-
-
-def test_halved_steps_end_half_way_in_the_logarithms():
-    lin, *_ = linear(4, 9)
-    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
-    groups = precision_groups(lin, "scalar", None)
-    for noises, middle in (((None, None), None), ((0.5, 8.0), 2.0)):
-        one, other = (
-            Hyperparameters(post, groups, torch.tensor([alpha]).double(), noise and torch.tensor(noise).double())
-            for alpha, noise in zip((3.0, 27.0), noises)
-        )
-        found = _geometric_mean(one, other)
-        assert float(found.alpha) == pytest.approx(9.0, rel=1e-12) and found.noise == middle
 
 
 def test_data_that_determine_nothing_are_named():
