@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import curvops as co
 from curvops.operators import Jacobian
 from curvops.operators.curvatures import Curvature, CurvatureRoot
+from tests.randomness import seeded
 
 N, C, BATCH = 24, 3, 8
 FORWARDS = Counter[str]()
@@ -122,10 +123,6 @@ class Row(NamedTuple):
 
 def ones(A: Any, columns: int = 1) -> Tensor:
     return torch.ones(A.shape[-1], columns, dtype=A.dtype)
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def times(A: Any, columns: int = 1, repeats: int = 1) -> None:

@@ -17,13 +17,10 @@ from torch import nn
 import curvops as co
 from curvops import metrics
 from curvops.errors import ModeWarning, NoiseWarning, UndeterminedWarning
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 
 from curvops.cli import problems
 from curvops.cli.problems import clusters, flat, geometric, log_spaced, powers, step
+from tests.randomness import seeded
 
 __all__ = ["EXPONENTIAL", "SPECTRA", "N", "generator", "log_spaced", "rotation", "symmetric"]
 
@@ -25,8 +25,7 @@ SPECTRA: dict[str, Tensor] = {
 rotation = functools.cache(problems.rotation)
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+generator = seeded
 
 
 def symmetric(eigenvalues: Tensor, seed: int = 0) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from tests.randomness import seeded
 
 N = 24
 FISHER = {"exact": "type-2", "mc": "mc", "empirical": "empirical"}
@@ -114,17 +115,13 @@ class Problem:
 
     def drawn_labels(self) -> Tensor:
         """The classes (1, N) that ours draws: of a residual p − e, only the drawn class's entry is negative."""
-        G = co.GGN(self.lin, mc_samples=1, generator=seeded())
+        G = co.GGN(self.lin, mc_samples=1, generator=seeded(1))
         return G._kwargs["draws"].argmin(-1)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
     """Relative, in Frobenius norm."""
     return float((found.detach() - expected.detach()).norm() / expected.norm())
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
 
 
 def let_it_draw(monkeypatch: pytest.MonkeyPatch, labels: Tensor) -> None:
@@ -160,7 +157,7 @@ def test_eigenvalue_corrections_of_reduced_factors_agree(name: str, fisher: str)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_sampled_factors_agree_on_the_same_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(*NETWORKS[name], "cross-entropy", factored=True)
-    ours = [kind(problem.lin, fisher="mc", generator=seeded()).to_dense() for kind in (co.KFAC, co.EKFAC)]
+    ours = [kind(problem.lin, fisher="mc", generator=seeded(1)).to_dense() for kind in (co.KFAC, co.EKFAC)]
     let_it_draw(monkeypatch, problem.drawn_labels())
     for dense, theirs in zip(ours, (curvlinops.KFACLinearOperator, curvlinops.EKFACLinearOperator)):
         assert distance(dense, problem.factors(theirs, "mc") @ problem.unit()) < 1e-5

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from tests.randomness import seeded
 
 
 @cache
@@ -20,20 +21,16 @@ def linearized():
     return co.linearize(model, (torch.randn(6, 3).double(), torch.arange(6) % 2), "classification")
 
 
-def seeded():
-    return torch.Generator().manual_seed(1)
-
-
 X, X2 = torch.linspace(-1, 1, 9).reshape(3, 3).double(), torch.linspace(-2, 1, 6).reshape(2, 3).double()
 PRIOR = torch.linspace(1, 2, 26).double()
 
 CALLS = {
-    "GGN": (co.GGN, lambda: (5, seeded()), ("mc_samples", "generator")),
+    "GGN": (co.GGN, lambda: (5, seeded(1)), ("mc_samples", "generator")),
     "EmpiricalFisher": (co.EmpiricalFisher, lambda: (False,), ("per_token",)),
     "Hessian": (co.Hessian, lambda: (), ()),
-    "DiagonalGGN": (co.DiagonalGGN, lambda: ("mc", 3, seeded()), ("fisher", "mc_samples", "generator")),
-    "KFAC": (co.KFAC, lambda: ("mc", "reduce", 2, seeded()), ("fisher", "sharing", "mc_samples", "generator")),
-    "EKFAC": (co.EKFAC, lambda: ("mc", "reduce", 2, seeded()), ("fisher", "sharing", "mc_samples", "generator")),
+    "DiagonalGGN": (co.DiagonalGGN, lambda: ("mc", 3, seeded(1)), ("fisher", "mc_samples", "generator")),
+    "KFAC": (co.KFAC, lambda: ("mc", "reduce", 2, seeded(1)), ("fisher", "sharing", "mc_samples", "generator")),
+    "EKFAC": (co.EKFAC, lambda: ("mc", "reduce", 2, seeded(1)), ("fisher", "sharing", "mc_samples", "generator")),
     "BlockDiagonal": (co.BlockDiagonal, lambda: ([["*"]],), ("blocks",)),
     "TangentKernel": (co.TangentKernel, lambda: (PRIOR, X, X2), ("prior", "x", "x2")),
 }

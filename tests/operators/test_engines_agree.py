@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from tests.randomness import seeded
 
 N, C = 6, 3
 
@@ -30,12 +31,8 @@ class Mixed(nn.Module):
         return found
 
 
-def seed() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
-X = torch.randn(N, 2, 6, generator=seed()).double()
-V = torch.randn(400, 3, generator=seed()).double()
+X = torch.randn(N, 2, 6, generator=seeded(3)).double()
+V = torch.randn(400, 3, generator=seeded(3)).double()
 KINDS = [
     {"fisher": "exact", "sharing": "expand", "bias": "joint"},
     {"fisher": "exact", "sharing": "reduce", "bias": "separate"},
@@ -49,16 +46,16 @@ def answers(lin: Any) -> dict[str, Tensor]:
     v, x = V[: lin.num_parameters], X[:2]
     drawn: dict[str, Callable[[], Tensor]] = {}
     for kind, options in itertools.product((co.KFAC, co.EKFAC), KINDS):
-        found = kind(lin, **options, generator=seed() if options["fisher"] == "mc" else None)
+        found = kind(lin, **options, generator=seeded(3) if options["fisher"] == "mc" else None)
         drawn[f"{kind.__name__} {options}"] = lambda found=found: torch.cat([found @ v, found.diagonal()[:, None]], 1)
     for fisher in ("exact", "mc", "empirical"):
-        generator = seed() if fisher == "mc" else None
+        generator = seeded(3) if fisher == "mc" else None
         drawn[f"DiagonalGGN {fisher}"] = lambda f=fisher, g=generator: (
             co.DiagonalGGN(lin, fisher=f, generator=g).entries
         )
     for operator in (
         co.GGN(lin),
-        co.GGN(lin, mc_samples=2, generator=seed()),
+        co.GGN(lin, mc_samples=2, generator=seeded(3)),
         co.EmpiricalFisher(lin),
         co.Hessian(lin),
         co.Subnetwork(co.GGN(lin), torch.arange(0, lin.num_parameters, 9)),

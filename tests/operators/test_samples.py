@@ -13,6 +13,7 @@ from torch import nn
 import curvops as co
 from curvops.linalg import draw
 from tests.linalg.samples import assert_covariance
+from tests.randomness import seeded
 
 
 @functools.cache
@@ -24,20 +25,16 @@ def lin(likelihood="classification"):
     return co.linearize(model, (x, y), likelihood)
 
 
-def generator():
-    return torch.Generator().manual_seed(3)
-
-
 OPERATORS = {
     "ggn": lambda: co.GGN(lin()),
     "ggn_gaussian": lambda: co.GGN(lin("regression")),
-    "mc_fisher": lambda: co.GGN(lin(), mc_samples=3, generator=generator()),
+    "mc_fisher": lambda: co.GGN(lin(), mc_samples=3, generator=seeded(3)),
     "empirical_fisher": lambda: co.EmpiricalFisher(lin()),
     "kfac": lambda: co.KFAC(lin()),
     "ekfac": lambda: co.EKFAC(lin()),
     "block_diagonal": lambda: co.BlockDiagonal(lin()),
     "subnetwork": lambda: co.Subnetwork(co.GGN(lin()), torch.arange(0, 39, 3)),
-    "low_rank": lambda: co.low_rank(co.GGN(lin()), rank=6, generator=generator()),
+    "low_rank": lambda: co.low_rank(co.GGN(lin()), rank=6, generator=seeded(3)),
     "tangent_kernel": lambda: co.TangentKernel(lin(), 2.0),
     "sum": lambda: co.GGN(lin()) + co.KFAC(lin("regression")),
     "sliced": lambda: co.GGN(lin())[3:20, 3:20],

@@ -10,13 +10,10 @@ import torch
 from torch import nn
 
 import curvops as co
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module", params=["plain", "weighted", "sequences"])
@@ -55,10 +52,10 @@ SUMS = {
     "log-likelihood": lambda lin: lin.log_likelihood(),
 }
 DRAWN = {
-    "GGN drawn": lambda lin: co.GGN(lin, mc_samples=2, generator=generator()).to_dense(),
-    "DiagonalGGN drawn": lambda lin: co.DiagonalGGN(lin, fisher="mc", generator=generator()).entries,
-    "KFAC drawn": lambda lin: co.KFAC(lin, fisher="mc", generator=generator()).to_dense(),
-    "EKFAC drawn": lambda lin: co.EKFAC(lin, fisher="mc", generator=generator()).to_dense(),
+    "GGN drawn": lambda lin: co.GGN(lin, mc_samples=2, generator=seeded()).to_dense(),
+    "DiagonalGGN drawn": lambda lin: co.DiagonalGGN(lin, fisher="mc", generator=seeded()).entries,
+    "KFAC drawn": lambda lin: co.KFAC(lin, fisher="mc", generator=seeded()).to_dense(),
+    "EKFAC drawn": lambda lin: co.EKFAC(lin, fisher="mc", generator=seeded()).to_dense(),
 }
 
 
@@ -84,11 +81,11 @@ def test_sums_over_drawn_targets_are_linear_in_the_weights(name):
 
 
 def test_a_draw_is_without_replacement_and_given_by_its_generator(lin):
-    one, again, other = (co.subsample(lin, 3, generator(seed)) for seed in (0, 0, 1))
+    one, again, other = (co.subsample(lin, 3, seeded(seed)) for seed in (0, 0, 1))
     torch.testing.assert_close(one.gradient(), again.gradient(), rtol=0, atol=0)
     assert not torch.equal(one.gradient(), other.gradient())
     assert one.num_data == 3 and one.memory_budget == lin.memory_budget
-    v = torch.randn(lin.num_parameters, dtype=DOUBLE, generator=generator())
+    v = torch.randn(lin.num_parameters, dtype=DOUBLE, generator=seeded())
     torch.testing.assert_close(co.GGN(one) @ v, co.GGN(one).to_dense() @ v, **TIGHT)
 
 
@@ -97,9 +94,9 @@ def test_one_point_and_all_points_are_subsets_too(lin):
     singles = [co.subsample(lin, torch.tensor([i])).gradient() for i in range(5)]
     one = co.subsample(lin, 1)
     assert one.num_data == 1 and any(torch.allclose(one.gradient(), each, rtol=1e-12) for each in singles)
-    torch.testing.assert_close(co.subsample(lin, 5, generator()).gradient(), lin.gradient(), **TIGHT)
+    torch.testing.assert_close(co.subsample(lin, 5, seeded()).gradient(), lin.gradient(), **TIGHT)
 
 
 def test_it_predicts_as_the_whole_network_does(lin):
     x = next(iter(lin.data)).inputs
-    torch.testing.assert_close(co.subsample(lin, 2, generator()).predict(x), lin.predict(x), **TIGHT)
+    torch.testing.assert_close(co.subsample(lin, 2, seeded()).predict(x), lin.predict(x), **TIGHT)

@@ -18,12 +18,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import curvops as co
 from curvops.errors import MissingLabelsError
+from tests.randomness import seeded
 
 N, C, T = 6, 3, 4
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def randn(*shape: int) -> Tensor:

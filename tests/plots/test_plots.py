@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import curvops as co
 from curvops import metrics, plots
 from curvops.evidence import Ending, Tuning, TuningStep
+from tests.randomness import seeded
 
 GRID = torch.linspace(-4, 4, 30).double()
 
@@ -30,10 +31,6 @@ def figures_closed() -> Iterator[None]:
     pyplot.close("all")  # those that another test file left open
     yield
     pyplot.close("all")
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @functools.cache
@@ -52,8 +49,8 @@ def regression(**options: Any) -> Axes:
 
 
 def predictions() -> tuple[dict[str, Any], torch.Tensor]:
-    logits = 3 * torch.randn(400, 4, generator=generator())
-    labels = torch.multinomial((logits / 2).softmax(-1), 1, generator=generator()).squeeze(1)
+    logits = 3 * torch.randn(400, 4, generator=seeded())
+    labels = torch.multinomial((logits / 2).softmax(-1), 1, generator=seeded()).squeeze(1)
     return {"network": logits.softmax(-1), "Laplace": (logits / 2).softmax(-1)}, labels
 
 
@@ -68,7 +65,7 @@ def matrix(size: float = 10.0) -> Any:
 @functools.cache
 def spectrum() -> tuple[Any, Any]:
     A = matrix()
-    return co.linalg.spectral_density(A, probes=4, generator=generator()), co.linalg.eigsh(A, 3)
+    return co.linalg.spectral_density(A, probes=4, generator=seeded()), co.linalg.eigsh(A, 3)
 
 
 def spectral_density(**options: Any) -> Axes:
@@ -77,7 +74,7 @@ def spectral_density(**options: Any) -> Axes:
 
 
 def checkpoint(size: float, seed: int) -> tuple[Any, Any, Any]:
-    A, g = matrix(size), generator(seed)
+    A, g = matrix(size), seeded(seed)
     density = co.linalg.spectral_density(A, probes=4, steps=10, generator=g)
     return density, co.linalg.eigsh(A, 2, generator=g), co.linalg.trace(A, max_matvecs=20, generator=g)
 
@@ -89,7 +86,7 @@ def training_spectra() -> np.ndarray:
 @functools.cache
 def solutions() -> dict[str, Any]:
     A = co.linalg.Dense(torch.diag(torch.linspace(1, 30, 40).double()), psd=True)
-    B = torch.randn(40, 4, generator=generator()).double()
+    B = torch.randn(40, 4, generator=seeded()).double()
     return {"plain": A.cg(B, block=False), "block": A.cg(B)}
 
 
@@ -141,7 +138,7 @@ def autocorrelation(**options: Any) -> Axes:
 
 
 def influence(**options: Any) -> Axes:
-    truth = torch.randn(80, generator=generator()) ** 3
+    truth = torch.randn(80, generator=seeded()) ** 3
     return plots.influence(truth, {"GGN": 0.8 * truth, "EKFAC": (truth + 0.2)[:, None].numpy()}, **options)
 
 
@@ -319,7 +316,7 @@ def test_chains_that_disagree_are_worth_few_draws_in_the_legend():
 def test_a_spectral_density_is_drawn_as_it_was_computed() -> None:
     A = torch.diag(torch.logspace(-3, 1, 60, dtype=torch.float64))
     for scale in ("linear", "log"):
-        found = co.linalg.spectral_density(A, scale=scale, probes=4, generator=generator())
+        found = co.linalg.spectral_density(A, scale=scale, probes=4, generator=seeded())
         axes = plots.spectral_density(found, top=co.linalg.eigsh(A, 2))
         assert axes.get_xscale() == scale and ("log λ" in axes.get_ylabel()) == (scale == "log")
         curve, shown = axes.lines[0], ~np.isnan(axes.lines[0].get_ydata())
@@ -331,7 +328,7 @@ def test_a_spectral_density_is_drawn_as_it_was_computed() -> None:
 
 def test_a_log_spectrum_says_what_counts_as_zero():
     A = torch.diag(torch.cat([torch.zeros(10), torch.logspace(-3, 1, 30)]).double())
-    found = co.linalg.spectral_density(A, scale="log", probes=4, generator=generator())
+    found = co.linalg.spectral_density(A, scale="log", probes=4, generator=seeded())
     assert found.zero_mass and "count as zero" in plots.spectral_density(found).get_title()
 
 

@@ -17,6 +17,7 @@ from curvops.linalg.operators import ColumnNoise
 from curvops.network import PointNormals, Sampled
 from curvops.posterior.deviations import Noise
 from curvops.posterior.log_evidence import log_ratio
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
@@ -55,10 +56,6 @@ def dense(curvature):
 def jacobian(lin):
     """J at X, as a matrix."""
     return lin.jacobian(X).to_dense()
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def positive(n, low=0.5, high=2.0):

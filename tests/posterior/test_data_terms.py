@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
 
@@ -97,8 +98,8 @@ TEMPERED = {
     "KFAC": lambda a, b, both: 0.4 * co.KFAC(both),
     "EKFAC": lambda a, b, both: co.EKFAC(both) * 0.4,
     "diagonal": lambda a, b, both: 0.4 * co.DiagonalGGN(both),
-    "low rank": lambda a, b, both: 0.4 * co.low_rank(co.GGN(both), rank=3, generator=seed()),
-    "of a low rank": lambda a, b, both: co.low_rank(0.4 * co.GGN(both), rank=3, generator=seed()),
+    "low rank": lambda a, b, both: 0.4 * co.low_rank(co.GGN(both), rank=3, generator=seeded()),
+    "of a low rank": lambda a, b, both: co.low_rank(0.4 * co.GGN(both), rank=3, generator=seeded()),
     "Hessian": lambda a, b, both: 0.4 * co.Hessian(both),
 }
 
@@ -132,8 +133,8 @@ def test_a_multiple_of_a_curvature_tempers_the_likelihood(halves, name, mode):
 
 def test_the_tempered_evidence_of_a_linear_gaussian_model_is_the_integral():
     """N(y; f, σ²)^β is N(y; f, σ²/β) times (2πσ²/β)^½ (2πσ²)^(−β/2) for each target; exact, and tuned by maximize."""
-    x = torch.randn(15, 3, generator=seed(), dtype=DOUBLE)
-    y = x.sum(1, keepdim=True) + torch.randn(15, 1, generator=seed(), dtype=DOUBLE)
+    x = torch.randn(15, 3, generator=seeded(), dtype=DOUBLE)
+    y = x.sum(1, keepdim=True) + torch.randn(15, 1, generator=seeded(), dtype=DOUBLE)
     noise, beta, alpha = 0.7, 0.25, 1.5
     lin = co.linearize(nn.Linear(3, 1, bias=False).double(), (x, y), co.likelihoods.Gaussian(noise))
     post = co.laplace(lin, beta * co.GGN(lin), alpha, check_mode=False)
@@ -171,14 +172,14 @@ def test_data_that_are_not_counted_once_have_no_evidence(halves, name):
 
 KINDS = {
     "KFAC": co.KFAC,
-    "one-sample KFAC": lambda lin: co.KFAC(lin, fisher="mc", generator=seed()),
+    "one-sample KFAC": lambda lin: co.KFAC(lin, fisher="mc", generator=seeded()),
     "heuristic damping": lambda lin: co.KFAC(lin).heuristic_damping(0.1),
     "EKFAC": co.EKFAC,
     "DiagonalGGN": co.DiagonalGGN,
     "BlockDiagonal": co.BlockDiagonal,
-    "LowRank": lambda lin: co.low_rank(co.GGN(lin), rank=3, generator=seed()),
-    "low rank of KFAC": lambda lin: co.low_rank(co.KFAC(lin), rank=3, generator=seed()),
-    "low rank with a diagonal": lambda lin: co.low_rank(co.GGN(lin), rank=3, generator=seed()).with_diagonal(
+    "LowRank": lambda lin: co.low_rank(co.GGN(lin), rank=3, generator=seeded()),
+    "low rank of KFAC": lambda lin: co.low_rank(co.KFAC(lin), rank=3, generator=seeded()),
+    "low rank with a diagonal": lambda lin: co.low_rank(co.GGN(lin), rank=3, generator=seeded()).with_diagonal(
         co.DiagonalGGN(lin).entries
     ),
     "Subnetwork": lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(lin.num_parameters)),
@@ -192,10 +193,6 @@ CHANGES = {
     "rebuilt": lambda operator: operator.representation_tree()(*operator.representation()),
 }
 PICKLED = [name for name in KINDS if name not in ("slice", "Hessian")]  # these hold the model and the data
-
-
-def seed():
-    return torch.Generator().manual_seed(0)
 
 
 def evidence(lins, curvature, prior):

@@ -11,12 +11,9 @@ import curvops as co
 from curvops.operators.curvatures import CurvatureRoot
 from curvops.posterior.deviations import Systems, _Problem
 from tests.posterior.trained import problem
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def setting(kind="classification", prior=1.0, curvature=co.GGN, n=30, **options):

@@ -9,6 +9,7 @@ from torch import nn
 import curvops as co
 from curvops.linalg import Reason
 from tests.posterior.trained import Counted
+from tests.randomness import seeded
 
 
 def network(hidden, n=60):
@@ -45,10 +46,6 @@ def expected(lin, dense, prior):
 def within(estimate, value):
     low, high = estimate.interval(0.9999)
     return bool(low - 1e-8 <= value <= high + 1e-8)
-
-
-def seed():
-    return torch.Generator().manual_seed(0)
 
 
 @pytest.mark.parametrize("prior", [1e-3, 1.0])
@@ -93,18 +90,18 @@ def test_by_probes_it_reaches_its_tolerance_or_becomes_exact(large, prior):
     """Intervals of level 0.9999: a false alarm once in 2,500, both priors and forms together."""
     lin, dense = large
     post = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
-    found = post.log_evidence(rtol=1e-3, generator=seed())
+    found = post.log_evidence(rtol=1e-3, generator=seeded())
     assert found.reason is Reason.CONVERGED and found.matvecs <= lin.num_parameters
     assert within(found, expected(lin, dense, prior))
     vector = co.laplace(lin, co.GGN, prior_precision=torch.full_like(lin.theta, prior), check_mode=False)
-    by_vector = vector.log_evidence(rtol=1e-2, generator=seed())
+    by_vector = vector.log_evidence(rtol=1e-2, generator=seeded())
     assert within(by_vector, expected(lin, dense, prior))
 
 
 def test_a_range_is_prepared_for_once(large):
     lin, dense = large
     post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
-    curve = co.evidence.grid(post, [3.0, 30.0], rtol=0.05, generator=seed())
+    curve = co.evidence.grid(post, [3.0, 30.0], rtol=0.05, generator=seeded())
     for value, point in zip((3.0, 30.0), curve):
         assert within(point, expected(lin, dense, value))
 

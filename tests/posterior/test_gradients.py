@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from tests.randomness import seeded
 
 STEP = 1e-5
 DOUBLE = torch.float64
@@ -27,17 +28,13 @@ def linearised_at(lin, noise):
     return lin.with_likelihood(co.likelihoods.Gaussian(torch.tensor(noise, dtype=DOUBLE)))
 
 
-def seed():
-    return torch.Generator().manual_seed(0)
-
-
 X = torch.linspace(-1, 1, 6, dtype=DOUBLE).reshape(2, 3)
 QUANTITIES = {
     "variance": lambda post: post.predict(X).variance,
     "joint": lambda post: post.predict(X, joint=True).covariance_matrix,
-    "sample": lambda post: post.sample(2, seed()),
+    "sample": lambda post: post.sample(2, seeded()),
     "evidence": lambda post: post.log_evidence().value,
-    "predictive of draws": lambda post: post.predict(X, samples=post.sample(3, seed())).variance,
+    "predictive of draws": lambda post: post.predict(X, samples=post.sample(3, seeded())).variance,
 }
 CURVATURES = {
     "GGN": co.GGN,
@@ -45,13 +42,13 @@ CURVATURES = {
     "KFAC": co.KFAC,
     "DiagonalGGN": co.DiagonalGGN,
     "BlockDiagonal": co.BlockDiagonal,
-    "low rank": lambda lin: co.low_rank(co.GGN(lin), rank=5, generator=seed()),
+    "low rank": lambda lin: co.low_rank(co.GGN(lin), rank=5, generator=seeded()),
 }
 WITH_NOISE = CURVATURES.keys() - {"low rank"} | {"EKFAC", "Hessian", "mc", "empirical"}
 MADE = CURVATURES | {
     "EKFAC": co.EKFAC,
     "Hessian": co.Hessian,
-    "mc": lambda lin: co.KFAC(lin, fisher="mc", sharing="reduce", generator=seed()),
+    "mc": lambda lin: co.KFAC(lin, fisher="mc", sharing="reduce", generator=seeded()),
     "empirical": lambda lin: co.DiagonalGGN(lin, fisher="empirical"),
 }
 
@@ -170,14 +167,14 @@ def test_gradients_of_probabilities(network, link):
 
     def value(prior):
         post = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
-        return weighted(post.probabilities(X, link=link, generator=seed()))
+        return weighted(post.probabilities(X, link=link, generator=seeded()))
 
     agrees(value, torch.tensor(1.3, dtype=DOUBLE))
 
 
 def test_gradients_in_the_draws(network):
     post = co.laplace(linearised(network, 0.5), co.GGN, 1.0, check_mode=False)
-    agrees(lambda draws: weighted(post.predict(X, samples=draws).variance), post.sample(3, seed()))
+    agrees(lambda draws: weighted(post.predict(X, samples=draws).variance), post.sample(3, seeded()))
 
 
 @pytest.mark.parametrize("curvature", ["KFAC", "DiagonalGGN", "BlockDiagonal", "low rank"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import curvops as co
+from tests.randomness import seeded
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)).double(), torch.arange(12) % 3
 
@@ -54,10 +55,6 @@ OTHERS: dict[str, tuple[str, Callable[[], co.operators.Linearization]]] = {
     ),
     "smoothing": ("the likelihood", lambda: lin(nn.CrossEntropyLoss(label_smoothing=0.1))),
 }
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def laplace(at: co.operators.Linearization) -> co.posterior.Laplace:

@@ -9,12 +9,9 @@ from torch import nn
 
 import curvops as co
 from tests.posterior.trained import Counted
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
-
-
-def seed():
-    return torch.Generator().manual_seed(0)
 
 
 def network(outputs=2):
@@ -23,8 +20,8 @@ def network(outputs=2):
     return nn.Sequential(*layers).double()
 
 
-DATA = torch.randn(12, 3, dtype=DOUBLE, generator=seed())
-X = torch.randn(2, 3, dtype=DOUBLE, generator=seed())
+DATA = torch.randn(12, 3, dtype=DOUBLE, generator=seeded())
+X = torch.randn(2, 3, dtype=DOUBLE, generator=seeded())
 FEW = torch.arange(0, 54, 4)
 CASES = {
     "GGN": ({}, co.GGN),
@@ -33,13 +30,13 @@ CASES = {
     "EKFAC": ({}, co.EKFAC),
     "DiagonalGGN": ({}, co.DiagonalGGN),
     "BlockDiagonal": ({}, co.BlockDiagonal),
-    "low rank": ({}, lambda lin: co.low_rank(co.GGN(lin), 6, generator=seed())),
+    "low rank": ({}, lambda lin: co.low_rank(co.GGN(lin), 6, generator=seeded())),
     "last layer, GGN": ({"parameters": "last_layer"}, co.GGN),
     "last layer, KFAC": ({"parameters": "last_layer"}, co.KFAC),
     "last layer, diagonal": ({"parameters": "last_layer"}, co.DiagonalGGN),
     "last layer, low rank": (
         {"parameters": "last_layer"},
-        lambda lin: co.low_rank(co.GGN(lin), 6, generator=seed()),
+        lambda lin: co.low_rank(co.GGN(lin), 6, generator=seeded()),
     ),
     "subnetwork": ({"parameters": FEW}, co.GGN),
     "dense subnetwork": ({"parameters": FEW}, lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(len(FEW)))),
@@ -86,7 +83,7 @@ def test_variances_of_many_outputs_have_it_without_blocks():
 def test_draws(case):
     """Of the weights, more and fewer than outputs; the draws may have a gradient, too."""
     post = posterior(*CASES[case])
-    draws = post.sample(3, seed())
+    draws = post.sample(3, seeded())
     checks(lambda x: post.predict(x, samples=draws).variance)
     checks(lambda x: post.functions(x, 1, samples=draws[:1]))
     both = draws[:1].clone().requires_grad_(), X.clone().requires_grad_()
@@ -96,13 +93,13 @@ def test_draws(case):
 @pytest.mark.parametrize("link", ["probit", "bridge", "mc", "network"])
 def test_probabilities_by_each_link(link):
     post = posterior(likelihood=co.likelihoods.Categorical())
-    draws = post.sample(2, seed()) if link == "network" else None
-    checks(lambda x: post.probabilities(x, link, samples=draws, generator=seed()))
+    draws = post.sample(2, seeded()) if link == "network" else None
+    checks(lambda x: post.probabilities(x, link, samples=draws, generator=seeded()))
 
 
 def test_products_with_the_jacobian():
     lin = posterior().lin
-    V, U = torch.randn(54, 3, dtype=DOUBLE, generator=seed()), torch.randn(4, 3, dtype=DOUBLE, generator=seed())
+    V, U = torch.randn(54, 3, dtype=DOUBLE, generator=seeded()), torch.randn(4, 3, dtype=DOUBLE, generator=seeded())
     checks(lambda x: lin.jacobian(x, differentiable=True) @ V[:, :1])
     checks(lambda x: V[:, :1].mT @ (lin.jacobian(x, differentiable=True).mT @ U[:, :2]))
     plain = lin.jacobian(X, differentiable=True) @ V
@@ -128,7 +125,7 @@ class Tempered(nn.Module):
 @pytest.mark.parametrize("draws", [1, 8])
 def test_a_parameter_that_is_a_number(draws):
     post = posterior(model=Tempered().double())
-    V = torch.randn(9, draws, dtype=DOUBLE, generator=seed())
+    V = torch.randn(9, draws, dtype=DOUBLE, generator=seeded())
     checks(lambda x: post.lin.jacobian(x, differentiable=True) @ V)
     checks(lambda x: post.predict(x, samples=post.mean + V.mT).mean)
     checks(lambda x: post.predict(x).variance)

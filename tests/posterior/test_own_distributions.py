@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributions, nn
 
 import curvops as co
+from tests.randomness import seeded
 
 FromDistribution = co.likelihoods.FromDistribution
 DOUBLE = torch.float64
@@ -22,11 +23,7 @@ TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 N, K = 5, 40
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-X = torch.randn(N, 4, dtype=DOUBLE, generator=generator(1))
+X = torch.randn(N, 4, dtype=DOUBLE, generator=seeded(1))
 
 
 def posterior(likelihood, outputs: int, targets, **options):
@@ -35,7 +32,7 @@ def posterior(likelihood, outputs: int, targets, **options):
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
     x = torch.randn(30, 4, dtype=DOUBLE)
     lin = co.linearize(model, (x, targets(x)), likelihood)
-    G = co.GGN(lin, mc_samples=2, generator=generator()) if options.pop("mc", False) else co.GGN(lin)
+    G = co.GGN(lin, mc_samples=2, generator=seeded()) if options.pop("mc", False) else co.GGN(lin)
     return co.laplace(lin, G, prior_precision=2.0, check_mode=False, **options)
 
 
@@ -90,7 +87,7 @@ def pair(name):
 @pytest.mark.parametrize("name", PAIRS)
 def test_answers_are_those_of_the_built_in_likelihood(name, samples) -> None:
     own, known, targets = pair(name)
-    y, draws = targets(X), known.sample(K, generator()) if samples else None
+    y, draws = targets(X), known.sample(K, seeded()) if samples else None
     # Draws of single points go through eigenvectors, whose signs are rounding; their means differ by 7 errors at most.
     close = {"rtol": 1e-8, "atol": 1e-10} if samples else {"rtol": 0, "atol": 0.1}
 
@@ -98,17 +95,17 @@ def test_answers_are_those_of_the_built_in_likelihood(name, samples) -> None:
         torch.testing.assert_close(ask(own), ask(known), **close)
 
     for link in ("mc", "network"):
-        compare(lambda post, link=link: post.probabilities(X, link, samples=draws, generator=generator()))
-    by_default = own.probabilities(X, samples=draws, generator=generator())
-    torch.testing.assert_close(by_default, own.probabilities(X, "mc", samples=draws, generator=generator()), **TIGHT)
+        compare(lambda post, link=link: post.probabilities(X, link, samples=draws, generator=seeded()))
+    by_default = own.probabilities(X, samples=draws, generator=seeded())
+    torch.testing.assert_close(by_default, own.probabilities(X, "mc", samples=draws, generator=seeded()), **TIGHT)
     parts = ["mean", "total", "aleatoric", "epistemic", "stderr"]
     if known.uncertainty(X, samples=draws).stderr is None:  # of built-in labels, by an integral
         parts.remove("stderr")
     for part in parts:
-        compare(lambda post, part=part: getattr(post.uncertainty(X, samples=draws, generator=generator()), part))
+        compare(lambda post, part=part: getattr(post.uncertainty(X, samples=draws, generator=seeded()), part))
     assert own.uncertainty(X, samples=draws).unit == "nats"
     for joint in (False, True) if samples else (False,):
-        compare(lambda post, j=joint: post.log_likelihood(X, y, j, samples=draws, generator=generator()).value)
+        compare(lambda post, j=joint: post.log_likelihood(X, y, j, samples=draws, generator=seeded()).value)
 
 
 LABELLED = {
@@ -126,7 +123,7 @@ LABELLED = {
 @pytest.mark.parametrize(("function", "outputs", "targets", "probs"), LABELLED.values(), ids=LABELLED)
 def test_classes_are_averaged_over_the_draws(function, outputs, targets, probs) -> None:
     post = posterior(FromDistribution(function), outputs, targets)
-    draws = post.sample(K, generator())
+    draws = post.sample(K, seeded())
     f = post.functions(X, K, samples=draws)
     p = torch.stack([function(g).base_dist.probs if probs is None else probs(function(g)) for g in f])
     torch.testing.assert_close(post.probabilities(X, samples=draws), p.mean(0), **TIGHT)
@@ -135,8 +132,8 @@ def test_classes_are_averaged_over_the_draws(function, outputs, targets, probs) 
     torch.testing.assert_close(found.total, torch.special.entr(p.mean(0)).sum(-1), rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(found.aleatoric, torch.special.entr(p).sum(-1).mean(0), rtol=1e-8, atol=1e-10)
     assert found.stderr.shape == found.total.shape
-    by_points = post.probabilities(X, generator=generator())
-    assert float((by_points - post.probabilities(X, samples=post.sample(2000, generator(1)))).abs().max()) < 0.1
+    by_points = post.probabilities(X, generator=seeded())
+    assert float((by_points - post.probabilities(X, samples=post.sample(2000, seeded(1)))).abs().max()) < 0.1
     torch.testing.assert_close(by_points.sum(-1), torch.ones_like(by_points.sum(-1)), **TIGHT)
     empirical = co.sampling.empirical(post.lin, draws.unsqueeze(0), through="linearization")
     torch.testing.assert_close(empirical.probabilities(X), p.mean(0), **TIGHT)
@@ -151,7 +148,7 @@ def dense_targets(post, function, draws: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_real_targets_have_the_noise_that_the_user_gives_them() -> None:
     post = posterior(FromDistribution(spread_of), 4, real, mc=True)
-    draws = post.sample(K, generator())
+    draws = post.sample(K, seeded())
     mean, covariance = dense_targets(post, spread_of, draws)
     joint = post.predict(X, joint=True, samples=draws, noise=True)
     torch.testing.assert_close(joint.mean, mean, **TIGHT)
@@ -167,7 +164,7 @@ def test_real_targets_have_the_noise_that_the_user_gives_them() -> None:
     assert found.unit == "variance" and found.stderr is not None
     by_points, again = (post.predict(X, noise=True) for _ in range(2))
     torch.testing.assert_close(by_points.covariance_matrix, again.covariance_matrix, rtol=0, atol=0)
-    many = post.predict(X, samples=post.sample(4000, generator(1)), noise=True)
+    many = post.predict(X, samples=post.sample(4000, seeded(1)), noise=True)
     assert float((by_points.variance / many.variance).log().abs().max()) < 0.5  # eight standard errors
     empirical = co.sampling.empirical(post.lin, draws.unsqueeze(0), through="linearization")
     parts = empirical.uncertainty(X)
@@ -180,7 +177,7 @@ def test_real_targets_have_the_noise_that_the_user_gives_them() -> None:
 def test_two_draws_give_an_unbiased_variance() -> None:
     """Half the squared difference, whose mean over draws is the variance that `Gaussian` has in closed form."""
     post = posterior(FromDistribution(lambda f: distributions.Normal(f, 0.5)), 2, real)
-    draws = post.sample(2, generator())
+    draws = post.sample(2, seeded())
     first, second = post.functions(X, 2, samples=draws)
     expected = (first - second).square() / 2
     torch.testing.assert_close(post.predict(X, noise=True, samples=draws).variance - 0.25, expected, **TIGHT)
@@ -193,11 +190,11 @@ def test_the_variance_of_a_mean_and_a_scale_is_the_integral() -> None:
     post = posterior(function, 2, lambda x: x[:, :1].sin(), mc=True)
     f = post.predict(X)
     noise = (2 * f.mean[:, 1] + 2 * f.variance[:, 1]).exp()
-    found = post.uncertainty(X, generator=generator())
+    found = post.uncertainty(X, generator=seeded())
     assert float(((found.epistemic[:, 0] - f.variance[:, 0]) / found.stderr[:, 0]).abs().max()) < 5
     relative = (4 * f.variance[:, 1]).expm1().sqrt() / math.sqrt(1000)
     assert float(((found.aleatoric[:, 0] / noise - 1) / relative).abs().max()) < 5
-    draws, y = post.sample(K, generator()), X[:, :1].sin()
+    draws, y = post.sample(K, seeded()), X[:, :1].sin()
     log_p = torch.stack([function.log_prob(g, y) for g in post.functions(X, K, samples=draws)])
     score = post.log_likelihood(X, y, samples=draws).value
     torch.testing.assert_close(score, log_p.logsumexp(0) - math.log(K), **TIGHT)
@@ -219,7 +216,7 @@ def test_heteroscedastic_targets_have_their_own_noise() -> None:
     torch.testing.assert_close(each.variance, post.uncertainty(X).total, rtol=1e-8, atol=1e-10)
     groups = post.predict(X[:4], noise=True, groups=2)
     torch.testing.assert_close(groups.covariance_matrix[1], expected[4:8, 4:8], rtol=1e-8, atol=1e-10)
-    draws = post.sample(K, generator())
+    draws = post.sample(K, seeded())
     sampled, outputs = (post.predict(X, joint=True, samples=draws, noise=noise) for noise in (True, False))
     inner = outputs.covariance_matrix[keep][:, keep]
     own = (outputs.mean[:, 2:] + outputs.variance[:, 2:] / 2).exp()
@@ -289,7 +286,7 @@ def test_what_has_no_answer_is_refused_by_name(function, outputs, targets, ask, 
 
 def test_counts_and_vectors_have_variances() -> None:
     post = posterior(FromDistribution(counts), 2, lambda x: x[:, :2].exp().round())
-    f, found = post.predict(X), post.uncertainty(X, generator=generator())
+    f, found = post.predict(X), post.uncertainty(X, generator=seeded())
     rate = (f.mean + f.variance / 2).exp()
     assert float((found.mean / rate).log().abs().max()) < 0.2 and bool((found.total > found.mean).all())
     post = posterior(FromDistribution(correlated), 2, real)
@@ -299,9 +296,9 @@ def test_counts_and_vectors_have_variances() -> None:
 def test_a_posterior_that_was_loaded_still_knows_its_targets(tmp_path) -> None:
     post = posterior(FromDistribution(ordinal), 1, label)
     post = co.laplace(post.lin, co.KFAC, prior_precision=2.0, check_mode=False)
-    expected = post.probabilities(X, generator=generator())
+    expected = post.probabilities(X, generator=seeded())
     copy = pickle.loads(pickle.dumps(post.lin.likelihood))
     assert copy.form == "classes"
     post.save(tmp_path / "post.pt")
     again = co.load(tmp_path / "post.pt", post.lin.model.module, likelihood=FromDistribution(ordinal))
-    torch.testing.assert_close(again.probabilities(X, generator=generator()), expected, **TIGHT)
+    torch.testing.assert_close(again.probabilities(X, generator=seeded()), expected, **TIGHT)

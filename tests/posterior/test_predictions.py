@@ -17,12 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 X = torch.randn(6, 4, dtype=DOUBLE, generator=seeded(1))

@@ -15,16 +15,13 @@ import curvops as co
 from curvops.network import PointNormals
 from curvops.posterior.predictions import answers, outputs
 from tests.posterior.trained import problem
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-X = torch.randn(5, 4, dtype=DOUBLE, generator=generator(1))
+X = torch.randn(5, 4, dtype=DOUBLE, generator=seeded(1))
 
 
 def posterior(likelihood, outputs=3, target=None):
@@ -72,7 +69,7 @@ def test_label_probabilities_by_each_link(labels):
     exact = normal_average(torch.sigmoid, predicted.mean, predicted.variance)
     assert float((labels.probabilities(X) - exact).abs().max()) < 0.01
     spread = normal_average(lambda f: f.sigmoid().square(), predicted.mean, predicted.variance) - exact.square()
-    error = labels.probabilities(X, "mc", generator=generator()) - exact
+    error = labels.probabilities(X, "mc", generator=seeded()) - exact
     assert float((error / (spread / 1000).sqrt()).abs().max()) < 5
     with pytest.raises(ValueError, match="must be one of 'probit', 'mc', 'network', got 'bridge'"):
         labels.probabilities(X, "bridge")
@@ -95,7 +92,7 @@ def test_the_bridge_inverts_the_moments_of_a_dirichlet():
 @pytest.mark.parametrize("c", [2, 4])
 def test_the_bridge_conditions_logits_to_sum_to_zero(c):
     """By the dense formulas, for a covariance whose rows have different sums; then Hobbhahn et al. 2022, eq. (11)."""
-    g = generator()
+    g = seeded()
     mean, root = torch.randn(4, c, generator=g).double(), torch.randn(4, c, c, generator=g).double()
     covariance, ones = root @ root.mT, torch.ones(c, 1, dtype=DOUBLE)
     gain = covariance @ ones / (ones.mT @ covariance @ ones)
@@ -113,7 +110,7 @@ def test_the_normalised_bridge_is_the_bridge_until_variances_are_large(classes):
     small = covariance.diagonal(dim1=-2, dim2=-1).mean(-1) < 1.2
     assert 0 < int(small.sum()) < 5
     torch.testing.assert_close(plain[small], normalised[small], **TIGHT)
-    drawn = classes.probabilities(X, "mc", generator=generator())
+    drawn = classes.probabilities(X, "mc", generator=seeded())
     assert float((normalised - drawn)[~small].norm()) < float((plain - drawn)[~small].norm())
 
 
@@ -133,7 +130,7 @@ def test_the_bridge_of_sure_logits_is_finite(normalised, dtype):
 @pytest.mark.parametrize("c", [2, 3, 7])
 def test_the_normalised_bridge_scales_to_a_mean_variance_of_the_root_of_half_the_classes(c):
     """Hobbhahn et al. 2022: logits that already have it, and any multiple of them, give one answer."""
-    g = generator()
+    g = seeded()
     mean, root = torch.randn(4, c, generator=g).double(), torch.randn(4, c, c, generator=g).double()
     centring = torch.eye(c, dtype=DOUBLE) - 1 / c
     mean, covariance = mean @ centring, centring @ root @ root.mT @ centring
@@ -148,7 +145,7 @@ def test_the_normalised_bridge_scales_to_a_mean_variance_of_the_root_of_half_the
 
 
 def test_the_network_link_averages_the_network_at_the_draws(classes):
-    draws = classes.sample(7, generator())
+    draws = classes.sample(7, seeded())
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     outputs = []
     for weights in draws:
@@ -156,7 +153,7 @@ def test_the_network_link_averages_the_network_at_the_draws(classes):
         outputs.append(model(X).softmax(-1))
     expected = torch.stack(outputs).mean(0)
     torch.testing.assert_close(classes.probabilities(X, "network", samples=draws), expected, **TIGHT)
-    assert classes.probabilities(X, "network", generator=generator()).sum(-1) == pytest.approx(1.0)
+    assert classes.probabilities(X, "network", generator=seeded()).sum(-1) == pytest.approx(1.0)
 
 
 # Uncertainty
@@ -172,7 +169,7 @@ def test_mutual_information_of_labels_equals_the_integral(labels):
     for part, expected in ((found.mean, p), (found.aleatoric, aleatoric), (found.total, total)):
         torch.testing.assert_close(part, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found.total, found.aleatoric + found.epistemic, rtol=1e-12, atol=1e-14)
-    drawn = labels.uncertainty(X, samples=labels.sample(1000, generator()))
+    drawn = labels.uncertainty(X, samples=labels.sample(1000, seeded()))
     assert float(((drawn.epistemic - (total - aleatoric)) / drawn.stderr).abs().max()) < 5
     assert float((drawn.mean - p).abs().max()) < 0.02
 
@@ -204,8 +201,8 @@ def test_entropies_of_normal_logits_are_integrals(deviation):
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 1e-4), (torch.float32, 1e-2), (DOUBLE, 1e-8)])
 def test_mutual_information_of_nearly_equal_draws_is_that_of_second_order(dtype, spread):
     """½ E[zᵀ(diag p − p pᵀ)z] for deviations z, far below the rounding of an entropy."""
-    logits = torch.randn(5, 3, dtype=DOUBLE, generator=generator(2))
-    z = spread * torch.randn(400, 5, 3, dtype=DOUBLE, generator=generator(3))
+    logits = torch.randn(5, 3, dtype=DOUBLE, generator=seeded(2))
+    z = spread * torch.randn(400, 5, 3, dtype=DOUBLE, generator=seeded(3))
     z, p = z - z.mean(0), logits.softmax(-1)
     expected = ((p * z.square()).sum(-1) - (p * z).sum(-1).square()).mean(0) / 2
     found = answers.decompose_labels(co.likelihoods.Categorical(), (logits + z).to(dtype))
@@ -218,12 +215,12 @@ def test_the_stderr_of_mutual_information_covers(classes):
     """200 seeds: two standard errors hold the value of 200,000 draws for 95 %; fewer than 180 has odds of 1 in 300."""
     predicted = classes.predict(X[:1])
     moments = predicted.mean, predicted.covariance_matrix
-    many = outputs.gaussian_draws(*moments, 200_000, PointNormals.drawn(generator(99))).softmax(-1)
+    many = outputs.gaussian_draws(*moments, 200_000, PointNormals.drawn(seeded(99))).softmax(-1)
     exact = torch.special.entr(many.mean(0)).sum(-1) - torch.special.entr(many).sum(-1).mean(0)
     hits = 0
     for seed in range(200):
         found = answers.decompose_labels(
-            classes.lin.likelihood, outputs.gaussian_draws(*moments, 1000, PointNormals.drawn(generator(seed)))
+            classes.lin.likelihood, outputs.gaussian_draws(*moments, 1000, PointNormals.drawn(seeded(seed)))
         )
         hits += bool(((found.epistemic - exact).abs() <= 2 * found.stderr).all())
     assert hits >= 180
@@ -261,7 +258,7 @@ def test_rates_and_predicted_variances_are_averaged_over_the_posterior():
 def test_points_are_taken_some_at_a_time_where_draws_are_many(classes):
     """A point's draws depend on its position alone; those of 3,000 points are made in two groups."""
     many = X.repeat(600, 1)
-    few, found = (classes.uncertainty(x, generator=generator()) for x in (X, many))
+    few, found = (classes.uncertainty(x, generator=seeded()) for x in (X, many))
     torch.testing.assert_close(found.epistemic[: len(X)], few.epistemic, **TIGHT)
     assert found.epistemic.shape == (len(many),) and found.mean.shape == (len(many), 3)
     spread = (found.stderr[: len(X)].square() + found.stderr[-len(X) :].square()).sqrt()
@@ -269,7 +266,7 @@ def test_points_are_taken_some_at_a_time_where_draws_are_many(classes):
 
 
 def test_one_draw_says_that_its_error_is_unknown(classes):
-    found = classes.uncertainty(X, classes.sample(1, generator()))
+    found = classes.uncertainty(X, classes.sample(1, seeded()))
     assert bool(found.stderr.isinf().all()) and float(found.epistemic.abs().max()) < 1e-12
 
 
@@ -277,10 +274,10 @@ def test_one_draw_says_that_its_error_is_unknown(classes):
 
 
 def test_functions_are_joint_draws_of_the_linearised_network(numbers):
-    draws = numbers.sample(6, generator())
+    draws = numbers.sample(6, seeded())
     J = numbers.lin.jacobian(X).to_dense()
     expected = (numbers.lin.predict(X).flatten() + (draws - numbers.mean) @ J.mT).view(6, 5, 3)
-    torch.testing.assert_close(numbers.functions(X, 6, generator()), expected, **TIGHT)
+    torch.testing.assert_close(numbers.functions(X, 6, seeded()), expected, **TIGHT)
     torch.testing.assert_close(numbers.functions(X, 6, samples=draws), expected, **TIGHT)
     with pytest.raises(ValueError, match="k is 5, but there are 6"):
         numbers.functions(X, 5, samples=draws)
@@ -289,7 +286,7 @@ def test_functions_are_joint_draws_of_the_linearised_network(numbers):
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("joint", [False, True])
 def test_noise_is_added_to_the_diagonal_alone(numbers, joint, drawn):
-    samples = numbers.sample(4, generator()) if drawn else None
+    samples = numbers.sample(4, seeded()) if drawn else None
     plain = numbers.predict(X, joint, samples).covariance_matrix
     noisy = numbers.predict(X, joint, samples, noise=True)
     noise = torch.tensor([0.1, 0.2, 0.3], dtype=DOUBLE)
@@ -302,7 +299,7 @@ def test_noise_is_added_to_the_diagonal_alone(numbers, joint, drawn):
 def test_variances_from_draws_carry_their_error(numbers):
     """150 sets of 20 draws: the χ² interval of a variance holds for 95 %; fewer than 132 has odds of 1 in 10,000."""
     exact, held, errors = numbers.predict(X[:1]).variance[0, 0], 0, []
-    for samples in numbers.sample(3000, generator(), rtol=1e-6).split(20):
+    for samples in numbers.sample(3000, seeded(), rtol=1e-6).split(20):
         found = numbers.predict(X[:1], samples=samples)
         low, high = found.variance_interval()
         held += bool(low[0, 0] <= exact <= high[0, 0])
@@ -315,7 +312,7 @@ def test_variances_from_draws_carry_their_error(numbers):
 
 
 def test_what_is_made_of_drawn_variances_states_no_error(numbers):
-    found = numbers.predict(X[:4], samples=numbers.sample(20, generator()))
+    found = numbers.predict(X[:4], samples=numbers.sample(20, seeded()))
     for other in (found[1:3], found * 3, found + found, found.add_jitter(1e-3)):
         assert other.variance.shape[1:] == found.variance.shape[1:]
         with pytest.raises(ValueError, match="only the result of predict"):
@@ -332,13 +329,13 @@ def test_the_log_likelihood_of_numbers_is_that_of_the_predictive(numbers):
     expected = torch.distributions.MultivariateNormal(law.mean, law.covariance_matrix).log_prob(y)
     torch.testing.assert_close(found.value, expected, **TIGHT)
     assert found.samples == 0
-    drawn = numbers.log_likelihood(X, y, samples=numbers.sample(4000, generator(), rtol=1e-6))
+    drawn = numbers.log_likelihood(X, y, samples=numbers.sample(4000, seeded(), rtol=1e-6))
     assert float(((drawn.value - expected) / drawn.stderr).abs().max()) < 5
 
 
 def test_the_log_likelihood_of_labels_averages_probabilities(labels):
     y = torch.tensor([[1, 0], [0, 0], [1, 1], [0, 1], [1, 0]], dtype=DOUBLE)
-    draws = labels.sample(50, generator())
+    draws = labels.sample(50, seeded())
     p = labels.functions(X, 50, samples=draws).sigmoid()
     each = torch.where(y == 1, p, 1 - p).prod(-1)
     found = labels.log_likelihood(X, y, samples=draws)
@@ -347,10 +344,10 @@ def test_the_log_likelihood_of_labels_averages_probabilities(labels):
 
 
 def test_the_dyadic_score_is_the_mean_of_products_of_pairs(classes):
-    y, draws = torch.tensor([0, 1, 2, 1, 0]), classes.sample(40, generator())
+    y, draws = torch.tensor([0, 1, 2, 1, 0]), classes.sample(40, seeded())
     p = classes.functions(X, 40, samples=draws).softmax(-1)
     each = p[:, torch.arange(5), y]  # (k, N)
-    found = classes.log_likelihood(X, y, joint=True, samples=draws, generator=generator(3))
+    found = classes.log_likelihood(X, y, joint=True, samples=draws, generator=seeded(3))
     possible = {}
     for i in range(5):
         for j in range(5):
@@ -360,7 +357,7 @@ def test_the_dyadic_score_is_the_mean_of_products_of_pairs(classes):
     assert found.value.shape == (2,)
     for value in found.value.tolist():
         assert min(abs(value - other) for other in possible.values()) < 1e-10
-    certain = classes.log_likelihood(X, y, joint=True, samples=draws[:1].expand(2, -1), generator=generator(3))
+    certain = classes.log_likelihood(X, y, joint=True, samples=draws[:1].expand(2, -1), generator=seeded(3))
     assert float(certain.stderr.max()) < 1e-12  # equal draws
 
 
@@ -373,7 +370,7 @@ def test_covariances_beyond_the_budget_are_refused_and_variances_are_not():
     x, y = torch.randn(20, 4).double(), torch.arange(20) * 3
     lin = co.linearize(nn.Linear(4, 70).double(), (x, y), "classification", memory_budget=2**24)
     post, points = co.laplace(lin, co.DiagonalGGN, 1.3, check_mode=False), torch.randn(430, 4).double()
-    draws, match = post.sample(3, generator()), r"70 × 70 covariances of 430 points need 16,856,000 bytes.*samples="
+    draws, match = post.sample(3, seeded()), r"70 × 70 covariances of 430 points need 16,856,000 bytes.*samples="
     exact = torch.cat([post.predict(part).covariance_matrix for part in points.split(215)])
     torch.testing.assert_close(post.predict(points).variance, exact.diagonal(dim1=1, dim2=2), **TIGHT)
     expected = answers.scale_logits(lin.predict(points), exact.diagonal(dim1=1, dim2=2)).softmax(-1)

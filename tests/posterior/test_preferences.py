@@ -9,14 +9,11 @@ from torch import nn
 
 import curvops as co
 from tests.posterior.test_predictive import normal_average
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 CURVATURES = [co.GGN, co.KFAC, co.EKFAC, co.DiagonalGGN]
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 class Named(nn.Module):
@@ -35,8 +32,8 @@ def reward():
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
 
 
-PAIRS = torch.randn(12, 2, 3, dtype=DOUBLE, generator=generator(1))
-NEW = torch.randn(4, 2, 3, dtype=DOUBLE, generator=generator(2))
+PAIRS = torch.randn(12, 2, 3, dtype=DOUBLE, generator=seeded(1))
+NEW = torch.randn(4, 2, 3, dtype=DOUBLE, generator=seeded(2))
 CHOSEN = torch.arange(12) % 2
 
 
@@ -82,7 +79,7 @@ def test_rewards_and_their_difference_are_those_of_the_dense_matrix(curvature, p
     torch.testing.assert_close(post.probabilities(NEW), torch.stack([1 - second, second], 1), **TIGHT)
     exact = normal_average(torch.sigmoid, margin, variance)
     assert float((post.probabilities(NEW)[:, 1] - exact).abs().max()) < 0.02
-    drawn = post.probabilities(NEW, "mc", generator=generator(3))[:, 1]
+    drawn = post.probabilities(NEW, "mc", generator=seeded(3))[:, 1]
     assert float((drawn - exact).abs().max()) < 5 * 0.5 / 1000**0.5
 
 
@@ -94,7 +91,7 @@ def test_what_all_rewards_have_in_common_does_not_matter():
         co.posterior.predictions.answers.preference(mean + 7, covariance + 1e4).softmax(-1), found, **TIGHT
     )
     torch.testing.assert_close(found.sum(1), torch.ones(5, dtype=DOUBLE), **TIGHT)
-    assert bool((posterior().uncertainty(NEW, generator=generator()).epistemic > 0).all())
+    assert bool((posterior().uncertainty(NEW, generator=seeded()).epistemic > 0).all())
 
 
 def test_mappings_soft_preferences_and_files(tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 import curvops as co
 from tests.posterior.trained import problem
+from tests.randomness import seeded
 
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 
@@ -20,12 +21,8 @@ def lin():
     return co.linearize(model, (x, y), "classification")
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def normal(*shape, seed=1):
-    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
+    return torch.randn(*shape, dtype=torch.float64, generator=seeded(seed))
 
 
 def by_layer(lin):
@@ -68,8 +65,8 @@ def test_variances_evidence_and_the_gap_of_the_mode_are_those_of_dense_matrices(
     variance = 0.25 * (J @ torch.linalg.solve(P, J.mT)).diagonal().view(4, 3)
     torch.testing.assert_close(post.predict(x).variance, variance, **TIGHT)
     log_ratio = torch.logdet(P) - torch.logdet(A)
-    found = post.log_evidence(1e-3, generator())
-    assert found.stderr == 0 and post.effective_parameters(1e-3, generator()).stderr == 0
+    found = post.log_evidence(1e-3, seeded())
+    assert found.stderr == 0 and post.effective_parameters(1e-3, seeded()).stderr == 0
     torch.testing.assert_close(found.value, lin.log_likelihood() - 0.5 * (gap @ A @ gap + log_ratio), **TIGHT)
     pull = lin.gradient() + A @ gap
     assert post.mode_gap == pytest.approx(float(pull.norm() / (A @ gap).norm()), rel=1e-8)

@@ -10,6 +10,7 @@ from torch import nn
 import curvops as co
 from curvops.linalg import Reason
 from tests.posterior.trained import problem
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
@@ -26,12 +27,8 @@ def post(lin):
     return co.laplace(lin, co.GGN, prior_precision=1.0)
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-X = torch.randn(5, 4, dtype=DOUBLE, generator=generator(1))
-SNAPSHOTS = torch.randn(9, 51, dtype=DOUBLE, generator=generator(2)) * torch.linspace(0.1, 2, 51, dtype=DOUBLE)
+X = torch.randn(5, 4, dtype=DOUBLE, generator=seeded(1))
+SNAPSHOTS = torch.randn(9, 51, dtype=DOUBLE, generator=seeded(2)) * torch.linspace(0.1, 2, 51, dtype=DOUBLE)
 
 
 def definitions(lin):
@@ -67,8 +64,8 @@ def test_within_modules_and_at_random(lin):
     values = definitions(lin)["variance"][30:]
     exact = 1 / (1 / values - 0.7 + 1.0)
     assert torch.equal(head, 30 + exact.topk(8).indices.sort().values)
-    one, other = (co.select(lin, 10, "random", generator=generator(seed)) for seed in (0, 1))
-    assert torch.equal(one, co.select(lin, 10, "random", generator=generator())) and not torch.equal(one, other)
+    one, other = (co.select(lin, 10, "random", generator=seeded(seed)) for seed in (0, 1))
+    assert torch.equal(one, co.select(lin, 10, "random", generator=seeded())) and not torch.equal(one, other)
     assert len(one.unique()) == 10
     named = [lin.unflatten_tangent(snapshot) for snapshot in SNAPSHOTS]
     assert torch.equal(co.select(lin, 5, "swag", snapshots=named), co.select(lin, 5, "swag", snapshots=SNAPSHOTS))
@@ -100,7 +97,7 @@ def test_scores_without_curvature_compute_none(score):
     heard = []
     lin = co.linearize(model, (x, y), "classification", progress=lambda what, *_: heard.append(what))
     heard.clear()
-    assert len(co.select(lin, 5, score, snapshots=SNAPSHOTS, generator=generator())) == 5
+    assert len(co.select(lin, 5, score, snapshots=SNAPSHOTS, generator=seeded())) == 5
     assert heard == []
     co.select(lin, 5, "variance")
     assert heard != []
@@ -124,7 +121,7 @@ def distance(one, other):
 @pytest.mark.parametrize("size", [1, 20, 51])
 def test_the_distance_is_gelbrichs(lin, curvature, size):
     post = co.laplace(lin, curvature, 0.7, temperature=0.5, check_mode=False)
-    chosen = co.select(lin, size, "random", generator=generator())
+    chosen = co.select(lin, size, "random", generator=seeded())
     P = post.precision.to_dense()
     own = torch.zeros(51, 51, dtype=DOUBLE)
     own[chosen.unsqueeze(1), chosen] = torch.linalg.inv(P[chosen][:, chosen])
@@ -177,7 +174,7 @@ def test_beyond_what_is_formed_the_variances_left_out_are_estimated():
     for size in (50, 5):
         own = torch.zeros(51, 51, dtype=DOUBLE)
         own[:size, :size] = torch.linalg.inv(post.precision.to_dense()[:size, :size])
-        found = co.wasserstein(post, range(size), rtol=0.01, generator=generator())
+        found = co.wasserstein(post, range(size), rtol=0.01, generator=seeded())
         # To 1 % of the distance itself, which is a fiftieth of tr P⁻¹ for all weights but one.
         assert abs(found.value - distance(inverse, own)) <= 0.03 * found.value and found.reason is Reason.CONVERGED
 
@@ -186,13 +183,13 @@ def test_keeping_the_largest_variances_is_best_for_a_diagonal(lin):
     post = co.laplace(lin, co.DiagonalGGN, 0.7, check_mode=False)
     best = float(co.wasserstein(post, co.select(lin, 10, prior_precision=0.7), "diagonal").value)
     for seed in range(20):
-        other = co.select(lin, 10, "random", generator=generator(seed))
+        other = co.select(lin, 10, "random", generator=seeded(seed))
         assert best <= float(co.wasserstein(post, other, "diagonal").value)
 
 
 def test_predictive_covariance_grows_with_the_selection_up_to_the_full_one(lin, post):
     """In Loewner's order, along nested selections."""
-    order = torch.randperm(51, generator=generator())
+    order = torch.randperm(51, generator=seeded())
     model, x, y = problem()
     before = torch.zeros(15, 15, dtype=DOUBLE)
     for size in (1, 5, 20, 51):

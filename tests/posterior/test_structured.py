@@ -10,19 +10,15 @@ import torch
 
 import curvops as co
 from tests.posterior.trained import problem
-
-
-def generator():
-    return torch.Generator().manual_seed(0)
-
+from tests.randomness import seeded
 
 CURVATURES = {
     "diagonal": co.DiagonalGGN,
     "kfac": co.KFAC,
     "ekfac": co.EKFAC,
     "block_diagonal": co.BlockDiagonal,
-    "low_rank": lambda lin: co.low_rank(co.GGN(lin), rank=10, generator=generator()),
-    "low_rank_with_diagonal": lambda lin: co.low_rank(co.GGN(lin), rank=10, generator=generator()).with_diagonal(
+    "low_rank": lambda lin: co.low_rank(co.GGN(lin), rank=10, generator=seeded()),
+    "low_rank_with_diagonal": lambda lin: co.low_rank(co.GGN(lin), rank=10, generator=seeded()).with_diagonal(
         co.DiagonalGGN(lin).diagonal()
     ),
 }
@@ -41,7 +37,7 @@ def test_tuning_and_samples_iterate_nowhere(lin, name):
     curve = co.evidence.grid(post, [0.5 * float(post.prior_precision), 2 * float(post.prior_precision)])
     assert all(point.value < post.log_evidence().value for point in curve)
     assert post.log_evidence().log_determinant_ratio.matvecs == 0
-    assert post.deviations(5, generator=generator()).method == "closed form"
+    assert post.deviations(5, generator=seeded()).method == "closed form"
 
 
 def test_a_last_layer_is_a_selection():
@@ -60,6 +56,6 @@ def test_all_answers_share_one_factorisation(lin):
         post = co.laplace(lin, everything, 1.3, check_mode=False)
         post.log_evidence()
         post.effective_parameters()
-        post.sample(2, generator())
+        post.sample(2, seeded())
         _ = post.predict(torch.ones(2, 4, dtype=torch.float64)).variance
         assert factorised.call_count == 1

@@ -17,6 +17,7 @@ from torch import Tensor
 import curvops as co
 from curvops.linalg.operators import ColumnNoise
 from curvops.sampling.state import NoiseSource
+from tests.randomness import seeded
 
 TEMPERATURE, POINTS = 0.7, 5
 SCALED = TEMPERATURE / POINTS
@@ -31,10 +32,6 @@ def curvature(d: int) -> Tensor:
 
 def log_density(H: Tensor) -> Callable[[Any, Any], Tensor]:
     return lambda params, batch: -0.5 * (params @ (H @ params))
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def preconditioners(d: int) -> dict[str, Any]:

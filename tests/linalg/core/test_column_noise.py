@@ -12,12 +12,9 @@ from torch import Tensor, nn
 import curvops as co
 from curvops.linalg import draw
 from curvops.linalg.operators import ColumnNoise
+from tests.randomness import seeded
 
 N = 12
-
-
-def generator(seed: int = 3) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 class Rooted(co.linalg.Operator):
@@ -67,15 +64,15 @@ def operators() -> dict[str, co.linalg.Operator]:
 
 @pytest.mark.parametrize("name", operators())
 def test_draws_do_not_depend_on_how_many_there_are(name: str) -> None:
-    whole = draw(operators()[name], 5, generator())
-    fewer = draw(operators()[name], 3, generator())
+    whole = draw(operators()[name], 5, seeded(3))
+    fewer = draw(operators()[name], 3, seeded(3))
     torch.testing.assert_close(fewer, whole[:, :3], rtol=1e-10, atol=1e-12)
 
 
 def test_columns_are_independent_and_standard_normal() -> None:
     """Of 4,096 numbers the means of products are within 5 standard errors: false alarms in 1e-3 of seeds."""
     rows = torch.empty(64, 4096, dtype=torch.float64)
-    source = ColumnNoise.of(generator(), 64, torch.device("cpu"))
+    source = ColumnNoise.of(seeded(3), 64, torch.device("cpu"))
     source.fill(rows)
     again = torch.empty_like(rows)
     source.fill(again)
@@ -86,10 +83,10 @@ def test_columns_are_independent_and_standard_normal() -> None:
 
 
 def test_an_operator_of_yours_draws_from_it_as_from_a_generator() -> None:
-    S = torch.randn(N, 3, dtype=torch.float64, generator=generator())
-    assert torch.equal(draw(Rooted(S), 5, generator()), draw(Rooted(S), 5, generator()))
-    assert not torch.equal(draw(Rooted(S), 5, generator()), draw(Rooted(S), 5, generator(4)))
-    parts = draw(Rooted(S), 6, generator())
+    S = torch.randn(N, 3, dtype=torch.float64, generator=seeded(3))
+    assert torch.equal(draw(Rooted(S), 5, seeded(3)), draw(Rooted(S), 5, seeded(3)))
+    assert not torch.equal(draw(Rooted(S), 5, seeded(3)), draw(Rooted(S), 5, seeded(4)))
+    parts = draw(Rooted(S), 6, seeded(3))
     assert torch.linalg.matrix_rank(parts) == 3 and len({tuple(column) for column in parts.mT.tolist()}) == 6
 
 

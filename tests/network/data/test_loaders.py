@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import curvops as co
 from curvops.errors import DataChangedError
 from tests.network.definitions import as_batches
+from tests.randomness import seeded
 
 N, WIDTHS = 46, (4, 5, 3)
 DOUBLE = torch.float64
@@ -101,10 +102,6 @@ def network() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), last).double()
 
 
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
 def linearized(data: Any) -> co.operators.Linearization:
     return co.linearize(network(), data, "classification", engine="streamed")
 
@@ -114,19 +111,19 @@ def posterior(lin: co.operators.Linearization, curvature: Any) -> co.posterior.L
 
 
 def vectors(lin: co.operators.Linearization) -> Tensor:
-    return torch.randn(lin.num_parameters, 3, dtype=DOUBLE, generator=seeded())
+    return torch.randn(lin.num_parameters, 3, dtype=DOUBLE, generator=seeded(3))
 
 
 QUESTIONS: dict[str, Callable[[co.operators.Linearization], Tensor]] = {
     "product": lambda lin: co.GGN(lin) @ vectors(lin),
-    "sampled Fisher": lambda lin: co.GGN(lin, mc_samples=2, generator=seeded()) @ vectors(lin),
+    "sampled Fisher": lambda lin: co.GGN(lin, mc_samples=2, generator=seeded(3)) @ vectors(lin),
     "JᵀJ": lambda lin: lin.jacobian().mT @ (lin.jacobian() @ vectors(lin)),
     "gradient": lambda lin: lin.gradient(),
     "log likelihood": lambda lin: lin.log_likelihood(),
     "diagonal": lambda lin: co.DiagonalGGN(lin).diagonal(),
     "EKFAC": lambda lin: co.EKFAC(lin).to_dense(),
-    "low rank": lambda lin: co.low_rank(co.GGN(lin), 4, generator=seeded()).to_dense(),
-    "draws": lambda lin: posterior(lin, co.GGN).sample(2, generator=seeded()),
+    "low rank": lambda lin: co.low_rank(co.GGN(lin), 4, generator=seeded(3)).to_dense(),
+    "draws": lambda lin: posterior(lin, co.GGN).sample(2, generator=seeded(3)),
     "prediction": lambda lin: posterior(lin, co.GGN).predict(X[:5]).covariance_matrix,
     "evidence by KFAC": lambda lin: posterior(lin, co.KFAC).log_evidence().value,
 }

@@ -15,6 +15,7 @@ import curvops as co
 from curvops.network import Sampled
 from tests.network.engines.test_reduced import reduced
 from tests.network.products import agree, columns, push, walk
+from tests.randomness import seeded
 from tests.zoo import N
 
 RULELESS = ["function_pair", "lstm", "gru"]
@@ -88,10 +89,6 @@ def linearized(width: int = 20) -> co.operators.Linearization:
     torch.manual_seed(0)
     model, x = Molecules(width).double(), molecules(POINTS)
     return co.linearize(model, (x, torch.randn(POINTS, 1).double()), co.likelihoods.Gaussian(noise=0.1))
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 CURVATURES: dict[str, Callable[[co.operators.Linearization], Any]] = {
