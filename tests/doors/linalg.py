@@ -272,11 +272,6 @@ DOORS = [
         "Kronecker",
         rows={
             "columns": (lambda: Kronecker(positive(2, 3), random(2, 3, 1)), "right must be"),
-            "negative": (
-                lambda: Kronecker(-positive(1, 3), positive(1, 3)).eigen(),
-                NotPositiveSemidefiniteError,
-                "left factor",
-            ),
             "nearest to factors of other sizes": (
                 lambda: nearest_kronecker(
                     [Kronecker(positive(1, 2), positive(1, 3)), Kronecker(positive(1, 3), positive(1, 2))]

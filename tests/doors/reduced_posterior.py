@@ -53,14 +53,6 @@ DOORS = [
                 "a covariance of rank 5 has no density over 31 weights",
             ),
             "a penalty without the rest": (lambda: without_rest().penalty(lin().theta + 1), RuntimeError, "singular"),
-            "the error under another prior": (
-                lambda: (
-                    co.gp.reduced_posterior(lin(), 5, check_mode=False)
-                    .with_prior(torch.linspace(1, 2, 31, dtype=DOUBLE))
-                    .error
-                ),
-                "only for multiples of the prior",
-            ),
             "another noise": (
                 lambda: co.gp.reduced_posterior(lin(), 5, check_mode=False).with_noise(2.0),
                 "LowRank does not record how it was built: build the posterior again",

@@ -288,8 +288,6 @@ def test_probabilities_of_a_classifier_as_an_objective() -> None:
     X = torch.rand(5, 2, 2, dtype=DOUBLE, requires_grad=True)
     value = acquisition(X)
     assert value.shape == (5,) and bool(torch.autograd.grad(value.sum(), X)[0].isfinite().all())
-    with pytest.raises(ValueError, match="observation noise needs a Gaussian likelihood"):
-        model.posterior(X, observation_noise=True)
 
 
 def test_a_drawn_function_is_one_function() -> None:

@@ -100,5 +100,3 @@ def test_it_is_the_prior_of_further_data_and_never_of_its_own() -> None:
     G = co.GGN(later).to_dense()
     assert torch.allclose(after.precision.to_dense(), G + torch.linalg.inv(post.covariance.to_dense()), atol=1e-8)
     assert torch.equal(after.prior_mean, post.mean)
-    with pytest.raises(ValueError, match="count twice"):
-        co.laplace(lin, co.GGN, prior_precision=post)

@@ -211,8 +211,6 @@ def refusals(mesh: Any, lin: co.operators.Linearization) -> None:
         linalg.nystrom(G.sharded(mesh), 3, checkpoint="nowhere")
     with pytest.raises(ValueError, match="one dimension"):
         G.sharded(other)
-    with pytest.raises(TypeError, match="device mesh"):
-        G.sharded(size)
     with pytest.raises(ValueError, match="cannot be drawn from"):
         linalg.draw(co.low_rank(G.sharded(mesh), 4, generator=seeded()), 2)
     with pytest.raises(RanksDifferError, match="from generator"):
