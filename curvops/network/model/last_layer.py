@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Set
 from typing import Any
 
 import torch
@@ -14,23 +14,11 @@ from curvops.network.data.inputs import Inputs
 from curvops.network.model.calls import explain
 from curvops.network.model.model import Model
 
-# Linear or affine in every differentiated input: views, casts, choices, sums, means, scatters, paddings, resampling.
-LINEAR = {
-    "Add", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "Alias", "AsStrided", "AvgPool2D",
-    "AvgPool3D", "Cat", "Clone", "ConstantPadNd", "Copy", "Cumsum", "Diagonal", "Expand", "Flip", "Gather", "Index",
-    "IndexAdd", "IndexCopy", "IndexPut", "IndexSelect", "MaskedFill", "MaskedScatter", "MaskedSelect", "Mean", "Neg",
-    "Permute", "PixelShuffle", "Repeat", "ReshapeAlias", "Roll", "Rsub", "Scatter", "ScatterAdd", "Select",
-    "SelectScatter", "Slice", "SliceScatter", "Split", "SplitWithSizes", "Squeeze", "Stack", "Sub", "Sum", "T", "Take",
-    "ToCopy", "Transpose", "Unbind", "Unfold", "UnsafeView", "Unsqueeze", "UpsampleBilinear2D", "UpsampleNearest2D",
-    "View", "Where",
-}  # fmt: skip
-# Linear whatever other constants the model computes: all others may choose or weigh entries by their values.
+# Linear whatever the model computes beside them: all others may choose or weigh entries by their values.
 VIEWS = {
     "AccumulateGrad", "Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split",
     "SplitWithSizes", "Squeeze", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View",
 }  # fmt: skip
-# Linear if they add up or average, and not if they take the largest.
-REDUCTIONS = {"ScatterReduce", "SegmentReduce"}
 # Linear in one factor if the others are constants.
 MATRIX_PRODUCTS = {"Addmm", "Baddbmm", "Bmm", "Convolution", "Dot", "Linear", "Mm", "Mv", "SparseAddmm"}
 PRODUCTS = MATRIX_PRODUCTS | {"Div", "Mul"}
@@ -46,7 +34,7 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
     added to its output belong to it. Of modules around each other that own parameters it is the innermost; a parameter
     that multiplies as a matrix outside of them counts as a layer, and in a function every factor does. A tied weight is
     given its first name in the model. Costs one forward pass, and three more if other operations than views follow,
-    which proves them affine.
+    which prove them affine: if they are not for all parameters that act after the layer, three for each.
 
     Raises ValueError if there is no such layer, for example if the outputs are a softmax or a product of two layers'.
     """
@@ -72,8 +60,8 @@ def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
 class _LastLayers:
     """The layers after which no other runs, by one forward pass.
 
-    A layer is the call of a module, or a product with a parameter outside of such calls. `doubts` are the operations
-    after these layers that the tables do not know as linear, and `steps` all operations after them but views.
+    A layer is the call of a module, or a product with a parameter outside of such calls. `steps` are all operations
+    after these layers but views, and `beside` the parameters that act after them.
     """
 
     def __init__(self, model: Model, inputs: Inputs) -> None:
@@ -83,46 +71,55 @@ class _LastLayers:
         self._outputs = outputs.detach()
         self._numbers = {node: number for number, (_, node) in enumerate(self.calls)}
 
-        after = _behind([outputs.grad_fn], lambda node: _is_linear(node) and not self._is_layer(node))
-        self.doubts = [node for node in after if not (_is_linear(node) or self._is_layer(node) or self._name(node))]
+        after = _behind([outputs.grad_fn], lambda node: not self._is_layer(node))
         self.steps = [node for node in after if not (self._is_layer(node) or _kind(node) in VIEWS)]
-        around = _behind(_before(self.doubts), lambda node: not self._is_layer(node))
-        layers = [node for node in after | around if self._is_layer(node)]
+        layers = [node for node in after if self._is_layer(node)]
         earlier = _behind(_before(layers), lambda _: True)
 
         self.last = [node for node in layers if node not in earlier]
         numbers = sorted(self._numbers[node] for node in self.last if node in self._numbers)
         self.modules = list(dict.fromkeys(self.calls[number][0] for number in numbers))
         self.factors = {name for node in self.last for name in self._factors(node)}
-        added = (self._name(node) for node in after if node not in around and node not in earlier)
-        self.added = {name for name in added if name is not None}
-        self.constants = {self._name(node) for node in around} - {None}
-        self.is_direct = self.last == layers and not (self.doubts or self.factors or self.added)
+        names = (self._name(node) for node in after if node not in earlier)
+        self.beside = {name for name in names if name is not None}
+        self.is_direct = self.last == layers and not (self.factors or self.beside)
+        self.added, self.is_affine = self._find_added()
+
+    def _find_added(self) -> tuple[set[str], bool]:
+        """Return the parameters added after these layers, and whether the outputs are affine in both together."""
+        if not self.steps or self._proves_affine(self.beside):
+            return self.beside, True
+        added = {name for name in self.beside if self._proves_affine({name})}
+        return added, added < self.beside and self._proves_affine(added)
 
     def why_not(self) -> str:
         """Return a clause on why the outputs are not affine in what these layers return; empty if they are."""
-        if self.steps and not (self.constants.isdisjoint(self.names) and self._proves_affine()):
-            first, *_ = self.doubts or self.steps
-            if _kind(first) in PRODUCTS:
-                return f"they come from a product of parts that both depend on parameters, {first.name()}"
-            return f"they come from {first.name()}, which is not linear"
+        if not (self.is_affine and self.beside.intersection(self._of_modules) <= self.added):
+            first, *others = dict.fromkeys(map(_kind, self.steps))
+            if first in PRODUCTS:
+                return f"they come from a product of parts that both depend on parameters, {first}"
+            return f"they come from {', '.join([first, *others][:4])}, of which one is not linear"
         if not self.last and not (self.model.module is None and self.added):
             return "no layer with parameters is called before them"
         return ""
 
     @property
+    def _of_modules(self) -> list[str]:
+        root = self.model.module
+        return [] if root is None else [name for module in self.modules for name in _names(root, module)]
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the layers' parameters, and of those added to what they return."""
-        root = self.model.module
-        of_modules = [] if root is None else [name for module in self.modules for name in _names(root, module)]
-        return tuple(dict.fromkeys([*of_modules, *(name for name in self.leaves if name in self.factors | self.added)]))
+        others = (name for name in self.leaves if name in self.factors | self.added)
+        return tuple(dict.fromkeys([*self._of_modules, *others]))
 
     @property
     def remedy(self) -> str:
         """The parameters of the layers that ran last, or that multiply what came from them, as arguments."""
-        scales = {name for node in self.doubts if _kind(node) in PRODUCTS for name in self._leaves_of(node)}
-        if scales := scales - {*self.names}:
-            names = [name for name in self.leaves if name in scales | self.added]
+        scales = {name for node in self.steps if _kind(node) in PRODUCTS for name in self._leaves_of(node)}
+        if scales - {*self.names}:
+            names = [name for name in self.leaves if name in self.beside]
             return f"parameters={(names[0] if len(names) == 1 else names)!r}"
         ran = dict.fromkeys(module for module, _ in reversed(self.calls))
         globs = [f"{self.model.paths[module]}.*".lstrip(".") for module in [*ran][:3]]
@@ -154,8 +151,8 @@ class _LastLayers:
             for handle in handles:
                 handle.remove()
 
-    def _proves_affine(self) -> bool:
-        """Return whether the outputs follow changes Δ of what the layers return in proportion, in both directions.
+    def _proves_affine(self, added: Set[str]) -> bool:
+        """Return whether outputs follow changes Δ of what layers return, and of parameters added to it, in proportion.
 
         That is f(h + a Δ) − f(h) = a s for a = 1 and for a so large in both directions that no kink or bound lies
         beyond. The slope s is that of a large a, in which an offset's rounding does not show.
@@ -164,9 +161,9 @@ class _LastLayers:
         large = 2.0**20 if torch.finfo(dtype).max > 2.0**100 else 8.0
         moved = [self._numbers[node] for node in self.last if node in self._numbers]
         features = [node for node in _before(self.last) if not self._name(_through_views(node))]
-        factors = (self.factors | self.added) - {self._name(node) for node in _behind(features, lambda _: True)}
+        factors = (self.factors | added) - {self._name(node) for node in _behind(features, lambda _: True)}
         if not (moved or factors):
-            return not self.doubts  # of a factor that also acts earlier, nothing is known alone
+            return not self.steps  # of a factor that also acts earlier, nothing is known alone
         try:
             far, *others = (self._run(a, moved, factors)[0].detach() - self._outputs for a in (large, -large, 1.0))
         except (TypeError, ValueError):
@@ -236,19 +233,10 @@ def _noise(like: Tensor, seed: int) -> Tensor:
 
 
 def _through_views(node: Node) -> Node:
-    """Return the first node before this one that is not a linear operation on one input without a constant factor."""
-    while _kind(node) in LINEAR and len(_parents(node)) == 1:
+    """Return the first node before this one that is not a view."""
+    while _kind(node) in VIEWS and len(_parents(node)) == 1:
         (node,) = _parents(node)
     return node
-
-
-def _is_linear(node: Node) -> bool:
-    """Return whether the result of a node is linear or affine in every differentiated input."""
-    if _kind(node) == "Div" and node.next_functions[1][0] is not None:
-        return False
-    if _kind(node) in REDUCTIONS:
-        return getattr(node, "_saved_reduce", "") in ("sum", "mean")
-    return _kind(node) in LINEAR or (_kind(node) in PRODUCTS and len(_parents(node)) == 1)
 
 
 def _parents(node: Node) -> list[Node]:

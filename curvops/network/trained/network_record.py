@@ -20,7 +20,7 @@ from curvops.argument_types import Collate
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Reading, as_source
-from curvops.network.data.inputs import Inputs, as_inputs, batch_inputs, first_of, join, num_points, take
+from curvops.network.data.inputs import Inputs, as_inputs, batch_inputs, first_of, num_points
 from curvops.network.data.layouts import Layout, NamedLayout, TargetShape, layout_of
 from curvops.network.data.objects import Objects
 from curvops.network.data.point_sources import with_collate
@@ -107,7 +107,7 @@ def recorded_network(
     """Read the network of this record again, with the model, and with the data if they are given.
 
     With `load_weights`, the selected weights of the record are first written into the model. Points that are objects
-    are not in the record: those that the model was tried on are taken from the data, or are `inputs`. Raises ValueError
+    are not in the record: those that the model was tried on are the first of the data, or `inputs`. Raises ValueError
     if the model, the data or the likelihood are not those of the record.
     """
     check_progress(progress)
@@ -125,11 +125,12 @@ def recorded_network(
     theta, saved = network.theta, record["data"]
     if inputs is not None and collate is not None:
         inputs = Objects((), collate).like(inputs)
-    targets = None
+    few = targets = None
     if data is not None:
         data = with_collate(data, collate)
-        data, _, targets, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
-    tried = as_inputs(_tried_points(record, data, inputs), theta.device, theta.dtype)
+        data, points, targets, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
+        few = first_of(points)
+    tried = as_inputs(_tried_points(record, few, inputs), theta.device, theta.dtype)
     layout, outputs = _try_network(network, tried, record)
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:
@@ -145,31 +146,19 @@ def recorded_network(
     return lin
 
 
-def _tried_points(record: Mapping[str, Any], data: Any, inputs: Any) -> Inputs:
-    """Return the points on which the model was tried: saved, or objects of the data or `inputs` with these prints."""
-    tried, saved = record["tried"], record["data"]
+def _tried_points(record: Mapping[str, Any], few: Inputs | None, inputs: Any) -> Inputs:
+    """Return the points on which the model was tried: saved, or objects that are `inputs`, or the first of the data."""
+    tried = record["tried"]
     if tried["inputs"] is not None:
         return tried["inputs"]
-    wanted, points_by_print = tried["prints"], dict[int, Inputs]()
-    reading = Reading(weights=saved["weighted"])
-    source = [] if data is None else as_source(data, saved["largest_batch"], saved["weighted"])
-    candidates = (
-        [batch_inputs(inputs, len(wanted))] if inputs is not None else (reading.read(item).inputs for item in source)
-    )
-    for points in candidates:
-        prints = points.prints().tolist() if isinstance(points, Objects) else []
-        if prints == wanted:
-            return points
-        for i, number in enumerate(prints):
-            if number in wanted and number not in points_by_print:
-                points_by_print[number] = take(points, slice(i, i + 1))
-    if len(points_by_print) < len(set(wanted)):
+    points = few if inputs is None else batch_inputs(inputs, len(tried["prints"]))
+    if not isinstance(points, Objects) or points.prints().tolist() != tried["prints"]:
         raise ValueError(
-            "the points at which the model was tried are objects, which are not saved, and not among those given: pass "
-            "the training data as to co.linearize, or inputs=, the first two training points (or those of "
-            "post.save(path, inputs=)), with collate= if that was given."
+            "the points at which the model was tried are objects, which are not saved, and not those given: pass the "
+            "training data in the order in which co.linearize had them, or inputs=, the first two training points (or "
+            "those of post.save(path, inputs=)), with collate= if that was given."
         )
-    return join([points_by_print[number] for number in wanted])
+    return points
 
 
 def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> tuple[Layout, Tensor]:

@@ -412,7 +412,7 @@ def test_a_posterior_is_read_again(form, tmp_path):
         with pytest.raises(ValueError, match="inputs="):
             co.load(tmp_path, model, inputs=points[2:4], collate=collate)
         points[0].rows.add_(1)
-        with pytest.raises(ValueError, match="not among those given"):
+        with pytest.raises(ValueError, match="not those given"):
             co.load(tmp_path, model, given, collate=collate)
 
 

@@ -100,7 +100,7 @@ AFFINE = {
     "a skip connection from another layer": (lambda m, h: m.head(s := m.side(h) @ m.matrix.mT) + s[:, :3].exp(), HEAD),
     "gates that do not come from the head": (lambda m, h: m.head(h) * h.sigmoid()[:, :3], HEAD),
     "a scale that is a parameter": (lambda m, h: m.head(h) * m.scale.exp() + m.shift, (*HEAD, "shift")),
-    "a shift that is scaled": (lambda m, h: (m.head(h) + m.shift) * m.scale, HEAD),
+    "a shift that is scaled": (lambda m, h: (m.head(h) + m.shift) * m.scale, (*HEAD, "shift")),
     "written in place": (lambda m, h: _written(m.head(h)), HEAD),
     "an operation of a user": (lambda m, h: Doubled.apply(m.head(h)), HEAD),
     "resampled": (_resampled, HEAD),
@@ -301,7 +301,7 @@ def test_functions_with_a_bias_and_with_none() -> None:
     params = {"c": torch.randn(3), "b": torch.randn(5, 3), "a": torch.randn(4, 5)}
     x = torch.randn(2, 4)
     assert last_layer((lambda p, x: (x @ p["a"]).tanh() @ p["b"] + p["c"], params), x) == ("c", "b")
-    assert last_layer((lambda p, x: 2 * ((x @ p["a"]).tanh() @ p["a"].mT), {"a": params["a"]}), x) == ("a",)
+    assert last_layer((lambda p, x: (x @ p["a"]).tanh() @ p["a"].mT, {"a": params["a"]}), x) == ("a",)
     with pytest.raises(ValueError, match="not linear in the output of one layer"):
         last_layer((lambda p, x: ((x @ p["a"]) @ p["b"] + p["c"]).exp(), params), x)
 
