@@ -94,10 +94,10 @@ def linearize() -> Callable[[], Any]:
 CALLS = {
     "linearize": (linearize, 31, 268),
     "G @ v": (product, 13, 55),
-    "P.solve(b)": (solve, 28, 179),
+    "P.solve(b)": (solve, 28, 180),
     "co.linalg.cg(P, B)": (block_solve, 22, 142),
     "co.linalg.trace(G)": (trace, 35, 170),
-    "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 48, 306),
+    "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 48, 300),
     "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 41, 200),
     "post.sample(4), KFAC": (sample, 26, 95),
     "sgld.update": (sgld, 11, 45),

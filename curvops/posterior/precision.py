@@ -22,7 +22,6 @@ from curvops.linalg.core.results import Reason
 from curvops.linalg.core.solve_routes import (
     CLOSED_FORM,
     METHODS,
-    MOST_FORMED,
     SKETCH_SERVES,
     UNEVEN,
     PosteriorFacts,
@@ -137,7 +136,9 @@ def inverse_of_rows(terms: PrecisionTerms, rows: int, rtol: float | None, moved:
     P = terms.precision
     if terms.closed_form is None:
         with terms.cache.lock:
-            route = chosen(_resolved(terms, lambda: routes(_system_of_rows(terms, rows, moved))))
+            route = chosen(_resolved(terms, lambda: routes(_system_of_rows(terms, rows, moved, whole=False))))
+            if route is not None and route.name == "formed matrix":  # its room in memory takes time to measure
+                route = chosen(_resolved(terms, lambda: routes(_system_of_rows(terms, rows, moved))))
             name = "" if route is None else route.name
             if name == "formed kernel" and terms.A is not None:
                 return DualInverse(P, *kernel_of(terms).factor_under(float(terms.A)), rtol=rtol)
@@ -147,10 +148,9 @@ def inverse_of_rows(terms: PrecisionTerms, rows: int, rtol: float | None, moved:
     return inverse
 
 
-def _system_of_rows(terms: PrecisionTerms, rows: int, moved: bool = False) -> System:
-    """Return the facts about P X = Jᵀ for rows of J at other points; only a matrix that is formed needs all of them."""
-    system = posterior_system(terms, rows, whole=len(terms.lin.theta) <= MOST_FORMED)
-    return replace(system, rows_of_J=True, moved=moved)
+def _system_of_rows(terms: PrecisionTerms, rows: int, moved: bool = False, whole: bool = True) -> System:
+    """Return the facts about P X = Jᵀ for rows of J at other points, all or those that cost nothing."""
+    return replace(posterior_system(terms, rows, whole=whole), rows_of_J=True, moved=moved)
 
 
 def formed_precision(terms: PrecisionTerms) -> Any:
