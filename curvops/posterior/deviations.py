@@ -471,7 +471,8 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
     P, right = systems.precision, systems.right_sides()
     if systems.route in (SKETCHED, "cg") and not carries_graph(P.representation()):
         M, spent = preconditioner(systems.terms, systems.count)
-        solution = cg(P, right, preconditioner=M, rtol=rtol, x0=x0, keep_directions=_directions(systems, M, rtol))
+        most = None if directions_pay(getattr(M, "condition", math.inf), rtol) else 0
+        solution = cg(P, right, preconditioner=M, rtol=rtol, x0=x0, keep_directions=most)
         return replace(solution, matvecs=solution.matvecs + spent)
     z = solve(P, right, rtol=rtol)  # exact if P is small or has a closed form; carries its gradient
     with torch.no_grad():
@@ -480,14 +481,6 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
     none = residuals.new_full(residuals.shape, math.nan)
     matvecs = len(z) + systems.count
     return Solution(z, reasons, residuals, none, 1, matvecs, residuals.unsqueeze(0))
-
-
-def _directions(systems: Systems, M: Any, rtol: float) -> int | None:
-    """Return 0 if conjugation to all directions takes more time, and much memory, than the products that it saves."""
-    lin, condition = systems.terms.lin, getattr(M, "condition", math.inf)
-    points_a_weight = lin.plan.forward * lin.num_data / lin.num_parameters
-    has_costs = points_a_weight > 0 and not lin.plan.others
-    return 0 if has_costs and not directions_pay(condition, rtol, systems.count, points_a_weight) else None
 
 
 def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:

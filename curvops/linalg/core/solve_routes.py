@@ -167,15 +167,12 @@ def _route(name: str, products: float | int, nbytes: float | int, *obstacles: tu
     return Route(name, products, nbytes)
 
 
-def directions_pay(condition: float, rtol: float, columns: int, points_a_weight: float) -> bool:
-    """Return whether it is cheaper for CG to keep its directions, given the condition number that a sketch leaves.
+def directions_pay(condition: float, rtol: float) -> bool:
+    """Return whether CG keeps its directions, given the condition number that a sketch leaves.
 
-    ``points_a_weight`` are the multiply-adds of a forward pass over all data, for each weight: a product takes twice as
-    many. Conjugation takes a multiply-add in float64 and one in float32 a direction, and half of them are there on
-    average. Up to 25 iterations kept directions save at most a tenth of the products.
+    Up to 25 iterations they save at most a tenth of the products, and take as much time and half of the memory.
     """
-    iterations = math.sqrt(condition) * math.log(2 / rtol) / 2
-    return iterations > 25 or 0.1 * 2 * points_a_weight > 3 * iterations * columns / 2
+    return math.sqrt(condition) * math.log(2 / rtol) / 2 > 25
 
 
 def chosen(table: Iterable[Route]) -> Route | None:
