@@ -302,10 +302,17 @@ def check_noise_scales(post: Laplace) -> None:
     """Raise ValueError unless the likelihood has a noise, and the curvature is proportional to its inverse."""
     if not gaussians(post.lin.likelihood):
         _ = post.observation_noise  # raises an error that names the likelihood
+    if (why_not := why_it_does_not_scale(post)) is not None:
+        raise ValueError(why_not)
+
+
+def why_it_does_not_scale(post: Laplace) -> str | None:
+    """Return why the curvature is not proportional to 1 / noise, or None if it is."""
     if post.cache.power != 1:
-        raise ValueError("the noise of a tempered likelihood cannot be tuned: pass the curvature itself.")
+        return "the noise of a tempered likelihood cannot be tuned: pass the curvature itself."
     curvature = post.curvature
     if not isinstance(curvature, UserOperator) or curvature.arguments is None:
-        raise ValueError(f"this {type(curvature).__name__} cannot be built at another noise: use co.GGN, co.KFAC, …")
+        return f"this {type(curvature).__name__} cannot be built at another noise: use co.GGN, co.KFAC, …"
     if isinstance(curvature, EmpiricalFisher) or curvature.arguments.get("fisher") == "empirical":
-        raise ValueError("an empirical Fisher is not proportional to 1 / noise: use co.GGN, or fisher='exact'.")
+        return "an empirical Fisher is not proportional to 1 / noise: use co.GGN, or fisher='exact'."
+    return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed, refuse
 from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
-from curvops.evidence.hyperparameters import check_noise_scales, gaussians, named_noises, noises_of
+from curvops.evidence.hyperparameters import gaussians, named_noises, noises_of, why_it_does_not_scale
 from curvops.evidence.maximize import checked_precisions
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
 from curvops.network.data.batches import Batches, as_source
@@ -301,11 +301,8 @@ def predicting_at(post: Laplace, noise: float) -> Laplace:
     likelihood, A = post.lin.likelihood, post.prior.diagonal
     if noise == 1:
         return post
-    if A is None or not all(isinstance(member.of_position, Gaussian) for member in likelihood.members):
-        return with_noises(post, noise)
-    try:
-        check_noise_scales(post)
-    except ValueError:  # an empirical Fisher, or a matrix that cannot be built again, which the next line says
+    of_noise_alone = all(isinstance(member.of_position, Gaussian) for member in likelihood.members)
+    if A is None or not of_noise_alone or why_it_does_not_scale(post) is not None:
         return with_noises(post, noise)
     lin = post.lin.with_likelihood(likelihood.with_hyperparameters([h * noise for h in likelihood.hyperparameters]))
     prior = replace(post.prior, precision=A * noise)

@@ -152,7 +152,8 @@ class InfiniteWidthKernel(OperatorKernel):
         expectations, tangent = ACTIVATIONS[self.activation], cov.c
         for weight, bias in zip(weights[1:], biases[1:]):
             expected = expectations(cov)
-            a, b = (weight * expectations(_with_itself(variance)).product for variance in (cov.a, cov.b))
+            itself = (Covariance(variance, variance, variance, torch.zeros_like(variance)) for variance in cov[:2])
+            a, b = (weight * expectations(pair).product for pair in itself)
             c = weight * expected.product + bias
             r = cov.r if expected.gap is None else _next_distance(a, b, bias, expected.gap)
             cov, tangent = Covariance(a + bias, b + bias, c, r), c + weight * expected.slope * tangent
@@ -188,10 +189,6 @@ def _unit(vectors: Tensor) -> Tensor:
     """Return the vectors' directions; zero has none and stays unchanged."""
     length = root(vectors.square().sum(-1, keepdim=True))
     return vectors / length.masked_fill(length == 0, 1)
-
-
-def _with_itself(variance: Tensor) -> Covariance:
-    return Covariance(variance, variance, variance, torch.zeros_like(variance))
 
 
 def _next_distance(a: Tensor, b: Tensor, bias: Tensor, gap: Tensor) -> Tensor:

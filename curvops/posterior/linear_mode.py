@@ -248,10 +248,10 @@ def find_mode(
             return preconditioner(terms, 1)
 
     # A run that goes on has its first step's sketch even where no step is left, since what comes next uses it, too.
-    sketch = sketched() if ours and saved and steps else None
+    M = sketched()[0] if ours and saved and steps else None
 
     def step_at(model: _LinearModel, steps: int) -> Tensor:
-        nonlocal matvecs, sketch
+        nonlocal matvecs, M
         if few is not None:
             matvecs += 3
             return few.newton_step(model.parts[0], float(prior.precision), model.gradient)
@@ -260,15 +260,13 @@ def find_mode(
         worth = 0.0 if all(isinstance(lin.likelihood, Gaussian) for lin in lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))
         if not ours:
-            M, spent = precision.preconditioner(1), 0
-        else:
-            if sketch is None or not saved:  # one for all steps of a run with a checkpoint
-                sketch = sketched()
-            M, spent = sketch
-            spent = 0 if saved and steps else spent
+            M = precision.preconditioner(1)
+        elif M is None:  # one for all steps
+            M, spent = sketched()
+            matvecs += spent
         solution = cg(precision, -model.gradient, preconditioner=M, rtol=goal)
         solution.raise_if_failed(goal, REMEDIES)
-        matvecs += solution.matvecs + spent + 2
+        matvecs += solution.matvecs + 2
         return solution.x
 
     def save(model: _LinearModel, steps: int) -> None:

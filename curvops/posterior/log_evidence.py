@@ -158,9 +158,13 @@ def log_ratio(
 ) -> Estimate:
     """Compute log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
     with naming_the_ggn(terms.curvature):
-        if terms.A is None:
-            return _ratio_beside(terms, rtol, generator)
-        return _ratio_above(terms, terms.A, rtol, generator, many)
+        if terms.A is not None:
+            return _ratio_above(terms, terms.A, rtol, generator, many)
+        try:  # rtol applies to each determinant
+            reference = _logdet_of(terms.prior.precision, rtol, generator)
+        except NotPositiveSemidefiniteError as error:
+            raise ValueError("the prior operator is singular: use prior.add_diagonal(1e-3).") from error
+        return add_estimates(_logdet_of(terms.precision, rtol, generator), reference * -1.0)
 
 
 def log_determinant(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
@@ -231,15 +235,6 @@ def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: flo
     shift = float(A.detach())
     estimate = spectrum.logdet(shift, rtol)
     return attach_gradient(estimate, precision, lambda _: [(spectrum.inverse(shift, unit.dtype), unit)]) + (-reference)
-
-
-def _ratio_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:
-    """Compute log det(G + A) − log det A under an operator A; rtol applies to each determinant."""
-    try:
-        reference = _logdet_of(terms.prior.precision, rtol, generator)
-    except NotPositiveSemidefiniteError as error:
-        raise ValueError("the prior operator is singular: use prior.add_diagonal(1e-3).") from error
-    return add_estimates(_logdet_of(terms.precision, rtol, generator), reference * -1.0)
 
 
 def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) -> Estimate:

@@ -141,7 +141,12 @@ class CurvatureCache:
         """Return the hyperparameters; drop all values if one has changed, or raise ValueError if G does not follow."""
         now = self.hyperparameters
         if now and not all(torch.equal(tensor, old) for (_, tensor), old in zip(now, self._seen)):
-            self._require_followed()
+            for likelihood, tensor in now:
+                if not self._is_held(tensor):
+                    raise ValueError(
+                        f"{likelihood!r} has changed since {type(self.curvature).__name__} was built, which does not "
+                        "follow it, as co.GGN does: build the posterior again, co.laplace(lin, ...)."
+                    )
             self._seen = [tensor.detach().clone() for _, tensor in now]
             self._values.clear()
         return now
@@ -236,15 +241,6 @@ class CurvatureCache:
             state = saved.attach("known", self.state)
             if saved.done:
                 self.recall(state)
-
-    def _require_followed(self) -> None:
-        """Raise ValueError if hyperparameters have changed and the curvature does not follow them."""
-        for likelihood, tensor in self.hyperparameters:
-            if not self._is_held(tensor):
-                raise ValueError(
-                    f"{likelihood!r} has changed since {type(self.curvature).__name__} was built, which does not "
-                    "follow it, as co.GGN does: build the posterior again, co.laplace(lin, ...)."
-                )
 
     def _is_held(self, tensor: Tensor) -> bool:
         """Return whether the curvature follows a tensor and has gradients in it."""

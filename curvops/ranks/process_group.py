@@ -79,15 +79,15 @@ class Ranks:
     def add_up(self, local_sum: Tensor) -> Tensor:
         """Return the sum of the parts of all ranks. One all-reduce."""
         if torch.is_grad_enabled() and local_sum.requires_grad:
-            total: Tensor = _AllReduce.apply(local_sum, self)  # type: ignore[no-untyped-call]
-            return total
+            return _linear(local_sum, self._reduced, lambda gradient: gradient)  # each rank has the loss of the sum
         return self._reduced(local_sum.detach())
 
     def line_up(self, local_rows: Tensor, dim: int = 0) -> Tensor:
         """Concatenate the parts of all ranks, whose sizes may differ in this dimension. Two collective calls."""
         if torch.is_grad_enabled() and local_rows.requires_grad:
-            rows: Tensor = _LineUp.apply(local_rows, self, dim)  # type: ignore[no-untyped-call]
-            return rows
+            whole, counts = self.line_up_counted(local_rows, dim)
+            start, count = sum(counts[: self.rank]), counts[self.rank]
+            return _linear(local_rows, lambda _: whole, lambda gradient: gradient.narrow(dim, start, count))
         return self.line_up_counted(local_rows, dim)[0]
 
     def line_up_counted(self, local_rows: Tensor, dim: int = 0) -> tuple[Tensor, list[int]]:
@@ -172,8 +172,7 @@ class Ranks:
     def replicate(self, tensor: Tensor) -> Tensor:
         """Return the tensor; its gradient is the sum over ranks of the gradients of each rank's own terms."""
         if torch.is_grad_enabled() and tensor.requires_grad:
-            copied: Tensor = _Replicated.apply(tensor, self)  # type: ignore[no-untyped-call]
-            return copied
+            return _linear(tensor, lambda copied: copied.view_as(copied), self._reduced)
         return tensor
 
     def from_first(self, work: Callable[[], R]) -> R:
@@ -242,46 +241,24 @@ class Ranks:
         return torch.device("cuda" if "nccl" in dist.get_backend(self.group) else "cpu")
 
 
-class _AllReduce(Function):
-    """The sum over ranks. Every rank has the same loss of the sum, so each part's gradient is the sum's own."""
+def _linear(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a linear function of a tensor over the ranks, with its gradient by the transposed one."""
+    image: Tensor = _Exchange.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+    return image
+
+
+class _Exchange(Function):
+    """A linear function and its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, local_sum: Tensor, ranks: Ranks) -> Tensor:
-        return ranks._reduced(local_sum.detach())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _LineUp(Function):
-    """The rows of all ranks; each rank gets the gradient of its own rows."""
-
-    @staticmethod
-    def forward(ctx: Any, local_rows: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        whole, counts = ranks.line_up_counted(local_rows.detach(), dim)
-        ctx.own = dim, sum(counts[: ranks.rank]), counts[ranks.rank]
-        return whole
+    def forward(ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Any) -> Tensor:
+        ctx.transposed = backward
+        return forward(tensor.detach())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.narrow(*ctx.own), None, None
-
-
-class _Replicated(Function):
-    """The identity; its gradient is the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks._reduced(gradient.detach()), None
+        return ctx.transposed(gradient.detach()), None, None
 
 
 @dataclass(frozen=True, eq=False)

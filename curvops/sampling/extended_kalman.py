@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import StepSizes
-from curvops.checks import check_choice, check_kind, checked_number, checked_whole, refuse
+from curvops.checks import check_choice, check_kind, checked_number, refuse
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
@@ -20,7 +20,7 @@ from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior, co
 from curvops.posterior.terms import check_linearization
 from curvops.sampling.log_density import LogPosterior, order_at_mean
 from curvops.sampling.state import Info, NoiseSource, State
-from curvops.sampling.transition import Transition, common_arguments
+from curvops.sampling.transition import Transition, checked_rank, common_arguments
 
 FORMS = ("diagonal", "dense", "low_rank_diagonal")
 FISHERS = ("ggn", "empirical")
@@ -60,6 +60,7 @@ class ExtendedKalmanFilter(Transition):
     transition_noise: float
     rank: int
     state_type: ClassVar[type[State]] = KalmanState
+    alone: ClassVar[str] = "a Kalman filter is deterministic: use ekf(...) itself, not chains of it."
 
     def step_length(self, step: int) -> tuple[str, float]:
         """Return "lr" and its value, the fraction by which a batch counts."""
@@ -72,7 +73,6 @@ class ExtendedKalmanFilter(Transition):
         return density
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
-        refuse(self.chains is not None, "a Kalman filter is deterministic: use ekf(...) itself, not chains of it.")
         return {"precision": self._prior_precision(state.theta)}
 
     def _prior_precision(self, theta: Float[Tensor, " d"]) -> PrecisionTensors:
@@ -239,13 +239,12 @@ def ekf(
     check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(model, likelihood, ...)")
     shared = log_posterior.ranks is not None
     refuse(shared, "ekf is not for a log posterior over a process group: filter all data in each process.")
-    refuse(rank is not None and form != "low_rank_diagonal", f"rank={rank!r}, but {form!r} has no rank: leave it out.")
     return ExtendedKalmanFilter(
         **common_arguments(log_posterior, lr, 1.0, None, None),
         form=form,
         fisher=fisher,
         transition_noise=checked_number("transition_noise", transition_noise, "[0, inf)"),
-        rank=10 if rank is None else checked_whole("rank", rank, 1),
+        rank=checked_rank(rank, form),
     )
 
 

@@ -308,36 +308,29 @@ class Evaluation:
 
     def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
         """Return the value of log_posterior."""
-        if theta.ndim > 1 and not self._together[0]:
-            return torch.stack([self.value(row, structure, batch) for row in theta])
-        f, at_one, parts = self.log_posterior, partial(self._at_one, structure, batch), structure.parts(theta)
-        try:
-            with torch.no_grad():
-                value: Tensor = at_one(*parts) if theta.ndim == 1 else torch.vmap(at_one)(*parts)
-        except (RuntimeError, NotImplementedError) as error:
-            self._fall_back(error, theta)
-            return self.value(theta, structure, batch)
-        return f.completed(value, None, theta)[0] if isinstance(f, LogPosterior) else value
+        return self.gradient(theta, structure, batch, wanted=False)[0]
 
     def gradient(
-        self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
-    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
-        """Return log_posterior and its gradient, each in new memory."""
+        self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any, wanted: bool = True
+    ) -> tuple[Float[Tensor, "*k"], Any]:
+        """Return log_posterior and, if wanted, its gradient (*k, d), each in new memory."""
         if theta.ndim > 1 and not self._together[0]:
-            values, gradients = zip(*[self.gradient(row, structure, batch) for row in theta])
-            return torch.stack(values), torch.stack(gradients)
+            values, gradients = zip(*[self.gradient(row, structure, batch, wanted) for row in theta])
+            return torch.stack(values), torch.stack(gradients) if wanted else None
         f, at_one, leaves = self.log_posterior, partial(self._at_one, structure, batch), structure.parts(theta.detach())
         for leaf in leaves:
-            leaf.requires_grad_()
+            leaf.requires_grad_(wanted)
         try:
-            with torch.enable_grad():
+            with torch.set_grad_enabled(wanted):
                 value = at_one(*leaves) if theta.ndim == 1 else torch.vmap(at_one)(*leaves)
         except (RuntimeError, NotImplementedError) as error:
             self._fall_back(error, theta)
-            return self.gradient(theta, structure, batch)
-        unused = isinstance(f, LogPosterior)  # the prior, added below, depends on all parameters of a network
-        slopes = torch.autograd.grad(value, leaves, torch.ones_like(value), materialize_grads=unused)
-        value, gradient = value.detach(), structure.concatenate(slopes, theta.ndim - 1)
+            return self.gradient(theta, structure, batch, wanted)
+        gradient = None
+        if wanted:
+            unused = isinstance(f, LogPosterior)  # the prior, added below, depends on all parameters of a network
+            slopes = torch.autograd.grad(value, leaves, torch.ones_like(value), materialize_grads=unused)
+            value, gradient = value.detach(), structure.concatenate(slopes, theta.ndim - 1)
         return f.completed(value, gradient, theta) if isinstance(f, LogPosterior) else (value, gradient)
 
     def _fall_back(self, error: Exception, theta: Tensor) -> None:

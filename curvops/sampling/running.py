@@ -425,6 +425,7 @@ def chains(
     check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
     refuse(sampler.chains is not None, f"the sampler already runs {sampler.chains} chains; pass that of one.")
     refuse(not gather and process_group is None, "gather=False is for chains that the ranks of a process_group share.")
+    refuse(sampler.alone, sampler.alone)
     count = checked_whole("k", k, kind="a whole number of chains")
     if vectorized is not None:
         check_flag("vectorized", vectorized)

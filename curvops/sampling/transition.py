@@ -355,6 +355,8 @@ class Transition(Summarised, ABC):
     state_type: ClassVar[type[State]] = State
     metropolis: ClassVar[bool] = False
     """Whether proposals are accepted or rejected."""
+    alone: ClassVar[str] = ""
+    """The error message for chains, of methods that have none."""
     cold: ClassVar[str] = ""
     """The error message at temperature 0, for methods that need a positive temperature."""
     largest_step: ClassVar[float] = math.inf
@@ -438,3 +440,10 @@ def common_arguments(
         "data_size": size,
         "metric": as_metric(preconditioner),
     }
+
+
+def checked_rank(rank: Any, form: str) -> int:
+    """Return the rank of the form "low_rank_diagonal", by default 10; raise ValueError for one of another form."""
+    if form != "low_rank_diagonal" and rank is not None:
+        raise ValueError(f"rank={rank!r} is for 'low_rank_diagonal'; {form!r} has no rank: leave it out.")
+    return 10 if rank is None else checked_whole("rank", rank, 1)

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Density, GivenBatch, OptimizerChoice, StepSizes
-from curvops.checks import check_choice, check_flag, checked_number, checked_whole, refuse
+from curvops.checks import check_choice, check_flag, checked_number, checked_whole
 from curvops.errors import UnsettledWarning, warn
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
 from curvops.operators import Linearization
@@ -28,7 +28,7 @@ from curvops.sampling.log_density import order_at_mean
 from curvops.sampling.state import Info, NoiseSource, State, Structure
 from curvops.sampling.torch_optimizer import Optimizer, OptimizerState
 from curvops.sampling.torch_optimizer import optimizer as in_torch
-from curvops.sampling.transition import common_arguments
+from curvops.sampling.transition import checked_rank, common_arguments
 
 Tensors = Mapping[str, Tensor]
 DrawnNumbers = Float[Tensor, "k m"]
@@ -228,11 +228,8 @@ FAMILIES: dict[str, type[GaussianFamily]] = {
 
 def family_of(name: str, rank: object) -> GaussianFamily:
     """Return the family of this name, of this rank if it has one."""
-    kind = FAMILIES[name]
-    if kind is LowRankDiagonalFamily:
-        return LowRankDiagonalFamily(10 if rank is None else checked_whole("rank", rank, 1))
-    refuse(rank is not None, f"rank={rank!r} needs family='low_rank_diagonal'; {name!r} has no rank: leave it out.")
-    return kind()
+    kind, checked = FAMILIES[name], checked_rank(rank, name)
+    return LowRankDiagonalFamily(checked) if kind is LowRankDiagonalFamily else kind()
 
 
 def triangle(factor: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
@@ -328,10 +325,9 @@ class Variational(Optimizer):
     initial_scale: float
     state_type: ClassVar[type[State]] = VariationalState
     cold: ClassVar[str] = "temperature must be positive, got 0: the optimum is then a point; use co.sampling.optimizer."
+    alone: ClassVar[str] = "variational inference makes one fit, not chains: pass draws= for several draws per step."
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
-        if self.chains is not None:
-            raise ValueError("variational inference makes one fit, not chains: pass draws= for several draws per step.")
         spread = self.family.start(state.structure, self.initial_scale, state.theta, noise)
         tensors: dict[str, Any] = {"spread": spread, "average": {}, "square": {}, "centre": {}}
         return super()._initial_tensors(state, noise) | tensors

@@ -99,23 +99,19 @@ def log_likelihoods(
     return torch.cat(parts, 1)
 
 
-def draw_pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Draw ⌊n/2⌋ random pairs of points (2, m) and the copies of each in its pair: n₁ ~ U{1, …, 9}, n₂ = 10 − n₁."""
-    device = None if generator is None else generator.device
-    order = torch.randperm(n, generator=generator, device=device)[: n - n % 2].view(2, -1)
-    first = torch.randint(1, DYADIC_COPIES, order.shape[1:], generator=generator, device=device)
-    return order, torch.stack([first, DYADIC_COPIES - first])
-
-
 def dyadic_score(
     log_p: Float[Tensor, "k N"], generator: torch.Generator | None, error: ErrorOfMean = error_of_mean
 ) -> Estimate:
     """Return log mean_k p_k(y₁|x₁)^n₁ p_k(y₂|x₂)^n₂ of random pairs of points (Osband et al. 2022), (⌊N/2⌋,).
 
-    It measures how predictions vary together, which a mean over points does not show.
+    The copies in a pair are n₁ ~ U{1, …, 9} and n₂ = 10 − n₁. It measures how predictions vary together, which a mean
+    over points does not show.
     """
-    order, copies = (index.to(log_p.device) for index in draw_pairs(log_p.shape[1], generator))
-    return log_mean_exp((log_p[:, order] * copies).sum(1), error)
+    n, device = log_p.shape[1], None if generator is None else generator.device
+    order = torch.randperm(n, generator=generator, device=device)[: n - n % 2].view(2, -1)
+    first = torch.randint(1, DYADIC_COPIES, order.shape[1:], generator=generator, device=device)
+    copies = torch.stack([first, DYADIC_COPIES - first]).to(log_p.device)
+    return log_mean_exp((log_p[:, order.to(log_p.device)] * copies).sum(1), error)
 
 
 def gaussian_log_density(
