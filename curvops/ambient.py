@@ -231,7 +231,6 @@ def running(
     A: Any,
     progress: Progress = None,
     memory_budget: int | None = None,
-    total: int | None = None,
     call: Any = None,
     distributed: bool = False,
 ) -> Iterator[Run]:
@@ -250,7 +249,7 @@ def running(
     if progress is not None or not outer.counts:
         progress = getattr(A, "progress", None) if progress is None else progress
         silent = silent or progress is False
-        steps = own_steps = Steps(what, total, progress, " products") if not silent and is_wanted(progress) else None
+        steps = own_steps = Steps(what, None, progress, " products") if not silent and is_wanted(progress) else None
     aside = Run(True, silent=silent, distributed=distributed or outer.distributed)
     aside.aside = aside
     run = replace(

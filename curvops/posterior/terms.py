@@ -20,6 +20,8 @@ with one rule of validity:
 Values that depend on the likelihood are dropped if a hyperparameter has changed since they were computed.
 Hyperparameters are compared by value, since version counters miss fused optimisers and `.data`. J Jᵀ is dropped with
 the last posterior that uses it.
+
+Below stand the checks of what users give for these terms.
 """
 
 from __future__ import annotations
