@@ -122,7 +122,7 @@ class Engines:
             return None
         inputs, recording = first
         if self._first_differs is None:
-            self._first_differs = bool(self._differing(inputs, recording))
+            self._first_differs = bool(self._wrong_in(inputs, recording))
         return None if self._first_differs else recording[:2]
 
     def record(self, inputs: Any, graph: bool = False) -> Recording:
@@ -134,7 +134,7 @@ class Engines:
             if not self.plan.layers:
                 with torch.no_grad():
                     return self.model(self.model.values, inputs), [], set()
-            (outputs, calls, misfits), wrong = self._record_checked(inputs, partial(self._differing, inputs), graph)
+            (outputs, calls, misfits), wrong = self._record_checked(inputs, partial(self._wrong_in, inputs), graph)
             return outputs, calls, misfits | wrong
 
     def _record(
@@ -160,23 +160,27 @@ class Engines:
         self.ragged |= {name for call in recording[1] if call.rows for name in call.layer.names.values()}
         return recording, wrong
 
-    def _differing(self, inputs: Any, recording: Recording) -> Set[str]:
-        """Return the parameters whose layers are wrong in this pass; looked up by its path, or checked."""
+    def _wrong_in(self, inputs: Any, recording: Recording, whole: bool | None = None) -> Set[str]:
+        """Return the parameters whose layers are wrong in this pass: looked up by its path, or checked by rows.
+
+        With `whole`, True or False, they are checked anew, by products with J or by rows.
+        """
         outputs, _, misfits = recording
         if misfits:
             return misfits
         path = path_of(self.model, recording)
-        if path is None or path not in self._paths:
+        if whole is None:
+            if path is not None and path in self._paths:
+                return self._paths[path]
             with torch.no_grad():
                 alone = self.model(self.model.values, first_of(inputs, 1))
                 self.model.require_points_apart(outputs.detach(), alone)
-            wrong, shown = self._check(inputs, recording, whole=False)
-            if not shown:
-                return wrong | bypassed(self.model, recording, self._in_layers)
-            if path is None:
-                return wrong
+        wrong, shown = self._check(inputs, recording, bool(whole))
+        if not shown:
+            return wrong | bypassed(self.model, recording, self._in_layers)
+        if path is not None and (whole is None or not wrong):
             self._paths[path] = frozenset(wrong)
-        return self._paths[path]
+        return wrong
 
     def _check(self, inputs: Any, recording: Recording, whole: bool) -> Checked:
         """Find the layers that are wrong in products with J (`whole`), or with one random column per point.
@@ -234,7 +238,9 @@ class Engines:
             alone = self.plan.is_last_layer and root is IDENTITY
             recording = self._record_last_layer(inputs) if alone else self.record(inputs)
             if not recording[2]:
-                return self._build_layerwise(inputs, room, root, recording)
+                others = tuple(self.plan.others)
+                rest = self._build_recorded(inputs, others) if others else None
+                return Layerwise(self.model, recording, rest, max(SMALL_BYTES, room // 8), root)
             self._unlike = frozenset(recording[2])
             self._make_plan()
         return self.build("streamed", inputs, room, root)
@@ -271,20 +277,9 @@ class Engines:
 
     def _wrong_at(self, parts: Sequence[Any], whole: bool) -> tuple[Set[str], str] | None:
         """Return the parameters whose layers are wrong at some points, and why; note the paths that are right."""
-
-        def wrong_in(recording: Recording) -> Set[str]:
-            if recording[2]:
-                return recording[2]
-            wrong, shown = self._check(few, recording, whole)
-            if not shown:
-                return wrong | bypassed(self.model, recording, self._in_layers)
-            if not wrong and (path := path_of(self.model, recording)) is not None:
-                self._paths[path] = frozenset()
-            return wrong
-
         for few in parts:
             ragged = self.ragged
-            recording, wrong = self._record_checked(few, wrong_in)
+            recording, wrong = self._record_checked(few, partial(self._wrong_in, few, whole=whole))
             if wrong:
                 return wrong, NO_LAYER if recording[2] else WRONG
             if ragged != self.ragged:
@@ -336,11 +331,6 @@ class Engines:
         layer_input = torch.cat([calls[0].layer_input for _, calls, _ in passes])
         layer = dataclasses.replace(call.layer, output=shape)
         return outputs, [dataclasses.replace(call, layer=layer, layer_input=layer_input, shape=shape)], set()
-
-    def _build_layerwise(self, inputs: Any, room: int, root: Root, recording: Recording) -> Layerwise:
-        others = tuple(self.plan.others)
-        rest = self._build_recorded(inputs, others) if others else None
-        return Layerwise(self.model, recording, rest, max(SMALL_BYTES, room // 8), root)
 
     def _routes_of(self, names: tuple[str, ...]) -> Routes:
         """Return the routes for some of the selected parameters: those for all, or better ones for these alone."""

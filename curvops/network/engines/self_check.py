@@ -80,9 +80,10 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
         _refuse_lost_gradients(model, inputs, names)
     # Not in place: gradients of two parameters may be one tensor.
     linear = all(_close(scaled[name] / factor, value) for name, value in pulled.items())
-    where, has_custom = named_custom_functions(graph.outputs), bool(custom_functions(graph.outputs, set()))
+    custom = custom_functions(graph.outputs)
+    where = custom or "the model"
     del scaled, graph
-    if not linear or (has_custom and not _adds_points(Streamed(model, inputs, names), u, pulled, generator)):
+    if not linear or (custom and not _adds_points(Streamed(model, inputs, names), u, pulled, generator)):
         raise ValueError(
             f"the backward pass of {where} is not linear in its "
             "incoming gradient (it clips, rounds or normalises it, or mixes the points of a batch), so there is "
@@ -261,16 +262,12 @@ def require_symmetric(model: Model, inputs: Any) -> None:
 # Custom functions
 
 
-def custom_functions(tensor: Tensor, seen: set[Node]) -> list[str]:
-    """Return names of the custom functions among the nodes behind a tensor that were not seen yet. Needs no pass."""
-    functions = [getattr(type(node), "_forward_cls", None) for node in nodes_behind(tensor, seen)]
+def custom_functions(outputs: Tensor) -> str:
+    """Return the names of the custom functions behind the outputs of a pass; empty if there are none. Needs no pass."""
+    functions = [getattr(type(node), "_forward_cls", None) for node in nodes_behind(outputs)]
     # Hooks of modules are custom functions, too.
-    return [f.__name__ for f in functions if f is not None and not f.__module__.startswith("torch.nn.modules")]
-
-
-def named_custom_functions(outputs: Tensor) -> str:
-    """Return the names of the custom functions behind the outputs of a pass, or "the model"."""
-    return ", ".join(dict.fromkeys(custom_functions(outputs, set()))) or "the model"
+    names = [f.__name__ for f in functions if f is not None and not f.__module__.startswith("torch.nn.modules")]
+    return ", ".join(dict.fromkeys(names))
 
 
 # Layer rules

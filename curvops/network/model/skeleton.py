@@ -10,7 +10,7 @@ import io
 import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -153,20 +153,21 @@ class _DetachedCopies(TorchFunctionMode):
             return func(*args, **kwargs or {})
         copied: Tensor = args[0].detach().clone()
         if args[0].grad_fn is not None:
-            leaves = {id(getattr(node, "variable", None)) for node in nodes_behind(args[0], set())}
+            leaves = {id(getattr(node, "variable", None)) for node in nodes_behind(args[0])}
             self.computed.append((copied, leaves))
         return copied
 
 
-def nodes_behind(tensor: Tensor, seen: set[Node]) -> Iterator[Node]:
-    """Give the nodes of a tensor's graph that were not seen yet. Needs no pass."""
-    waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [parent for parent, _ in node.next_functions if parent is not None]
+def nodes_behind(tensor: Tensor) -> list[Node]:
+    """Return the nodes of a tensor's graph. Needs no pass."""
+    nodes = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    seen = {*nodes}
+    for node in nodes:  # the list grows
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                nodes.append(parent)
+    return nodes
 
 
 def _over_copies(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:

@@ -20,7 +20,7 @@ from curvops.network.data.inputs import Inputs, components, first_of, join, move
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layer_calls import Call, sensitivities
 from curvops.network.engines.layerwise import Features
-from curvops.network.engines.self_check import custom_functions, named_custom_functions
+from curvops.network.engines.self_check import custom_functions
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, JacobianRows, groups_of, groups_of_calls, joined, unlike
@@ -253,8 +253,7 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in components(few) if tensor.requires_grad}
         leaf_inputs = replace_tensors(few, leaves)
         outputs = model(model.leaves(), leaf_inputs)
-        if custom_functions(outputs, set()):
-            names = named_custom_functions(outputs)
+        if names := custom_functions(outputs):
             raise refuse(f"the second derivatives of {names} are not known to be right")
         rows = GraphRows(engines, leaf_inputs)
         try:
