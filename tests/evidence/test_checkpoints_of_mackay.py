@@ -9,7 +9,7 @@ from torch import nn
 
 import curvops as co
 from curvops.storage import record_of
-from tests.linalg.interrupted import Killed, equal
+from tests.linalg.interrupted import equal, killed_after
 
 DOUBLE = torch.float64
 
@@ -51,12 +51,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, after, tmp_path, s
     whole = run(tmp_path / "whole")
     work = after["made"]
     for killed in (work // 2, work - 1) if name == "layers" else (work // 2,):
-        after["left"] = killed
-        with pytest.raises(Killed):
-            run(tmp_path / str(killed))
-        after["left"], after["made"] = float("inf"), 0
-        torch.manual_seed(killed)
-        assert equal(run(tmp_path / str(killed)), whole)
+        found = killed_after(killed, lambda killed=killed: run(tmp_path / str(killed)), after)
+        assert equal(found, whole)
         assert after["made"] <= work - killed + LOST.get(name, 12), "work was done twice"
     after["made"] = 0
     assert equal(run(tmp_path / "whole"), whole) and after["made"] <= 12, "the result was there"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -55,3 +57,13 @@ def goes_on(run: Callable[[float, Any], Any], matrix: Tensor, folder: Any, kille
         raise AssertionError(f"{most} products were enough")
     operator = counted(matrix, float("inf"))
     return run(operator, folder), operator.products
+
+
+def killed_after(count: float, run: Callable[[], Any], steps: dict[str, float]) -> Any:
+    """What a run ends with that was killed after so many steps and started again; `made` are those since then."""
+    steps["left"] = count
+    with pytest.raises(Killed):
+        run()
+    steps["left"], steps["made"] = math.inf, 0
+    torch.manual_seed(int(count))
+    return run()

@@ -1,13 +1,14 @@
 """Builds of KFAC and EKFAC that were killed end with the bits of one that was not."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import curvops as co
-from tests.linalg.interrupted import Killed, equal
+from tests.linalg.interrupted import Killed, equal, killed_after
 
 DOUBLE = torch.float64
 
@@ -67,12 +68,8 @@ def test_a_build_that_was_killed_goes_on_to_the_same_bits(name, tmp_path, saved_
     work = WORK["made"]
     known = work - (8 if "EKFAC" in name else 4)  # to know the problem again, and to draw
     for killed in range(known + 1, work, 2):
-        WORK["left"] = killed
-        with pytest.raises(Killed):
-            build(tmp_path / str(killed), **options)
-        WORK["left"] = math.inf
-        torch.manual_seed(killed)
-        assert equal(build(tmp_path / str(killed), **options), plain)
+        found = killed_after(killed, partial(build, tmp_path / str(killed), **options), WORK)
+        assert equal(found, plain)
         assert WORK["made"] <= work - killed + known
     assert equal(build(tmp_path / "whole", **options), plain) and WORK["made"] <= known, "the result was there"
 
@@ -92,11 +89,7 @@ def test_a_batch_of_many_points_is_left_in_the_middle(tmp_path, saved_at_each_st
 
 
 def test_draws_without_a_seed_are_kept(tmp_path, saved_at_each_step, annotations_unchecked):
-    WORK["left"] = KNOWN + 1
-    with pytest.raises(Killed):
-        build(tmp_path, co.EKFAC, fisher="mc")
-    WORK["left"] = math.inf
-    first = build(tmp_path, co.EKFAC, fisher="mc")
+    first = killed_after(KNOWN + 1, lambda: build(tmp_path, co.EKFAC, fisher="mc"), WORK)
     assert equal(build(tmp_path, co.EKFAC, fisher="mc"), first) and not equal(build(None, co.EKFAC, fisher="mc"), first)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import curvops as co
 from curvops.storage import record_of
-from tests.linalg.interrupted import Killed, equal
+from tests.linalg.interrupted import equal, killed_after
 
 
 def setting(prior=0.05, points=40, shift=0.0, curvature=co.GGN):
@@ -54,12 +54,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, after, tmp_path, s
     whole = run(tmp_path / "whole")
     work = after["made"]
     for killed in (1, work // 2) if name != "dual" else (1,):
-        after["left"] = killed
-        with pytest.raises(Killed):
-            run(tmp_path / str(killed))
-        after["left"], after["made"] = float("inf"), 0
-        torch.manual_seed(killed)
-        assert equal(run(tmp_path / str(killed)), whole)
+        found = killed_after(killed, lambda killed=killed: run(tmp_path / str(killed)), after)
+        assert equal(found, whole)
         assert after["made"] <= work - killed + 8, "work was done twice"  # 8 to know the problems again
     assert [path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()] == []
 
@@ -86,11 +82,7 @@ def test_kill_9_loses_nothing(tmp_path, saved_at_each_step, one_thread):
 
 
 def test_the_noise_of_a_run_without_a_seed_is_kept(after, tmp_path, saved_at_each_step):
-    after["left"] = 8
-    with pytest.raises(Killed):
-        draws(tmp_path, seed=None)
-    after["left"] = float("inf")
-    first = draws(tmp_path, seed=None)
+    first = killed_after(8, lambda: draws(tmp_path, seed=None), after)
     again = draws(tmp_path, seed=None)
     assert equal(first, again)
     post = setting()
