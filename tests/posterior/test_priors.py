@@ -15,12 +15,6 @@ from tests.randomness import seeded
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 
 
-@pytest.fixture(scope="module")
-def lin():
-    model, x, y = problem()
-    return co.linearize(model, (x, y), "classification")
-
-
 def normal(*shape, seed=1):
     return torch.randn(*shape, dtype=torch.float64, generator=seeded(seed))
 

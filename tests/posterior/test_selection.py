@@ -17,12 +17,6 @@ TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 
 
 @pytest.fixture(scope="module")
-def lin():
-    model, x, y = problem()
-    return co.linearize(model, (x, y), "classification")
-
-
-@pytest.fixture(scope="module")
 def post(lin):
     return co.laplace(lin, co.GGN, prior_precision=1.0)
 

@@ -24,12 +24,6 @@ CURVATURES = {
 }
 
 
-@pytest.fixture(scope="module")
-def lin():
-    model, x, y = problem()
-    return co.linearize(model, (x, y), "classification")
-
-
 @pytest.mark.parametrize("name", CURVATURES)
 def test_tuning_and_samples_iterate_nowhere(lin, name):
     curvature = CURVATURES[name](lin)

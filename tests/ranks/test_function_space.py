@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import curvops as co
 from curvops import linalg
 from curvops.linalg import cg, dual_descent, minres
-from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, by_problem, run_on_ranks
+from tests.ranks.processes import LONGEST, assert_those_of_one_process, by_problem, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, answered, linearise, seeded
 
 NOISE = 8.0
@@ -228,11 +228,6 @@ def on_rank(group: dist.ProcessGroup, size: int) -> dict[str, Any]:
 def whole() -> dict[str, Any]:
     """The answers of one process."""
     return {problem: answers(problem, linearise(problem), Mesh()) for problem in SHELVES}
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    return alone(whole)
 
 
 @pytest.mark.parametrize("size", LONGEST)

@@ -101,11 +101,6 @@ def whole() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, np.ndarray]:
-    return alone(whole)
-
-
-@pytest.fixture(scope="module")
 def weights() -> dict[str, np.ndarray]:
     return alone(trained)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import curvops as co
-from tests.ranks.processes import LONGEST, alone, assert_said, assert_those_of_one_process, by_problem, run_on_ranks
+from tests.ranks.processes import LONGEST, assert_said, assert_those_of_one_process, by_problem, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, own_points, seeded
 from tests.ranks.test_refusals import outcome
 
@@ -95,11 +95,6 @@ def answers_of_rank(group: Any, size: int) -> dict[str, dict[str, np.ndarray]]:
 def whole() -> dict[str, dict[str, np.ndarray]]:
     """The answers of one process."""
     return {problem: answers(problem) for problem in ("labels", "numbers")}
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, dict[str, np.ndarray]]:
-    return alone(whole)
 
 
 @pytest.mark.parametrize("size", LONGEST)

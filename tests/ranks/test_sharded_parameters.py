@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import curvops as co
 from curvops import linalg
-from tests.ranks.processes import LONGEST, alone, assert_said, assert_those_of_one_process, by_problem, run_on_ranks
+from tests.ranks.processes import LONGEST, assert_said, assert_those_of_one_process, by_problem, run_on_ranks
 from tests.ranks.questions import DOUBLE, answered, seeded
 from tests.ranks.questions import data as few_data
 from tests.ranks.sharded_models import data, network, sharded
@@ -94,11 +94,6 @@ def on_rank(group: Any) -> dict[str, Any]:
 def whole() -> dict[str, Any]:
     """The answers of one process."""
     return {problem: answered(questions(problem, linearise(problem))) for problem in PROBLEMS}
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    return alone(whole)
 
 
 @pytest.mark.parametrize("size", LONGEST)

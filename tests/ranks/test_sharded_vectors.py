@@ -26,7 +26,7 @@ from curvops.ranks.process_group import Ranks
 from curvops.ranks.sharded_vectors import unwrapped
 from tests.linalg.matrices import symmetric
 from tests.memory import peak_of
-from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, run_on_ranks
+from tests.ranks.processes import LONGEST, assert_those_of_one_process, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, answered, linearise, seeded
 
 N = 40
@@ -327,11 +327,6 @@ def whole() -> dict[str, np.ndarray]:
     """The answers of one process."""
     small, large = linearise("labels"), linearise("more weights than outputs")
     return answers(small, Mesh()) | answers(large, Mesh(), (solved_at_large,))
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, np.ndarray]:
-    return alone(whole)
 
 
 @pytest.mark.parametrize("size", LONGEST)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import curvops as co
-from tests.ranks.processes import LONGEST, alone, run_on_ranks
+from tests.ranks.processes import LONGEST, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
 from tests.ranks.test_refusals import outcome
 
@@ -145,11 +145,6 @@ def on_rank(group: dist.ProcessGroup, size: int) -> dict[str, Any]:
 def whole() -> dict[str, Any]:
     """The answers of one process."""
     return {problem: answers(linearise(problem), problem, slice(0, POINTS)) for problem in PROBLEMS}
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    return alone(whole)
 
 
 @pytest.mark.parametrize("size", LONGEST)
