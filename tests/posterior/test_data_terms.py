@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from tests.posterior.trained import to_the_mode
 from tests.randomness import seeded
 
 DOUBLE = torch.float64
@@ -23,18 +24,7 @@ DOUBLE = torch.float64
 def trained(x, y, prior):
     """A network at a mode of the posterior of all data."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=300, line_search_fn="strong_wolfe", tolerance_grad=1e-9)
-
-    def loss():
-        optimizer.zero_grad()
-        data = nn.functional.cross_entropy(model(x), y, reduction="sum")
-        value = data + 0.5 * prior * sum(p.square().sum() for p in model.parameters())
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    return model
+    return to_the_mode(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), x, y, prior)
 
 
 @pytest.fixture(scope="module")

@@ -28,13 +28,8 @@ class Counted(co.linalg.Operator):
         return self._args[0] @ block
 
 
-@functools.cache
-def trained(likelihood, n, outputs, prior, steps, width):
-    """The network at its mode, the data, and the state of torch's generator afterwards."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).double()
-    x = torch.randn(n, 4, dtype=DOUBLE)
-    y = (x[:, :outputs].argmax(1)) if likelihood == "classification" else x[:, :outputs].sin()
+def to_the_mode(model, x, y, prior, steps=300):
+    """Train a network to a mode of its posterior: of classes, or of numbers with noise 1."""
     optimizer = torch.optim.LBFGS(
         model.parameters(), max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-9
     )
@@ -48,7 +43,17 @@ def trained(likelihood, n, outputs, prior, steps, width):
         return value
 
     optimizer.step(loss)
-    return model, x, y, torch.get_rng_state()
+    return model
+
+
+@functools.cache
+def trained(likelihood, n, outputs, prior, steps, width):
+    """The network at its mode, the data, and the state of torch's generator afterwards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).double()
+    x = torch.randn(n, 4, dtype=DOUBLE)
+    y = (x[:, :outputs].argmax(1)) if likelihood == "classification" else x[:, :outputs].sin()
+    return to_the_mode(model, x, y, prior, steps), x, y, torch.get_rng_state()
 
 
 def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300, width=6):
