@@ -20,7 +20,7 @@ from curvops.network.data.inputs import components, in_pieces, normalise, num_po
 from curvops.network.engines.replay import EagerMode, Recorder, Replay, bytes_beside, tensors_in
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
-from curvops.network.model.model import Model
+from curvops.network.model.model import PROCESS_LOCK, Model
 from curvops.network.model.parameters import Blocks, FlatLayout, OneBlock, as_stored
 
 Pushes = Literal["forward mode", "double backward", "rows"]
@@ -268,8 +268,11 @@ def _one_of(tangents: Mapping[str, Tensor], names: Iterable[str], k: int) -> Blo
 
 @cache
 def _load_forward_mode() -> None:
-    """Let torch load what its forward mode needs, once, without the warning of a deprecation of its own."""
-    with warnings.catch_warnings(), forward_ad.dual_level():
+    """Let torch load what its forward mode needs, once, without the warning of a deprecation of its own.
+
+    Levels of dual numbers are those of the process, so only one thread at a time may do so.
+    """
+    with PROCESS_LOCK, warnings.catch_warnings(), forward_ad.dual_level():
         warnings.simplefilter("ignore")
         forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
 

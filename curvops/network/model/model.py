@@ -43,7 +43,7 @@ from curvops.ranks.process_group import require_whole
 
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 NOTHING = contextlib.nullcontext()
-_PROCESS_LOCK = threading.RLock()
+PROCESS_LOCK = threading.RLock()
 """The lock of any model that is computing derivatives; acquired after the model's own lock, never before it."""
 
 
@@ -382,7 +382,7 @@ class Model:
         enter.
         """
         # Set inference mode off even if it is off: this switches on forward mode, which custom functions switch off.
-        with self.lock, _PROCESS_LOCK, torch.inference_mode(False), torch.enable_grad(), unfused(self._settings):
+        with self.lock, PROCESS_LOCK, torch.inference_mode(False), torch.enable_grad(), unfused(self._settings):
             yield
 
     @torch.inference_mode(False)

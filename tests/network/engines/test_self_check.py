@@ -59,6 +59,34 @@ def test_a_warning_of_the_library_is_shown_once_in_a_loop() -> None:
     assert ran.stderr.count("NotLogitsWarning") == 1
 
 
+THREADS = """
+import threading
+
+import torch
+import curvops as co
+
+
+def linearise():
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)), torch.randn(6, 4)
+    together.wait()
+    print(co.linearize(model, (x, torch.arange(6) % 3), "classification").plan.routes.pushes)
+
+
+together = threading.Barrier(4)
+threads = [threading.Thread(target=linearise) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_that_linearise_first_at_once_all_have_forward_mode() -> None:
+    """Torch prepares it for the process, at the first dual number, of which another thread's would be one too many."""
+    ran = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True)
+    assert ran.stdout.count("forward mode") == 4
+
+
 def test_parameters_behind_the_function_keep_the_faster_route() -> None:
     """One parameter stands before the function, and takes rows; those behind it take forward mode."""
     for names, pushes in ((["scale"], "rows"), (["shift", "head.weight"], "forward mode")):
