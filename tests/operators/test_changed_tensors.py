@@ -104,6 +104,7 @@ def posterior(curvature, noise=0.3, prior=50.0, mean=0.0, layer=None):
 
 def said(post):
     """What a posterior answers, as one vector, and a draw last."""
+    _ = post.precision @ V  # the engine is built after the first product, and rounds in its own way
     predicted = post.predict(X)
     return torch.cat(
         [

@@ -98,7 +98,8 @@ class _LastLayers:
             first, *others = dict.fromkeys(map(_kind, self.steps))
             if first in PRODUCTS:
                 return f"they come from a product of parts that both depend on parameters, {first}"
-            return f"they come from {', '.join([first, *others][:4])}, of which one is not linear"
+            which = "of which one" if others else "which"
+            return f"they come from {', '.join([first, *others][:4])}, {which} is not linear"
         if not self.last and not (self.model.module is None and self.added):
             return "no layer with parameters is called before them"
         return ""
