@@ -88,6 +88,10 @@ DOORS = [
                 ),
                 r"they come from Softmax.*; name its parameters, as parameters=\['",
             ),
+            "a norm of a single point": (
+                lambda: classifier(nn.Sequential(nn.Linear(4, 8), nn.GroupNorm(8, 8), nn.Linear(8, 3))),
+                "any size, and rejects a single point: Expected more than 1 value per channel",
+            ),
             "random": (
                 lambda: classifier(Wired(lambda m, x: m.head(x) + torch.rand(3))),
                 r"different outputs; call model.eval\(\)",

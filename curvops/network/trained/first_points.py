@@ -451,12 +451,15 @@ def checked_layout(
 def _outputs_alone(model: Model, point: Inputs) -> Tensor:
     """Return the outputs of a single point.
 
-    Raises ValueError if they have no gradient in any selected parameter, so that J would be zero. Inside a transform,
-    as of a sampler's chains, there is no graph that shows this.
+    Raises ValueError if the model rejects it, as a norm over it alone may, or if they have no gradient in any selected
+    parameter, so that J would be zero. Inside a transform, as of a sampler's chains, there is no graph that shows this.
     """
     graph = not in_functorch()
-    with torch.set_grad_enabled(graph):
-        outputs = model.raw(model.leaves() if graph else model.values, point)
+    try:
+        with torch.set_grad_enabled(graph):
+            outputs = model.raw(model.leaves() if graph else model.values, point)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"the model has to take a batch of any size, and rejects a single point: {error}") from error
     if graph and not outputs.requires_grad:
         names = model.selection.names
         raise ValueError(
