@@ -85,8 +85,7 @@ class Layout:
         """Return rows (n, T·C) in the shape (n, *shape) of the model's outputs, the inverse of `rows`."""
         if not self.shape:
             return rows.squeeze(1)
-        outputs = rows.reshape(len(rows), *self.positions, self.num_outputs)
-        return outputs.movedim(-1, 1) if self.positions and self.class_dim == 1 else outputs
+        return self.by_point(rows.reshape(-1, self.num_outputs)) if self.positions else rows
 
     def targets(self, y: Any) -> Tensor:
         """Return targets (n, *positions, ...), or (n, C, *positions) with the classes at dimension 1, as (n, T, ...).
