@@ -211,6 +211,18 @@ class _Graph:
             return block
         return {name: _stack([row.pop(0) for row in rows]) for name in self.names}  # freed as they are stacked
 
+    def pull_together(self, cotangents: Float[Tensor, "K n C"], most: int) -> Blocks:
+        """Return Jᵀ U by a backward pass for `most` cotangents, or for each if an operation has no batching rule."""
+        leaves = [*self._leaves.values()]
+        if most > 1 and len(cotangents) > 1 and self.outputs.requires_grad:
+            with contextlib.suppress(RuntimeError), self.model.differentiating(), self.model.holding(self._leaves):
+                options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
+                parts = [torch.autograd.grad(self.outputs, leaves, U, **options) for U in cotangents.split(most)]
+                rows = {name: [g for g in gradients if g is not None] for name, *gradients in zip(self.names, *parts)}
+                zeros = {name: leaf.new_zeros(len(cotangents), *leaf.shape) for name, leaf in self._leaves.items()}
+                return {name: torch.cat(gradients) if gradients else zeros[name] for name, gradients in rows.items()}
+        return self.pull(cotangents)
+
     @cached_property
     def _adjoint(self) -> tuple[Tensor, Blocks]:
         """A dummy cotangent w and the recorded pull g(w) = Jᵀw, linear in w."""

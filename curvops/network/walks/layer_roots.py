@@ -2,7 +2,7 @@
 
 One forward pass, and a backward pass for each column r, give every layer's sensitivity δ. Operators sum what they need
 from these (squares, second moments, Kronecker factors) chunk by chunk. The rows of parameters without a layer rule take
-one backward pass for each point and column, which is right for any model, but slow.
+a pass for each point alone, which is right for any model, but slow.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.ambient import SMALL_BYTES
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import record_graph
@@ -290,7 +291,7 @@ def each_group(
             if engines.ragged and not sums:
                 yield from _without_rows(engines, calls, deltas, cotangents, start == 0)
             if others:
-                yield from _others(model, inputs, cotangents, others, start == 0, chunk)
+                yield from _others(engines, inputs, cotangents, others, start == 0, chunk)
             del deltas, cotangents  # before the next ones are made
         if advance is not None:
             advance((stop - start) * n)
@@ -383,7 +384,7 @@ def group_calls(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
 
 
 def _others(
-    model: Model,
+    engines: Engines,
     inputs: Any,
     cotangents: Float[Tensor, "r n C"],
     names: Sequence[str],
@@ -391,6 +392,7 @@ def _others(
     chunk: int,
 ) -> Iterator[Group]:
     """Yield rows of the parameters without a layer rule, point by point, a group for each module that owns some."""
+    model, together = engines.model, SMALL_BYTES // max(1, engines.plan.routes.saved_bytes)
     size = sum(model.values[name].numel() for name in names) * len(cotangents) * cotangents.element_size()
     step, total = max(1, chunk // max(1, size)), num_points(inputs)
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
@@ -399,7 +401,7 @@ def _others(
         for n in range(start, min(total, start + step)):
             with model.lock:
                 graph = record_graph(model, take(inputs, slice(n, n + 1)), names)
-                gradients.append(graph.pull(cotangents[:, n : n + 1]))
+                gradients.append(graph.pull_together(cotangents[:, n : n + 1], together))
         rows = {name: torch.stack([point[name] for point in gradients]) for name in names}
         for owner in owners:
             owner_rows = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}

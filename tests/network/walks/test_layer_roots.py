@@ -1,11 +1,19 @@
 """Rows of J layer by layer: those of the dense Jacobian, whole, in pieces of few bytes, and as a map."""
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 
+import curvops as co
 from curvops.network import Passes
 from tests.network.products import PLENTY, agree, walk
 from tests.zoo import reference
+from tests.zoo_functions import NumpyTanh
 
 NETWORKS = [
     "mlp",
@@ -59,3 +67,38 @@ def test_a_group_in_pieces_and_as_a_map_is_its_rows(passes: Passes) -> None:
                     for name, rows in whole.items()
                 )
                 assert agree(group.push(tangents), pushed)
+
+
+class Tagger(nn.Module):
+    """An LSTM and a linear head, for four positions of three outputs each."""
+
+    def __init__(self, tanh: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lstm, self.head, self.tanh = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 3), tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.tanh(self.lstm(x)[0]))
+        return outputs
+
+
+@pytest.mark.parametrize("tanh", [torch.tanh, NumpyTanh.apply], ids=["batched", "without a batching rule"])
+def test_rows_without_a_layer_rule(tanh: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All outputs of a point take one backward pass, or one each if numpy computes it; both give the Jacobian."""
+    n, outputs, passes, gradient = 5, 12, Counter[str](), torch.autograd.grad
+
+    def grad(*args: Any, **options: Any) -> Any:
+        passes["called"] += 1
+        return gradient(*args, **options)
+
+    model, x, y = Tagger(tanh).double(), torch.randn(n, 4, 2).double(), torch.randn(n, 4, 3).double()
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(1.0))
+    co.DiagonalGGN(lin)  # checks the engine
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    diagonal = co.DiagonalGGN(lin).diagonal()
+    assert n <= passes["called"] <= 2 * n if tanh is torch.tanh else passes["called"] >= n * outputs
+
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    jacobian = torch.autograd.functional.jacobian(
+        lambda *values: functional_call(model, dict(zip(weights, values)), x), tuple(weights.values())
+    )
+    assert agree(diagonal, torch.cat([rows.square().sum((0, 1, 2)).flatten() for rows in jacobian]))
