@@ -46,10 +46,6 @@ DOORS = [
                 TypeError,
                 "Batch 0: There is a third item .list",
             ),
-            "negative counts": (
-                lambda: as_batches((X, Y, -torch.arange(N)), 4, weights=True),
-                "negative sample weights",
-            ),
             "declared, not given": (
                 lambda: as_batches((X, Y), 4, weights=True),
                 TypeError,

@@ -95,7 +95,6 @@ DOORS = [
                 "cannot be built at another noise",
             ),
             "noises for more outputs": (lambda: network().with_noise(torch.ones(7)), "a number or a tensor"),
-            "noise of classes": (lambda: co.evidence.maximize(network("classification"), "noise"), "Categorical"),
         },
     ),
     Door(

@@ -34,7 +34,6 @@ DOORS = [
     Door(
         "trace and autocorrelation",
         rows={
-            "a trace of nothing": (lambda: plots.trace({}), "got {}"),
             "a trace of a matrix": (lambda: plots.trace({"weight": np.zeros((2, 5, 3))}), "each an array"),
             "a trace without names": (lambda: plots.trace(np.zeros((2, 5))), TypeError, "got ndarray"),
         },
@@ -67,8 +66,6 @@ DOORS = [
                 TypeError,
                 r"class probabilities \(N, C\); got torch.int64 of shape \(5,\) for 'network'",
             ),
-            "logits": (lambda: plots.reliability({"network": torch.randn(5, 3)}, LABELS), "probabilities"),
-            "other points": (lambda: plots.reliability(torch.full((4, 2), 0.5), LABELS), "labels"),
             "panels": (
                 lambda: plots.reliability(torch.full((5, 2), 0.5), LABELS, ax=plots.trace({"a": np.ones((1, 5))})),
                 TypeError,

@@ -143,12 +143,6 @@ DOORS = [
         },
     ),
     Door(
-        "LinearizedMean",
-        rows={
-            "inputs of another size": (lambda: LinearizedMean(lin())(X[:, :2]), r"\(\.\.\., n, 3\), a row per point")
-        },
-    ),
-    Door(
         "LinearizedGP",
         rows={
             "classes": (lambda: LinearizedGP(lin()), "needs a Gaussian likelihood"),

@@ -60,22 +60,21 @@ def hollow(likelihood: Any, y: Tensor, *weights: Tensor) -> co.operators.Lineari
     return co.linearize(nn.Linear(2, 2).double(), (normal(5, 2), y, *weights), likelihood, weights=bool(weights))
 
 
+def targets(likelihood: Any, y: Tensor) -> Callable[[], object]:
+    """A check of these targets by the likelihood of four outputs."""
+    return lambda: likelihood.check_targets(y, 4)
+
+
 DOORS = [
     Door(
         "missing targets",
         rows={
             "another word": (lambda: Gaussian(missing="drop"), "missing='drop'; expected None, or 'ignore'"),
-            "a flag": (lambda: Bernoulli(missing=True), "missing=True; expected None, or 'ignore'"),
             "no choice": (lambda: hollow("regression", REALS * math.nan), r"missing='ignore'"),
-            "no choice, labels": (lambda: hollow(Bernoulli(), REALS * math.nan), r"missing='ignore'"),
             "Inf": (lambda: hollow(Gaussian(missing="ignore"), REALS / 0), "targets of shape .* infinite"),
             "labels of 2": (lambda: hollow(Bernoulli(missing="ignore"), 0 * REALS + 2), "lie in"),
             "weights of classes": (
                 lambda: hollow("classification", torch.zeros(5).long(), torch.ones(5, 2)),
-                r"must have shape \(5,\); given \(5, 2\)",
-            ),
-            "weights of probabilities": (
-                lambda: hollow("classification", REALS.softmax(1), torch.ones(5, 2)),
                 r"must have shape \(5,\); given \(5, 2\)",
             ),
             "weights of other targets": (
@@ -99,30 +98,19 @@ DOORS = [
                 lambda: Gaussian(torch.ones(4, 1)).check_targets(torch.zeros(3, 4), 4),
                 r"noise has shape \(4, 1\)",
             ),
-            "whole numbers": (
-                lambda: Gaussian().check_targets(torch.zeros(3, 4, dtype=torch.int64), 4),
-                TypeError,
-                r"y\.float\(\)",
-            ),
-            "one dimension": (lambda: Gaussian().check_targets(torch.zeros(3), 4), r"y\.unsqueeze\(-1\)"),
+            "whole numbers": (targets(Gaussian(), torch.zeros(3, 4, dtype=torch.int64)), TypeError, r"y\.float\(\)"),
+            "one dimension": (targets(Gaussian(), torch.zeros(3)), r"y\.unsqueeze\(-1\)"),
         },
     ),
     Door(
         "Categorical",
         rows={
             "weight=-ones(3)": (lambda: Categorical(weight=-torch.ones(3)), "label_smoothing|Class weights"),
-            "truths": (
-                lambda: Categorical().check_targets(torch.zeros(3, dtype=torch.bool), 4),
-                TypeError,
-                "class indices, or",
-            ),
-            "NaN": (lambda: Categorical().check_targets(torch.full((3, 4), math.nan), 4), "sum to 1"),
-            "another number of classes": (
-                lambda: Categorical().check_targets(torch.full((3, 3), 1 / 3), 4),
-                "4 outputs",
-            ),
-            "a column": (lambda: Categorical().check_targets(torch.zeros(3, 1, dtype=torch.int64), 4), r"y\.squeeze"),
-            "a negative label": (lambda: Categorical().check_targets(torch.tensor([0, -1]), 4), "0 .. 3.*from -1 to 0"),
+            "truths": (targets(Categorical(), torch.zeros(3, dtype=torch.bool)), TypeError, "class indices, or"),
+            "NaN": (targets(Categorical(), torch.full((3, 4), math.nan)), "sum to 1"),
+            "another number of classes": (targets(Categorical(), torch.full((3, 3), 1 / 3)), "4 outputs"),
+            "a column": (targets(Categorical(), torch.zeros(3, 1, dtype=torch.int64)), r"y\.squeeze"),
+            "a negative label": (targets(Categorical(), torch.tensor([0, -1])), "0 .. 3.*from -1 to 0"),
         },
     ),
     Door(
@@ -132,36 +120,18 @@ DOORS = [
     Door(
         "targets of the other likelihoods",
         rows={
-            "Bernoulli(), full((3, C), 2)": (
-                lambda: Bernoulli().check_targets(torch.full((3, 4), 2), 4),
-                r"lie in \[0, 1\]",
-            ),
-            "Bernoulli(), full((3, C), -1.0)": (
-                lambda: Bernoulli().check_targets(torch.full((3, 4), -1.0), 4),
-                r"\(y \+ 1\) / 2",
-            ),
-            "Bernoulli(), full((3, C), math.nan)": (
-                lambda: Bernoulli().check_targets(torch.full((3, 4), math.nan), 4),
-                r"\[0, 1\]",
-            ),
-            "Bernoulli(WEIGHT[:3]), zeros(3, C)": (
-                lambda: Bernoulli(WEIGHT[:3]).check_targets(torch.zeros(3, 4), 4),
-                "weight has 3 entries",
-            ),
-            "Poisson(), zeros(3, 5)": (lambda: Poisson().check_targets(torch.zeros(3, 5), 4), "4 outputs"),
-            "Poisson(), full((3, C), -1)": (lambda: Poisson().check_targets(torch.full((3, 4), -1), 4), "at least 0"),
-            "Poisson(), zeros(3, C, bool)": (
-                lambda: Poisson().check_targets(torch.zeros(3, 4, dtype=torch.bool), 4),
-                TypeError,
-                "use Bernoulli",
-            ),
-            "HeteroscedasticGaussian(), zeros(3, 2, int64)": (
-                lambda: HeteroscedasticGaussian().check_targets(torch.zeros(3, 2, dtype=torch.int64), 4),
+            "Bernoulli, -1": (targets(Bernoulli(), torch.full((3, 4), -1.0)), r"\(y \+ 1\) / 2"),
+            "Bernoulli with three weights": (targets(Bernoulli(WEIGHT[:3]), torch.zeros(3, 4)), "weight has 3 entries"),
+            "Poisson, five columns": (targets(Poisson(), torch.zeros(3, 5)), "4 outputs"),
+            "Poisson, -1": (targets(Poisson(), torch.full((3, 4), -1)), "at least 0"),
+            "Poisson, truths": (targets(Poisson(), torch.zeros(3, 4, dtype=torch.bool)), TypeError, "use Bernoulli"),
+            "HeteroscedasticGaussian, whole numbers": (
+                targets(HeteroscedasticGaussian(), torch.zeros(3, 2, dtype=torch.int64)),
                 TypeError,
                 r"y\.float\(\)",
             ),
-            "HeteroscedasticGaussian(), zeros(3)": (
-                lambda: HeteroscedasticGaussian().check_targets(torch.zeros(3), 4),
+            "HeteroscedasticGaussian, one dimension": (
+                targets(HeteroscedasticGaussian(), torch.zeros(3)),
                 r"shape \(n, 2\).*given \(3,\)",
             ),
         },

@@ -26,6 +26,11 @@ def classifier(model: Any) -> co.operators.Linearization:
     return co.linearize(model, (X, Y), "classification")
 
 
+def wired(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], object]:
+    """A linearisation of a model with this call."""
+    return lambda: classifier(Wired(forward))
+
+
 def outputs_of(change: Callable[[Tensor], Any]) -> Tensor:
     model = Model(Wired(lambda m, x: change(m.head(x))).eval())
     return model(model.values, torch.zeros(2, 4))
@@ -92,23 +97,11 @@ DOORS = [
                 lambda: classifier(nn.Sequential(nn.Linear(4, 8), nn.GroupNorm(8, 8), nn.Linear(8, 3))),
                 "any size, and rejects a single point: Expected more than 1 value per channel",
             ),
-            "random": (
-                lambda: classifier(Wired(lambda m, x: m.head(x) + torch.rand(3))),
-                r"different outputs; call model.eval\(\)",
-            ),
-            "rarely random": (
-                lambda: classifier(Wired(lambda m, x: dropout(m.head(x), 1e-09, m.training))),
-                "random numbers; call.*eval",
-            ),
-            "batch": (
-                lambda: classifier(Wired(lambda m, x: m.head(x - x.mean(0)))),
-                "depend on the other points of its batch",
-            ),
-            "rows": (lambda: classifier(Wired(lambda m, x: m.head(x)[:1])), r"2 points gave \(1, 3\)"),
-            "infinite": (
-                lambda: classifier(Wired(lambda m, x: m.head(x) / 0)),
-                "outputs hold NaN or Inf; check its buffers",
-            ),
+            "random": (wired(lambda m, x: m.head(x) + torch.rand(3)), r"different outputs; call model.eval\(\)"),
+            "rarely random": (wired(lambda m, x: dropout(m.head(x), 1e-09, m.training)), "random numbers; call.*eval"),
+            "batch": (wired(lambda m, x: m.head(x - x.mean(0))), "depend on the other points of its batch"),
+            "rows": (wired(lambda m, x: m.head(x)[:1]), r"2 points gave \(1, 3\)"),
+            "infinite": (wired(lambda m, x: m.head(x) / 0), "outputs hold NaN or Inf; check its buffers"),
             "frozen": (
                 lambda: classifier(Wired(lambda m, x: m.head(x)).requires_grad_(False)),
                 "none requires a gradient",
@@ -126,28 +119,9 @@ DOORS = [
         },
     ),
     Door(
-        "options of linearize",
-        rows={
-            "index": (
-                lambda: co.linearize(net(), (X, Y), "classification", parameters=torch.tensor([51])),
-                "less than 51",
-            )
-        },
-    ),
-    Door(
         "parameters",
         rows={
-            "no index": (lambda: chosen(torch.tensor([], dtype=torch.long)), "indices select nothing"),
-            "a short mask": (
-                lambda: chosen(torch.ones(14, dtype=torch.bool)),
-                r"the mask must have shape \(15,\)",
-            ),
             "an index twice": (lambda: chosen(torch.tensor([2, 2])), "contain a position twice"),
-            "a real index": (
-                lambda: chosen(torch.tensor([1.0])),
-                TypeError,
-                "must be a vector of integers, got torch.float32",
-            ),
             "whole numbers": (
                 lambda: Model((lambda params, x: x, {"steps": torch.zeros(2, dtype=torch.long)})),
                 TypeError,

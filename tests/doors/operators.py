@@ -56,7 +56,6 @@ DOORS = [
             "a number for a mesh": (lambda: co.GGN(lin()).sharded(2), TypeError, "device mesh.*int"),
             "a number": (lambda: co.KFAC(lin()) + 0.5, TypeError, r"add_diagonal\(0.5\)"),
             "a Jacobian by its class": (lambda: co.Jacobian(lin()), TypeError, r"lin.jacobian\(x\) makes the Jacobian"),
-            "a Jacobian of a model": (lambda: co.Jacobian(lin().model.module), TypeError, r"co.linearize\(model, data"),
             "gradients by their class": (lambda: co.Gradients(lin()), TypeError, r"lin.gradients\(\) makes"),
             "no indices": (lambda: co.Subnetwork(co.GGN(lin())), TypeError, "indices"),
             "a vector for Dense": (lambda: Dense(torch.ones(3)), r"\(3,\)"),

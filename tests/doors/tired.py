@@ -49,13 +49,6 @@ def post() -> co.posterior.Laplace:
 
 
 @cache
-def images() -> co.posterior.Laplace:
-    """Of images of three channels."""
-    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(32, 3))
-    return co.laplace(co.linearize(model, (torch.zeros(3, 3, 6, 6), Y[:3]), "classification"), co.KFAC, 1.0)
-
-
-@cache
 def several_noises() -> co.posterior.Laplace:
     likelihood = co.likelihoods.Gaussian(torch.tensor([0.5, 1.0], dtype=torch.float64))
     return co.laplace(co.linearize(nn.Linear(4, 2).double(), (X, X[:, :2]), likelihood), co.KFAC, 1.0, check_mode=False)
@@ -109,7 +102,6 @@ DOORS = [
                 TypeError,
                 r"cross_entropy averages over the points.*Pass nn.CrossEntropyLoss\(\)",
             ),
-            "F.nll_loss": (lambda: by(F.nll_loss), TypeError, r"log-probabilities: use nn.CrossEntropyLoss\(\)"),
             "F.binary_cross_entropy": (
                 lambda: by(F.binary_cross_entropy),
                 TypeError,
@@ -121,7 +113,6 @@ DOORS = [
             "a module as selection": (lambda: over(net()[2]), TypeError, "by their names: 0.weight"),
             "tensors as selection": (lambda: over(list(net().parameters())), TypeError, "by their names: 0.weight"),
             "positions in a list": (lambda: over([0, 1]), TypeError, "torch.as_tensor"),
-            "positions in an array": (lambda: over(np.arange(2)), TypeError, "torch.as_tensor"),
             "a module's name": (lambda: over("2"), r"'2' names no parameter; '2.\*' names those inside"),
             "a budget in words": (
                 lambda: co.linearize(net(), (X, Y), "classification", memory_budget="1GB"),
@@ -159,14 +150,9 @@ DOORS = [
                 "given a DataLoader. Call this for the inputs of each batch",
             ),
             "a point alone": (lambda: post().predict(X[0]), r"\(4,\) have the shape of a single point.*pass x\[None\]"),
-            "an image alone": (lambda: images().predict(torch.zeros(3, 6, 6)), r"x\[None\], of shape \(1, 3, 6, 6\)"),
             "a precision beyond float32": (
                 lambda: co.laplace(single(), co.KFAC, 1e39, check_mode=False),
                 r"got inf: 1e\+39 is beyond the numbers of torch.float32; use model.double",
-            ),
-            "a precision below float32": (
-                lambda: co.laplace(single(), co.KFAC, 1e-50, check_mode=False),
-                r"got 0: 1e-50 is beyond the numbers of torch.float32",
             ),
             "one noise of several": (
                 lambda: several_noises().observation_noise,
@@ -194,10 +180,6 @@ DOORS = [
             ),
             "a gradient under autocast": (lambda: autocast(single().gradient), "torch.autocast is on"),
             "a diagonal under autocast": (lambda: autocast(lambda: co.DiagonalGGN(single())), "torch.autocast is on"),
-            "predictions under autocast": (
-                lambda: autocast(lambda: co.laplace(single(), co.KFAC, 1.0, check_mode=False).predict(X).variance),
-                "torch.autocast is on",
-            ),
             "a class of modules": (
                 lambda: co.linearize(nn.Linear, (X, Y), "classification"),
                 TypeError,
@@ -209,14 +191,9 @@ DOORS = [
                 r"model.load_state_dict\(weights\)",
             ),
             "a noise in words": (lambda: co.likelihoods.Gaussian(noise="0.1"), TypeError, "a variance.*got '0.1'"),
-            "a flag as noise": (lambda: co.likelihoods.Gaussian(noise=True), TypeError, "a variance.*got True"),
             "a temperature of probabilities": (
                 lambda: metrics.temperature(X[:, :3].softmax(-1), Y),
                 r"pass temperature the logits, or probabilities.log\(\)",
-            ),
-            "labels to be ignored": (
-                lambda: metrics.nll(torch.full((3, 2), 0.5), torch.tensor([0, 255, 1])),
-                r"leave out the label 255, keep = labels != 255",
             ),
             "labels that torch ignores": (
                 lambda: metrics.accuracy(torch.full((3, 2), 0.5), torch.tensor([0, -100, 1])),
@@ -247,15 +224,10 @@ DOORS = [
                 lambda: co.evidence.validate(post(), X.flip(0), Y.flip(0)),
                 r"these are the training data.*co.laplace\(lin\) chooses without them",
             ),
-            "the training data in a loader": (
-                lambda: co.evidence.validate(post(), DataLoader(POINTS, 4)),
-                "these are the training data",
-            ),
             "too few held-out targets": (
                 lambda: co.evidence.validate(post(), X, Y[:2]),
                 f"there are {len(X)} inputs, but 2 targets",
             ),
-            "no held-out points": (lambda: co.evidence.validate(post(), X[:0], Y[:0]), "hold no points"),
             "no draws": (lambda: co.evidence.mackay(post(), samples=0), "samples must be at least 1"),
             "an optimiser": (
                 lambda: co.evidence.train(
@@ -281,7 +253,6 @@ DOORS = [
                 TypeError,
                 r"got TensorDataset. Pass torch.utils.data.DataLoader\(dataset",
             ),
-            "a posterior": (lambda: co.sampling.hmc(post(), 1e-3), TypeError, r"Pass co.sampling.log_posterior\(lin\)"),
             "a network": (
                 lambda: co.sampling.sgld(net(), 1e-3),
                 TypeError,
@@ -315,7 +286,6 @@ DOORS = [
                 TypeError,
                 "B must be a tensor, got",
             ),
-            "a list to solve for": (lambda: co.linalg.solve(precision(), [1.0] * 27), TypeError, "B must be a tensor"),
             "an array as matrix": (
                 lambda: co.linalg.cg(np.eye(3), torch.ones(3)),
                 TypeError,
@@ -323,7 +293,6 @@ DOORS = [
             ),
             "Dense of an array": (lambda: co.linalg.Dense(np.eye(3)), TypeError, "must be a tensor, got ndarray"),
             "Diagonal of a list": (lambda: co.linalg.Diagonal([1.0, 2.0]), TypeError, "must be a tensor"),
-            "Dense of nothing": (lambda: co.linalg.Dense(None), TypeError, "tensor must be a tensor, got None"),
             "LowRank of lists": (
                 lambda: co.linalg.LowRank([[1.0], [2.0]], [1.0]),
                 TypeError,
@@ -344,11 +313,6 @@ DOORS = [
                 TypeError,
                 "one dtype, got torch.float32 and torch.float64",
             ),
-            "an initial guess in words": (
-                lambda: co.linalg.cg(precision(), torch.ones(27).double(), x0="zero"),
-                TypeError,
-                "x0 must be a tensor, got 'zero'",
-            ),
             "a tolerance in words": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), rtol="1e-3"),
                 TypeError,
@@ -358,10 +322,6 @@ DOORS = [
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=torch.eye(3).double()),
                 r"must be \(27, 27\) and torch.float64, as A is, got \(3, 3\)",
             ),
-            "a preconditioner in float32": (
-                lambda: co.linalg.minres(precision(), torch.ones(27).double(), preconditioner=torch.eye(27)),
-                "as A is, got .* and torch.float32",
-            ),
             "a preconditioner as an array": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=np.eye(27)),
                 TypeError,
@@ -370,10 +330,6 @@ DOORS = [
             "a preconditioner's image of another shape": (
                 lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=lambda V: V[:3]),
                 r"given torch.float64 of shape \(27, 1\), but returned torch.float64 of shape \(3, 1\)",
-            ),
-            "a preconditioner's image in float32": (
-                lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=lambda V: V.float()),
-                "but returned torch.float32",
             ),
             "half an eigenpair": (
                 lambda: co.linalg.eigsh(precision(), 1.5),
@@ -395,11 +351,6 @@ DOORS = [
                 lambda: co.linalg.nystrom(precision(), rank=2, shift=None),
                 TypeError,
                 "shift must be a number, got None",
-            ),
-            "the determinant of an array": (
-                lambda: co.linalg.logdet(np.eye(3)),
-                TypeError,
-                r"got ndarray; pass torch.as_tensor\(A\)",
             ),
             "a step in a list": (lambda: lin().push([1.0] * 27), TypeError, "vector must be a tensor, got .*as_tensor"),
             "a short step": (lambda: lin().push(torch.ones(3).double()), r"expected one vector \(27,\)"),
@@ -437,11 +388,6 @@ DOORS = [
                 lambda: co.likelihoods.Categorical(ignore_index="none"),
                 TypeError,
                 "ignore_index must be a whole number, got 'none'",
-            ),
-            "weights of answers in a list": (
-                lambda: co.likelihoods.Bernoulli(pos_weight=[1.0]),
-                TypeError,
-                "pos_weight must be a tensor",
             ),
             "a linearisation as matrix": (lambda: co.low_rank(lin(), 2), TypeError, r"such as co.GGN\(lin\)"),
             "a diagonal in words": (
