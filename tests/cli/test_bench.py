@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from curvops.cli import app, sweep
+from curvops.cli import app
 from curvops.cli.problems import DIGITS, KINDS, NAMES, SPECTRA, CountingOperator, build
 from curvops.cli.sweep import METHODS, PRECONDITIONERS, BenchEstimator, BenchSolver, Settings, estimate, solve
 from curvops.linalg import Dense, as_preconditioner
@@ -231,12 +231,3 @@ def test_names_and_problems_that_do_not_exist(module, arguments, match, tmp_path
     result = invoke(*arguments, "--output", tmp_path)
     assert result.exit_code == 2 and match in result.output
     assert len(result.output.strip().splitlines()) <= 3 and "Traceback" not in result.output
-
-
-def test_interruption_is_one_line(monkeypatch, tmp_path):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sweep, "run", interrupted)
-    result = invoke("--output", tmp_path)
-    assert result.exit_code == 130 and len(result.output.strip().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""The commands themselves: versions, and what they say where matplotlib is missing."""
+"""The commands themselves: versions, what they say when interrupted, and where matplotlib is missing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
-from curvops.cli import app
+from curvops.cli import app, demo, sweep
 
 WITHOUT_MATPLOTLIB = """
 import sys
@@ -45,3 +46,14 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(tmp_path:
         "AttributeError module 'curvops' has no attribute 'plot'",
     ]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("command", "module"), [("demo", demo), ("bench", sweep)])
+def test_interruption_is_one_line(command, module, monkeypatch, tmp_path: Path) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run", interrupted)
+    result = CliRunner().invoke(app, [command, "--output", str(tmp_path)])
+    assert result.exit_code == 130
+    assert len(result.output.strip().splitlines()) == 1

@@ -68,16 +68,6 @@ def test_a_wrong_product_or_a_number_that_is_none_does_not_pass():
         assert not replace(check, error=wrong).passed and str(replace(check, error=wrong)).startswith("FAIL")
 
 
-def test_interruption_is_one_line(monkeypatch, tmp_path):
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "run", interrupted)
-    result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path)])
-    assert result.exit_code == 130
-    assert len(result.output.strip().splitlines()) == 1
-
-
 def test_another_process_prints_the_same(alone, tmp_path):
     folder, text = alone
     [(_, other)] = run_programs(1, printed, str(tmp_path))
