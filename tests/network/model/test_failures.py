@@ -88,6 +88,8 @@ def test_new_inputs_are_tried_too(method: str) -> None:
     for wrong, error in [(X[:, :3], ValueError), (Y[:, None].expand(7, 4), ValueError), ({"x": X}, TypeError)]:
         with pytest.raises(error, match="the model failed on inputs"):
             call(wrong)
+    with pytest.raises(ValueError, match="holds NaN or infinite"):
+        call(X * torch.nan)
     call(X)
 
 
