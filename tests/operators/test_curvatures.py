@@ -147,7 +147,9 @@ def test_equals_its_dense_definition(
     sampled = co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(1))
     rows = torch.einsum("ncd,mnc->mnd", expected.J, sampled._kwargs["draws"]).flatten(0, 1)
     torch.testing.assert_close(sampled @ unit, rows.mT @ rows, **TIGHT)
+    torch.testing.assert_close(sampled.diagonal(), rows.square().sum(0), **TIGHT)
 
+    torch.testing.assert_close(co.GGN(lin).diagonal(), G.diagonal(), **TIGHT)
     torch.testing.assert_close(co.DiagonalGGN(lin).diagonal(), G.diagonal(), **TIGHT)
     torch.testing.assert_close(co.DiagonalGGN(lin, fisher="empirical").diagonal(), F.diagonal(), **TIGHT)
     drawn = co.DiagonalGGN(lin, fisher="mc", mc_samples=2, generator=torch.Generator().manual_seed(1))
@@ -155,35 +157,18 @@ def test_equals_its_dense_definition(
 
     blocks = co.BlockDiagonal(lin)
     torch.testing.assert_close(blocks.to_dense(), torch.where(_within(blocks), G, 0.0), **TIGHT)
-    index = torch.arange(D - 1, -1, -3)
-    torch.testing.assert_close(co.Subnetwork(co.GGN(lin), index).to_dense(), G[index][:, index], **TIGHT)
-    torch.testing.assert_close(co.Subnetwork(co.EmpiricalFisher(lin), index).to_dense(), F[index][:, index], **TIGHT)
-
     prior = torch.linspace(0.5, 2.0, D, dtype=torch.float64)
+    damped = co.GGN(lin).add_diagonal(prior), G + prior.diag()
+    operators = [(co.GGN(lin), G), (co.EmpiricalFisher(lin), F), (sampled, rows.mT @ rows), damped]
+    for index in (torch.arange(D - 1, -1, -2), torch.tensor([D - 1, 0])):  # by rows for many weights, by pushes for few
+        for A, dense in operators:
+            torch.testing.assert_close(co.Subnetwork(A, index).to_dense(), dense[index][:, index], **TIGHT)
+
     J = expected.J.flatten(0, 1)
     torch.testing.assert_close(co.TangentKernel(lin, 2.0).to_dense(), J @ J.mT / 2, **TIGHT)
     kernel = co.TangentKernel(lin, prior)
     torch.testing.assert_close(kernel.to_dense(), (J / prior) @ J.mT, **TIGHT)
     torch.testing.assert_close(kernel @ torch.eye(len(J), dtype=torch.float64), (J / prior) @ J.mT, **TIGHT)
-
-
-@pytest.mark.parametrize("selection", [None, "some"])
-@pytest.mark.parametrize("name", ["mlp", "transformer_encoder", "lstm", "own_parameters", "tied_embedding"])
-def test_diagonals_and_dense_blocks_are_those_of_the_products(name: str, selection: str | None) -> None:
-    """By rows for blocks of many weights beside the columns of H, by pushes for few; weights outside a subnetwork."""
-    likelihood, y, w = _weighted_classes(call(*ZOO[name].build()).shape[1])
-    D = reference(name).shape[1]
-    lin = linearized(name, likelihood, y, w, (3, 2), None if selection is None else torch.arange(0, D, 2))
-    D = lin.num_parameters
-    for A in (co.GGN(lin), co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(1))):
-        dense = A @ torch.eye(D, dtype=torch.float64)
-        torch.testing.assert_close(A.diagonal(), dense.diagonal(), **TIGHT)
-        for index in (torch.arange(D - 1, -1, -2), torch.tensor([D - 1, 0])):
-            P = A.add_diagonal(torch.linspace(1, 2, D, dtype=torch.float64))
-            expected = dense[index][:, index]
-            torch.testing.assert_close(co.Subnetwork(A, index).to_dense(), expected, **TIGHT)
-            expected = expected + torch.diag(P.shift[index])
-            torch.testing.assert_close(co.Subnetwork(P, index).to_dense(), expected, **TIGHT)
 
 
 FISHERS = ["exact", "mc", "empirical"]
