@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -111,36 +109,6 @@ def test_sums_over_positions(case: str) -> None:
     torch.testing.assert_close(lin.outputs(), model(x).detach(), **TIGHT)
 
 
-@pytest.mark.parametrize("engine", ["autodiff", "layerwise"])
-def test_engines_and_batches_agree(engine: Any) -> None:
-    model, x = pointwise()
-    _, y, _, each = CASES["mask"]
-    _, _, ggn = definition(model, x, of_position("mask"), y, each)
-    lin = linearised(model, x, "mask", batches=True, engine=engine)
-    v, J = normal(lin.num_parameters, 3, seed=6), dense_jacobian(model, x)
-    for _ in range(2):
-        torch.testing.assert_close(co.GGN(lin) @ v, ggn @ v, **TIGHT)
-        torch.testing.assert_close(lin.jacobian(x) @ v, J @ v, **TIGHT)
-        torch.testing.assert_close(lin.jacobian(x).mT @ (J @ v), J.mT @ (J @ v), **TIGHT)
-
-
-def test_sequences_that_count() -> None:
-    likelihood = co.likelihoods.Sequences(co.likelihoods.Categorical(), T, C)
-    assert likelihood.counted(MASKED).any(1).tolist() == [True, True, True, False]
-    assert likelihood.counted(LABELS, PER_POSITION * MASK).any(1).tolist() == [True, True, True, False]
-    assert likelihood.counted(MASKED, PER_SEQUENCE).any(1).tolist() == [True, False, True, False]
-
-
-def test_conversion_and_copies_follow() -> None:
-    G = co.GGN(linearised(*pointwise(), "mask"))
-    dense = G.to_dense()
-    single = G.to(torch.float32)
-    assert single.dtype == torch.float32
-    torch.testing.assert_close(single.to_dense().double(), dense, rtol=1e-4, atol=1e-4)
-    for twin in (copy.deepcopy(G), pickle.loads(pickle.dumps(G))):
-        torch.testing.assert_close(twin.to_dense(), dense, **TIGHT)
-
-
 def test_a_posterior_predicts_each_position() -> None:
     model, x = pointwise()
     post = co.laplace(linearised(model, x, "mask"), co.GGN, 1.0, check_mode=False)
@@ -168,23 +136,15 @@ def test_the_likelihood_of_sequences_by_definition(name: str, w: Tensor | None) 
     H = autograd_hessians(likelihood, f, y, w)
     require_consistent_products(likelihood, f, y, w, H)
     torch.testing.assert_close(likelihood.residual(f, y, w), autograd_gradient(likelihood, f, y, w), **TIGHT)
+    M = likelihood.narrow_columns(T * C)
+    for step in (1, 2, M):
+        columns = torch.cat([likelihood.narrow_root(f, y, w, i, min(M, i + step)) for i in range(0, M, step)])
+        torch.testing.assert_close(torch.einsum("mnc,mnd->ncd", columns, columns), H, **TIGHT)
+    assert w is not None or int(torch.linalg.matrix_rank(H).max()) == M
     assert likelihood.root_columns(T * C) == T * C
     assert likelihood.log_prob(f, y, w).shape == (N,)
     assert likelihood.mean(f).shape == (N, T * C)
     assert likelihood.sample(f).shape == (y.shape if y.ndim == 2 or name.startswith("weights") else y.shape[:2])
-
-
-@pytest.mark.parametrize("step", [1, 2, 4, T * C])
-@pytest.mark.parametrize("name", ["ignored labels", "weights of positions", "class probabilities"])
-def test_the_narrow_root_has_as_many_columns_as_the_hessian_has_rank(name: str, step: int) -> None:
-    y = CASES[name][1]
-    likelihood, f = co.likelihoods.Sequences(of_position(name), T, C), normal(N, T * C)
-    M = likelihood.narrow_columns(T * C)
-    for w in (None, PER_SEQUENCE, PER_POSITION):
-        H = autograd_hessians(likelihood, f, y, w)
-        columns = torch.cat([likelihood.narrow_root(f, y, w, i, min(M, i + step)) for i in range(0, M, step)])
-        torch.testing.assert_close(torch.einsum("mnc,mnd->ncd", columns, columns), H, **TIGHT)
-    assert int(torch.linalg.matrix_rank(H).max()) == M
 
 
 def test_monte_carlo_residuals_have_the_hessian_as_second_moment() -> None:
