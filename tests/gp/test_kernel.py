@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 
 import curvops as co
-from curvops.gp import ComposedKernel, LinearizedKernel, LinearizedMean
+from curvops.gp import ComposedKernel, LinearizedGP, LinearizedKernel, LinearizedMean
 from curvops.linalg import Operator
+from curvops.posterior.predictions import MultitaskNormal, Normal
 
 DOUBLE = torch.float64
 N, NOISE = 12, 0.3
@@ -39,35 +40,12 @@ CASES = [*((name, "layers") for name in NETWORKS), *(("two outputs", prior) for 
 """Each network, and each prior: the kernel knows the network by J alone, and the prior by its entries."""
 
 
-class Process(gpytorch.models.ExactGP):
-    """The linearised network as an exact Gaussian process."""
-
-    def __init__(self, lin: co.operators.Linearization, x: Tensor, y: Tensor, likelihood: Any, **prior: Any) -> None:
-        super().__init__(x, y, likelihood)
-        self.mean_module, self.covar_module = LinearizedMean(lin), LinearizedKernel(lin, **prior)
-
-    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-        mean, kernel = self.mean_module(x), self.covar_module(x)
-        joint = gpytorch.distributions.MultitaskMultivariateNormal
-        return (gpytorch.distributions.MultivariateNormal if mean.ndim == 1 else joint)(mean, kernel)
-
-
 def linearized(name: str) -> tuple[co.operators.Linearization, Tensor, Tensor]:
     torch.manual_seed(0)
     make, shape, outputs = NETWORKS[name]
     x, y = torch.randn(N, *shape, dtype=DOUBLE), torch.randn(N, outputs, dtype=DOUBLE)
-    return co.linearize(make().double(), (x, y), co.likelihoods.Gaussian(NOISE)), x, y
-
-
-def process(lin: co.operators.Linearization, x: Tensor, y: Tensor, **prior: Any) -> tuple[Process, Any, Tensor]:
-    outputs = y.shape[1]
-    if outputs == 1:
-        likelihood: Any = gpytorch.likelihoods.GaussianLikelihood().double()
-    else:
-        likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(outputs, has_task_noise=False).double()
-    likelihood.noise = torch.tensor(NOISE, dtype=DOUBLE)
-    y = y.squeeze(1) if outputs == 1 else y
-    return Process(lin, x.flatten(1), y, likelihood, **prior), likelihood, y
+    data = [(x[:5], y[:5]), (x[5:], y[5:])]
+    return co.linearize(make().double(), data, co.likelihoods.Gaussian(NOISE)), x, y
 
 
 def dense_kernel(lin: co.operators.Linearization, x: Tensor, x2: Tensor, kernel: LinearizedKernel) -> Tensor:
@@ -79,24 +57,37 @@ def dense_kernel(lin: co.operators.Linearization, x: Tensor, x2: Tensor, kernel:
 @pytest.mark.usefixtures("no_foreign_solvers", "iterating")
 @pytest.mark.parametrize(("name", "prior"), CASES)
 def test_the_process_is_the_linearised_posterior(name: str, prior: str) -> None:
-    lin, x, y = linearized(name)
-    gp, likelihood, targets = process(lin, x, y, **PRIORS[prior])
+    lin, x, _ = linearized(name)
+    gp = LinearizedGP(lin, **PRIORS[prior])
     post = co.laplace(lin, co.GGN, prior_precision=gp.covar_module._entries().reciprocal().detach(), check_mode=False)
     new = torch.randn(4, *x.shape[1:], dtype=DOUBLE)
 
     gp.train()
-    marginal = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
-    value = marginal(gp(x.flatten(1)), targets) * targets.numel()
+    marginal = gpytorch.mlls.ExactMarginalLogLikelihood(gp.likelihood, gp)
+    value = marginal(gp(x.flatten(1)), gp.train_targets) * gp.train_targets.numel()
     torch.testing.assert_close(value, post.log_evidence(mode="linear").value, rtol=1e-9, atol=1e-9)
     value.backward()
     assert all(parameter.grad is not None for parameter in gp.parameters())
 
     gp.eval()
     predicted, mode = gp(new.flatten(1)), post.linear_mode(rtol=1e-12).theta
+    assert isinstance(predicted, Normal) and isinstance(predicted, MultitaskNormal) == (lin.num_outputs > 1)
     joint = post.predict(new, joint=True).covariance_matrix
     torch.testing.assert_close(predicted.covariance_matrix, joint, rtol=1e-8, atol=1e-8)
     mean = lin.predict(new) + (lin.jacobian(new) @ (mode - lin.theta)).reshape(4, -1)
     torch.testing.assert_close(predicted.mean.reshape(4, -1), mean, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(copy.deepcopy(gp)(new.flatten(1)).mean, predicted.mean)
+
+
+def test_kernel_mean_and_likelihood_of_a_process_may_be_given() -> None:
+    lin, *_ = linearized("two outputs")
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(2).double()
+    kernel = ComposedKernel(gpytorch.kernels.ScaleKernel(LinearizedKernel(lin))).double()
+    gp = LinearizedGP(lin, likelihood, kernel, LinearizedMean(lin, 0.5)).eval()
+    assert gp.covar_module is kernel and gp.likelihood is likelihood
+    assert gp(torch.randn(4, 3, dtype=DOUBLE)).mean.shape == (4, 2)
+    again = lin.with_likelihood(co.likelihoods.Gaussian(0.1))  # the same weights
+    assert LinearizedGP(again, kernel=kernel).covar_module is kernel
 
 
 @pytest.mark.parametrize(("name", "prior"), CASES)
@@ -198,9 +189,9 @@ COMPOSED: dict[str, Callable[[LinearizedKernel], gpytorch.kernels.Kernel]] = {
 @pytest.mark.usefixtures("no_foreign_solvers", "iterating")
 @pytest.mark.parametrize("name", COMPOSED)
 def test_composed_kernels_are_solved_by_ours(name: str) -> None:
-    lin, x, y = linearized("one output")
-    gp, likelihood, targets = process(lin, x, y, prior_precision=2.0)
-    gp.covar_module = COMPOSED[name](gp.covar_module).double()
+    lin, x, _ = linearized("one output")
+    gp = LinearizedGP(lin, kernel=COMPOSED[name](LinearizedKernel(lin, 2.0)).double())
+    likelihood, targets = gp.likelihood, gp.train_targets
     new = torch.randn(4, 3, dtype=DOUBLE)
     with gpytorch.settings.lazily_evaluate_kernels(False), gpytorch.settings.fast_computations(False, False, False):
         both = gp.covar_module(torch.cat([x, new])).to_dense()
@@ -247,21 +238,21 @@ def test_it_is_lazy_and_its_sums_are_ours() -> None:
 
 
 def test_the_network_is_neither_trained_nor_moved_nor_saved() -> None:
-    lin, x, y = linearized("one output")
-    gp, likelihood, targets = process(lin, x, y, prior_precision=2.0, over="layers", outputscale=2.0)
+    lin, x, _ = linearized("one output")
+    gp = LinearizedGP(lin, prior_precision=2.0, over="layers", outputscale=2.0)
     names = {"raw_prior_precision", "raw_outputscale"}
     assert {name for name, _ in gp.covar_module.named_parameters()} == names
     assert not [name for name in gp.state_dict() if "lin" in name]
     before, theta = copy.deepcopy(gp.state_dict()), lin.theta.clone()
     optimizer, marginal = (
         torch.optim.Adam(gp.parameters(), 0.1),
-        gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp),
+        gpytorch.mlls.ExactMarginalLogLikelihood(gp.likelihood, gp),
     )
     gp.train()
     losses = []
     for _ in range(20):
         optimizer.zero_grad()
-        losses.append(-marginal(gp(x), targets))
+        losses.append(-marginal(gp(x), gp.train_targets))
         losses[-1].backward()
         optimizer.step()
     assert losses[-1] < losses[0]
@@ -299,7 +290,7 @@ def few_weights() -> tuple[co.operators.Linearization, Tensor, Tensor]:
 def test_where_neither_j_nor_its_gram_matrix_fits_few_weights_are_solved_for(prior: str, task_noise: bool) -> None:
     lin, x, y = few_weights()
     likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(2, has_task_noise=task_noise).double()
-    gp = Process(lin, x, y, likelihood, **PRIORS[prior])
+    gp = LinearizedGP(lin, likelihood, **PRIORS[prior])
 
     def noisy(K: Tensor) -> Tensor:
         noise = likelihood.noise + (likelihood.task_noises if task_noise else torch.zeros(2, dtype=DOUBLE))
