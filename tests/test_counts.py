@@ -157,11 +157,6 @@ def everything_of(post: Any) -> object:
     return post.log_evidence(), post.sample(5), post.predict(X).covariance_matrix
 
 
-@torch.no_grad()
-def score(lin: co.operators.Linearization) -> Tensor:
-    return lin.log_likelihood()
-
-
 STREAMED, LAYERWISE, AUTODIFF = ({"engine": name} for name in ("streamed", "layerwise", "autodiff"))
 X = torch.ones(4, 6, dtype=torch.float64)
 INTO_ONE_BATCH = BATCH / N
@@ -180,7 +175,6 @@ TABLE = {
     "GGN product, streamed": Row(lambda lin: times(co.GGN(lin)), Counts(1, 2, 1, 1), STREAMED),
     "GGN products of 5 vectors, streamed": Row(lambda lin: times(co.GGN(lin), 5), Counts(1, 6, 5, 5), STREAMED),
     "GGN product, layerwise": Row(lambda lin: times(co.GGN(lin)), Counts(1, 1, SLOPES, 1), LAYERWISE),
-    "four GGN products, layerwise": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(1, 1, SLOPES, 4), LAYERWISE),
     # The first streams; the second records a pass and another of tangents, checked on one batch; each pulls once.
     "four GGN products, autodiff": Row(
         lambda lin: times(co.GGN(lin), 1, 4), Counts(2, 4, (4, 4 + INTO_ONE_BATCH), 4), AUTODIFF
@@ -203,7 +197,6 @@ TABLE = {
         lambda lin: co.DiagonalGGN(lin, fisher="mc", generator=seeded()), Counts(2, 2, 1)
     ),
     "diagonal of the empirical Fisher": Row(lambda lin: co.DiagonalGGN(lin, fisher="empirical"), Counts(1, 1, 1)),
-    "diagonal, then log-likelihood": Row(lambda lin: [co.DiagonalGGN(lin), score(lin)], SUMMED),
     "KFAC": Row(lambda lin: co.KFAC(lin), SUMMED),
     "KFAC, evidence, draws, predictions of its posterior": Row(
         lambda lin: everything_of(co.laplace(lin, co.KFAC(lin), 1.0, check_mode=False)),
@@ -225,14 +218,9 @@ TABLE = {
         lambda lin: co.linalg.trace(co.GGN(lin), method="xtrace", max_matvecs=30, generator=seeded()),
         Counts(1, 1, SLOPES, 30),
     ),
-    "diagonal of 30 products": Row(
-        lambda lin: co.linalg.diagonal(co.GGN(lin), method="xdiag", max_matvecs=30, generator=seeded()),
-        Counts(1, 1, SLOPES, 30),
-    ),
     "logdet of at most 100 products": Row(
         lambda lin: co.linalg.logdet(damped(lin), max_matvecs=100, generator=seeded()), Counts(1, 1, SLOPES, (20, 100))
     ),
-    "lanczos of 10 steps": Row(lambda lin: co.linalg.lanczos(co.GGN(lin), 10), Counts(1, 1, SLOPES, 10)),
     "cg": Row(lambda lin: co.linalg.cg(damped(lin), ones(damped(lin))), Counts(1, 1, SLOPES, (5, 40))),
     "three eigenpairs": Row(
         lambda lin: co.linalg.eigsh(co.GGN(lin), 3, generator=seeded()),
@@ -242,7 +230,6 @@ TABLE = {
     "its evidence, from the formed matrix": Row(
         lambda lin: posterior(lin).log_evidence(), Counts((1, 2), (1, 2), SLOPES, (0, 403))
     ),
-    "its five draws": Row(lambda lin: posterior(lin).sample(5), Counts((1, 4), (1, 3), (SLOPES, 2 * C), (0, 40))),
     "its predictions at four points": Row(
         lambda lin: posterior(lin).predict(X).covariance_matrix,
         Counts((1, 3), (1, 3 + 3 * len(X) / N), (SLOPES, 3 * C), (0, 12 * 12)),

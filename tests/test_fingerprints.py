@@ -83,14 +83,6 @@ def test_layout_and_gradients_do_not_matter() -> None:
     assert fingerprint([torch.zeros(0, 3), x]).dtype == torch.int64
 
 
-@pytest.mark.parametrize("n", [5, CHUNK + 7, 3 * CHUNK + 1])
-def test_a_fingerprint_is_a_weighted_sum_of_weighted_sums_of_chunks(n: int) -> None:
-    words = torch.randint(-(2**31), 2**31, (n,), dtype=torch.int32)
-    weights = _odd_weights(words.device)
-    sums = torch.stack([(part * weights[: len(part)]).sum() for part in words.long().split(CHUNK)])
-    assert fingerprint([words]) == (sums * weights[CHUNK : CHUNK + len(sums)]).sum()
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_columns_of_a_larger_tensor_are_their_values(dtype: torch.dtype) -> None:
     table = bits().view(20, 3).to(dtype)
