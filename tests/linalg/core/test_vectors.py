@@ -1,4 +1,4 @@
-"""Inner products, norms, orthonormal bases and entries of vectors against torch's own."""
+"""Inner products, norms, random blocks and orthonormal bases of vectors against torch's own."""
 
 import pytest
 import torch
@@ -21,33 +21,6 @@ def test_reductions_are_float64_and_right(dtype):
     torch.testing.assert_close(vectors.largest(X), X64.abs().amax(0))
 
 
-def test_blocks_have_contiguous_columns():
-    C = torch.ones(3, 2, dtype=torch.float64)
-    made = [vectors.as_block(torch.randn(9, 2)), vectors.combine(block(9, 3), C)]
-    made.append(vectors.random_block(torch.empty(9, 0), 2))
-    assert all(M.mT.is_contiguous() for M in made)
-
-
-def test_axpy_is_in_place():
-    Y, X, C = block(9, 2), block(9, 3, seed=1), torch.randn(3, 2, dtype=torch.float64)
-    expected = Y + X @ C
-    assert vectors.axpy(Y, X, C) is Y
-    torch.testing.assert_close(Y, expected)
-    numbers = torch.tensor([2.0, -1.0], dtype=torch.float64)
-    assert vectors.axpy(Y, X[:, :2], numbers) is Y
-    torch.testing.assert_close(Y, expected + X[:, :2] * numbers)
-
-
-def test_parts_share_memory_and_are_written_in_place():
-    X, V, C = block(9, 5), block(9, 2, seed=1), block(4, 3, seed=2)
-    vectors.put(X, 1, V)
-    assert torch.equal(vectors.part(X, 1, 3), V) and vectors.part(X, 1, 3).data_ptr() == X[:, 1].data_ptr()
-    before = X.clone()
-    vectors.rotate(vectors.part(X, 0, 4), C)
-    torch.testing.assert_close(X[:, :3], before[:, :4] @ C)
-    assert torch.equal(X[:, 3:], before[:, 3:])
-
-
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("n", [5, 31, 33, 48, 4000])
 def test_columns_drawn_one_at_a_time_are_those_of_the_block(n, kind):
@@ -67,35 +40,6 @@ def test_random_blocks_follow_their_generator(kind):
     # Mean within 5 standard errors: false alarm below 1e-5.
     assert draw(3).mean().abs() < 5 / 8000**0.5
     assert draw(3).square().mean().sub(1).abs() < 0.1
-
-
-def test_each_column_loses_its_projection_on_its_own_basis():
-    first, second, spare = (torch.linalg.qr(block(20, 4, seed=j)).Q for j in range(3))
-    store = vectors.join(first, spare[:, :1], second, spare[:, :1])
-    for which in ([0, 1], [1], [0]):
-        W = block(20, len(which), seed=7)
-        left, along = vectors.project_out(W, store, 5, 4, torch.tensor(which))
-        for j, k in enumerate(which):
-            Q = (first, second)[k]
-            torch.testing.assert_close(left[:, j], W[:, j] - Q @ (Q.mT @ W[:, j]))
-            assert (Q.mT @ left[:, j]).abs().max() < 1e-14
-            torch.testing.assert_close(along[j], Q.mT @ W[:, j])
-
-
-def test_rows_of_a_block():
-    X, index = block(9, 2), torch.tensor([[3, 1], [8, 0]])
-    assert torch.equal(vectors.entries(X, index), X[index])
-    Y = torch.zeros_like(X)
-    vectors.put_entries(Y, index, X[index])
-    assert torch.equal(Y[index.flatten()], X[index.flatten()]) and int((Y == 0).all(1).sum()) == 5
-    torch.testing.assert_close(vectors.square_sums(X), X.norm(dim=1).square())
-
-
-def test_drawn_positions_are_distinct_and_have_weight():
-    weights = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0], dtype=torch.float64)
-    for seed in range(20):
-        drawn = vectors.draw_positions(weights, 4, torch.Generator().manual_seed(seed))
-        assert set(drawn.tolist()) <= {1, 3} and len(drawn.unique()) == len(drawn) >= 1
 
 
 # Orthonormal bases, by CholeskyQR or Householder.
