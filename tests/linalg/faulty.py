@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvops.linalg import Dense
-
-
-def nan_from_the_seventh_product(matrix: Tensor) -> Any:
-    """An operator of this matrix whose products with blocks are NaN from the seventh on."""
-    operator: Any = Dense(matrix)
-    calls = 0
-
-    def product(block: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return matrix @ block if calls < 7 else torch.full_like(block, math.nan)
-
-    operator._matmul = product
-    return operator
 
 
 def without_room_beyond(width: int, matrix: Tensor, error: Exception | None = None) -> Any:

@@ -12,6 +12,11 @@ from curvops.linalg import Dense, Diagonal, DirectSum, EigenKronecker, Kronecker
 Case = tuple[Operator, Tensor, Tensor]  # operator, dense matrix, a vector shift that its closed form takes
 
 
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    """Fail unless these agree to this tolerance, relative or absolute."""
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 

@@ -20,7 +20,7 @@ def true_residuals(A, x, B):
 
 
 class Counted(DenseLinearOperator):
-    """A dense operator that counts products and may spoil one of them."""
+    """A dense operator of another library that logs the columns of its products, and may spoil one of them."""
 
     def __init__(self, matrix, spoil=None):
         super().__init__(matrix)
@@ -30,3 +30,7 @@ class Counted(DenseLinearOperator):
         self.log.append(rhs.shape[1])
         out = self.matrix @ rhs
         return out * torch.nan if len(self.log) == self.spoil else out
+
+    def _t_matmul(self, rhs):
+        self.log.append(rhs.shape[1])
+        return self.matrix.mT @ rhs

@@ -12,28 +12,10 @@ from torch import Tensor, nn
 import curvops as co
 from curvops.linalg import draw
 from curvops.linalg.operators import ColumnNoise
+from tests.linalg.known import Rooted
 from tests.randomness import seeded
 
 N = 12
-
-
-class Rooted(co.linalg.Operator):
-    """A matrix S Sᵀ with a root of its own, as users write it: it draws from the generator that it is given."""
-
-    symmetric = psd = True
-
-    def __init__(self, root: Tensor) -> None:
-        super().__init__(root)
-        self.root = root
-
-    def _size(self) -> torch.Size:
-        return torch.Size((len(self.root),) * 2)
-
-    def _product(self, block: Tensor) -> Tensor:
-        return self.root @ (self.root.mT @ block)
-
-    def _draw(self, k: int, source: torch.Generator | None) -> Tensor:
-        return self.root @ torch.randn(self.root.shape[1], k, generator=source, dtype=self.root.dtype)
 
 
 def operators() -> dict[str, co.linalg.Operator]:
@@ -83,11 +65,11 @@ def test_columns_are_independent_and_standard_normal() -> None:
 
 
 def test_an_operator_of_yours_draws_from_it_as_from_a_generator() -> None:
-    S = torch.randn(N, 3, dtype=torch.float64, generator=seeded(3))
-    assert torch.equal(draw(Rooted(S), 5, seeded(3)), draw(Rooted(S), 5, seeded(3)))
-    assert not torch.equal(draw(Rooted(S), 5, seeded(3)), draw(Rooted(S), 5, seeded(4)))
-    parts = draw(Rooted(S), 6, seeded(3))
-    assert torch.linalg.matrix_rank(parts) == 3 and len({tuple(column) for column in parts.mT.tolist()}) == 6
+    S = torch.randn(N, N, dtype=torch.float64, generator=seeded(3))
+    A = Rooted(S @ S.mT)
+    assert torch.equal(draw(A, 5, seeded(3)), draw(A, 5, seeded(3)))
+    assert not torch.equal(draw(A, 5, seeded(3)), draw(A, 5, seeded(4)))
+    assert len({tuple(column) for column in draw(A, 6, seeded(3)).mT.tolist()}) == 6
 
 
 def test_without_a_generator_draws_follow_torchs_own_seed() -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from curvops import linalg
-from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, Operator, draw
+from curvops.linalg import Dense, Diagonal, DirectSum, draw
 from tests.linalg.known import Rooted
 from tests.linalg.operands import (
     blocks,
+    close,
     dense,
     diagonal,
     kronecker,
@@ -22,10 +23,6 @@ from tests.linalg.operands import (
     random,
     uniform,
 )
-
-
-def close(actual, expected, tolerance=1e-10):
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -96,40 +93,6 @@ def test_nested_blocks_and_damped_blocks_keep_closed_forms():
     close(outer.solve(random(12, 2)), torch.linalg.solve(expected, random(12, 2)))
     close(outer.add_diagonal(uniform(12)).logdet(), (expected + uniform(12).diag()).logdet())
     close((3 * outer).logdet(), (3 * expected).logdet())
-
-
-class Made(DirectSum):
-    """Blocks made from one tensor, as a subclass built from something else makes them."""
-
-    def __init__(self, tensor, cache=None):
-        Operator.__init__(self, tensor, cache=cache)
-
-    @property
-    def blocks(self):
-        factors = self._args[0].unflatten(0, (2, 3))
-        return tuple(Kronecker(torch.diag_embed(f)[None], positive(1, 2)) for f in factors)
-
-    @property
-    def partition(self):
-        return DirectSum(*self.blocks, positions=[range(6, 12), range(6)]).partition
-
-    @property
-    def cache(self):
-        return self._kwargs["cache"] or DirectSum(*self.blocks, positions=self.partition).cache
-
-
-def test_a_subclass_that_makes_its_blocks_has_everything():
-    made = Made(uniform(6))
-    a, b = (torch.kron(part.diag(), positive(1, 2)[0]) for part in uniform(6).split(3))
-    expected = torch.block_diag(b, a)
-    close(made @ random(12, 2), expected @ random(12, 2))
-    P = made.add_diagonal(torch.tensor([0.5] * 6 + [2.0] * 6, dtype=torch.float64))
-    shifted = expected + torch.tensor([0.5] * 6 + [2.0] * 6, dtype=torch.float64).diag()
-    close(P.solve(random(12, 2)), torch.linalg.solve(shifted, random(12, 2)))
-    close(P.logdet(), shifted.logdet())
-    close(made.logdet(), expected.logdet())
-    close((2 * made).to_dense(), 2 * expected)
-    assert draw(P.inverse(), 3).shape == (12, 3)
 
 
 def test_what_an_operator_keeps_does_not_keep_it():

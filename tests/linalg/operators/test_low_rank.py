@@ -10,12 +10,8 @@ from curvops.errors import NotPositiveSemidefiniteError, RankWarning
 from curvops.linalg import Damped, Dense, LowRank, draw
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, generator, rotation, symmetric
-from tests.linalg.operands import positive, random, uniform
+from tests.linalg.operands import close, positive, random, uniform
 from tests.linalg.samples import assert_covariance
-
-
-def close(actual, expected, tolerance=1e-10):
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def relative(A, approximation):
@@ -69,15 +65,6 @@ def test_an_end_before_the_accuracy_is_never_silent():
     assert len(found.values) == 10
     with pytest.warns(RankWarning, match="limited to 10"):
         co.low_rank(A, 20, memory_budget=3 * 120 * 8 * 10, generator=generator())
-
-
-def test_a_budget_and_progress_given_by_position_are_obeyed():
-    calls = []
-    with pytest.warns(RankWarning, match="limited to 10"):
-        co.low_rank(
-            symmetric(SPECTRA["flat"]), 20, None, generator(), 3 * 120 * 8 * 10, lambda *call: calls.append(call)
-        )
-    assert calls and {what for what, _, _ in calls} == {"low_rank"}
 
 
 def test_repeated_eigenvalues_and_none_need_no_warning():

@@ -3,31 +3,16 @@ import math
 import pytest
 import scipy.sparse.linalg
 import torch
-from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg import Reason, lsmr
-from tests.linalg.matrices import log_spaced, rotation, symmetric
-from tests.linalg.systems import right_hand_sides
+from tests.linalg.matrices import rotation
+from tests.linalg.systems import Counted, right_hand_sides
 
 SHAPES = [(80, 30), (30, 80), (50, 50)]
 
 
 def rectangular(m, n, seed=0):
     return torch.randn(m, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-class Counted(DenseLinearOperator):
-    def __init__(self, matrix):
-        super().__init__(matrix)
-        self.matrix, self.count = matrix, 0
-
-    def _matmul(self, rhs):
-        self.count += rhs.shape[1]
-        return self.matrix @ rhs
-
-    def _t_matmul(self, rhs):
-        self.count += rhs.shape[1]
-        return self.matrix.mT @ rhs
 
 
 def measured(A, X, B, damp=0.0):
@@ -55,7 +40,7 @@ def test_what_converged_means_is_told_by_the_two_residuals():
     operator = Counted(A)
     s = lsmr(operator, B)
     residuals, slopes = measured(A, s.x, B)
-    assert s.converged.all() and s.matvecs == operator.count
+    assert s.converged.all() and s.matvecs == sum(operator.log)
     assert (s.relative_residuals[:2] > 0.5).all() and (s.normal_residuals[:2] <= 1e-6).all()
     assert s.relative_residuals[2] <= 1e-6
     torch.testing.assert_close(s.relative_residuals, residuals, rtol=1e-6, atol=1e-14)
@@ -90,18 +75,6 @@ def test_of_a_flat_system_the_solution_nearest_to_the_guess():
     torch.testing.assert_close(s.x, x0 + torch.linalg.pinv(A) @ (B - A @ x0), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_scales_of_operators_and_right_hand_sides(scale):
-    A, B = rectangular(80, 30), right_hand_sides(80, 2)
-    exact = torch.linalg.pinv(A) @ B
-    for dtype in (torch.float32, torch.float64):
-        s = lsmr((A * scale).to(dtype), B.to(dtype))
-        assert s.converged.all()
-        torch.testing.assert_close(s.x.double() * scale, exact, rtol=1e-4, atol=1e-5)
-        s = lsmr(A.to(dtype), (B * scale).to(dtype))
-        torch.testing.assert_close(s.x.double() / scale, exact, rtol=1e-4, atol=1e-5)
-
-
 def test_zero_tolerance_zero_matrices_and_bad_columns():
     A, B = rectangular(40, 15), right_hand_sides(40, 2)
     s = lsmr(A, B, rtol=0)
@@ -113,12 +86,6 @@ def test_zero_tolerance_zero_matrices_and_bad_columns():
     B = torch.cat([B, torch.zeros(40, 1), torch.full((40, 1), math.nan)], 1)
     s = lsmr(A, B)
     assert s.reasons[2:] == (Reason.ZERO_RIGHT_HAND_SIDE, Reason.NON_FINITE) and s.converged[:3].all()
-
-
-def test_the_iteration_limit_at_rounding_level_is_a_precision_limit():
-    A, b = symmetric(log_spaced(60, 1e3)), right_hand_sides(60, 2)
-    solution = lsmr(A, b, rtol=0)
-    assert set(solution.reasons) == {Reason.PRECISION_LIMIT} and (solution.backward_errors < 1e-14).all()
 
 
 SMALL = {

@@ -14,6 +14,7 @@ from scipy.sparse.linalg import eigsh as scipy_eigsh
 from curvops.linalg import Dense, Reason, Solution, cg, eigsh
 from tests.linalg.matrices import EXPONENTIAL, SPECTRA, generator, symmetric
 from tests.linalg.rooted import rooted
+from tests.linalg.systems import Counted
 
 FLAWLESS = {Reason.CONVERGED}
 EXACT = {Reason.CONVERGED, Reason.PRECISION_LIMIT}
@@ -49,18 +50,6 @@ def assert_honest(A, pairs, rtol):
             assert pairs.residuals[j] <= max((rtol or 1e-6) * pairs.values[j].abs(), wider * (1 + 1e-6))
         if reason is Reason.PRECISION_LIMIT:
             assert pairs.residuals[j] <= 20 * eps * size * (1 + 1e-6)
-
-
-class Counted(DenseLinearOperator):
-    """Counts its products, and spoils one."""
-
-    def __init__(self, tensor, log, spoil=None):
-        super().__init__(tensor)
-        self.log, self.spoil = log, spoil
-
-    def _matmul(self, rhs):
-        self.log.append(rhs.shape[1])
-        return self.tensor @ rhs * (math.nan if len(self.log) == self.spoil else 1.0)
 
 
 def test_the_history_falls_to_the_tolerance():
@@ -178,22 +167,21 @@ def test_slightly_non_symmetric_products():
 
 @pytest.mark.parametrize("spoil", [1, 7])
 def test_nan_in_a_product(spoil):
-    log = []
-    pairs = eigsh(Counted(symmetric(SPECTRA["flat"]), log=log, spoil=spoil), 4, generator=generator())
-    assert set(pairs.reasons) == {Reason.NON_FINITE} and len(log) == spoil
+    A = Counted(symmetric(SPECTRA["flat"]), spoil)
+    pairs = eigsh(A, 4, generator=generator())
+    assert set(pairs.reasons) == {Reason.NON_FINITE} and len(A.log) == spoil
     assert pairs.values.isnan().all() and pairs.vectors.isnan().all() and pairs.residuals.isinf().all()
 
 
 def test_products_are_counted_and_limited():
-    log = []
-    A = Counted(symmetric(SPECTRA["kappa 1e8"]), log=log)
+    A = Counted(symmetric(SPECTRA["kappa 1e8"]))
     pairs = eigsh(A, 4, "SA", max_matvecs=50, generator=generator())
-    assert sum(log) == pairs.matvecs <= 50
+    assert sum(A.log) == pairs.matvecs <= 50
     assert set(pairs.reasons) == {Reason.ITERATION_LIMIT}
-    assert_honest(A.tensor, pairs, 1e-6)
-    log.clear()
+    assert_honest(A.matrix, pairs, 1e-6)
+    A.log.clear()
     pairs = eigsh(A, 4, generator=generator())
-    assert sum(log) == pairs.matvecs and set(pairs.reasons) == FLAWLESS
+    assert sum(A.log) == pairs.matvecs and set(pairs.reasons) == FLAWLESS
 
 
 def test_iterations_are_limited_but_k_products_are_made():
