@@ -6,7 +6,7 @@ Tests `vectors.py`.
 import pytest
 import torch
 
-from curvops.linalg import Dense, Estimate, LowRank, Reason, diagonal, frobenius_norm, low_rank, svds, trace
+from curvops.linalg import Dense, LowRank, Reason, diagonal, frobenius_norm, low_rank, svds, trace
 from curvops.linalg.estimators import relative_distance
 from tests.linalg.matrices import generator
 
@@ -113,13 +113,3 @@ def test_singular_values_are_within_their_residuals(decades, which):
     assert (found.residuals[converged] <= aims[converged]).all()
     small = exact <= eps**0.5 * float(A.norm()) * 0.1
     assert all(reason is Reason.PRECISION_LIMIT for reason, one in zip(found.reasons, small) if one), found.reasons
-
-
-def test_what_rounding_decides_is_told_by_the_standard_error_too():
-    value = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    small, large = Estimate.rounded(value, 1e-4), Estimate.rounded(value, torch.tensor([0.1, 0.0]))
-    assert small.reason is Reason.CONVERGED and not small.stderr.any()
-    assert large.reason is Reason.PRECISION_LIMIT and large.stderr.tolist() == pytest.approx([0.1, 0.0])
-    assert Estimate.rounded(value.sum(), 1e-4, size=1.0).reason is Reason.CONVERGED
-    assert Estimate.rounded(value.sum(), 1e-4).reason is Reason.PRECISION_LIMIT
-    assert Estimate.rounded(value, torch.nan).reason is Reason.PRECISION_LIMIT

@@ -12,8 +12,8 @@ from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Reason, effective_dimension
 from curvops.linalg.core import vectors
 from curvops.linalg.estimators import dense_spectrum
-from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
+from tests.linalg.systems import Counted
 
 
 def dense(G, prior):
@@ -40,17 +40,6 @@ def test_the_tolerance_is_reached(kind):
         assert e.reason is Reason.CONVERGED and e.within(rtol) and low <= dense(G, prior) <= high
     few = effective_dimension(G, prior, rtol=1e-4, max_matvecs=30, generator=generator())
     assert few.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED) and few.matvecs <= 30
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_interval_covers():
-    # 40 runs at 95 %: fewer than 33 hits has a false-alarm rate below 0.1 %.
-    G, g, hits = symmetric(log_spaced(100, 1e6)), generator(), 0
-    exact = dense(G, 1e-3)
-    for _ in range(40):
-        low, high = effective_dimension(G, 1e-3, rtol=1e-3, max_matvecs=80, generator=g).interval()
-        hits += bool(low <= exact <= high)
-    assert hits >= 33
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
@@ -91,7 +80,7 @@ def test_failures():
         with pytest.raises(ValueError, match="NaN"):
             effective_dimension(torch.full((n, n), math.nan), 1.0)
     with pytest.raises(ValueError, match="NaN"):
-        effective_dimension(nan_from_the_seventh_product(symmetric(log_spaced(300, 1e4))), 1e-4, generator=generator())
+        effective_dimension(Counted(symmetric(log_spaced(300, 1e4)), spoil=7), 1e-4, generator=generator())
 
 
 @pytest.mark.parametrize("name", ["decaying", "step", "kappa 1e8"])

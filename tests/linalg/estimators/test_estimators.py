@@ -8,8 +8,8 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg import Dense, Reason, diagonal, frobenius_norm, trace
-from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.matrices import SPECTRA, generator, symmetric
+from tests.linalg.systems import Counted
 
 EXACT = {trace: torch.trace, diagonal: torch.diagonal, frobenius_norm: torch.linalg.norm}
 NAMES = {
@@ -105,7 +105,7 @@ def test_tiny_and_huge_operators(estimate, method, size, dtype):
 
 @of_all
 def test_nan_on_the_seventh_product(estimate, method):
-    A = nan_from_the_seventh_product(symmetric(torch.linspace(1, 3, 500).double()))
+    A = Counted(symmetric(torch.linspace(1, 3, 500).double()), spoil=7)
     with pytest.raises(ValueError, match="NaN"):
         estimate(A, method=method, rtol=1e-9, generator=generator())
 
@@ -113,16 +113,16 @@ def test_nan_on_the_seventh_product(estimate, method):
 @pytest.mark.usefixtures("annotations_unchecked")
 @of_stochastic
 def test_intervals_cover(estimate, method):
-    """At 95 %, fewer than 87 of 100 runs have a false-alarm rate of 0.05 %; entries of a diagonal move together."""
+    """At 95 %, fewer than 33 of 40 runs have a false-alarm rate of 0.1 %; entries of a diagonal move together."""
     A, g = symmetric(SPECTRA["kappa 1e4"]), generator()
     if estimate is frobenius_norm:
         A = A @ torch.randn(120, 120, dtype=torch.float64, generator=generator(7))
-    exact, runs = EXACT[estimate](A), 30 if estimate is diagonal else 100
+    exact, runs = EXACT[estimate](A), 30 if estimate is diagonal else 40
     hits = 0.0
     for _ in range(runs):
         low, high = estimate(A, method=method, max_matvecs=24 if estimate is trace else 30, generator=g).interval()
         hits += float(((low <= exact) & (exact <= high)).double().mean())
-    assert hits >= (0.9 if estimate is diagonal else 0.87) * runs
+    assert hits >= (0.9 if estimate is diagonal else 0.82) * runs
 
 
 @pytest.mark.parametrize(("estimate", "method"), [row for row in STOCHASTIC if row[1] not in SYMMETRIC])

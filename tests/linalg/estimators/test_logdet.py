@@ -7,9 +7,9 @@ from linear_operator.utils.errors import NotPSDError
 
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Dense, Reason, diagonal_preconditioner, logdet
-from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.known import Rooted
 from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
+from tests.linalg.systems import Counted
 
 # Exact for small matrices and for budgets of n products.
 
@@ -96,32 +96,6 @@ def test_the_preconditioner_pays_where_the_spectrum_decays():
     assert auto.stderr + auto.bias_bound < (plain.stderr + plain.bias_bound) / 3
 
 
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_log_spaced_spectrum_within_300_products():
-    # The Gauss rule alone, 15 probes of 20 steps, is off by 15 % here. Three fixed seeds; every interval holds.
-    values = log_spaced(1000, 1e6)
-    A, exact, errors = symmetric(values), values.log().sum(), []
-    for seed in range(3):
-        e = logdet(A, lower_bound=1e-6, max_matvecs=300, generator=generator(seed))
-        low, high = e.interval()
-        assert low <= exact <= high and e.matvecs <= 300
-        errors.append((e.value - exact).abs() / exact.abs())
-    assert torch.stack(errors).mean() <= 0.03
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-@pytest.mark.parametrize("preconditioner", ["auto", None])
-def test_interval_covers(preconditioner):
-    # 30 runs at 95 %: fewer than 24 hits has a false-alarm rate below 0.1 %.
-    values, g, hits = 10 * torch.arange(1, 101, dtype=torch.float64) ** -1.0, generator(), 0
-    A, exact = symmetric(values), (values + 0.1).log().sum()
-    for _ in range(30):
-        e = logdet(A, shift=0.1, max_matvecs=80, rtol=1e-3, preconditioner=preconditioner, generator=g)
-        low, high = e.interval()
-        hits += bool(low <= exact <= high)
-    assert hits >= 24
-
-
 # Budgets and reasons.
 
 
@@ -201,7 +175,7 @@ def test_tiny_and_huge_operators(size, dtype):
 
 @pytest.mark.parametrize("preconditioner", ["auto", None])
 def test_nan_on_the_seventh_product(preconditioner):
-    A = nan_from_the_seventh_product(symmetric(log_spaced(300, 1e4)))
+    A = Counted(symmetric(log_spaced(300, 1e4)), spoil=7)
     with pytest.raises(ValueError, match="NaN"):
         logdet(A, lower_bound=1e-4, preconditioner=preconditioner, generator=generator())
 
@@ -212,10 +186,6 @@ def test_a_small_singular_operator_is_an_error_with_its_remedy(dtype):
     for seed in range(5):
         with pytest.raises(NotPositiveSemidefiniteError, match="Add a prior"):
             Dense(symmetric(values, seed).to(dtype)).logdet()
-    regular = symmetric(log_spaced(40, 1e4)).to(dtype)
-    assert torch.isclose(
-        Dense(regular).logdet().double(), torch.logdet(regular.double()), rtol=1e-3 if dtype == torch.float32 else 1e-10
-    )
 
 
 @pytest.mark.parametrize("prior", ["number", "vector"])

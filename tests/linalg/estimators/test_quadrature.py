@@ -62,15 +62,6 @@ def test_rules_reproduce_as_many_moments_as_they_have_free_nodes_and_weights():
             assert bool((error.abs() < 1e-10).all()) == (power <= most), (power, most, error)
 
 
-def test_one_run_serves_every_shift():
-    A = symmetric(SPECTRA["kappa 1e4"])
-    q = spectral_quadrature(A, shift=1e-4, probes=60, max_matvecs=100_000, rank=0, rtol=1e-3, generator=generator())
-    for mu in (1e-4, 1e-2, 1.0, 100.0):
-        for estimate, exact in zip((q.logdet(mu), q.effective_dimension(mu)), dense(SPECTRA["kappa 1e4"], mu)):
-            low, high = estimate.interval(0.999)
-            assert low <= exact <= high and estimate.bias_bound <= 0.1 * estimate.value
-
-
 def test_smaller_shift_than_built_for_has_a_wider_bracket_and_still_holds():
     values = log_spaced(300, 1e8)
     q = spectral_quadrature(symmetric(values), shift=1e-1, probes=20, generator=generator())
@@ -78,13 +69,6 @@ def test_smaller_shift_than_built_for_has_a_wider_bracket_and_still_holds():
     assert far.bias_bound > 100 * near.bias_bound
     low, high = far.interval(0.999)
     assert low <= dense(values, 1e-7)[0] <= high
-
-
-def test_one_probe_has_no_error_bar():
-    A = symmetric(SPECTRA["decaying"])
-    q = spectral_quadrature(A, shift=0.1, probes=1, generator=torch.Generator().manual_seed(0))
-    e = q.logdet(0.1)
-    assert e.samples == 1 and e.stderr == math.inf and torch.isfinite(e.value)
 
 
 def test_a_grid_has_the_first_reason_that_is_not_converged():
@@ -121,39 +105,10 @@ def test_zero_operator():
     assert e.value == 0 and e.stderr == 0 and e.bias_bound == 0
 
 
-def test_a_sketch_pays_where_the_spectrum_decays():
-    values = 100 * 0.8 ** torch.arange(400, dtype=torch.float64)
-    G, options = symmetric(values), {"shift": 1e-2, "rtol": 1e-3, "max_matvecs": 390}
-    plain = spectral_quadrature(G, rank=0, generator=generator(), **options).logdet(1e-2)
-    auto = spectral_quadrature(G, generator=generator(), **options)
-    assert len(auto.control_nodes) > 0
-    assert auto.logdet(1e-2).stderr < plain.stderr / 3
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-@pytest.mark.parametrize("rank", [0, 20])
-def test_interval_covers(rank):
-    # 40 runs at 95 %: fewer than 33 hits has a false-alarm rate below 0.1 %.
-    values, g, hits = log_spaced(80, 1e4), generator(), 0
-    A, exact = symmetric(values), dense(values, 1e-2)[0]
-    for _ in range(40):
-        q = spectral_quadrature(A, shift=1e-2, probes=5, rank=rank, generator=g, rtol=1e-3, max_matvecs=150)
-        low, high = q.logdet(1e-2).interval()
-        hits += bool(low <= exact <= high)
-    assert hits >= 33
-
-
 def test_memory_budget_caps_the_depth_and_says_so():
     G = symmetric(log_spaced(300, 1e8))
     q = spectral_quadrature(G, shift=1e-8, memory_budget=300 * 8 * 3 * 20, generator=generator())
     assert q.reason is Reason.RANK_CAPPED and q.gauss_nodes.shape[1] <= 18
-
-
-def test_float32_brackets_stay_sound():
-    values = SPECTRA["decaying"]
-    e = spectral_quadrature(symmetric(values).float(), shift=1e-3, probes=30, generator=generator()).logdet(1e-3)
-    low, high = e.interval(0.999)
-    assert low <= dense(values, 1e-3)[0] <= high
 
 
 @pytest.mark.parametrize("budget", [4, 20, 60])
@@ -198,11 +153,3 @@ def test_few_probes_of_one_dominant_direction_are_not_too_sure():
         grid = quadrature.logdet(torch.tensor([1.0, 2.0]))
         assert float(grid.interval()[0][0]) == pytest.approx(float(low), rel=1e-12)
     assert covered >= 98 and worst < 12  # 100, 7.6
-
-
-def test_an_exact_null_space_beside_one_direction_leaves_the_radau_rule_regular():
-    A = symmetric(torch.cat([torch.tensor([1e3]), torch.zeros(299)]).double(), seed=5)
-    for seed in range(40):
-        found = logdet(A, shift=1.0, max_matvecs=20, generator=generator(seed))
-        low, high = found.interval()
-        assert low - 1e-9 <= math.log1p(1e3) <= high + 1e-9

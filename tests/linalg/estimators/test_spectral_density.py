@@ -51,21 +51,6 @@ def test_the_band_covers_the_broadened_density(scale):
     assert sum(shares) / len(shares) >= 0.88
 
 
-def test_full_depth_and_many_probes_give_the_exact_density():
-    values = SPECTRA["flat"]
-    found = spectral_density(symmetric(values), probes=400, bandwidth=0.2, generator=generator())
-    exact = broadened(found, values)
-    assert (found.density - exact).abs().max() < 0.05 * exact.max()
-    assert ((found.upper - found.lower) < 0.15 * exact.max()).all()
-
-
-def test_indefinite_matrices_keep_their_negative_part():
-    values = torch.cat([torch.linspace(-3, -1, 40), torch.linspace(0, 4, 80)]).double()
-    found = spectral_density(symmetric(values), probes=30, generator=generator(), steps=120)
-    negative = float(torch.trapezoid(found.density[found.grid < -0.5], found.grid[found.grid < -0.5]))
-    assert negative == pytest.approx(1 / 3, abs=0.04) and found.zero_mass == 0
-
-
 def test_zero_and_negative_eigenvalues_are_a_mass_of_their_own_on_the_log_scale():
     values = torch.cat([torch.zeros(60), torch.full((15,), -1.0), torch.logspace(-2, 1, 45)]).double()
     found = spectral_density(symmetric(values), scale="log", probes=30, steps=120, generator=generator())
@@ -108,13 +93,6 @@ def test_the_band_allows_for_what_depth_would_change():
     deep = spectral_density(A, scale="log", probes=15, steps=120, generator=generator())
     assert (shallow.upper - shallow.lower).mean() > 2 * (deep.upper - deep.lower).mean()
     assert shallow.reason is Reason.ITERATION_LIMIT and exact.isfinite().all()
-
-
-def test_as_a_method_and_repeatable():
-    A = symmetric(SPECTRA["flat"])
-    found = Dense(A).spectral_density(generator=generator(3), probes=2)
-    again = spectral_density(A, generator=generator(3), probes=2)
-    torch.testing.assert_close(found.density, again.density)
 
 
 @pytest.mark.parametrize("least", [0.0, 0.05, 1.0])

@@ -10,7 +10,7 @@ import torch
 
 from curvops.linalg import Reason, trace
 from tests.linalg.known import Noted
-from tests.linalg.matrices import SPECTRA, generator, rotation, symmetric
+from tests.linalg.matrices import SPECTRA, generator, symmetric
 
 # Exact cases.
 
@@ -72,27 +72,6 @@ def test_hutchinson_equals_the_mean_over_the_same_probes():
     samples = torch.einsum("kn,nm,km->k", Z, A, Z)
     torch.testing.assert_close(e.value, samples.mean(), rtol=1e-12, atol=0)
     torch.testing.assert_close(e.stderr, samples.std() / math.sqrt(20), rtol=1e-12, atol=0)
-
-
-# Errors as published: mean relative errors at n = 1000 and 120 products within a factor of 2: a mean of 10
-# absolute errors is known to 24 %. Fixed seeds.
-PUBLISHED = {
-    "k^-2": (6e-2, 2.8e-4, 2.2e-4, 1.8e-4),
-    "0.9^k": (2.8e-2, 9e-4, 1.9e-4, 5e-6),
-    "flat 1..3": (9e-4, 2.2e-3, 1.6e-3, 7e-4),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_errors_as_published(name):
-    k = torch.arange(1000, dtype=torch.float64)
-    values = {"k^-2": (k + 1) ** -2, "0.9^k": 0.9**k, "flat 1..3": torch.linspace(1, 3, 1000).double()}[name]
-    Q = rotation(1000)
-    A = (Q * values) @ Q.mT
-    for method, published in zip(("hutchinson", "hutch++", "xtrace", "xnystrace"), PUBLISHED[name]):
-        g = generator(1)
-        errors = [(trace(A, method=method, max_matvecs=120, generator=g).value - values.sum()).abs() for _ in range(10)]
-        assert published / 2 < torch.stack(errors).mean() / values.sum() < 2 * published
 
 
 # Adaptive.

@@ -125,9 +125,3 @@ def test_a_scipy_operator_follows_the_dtype_of_the_right_hand_sides() -> None:
     found = linalg.cg(SCIPY, B.float())
     assert found.x.dtype == torch.float32 and found.accepted
     assert linalg.as_operator(SCIPY).dtype == torch.float64
-
-
-def test_a_checkpoint_tells_two_functions_apart(tmp_path) -> None:
-    linalg.cg(FUNCTION, B, checkpoint=tmp_path)
-    with pytest.raises(ValueError, match="its products"):
-        linalg.cg(lambda V: 2 * V, B, checkpoint=tmp_path)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from curvops.errors import NotPositiveSemidefiniteError
-from curvops.linalg import Dense, Reason, apply_function
+from curvops.linalg import Reason, apply_function
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
+from tests.linalg.systems import Counted
 from tests.linalg.systems import function_of as dense
 from tests.linalg.systems import right_hand_sides as columns
 
@@ -49,22 +50,6 @@ def test_the_estimate_holds_and_is_no_exaggeration(name, values, functions, dtyp
             assert (r.error_estimates[r.converged] <= rtol).all()
             if dtype == torch.float64 and rtol == 1e-3:
                 assert r.accepted and (error <= rtol).all()
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_the_estimate_is_not_below_the_error_in_most_runs():
-    # Every spectrum, function, accuracy and column: at least 95 % of the estimates are the error or more.
-    held = total = 0
-    for _, values, functions in CASES:
-        A, B = symmetric(values), columns(len(values), 2, seed=5)
-        for f in functions.values():
-            exact = dense(A, f, B)
-            for depth in (4, 12):
-                r = apply_function(A, f, B, rtol=1e-12, maxiter=depth)
-                error = (r.value - exact).norm(dim=0) / exact.norm(dim=0)
-                held += int((r.error_estimates >= error - 1e-14).sum())
-                total += len(error)
-    assert held >= 0.95 * total
 
 
 @pytest.mark.parametrize("name", ["clustered", "kappa 1e4"])
@@ -156,14 +141,7 @@ def test_budgets_end_the_depth_and_say_so():
 
 
 def test_nan_on_the_seventh_product_is_a_reason():
-    class Fails(Dense):
-        count = 0
-
-        def _matmul(self, rhs):
-            Fails.count += 1
-            return super()._matmul(rhs) * (math.nan if Fails.count == 7 else 1.0)
-
-    r = apply_function(Fails(symmetric(SPECTRA["kappa 1e4"])), torch.sqrt, columns(120, 2))
+    r = apply_function(Counted(symmetric(SPECTRA["kappa 1e4"]), spoil=7), torch.sqrt, columns(120, 2))
     assert r.reasons == (Reason.NON_FINITE,) * 2 and r.value.isfinite().all() and (r.error_estimates > 1e-3).all()
 
 
@@ -224,29 +202,6 @@ def test_too_few_steps_are_never_certified():
         assert r.reasons == (Reason.UNVERIFIED,) and not r.accepted and r.error_estimates < 0.9
     unseen = apply_function(A, lambda x: (x > 0.999).double(), b, maxiter=5)
     assert unseen.reasons == (Reason.ITERATION_LIMIT,) and unseen.error_estimates == math.inf
-
-
-@pytest.mark.parametrize(("spectrum", "dtype"), [("uniform", torch.float64), ("spike", torch.float32)])
-def test_rounding_outweighs_what_is_tiny_beside_the_largest_f(spectrum, dtype):
-    """b near an eigenvector at which f nearly vanishes: rounding in b and A decides, and no column says otherwise."""
-    values = (torch.arange(40, dtype=torch.float64) + 0.5) / 40
-    values[-1] = 50.0 if spectrum == "spike" else values[-1]
-    # In float64 the reference is known to full accuracy for a diagonal A alone.
-    A = (symmetric(values) if dtype == torch.float32 else torch.diag(values)).to(dtype)
-    exact_values, vectors = torch.linalg.eigh(A.double())
-    noise = columns(40, 1)[:, 0]
-    near = [vectors[:, k] + size * noise for k in (0, 20, 39) for size in (0, 1e-12, 1e-7, 1e-4)]
-    B = torch.stack(near, 1).to(dtype)
-    for which in ("exp", "erfc", "peak", "step"):
-        f = SHARP[which]
-        exact = vectors @ (f(exact_values)[:, None] * (vectors.mT @ B.double()))
-        r = apply_function(A, f, B, rtol=1e-3)
-        error = (r.value.double() - exact).norm(dim=0) / exact.norm(dim=0)
-        assert r.accepted and (error <= 1e-3)[r.converged].all(), (which, error, r.reasons)
-        assert (r.error_estimates >= error / 3)[exact.norm(dim=0) > 0].all(), (which, error, r.error_estimates)
-        if spectrum == "uniform" and which in ("exp", "erfc"):  # where f is of its usual size nothing is lost
-            usual = exact.norm(dim=0) >= 0.3 * B.norm(dim=0) * f(exact_values).amax()
-            assert usual.any() and r.converged[usual].all(), (which, r.error_estimates)
 
 
 def test_where_the_spectrum_lies_is_looked_up_only_in_doubt():
