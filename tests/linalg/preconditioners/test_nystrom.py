@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
-from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg import Reason, cg, nystrom
 from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
+from tests.linalg.systems import Counted
 
 
 def low_rank(rank, dtype=torch.float64):
@@ -46,20 +46,6 @@ def test_exact_low_rank_and_zero(rank, asked, dtype):
     assert s.accepted and (s.iterations <= 4 or dtype == torch.float32)
 
 
-@pytest.mark.parametrize(("rank", "mu"), [(0, 0.01), (10, 0.01), (10, 0.0)])
-def test_preconditioner_against_its_dense_formula(rank, mu):
-    """(Ĝ + μ)/μ; without a shift, relative to the smallest eigenvalue that was kept."""
-    N = nystrom(symmetric(SPECTRA["decaying"]), rank, generator=generator())
-    eye = torch.eye(120, dtype=torch.float64)
-    level = mu if mu else N.eigenvalues[-1]
-    dense = (N.U * ((N.eigenvalues + mu) / level)) @ N.U.mT + eye - N.U @ N.U.mT
-    P = N.preconditioner(mu)
-    torch.testing.assert_close(P @ dense, eye, rtol=0, atol=1e-10)
-    torch.testing.assert_close(P.sqrt_inverse(P.sqrt_inverse(dense)), eye, rtol=0, atol=1e-10)
-    torch.testing.assert_close(P.logdet(), torch.logdet(dense), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(P @ dense[:, 0], eye[:, 0], rtol=0, atol=1e-10)
-
-
 def test_condition_number_bound():
     # Frangella, Tropp & Udell 2023: expected condition number below 28 for this rank.
     values, mu = SPECTRA["decaying"], 1e-3
@@ -81,16 +67,11 @@ def test_rank_is_chosen_by_cost():
 
 
 def test_doubling_keeps_the_earlier_products():
-    class Counted(DenseLinearOperator):
-        def _matmul(self, rhs):
-            seen.append(rhs.shape[1])
-            return super()._matmul(rhs)
-
-    seen = []
-    N = nystrom(Counted(symmetric(log_spaced(300, 1e8))), shift=1e-8, rhs=1000, generator=generator())
-    assert seen[:3] == [8, 8, 16] and sum(seen) == N.matvecs > 32
+    A = Counted(symmetric(log_spaced(300, 1e8)))
+    N = nystrom(A, shift=1e-8, rhs=1000, generator=generator())
+    assert A.log[:3] == [8, 8, 16] and sum(A.log) == N.matvecs > 32
     products, least = N.history.mT
-    assert products.tolist() == torch.tensor(seen).cumsum(0).tolist()
+    assert products.tolist() == torch.tensor(A.log).cumsum(0).tolist()
     assert bool((least.diff() < 0).all()) and least[-1] == N.eigenvalues[-1]
 
 
