@@ -15,6 +15,7 @@ import curvops as co
 from curvops import metrics, plots
 from tests.doors.door import Door
 from tests.network.definitions import normal
+from tests.zoo_modules import Wired
 
 X, Y = normal(10, 4), torch.arange(10) % 3
 POINTS = TensorDataset(X, Y)
@@ -54,15 +55,9 @@ def several_noises() -> co.posterior.Laplace:
     return co.laplace(co.linearize(nn.Linear(4, 2).double(), (X, X[:, :2]), likelihood), co.KFAC, 1.0, check_mode=False)
 
 
-class Named(nn.Module):
+def named(m: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
     """Logits by name, beside a loss that is not made, as in transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 3).double()
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        return {"loss": None, "logits": self.head(x)}
+    return {"loss": None, "logits": m.head(x)}
 
 
 @cache
@@ -87,6 +82,23 @@ class Loader(DataLoader):
 
 ONES = np.ones(27)
 IN_FOURS = BatchSampler(SequentialSampler(POINTS), 4, drop_last=True)
+
+ARRAYS: dict[str, tuple[Callable[[], object], str]] = {
+    "Dense": (lambda: co.linalg.Dense(np.eye(3)), "tensor must be a tensor, got ndarray"),
+    "Diagonal": (lambda: co.linalg.Diagonal([1.0, 2.0]), "must be a tensor"),
+    "LowRank": (lambda: co.linalg.LowRank([[1.0], [2.0]], [1.0]), "vectors must be a tensor"),
+    "Kronecker": (lambda: co.linalg.Kronecker(ONES[:1], ONES[:1]), "left must be a tensor, got ndarray"),
+    "cg": (lambda: co.linalg.cg(precision(), ONES), r"B must be a tensor, got ndarray.*; pass torch.as_tensor\(B\)"),
+    "cg as matrix": (lambda: co.linalg.cg(np.eye(3), torch.ones(3)), r"got ndarray; pass torch.as_tensor\(A\)"),
+    "solve": (lambda: precision().solve([1.0] * 27), "B must be a tensor, got"),
+    "a product": (lambda: precision() @ ONES, r"got ndarray. Pass torch.as_tensor"),
+    "push": (lambda: lin().push([1.0] * 27), "vector must be a tensor, got .*as_tensor"),
+    "Categorical": (lambda: co.likelihoods.Categorical(weight=[1.0]), r"weight must be a tensor, got \[1.0\]"),
+    "nll": (lambda: metrics.nll(ONES, ONES), r"got ndarray of shape \(27,\); pass torch.as_tensor"),
+    "auroc": (lambda: metrics.auroc([0.1, 0.2], [0, 1]), "scores must be a tensor"),
+}
+"""Arrays and lists where tensors belong."""
+
 
 DOORS = [
     Door(
@@ -158,11 +170,6 @@ DOORS = [
                 lambda: several_noises().observation_noise,
                 r"read several as post.lin.likelihood.of_position.noise",
             ),
-            "scores of arrays": (
-                lambda: metrics.nll(np.full((2, 2), 0.5), np.array([0, 1])),
-                TypeError,
-                r"got ndarray of shape \(2, 2\); pass torch.as_tensor",
-            ),
             "a list of draws": (lambda: post().log_prob(list(range(10**4))), TypeError, "got list"),
         },
     ),
@@ -210,11 +217,10 @@ DOORS = [
                 r"two classes from one logit a point, nn.BCEWithLogitsLoss\(\).*Bernoulli.* takes outputs \(N,\)",
             ),
             "outputs by name": (
-                lambda: co.linearize(Named(), (X, Y), "classification"),
+                lambda: co.linearize(Wired(named).double(), (X, Y), "classification"),
                 TypeError,
                 r"return outputs\['logits'\], or pass .*such as \{'logits': 'classification'\} and \{'logits': y\}",
             ),
-            "lists of scores": (lambda: metrics.auroc([0.1, 0.2], [0, 1]), TypeError, "scores must be a tensor"),
         },
     ),
     Door(
@@ -275,38 +281,10 @@ DOORS = [
                 lambda: autocast(lambda: co.linalg.draw(co.linalg.Diagonal(torch.ones(3)), 2)),
                 "torch.autocast is on",
             ),
-            "an array to multiply": (lambda: precision() @ ONES, TypeError, r"got ndarray. Pass torch.as_tensor"),
-            "an array to solve for": (
-                lambda: co.linalg.cg(precision(), ONES),
-                TypeError,
-                r"B must be a tensor, got ndarray of shape \(27,\); pass torch.as_tensor\(B\)",
-            ),
-            "a list for a method": (
-                lambda: precision().solve([1.0] * 27),
-                TypeError,
-                "B must be a tensor, got",
-            ),
-            "an array as matrix": (
-                lambda: co.linalg.cg(np.eye(3), torch.ones(3)),
-                TypeError,
-                r"got ndarray; pass torch.as_tensor\(A\)",
-            ),
-            "Dense of an array": (lambda: co.linalg.Dense(np.eye(3)), TypeError, "must be a tensor, got ndarray"),
-            "Diagonal of a list": (lambda: co.linalg.Diagonal([1.0, 2.0]), TypeError, "must be a tensor"),
-            "LowRank of lists": (
-                lambda: co.linalg.LowRank([[1.0], [2.0]], [1.0]),
-                TypeError,
-                "vectors must be a tensor",
-            ),
             "LowRank of two dtypes": (
                 lambda: co.linalg.LowRank(torch.ones(3, 1), torch.ones(1).double()),
                 TypeError,
                 "of one dtype, got torch.float32 and torch.float64",
-            ),
-            "Kronecker of arrays": (
-                lambda: co.linalg.Kronecker(np.ones((1, 2, 2)), np.ones((1, 2, 2))),
-                TypeError,
-                "left must be a tensor, got ndarray",
             ),
             "Kronecker of two dtypes": (
                 lambda: co.linalg.Kronecker(torch.ones(1, 2), torch.ones(1, 2).double()),
@@ -352,7 +330,6 @@ DOORS = [
                 TypeError,
                 "shift must be a number, got None",
             ),
-            "a step in a list": (lambda: lin().push([1.0] * 27), TypeError, "vector must be a tensor, got .*as_tensor"),
             "a short step": (lambda: lin().push(torch.ones(3).double()), r"expected one vector \(27,\)"),
             "a step in float32": (lambda: lin().push(torch.ones(27)), "the right-hand side torch.float32"),
             "named weights for a vector": (
@@ -379,11 +356,6 @@ DOORS = [
                 TypeError,
                 "blocks must be 'layer', or a list of groups of names or positions, got int",
             ),
-            "weights of classes in a list": (
-                lambda: co.likelihoods.Categorical(weight=[1.0, 2.0]),
-                TypeError,
-                r"weight must be a tensor, got \[1.0, 2.0\]; pass torch.as_tensor",
-            ),
             "a class to ignore in words": (
                 lambda: co.likelihoods.Categorical(ignore_index="none"),
                 TypeError,
@@ -406,6 +378,10 @@ DOORS = [
                 "such as torch.exp, got 'exp'",
             ),
         },
+    ),
+    Door(
+        "arrays and lists by a tired user",
+        rows={name: (call, TypeError, said) for name, (call, said) in ARRAYS.items()},
     ),
     Door(
         "plots by a tired user",

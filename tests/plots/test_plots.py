@@ -220,22 +220,17 @@ def test_bands_of_a_regression_are_two_standard_deviations_and_its_data_those_of
     assert len(plots.regression(posterior(targets="counts"), GRID).collections) == 1  # no Gaussian noise: one band
 
 
-class Heads(nn.Module):
+def heads(params: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
     """A class, and two values, of one feature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kind, self.values = nn.Linear(1, 3), nn.Linear(1, 2)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"kind": self.kind(x), "values": self.values(x)}
+    return {name: x @ weight for name, weight in params.items()}
 
 
 def test_one_of_several_outputs_is_drawn_by_its_name() -> None:
     x = torch.linspace(-1, 1, 20).double().unsqueeze(1)
     y = {"kind": torch.arange(20) % 3, "values": torch.cat([x.sin(), x.cos()], 1)}
+    weights = {"kind": torch.ones(1, 3).double(), "values": torch.ones(1, 2).double()}
     choice = {"kind": "classification", "values": co.likelihoods.Gaussian(0.1)}
-    post = co.laplace(co.linearize(Heads().double(), (x, y), choice), prior_precision=1.0, check_mode=False)
+    post = co.laplace(co.linearize((heads, weights), (x, y), choice), prior_precision=1.0, check_mode=False)
     axes = plots.regression(post, x, name="values", output=1)
     np.testing.assert_allclose(axes.lines[0].get_ydata(), post.predict(x)["values"].mean[:, 1], rtol=1e-12)
     np.testing.assert_allclose(axes.lines[1].get_ydata(), x.cos()[:, 0], rtol=1e-12)
