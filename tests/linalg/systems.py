@@ -27,10 +27,11 @@ class Counted(DenseLinearOperator):
         self.matrix, self.log, self.spoil = matrix, [], spoil
 
     def _matmul(self, rhs):
-        self.log.append(rhs.shape[1])
-        out = self.matrix @ rhs
-        return out * torch.nan if len(self.log) == self.spoil else out
+        return self._logged(self.matrix @ rhs)
 
     def _t_matmul(self, rhs):
-        self.log.append(rhs.shape[1])
-        return self.matrix.mT @ rhs
+        return self._logged(self.matrix.mT @ rhs)
+
+    def _logged(self, product):
+        self.log.append(product.shape[1])
+        return product * torch.nan if len(self.log) == self.spoil else product
