@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,16 @@ DATA = torch.rand(20, 64, generator=torch.Generator().manual_seed(0)), torch.ara
 
 def classifier() -> nn.Linear:
     return nn.Linear(64, 10)
+
+
+def train(data: object = DATA, epochs: int = 1, **options: Any) -> Callable[[], object]:
+    """A training of the classifier."""
+    return lambda: co.evidence.train(classifier(), data, "classification", epochs=epochs, **options)
+
+
+def validate(*options: object, **named: Any) -> Callable[[], object]:
+    """A choice by the points of the linear problem, as held-out data."""
+    return lambda: co.evidence.validate(*linear(), *options, **named)
 
 
 def huge() -> nn.Module:
@@ -109,29 +121,13 @@ DOORS = [
     Door(
         "train",
         rows={
-            "a loader and a size": (
-                lambda: co.evidence.train(classifier(), [DATA], "classification", epochs=1, batch_size=3),
-                "data come in batches",
-            ),
+            "a loader and a size": (train([DATA], batch_size=3), "data come in batches"),
             "weight decay twice": (
-                lambda: co.evidence.train(
-                    classifier(),
-                    DATA,
-                    "classification",
-                    epochs=1,
-                    optimizer=lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1),
-                ),
+                train(optimizer=lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1)),
                 "weight decay",
             ),
             "diverging": (
-                lambda: co.evidence.train(
-                    classifier(),
-                    DATA,
-                    "classification",
-                    epochs=60,
-                    every=100,
-                    optimizer=lambda p: torch.optim.SGD(p, 1e30),
-                ),
+                train(epochs=60, every=100, optimizer=lambda p: torch.optim.SGD(p, 1e30)),
                 "smaller learning rate",
             ),
         },
@@ -140,11 +136,8 @@ DOORS = [
         "validate",
         rows={
             "no targets": (lambda: co.evidence.validate(linear()[0], linear()[1], None), "labels are missing"),
-            "layers": (lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], "layers"), "scalar"),
-            "precisions of a noise": (
-                lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], "noise", prior_precisions=[1.0]),
-                "leave them out",
-            ),
+            "layers": (validate("layers"), "scalar"),
+            "precisions of a noise": (validate("noise", prior_precisions=[1.0]), "leave them out"),
         },
     ),
 ]

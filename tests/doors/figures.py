@@ -30,10 +30,10 @@ def spectrum(k: int = 2, **options: Any) -> Any:
 
 
 DOORS = [
-    Door("evidence_trace", rows={"no tuning": (lambda: plots.evidence_trace({}), "got none")}),
     Door(
-        "trace and autocorrelation",
+        "traces",
         rows={
+            "no tuning": (lambda: plots.evidence_trace({}), "got none"),
             "a trace of a matrix": (lambda: plots.trace({"weight": np.zeros((2, 5, 3))}), "each an array"),
             "a trace without names": (lambda: plots.trace(np.zeros((2, 5))), TypeError, "got ndarray"),
         },
@@ -89,8 +89,12 @@ DOORS = [
         },
     ),
     Door(
-        "spectral_density",
+        "spectral_density and training_spectra",
         rows={
+            "the log scale in training": (
+                lambda: plots.training_spectra({0: spectrum(scale="log")}),
+                "scale='linear'",
+            ),
             "eigenvalues": (lambda: plots.spectral_density(GRID), TypeError, r"spectral_density\(A\), got ndarray"),
             "another scale": (lambda: plots.spectral_density(spectrum()[0], scale="ln"), "symlog"),
             "the log scale of a linear density": (
@@ -98,10 +102,6 @@ DOORS = [
                 r"does not fit this density",
             ),
         },
-    ),
-    Door(
-        "training_spectra",
-        rows={"the log scale": (lambda: plots.training_spectra({0: spectrum(scale="log")}), "scale='linear'")},
     ),
     Door(
         "influence and pruning",

@@ -109,11 +109,6 @@ DOORS = [
                 "laplace_gp has no gradient",
             ),
             "a noise with a gradient": (lambda: laplace_gp(learned()), "laplace_gp has no gradient"),
-            "a weak prior in few steps": (
-                lambda: laplace_gp(lin(), 1e-6, maxiter=1),
-                co.gp.ModeNotFoundError,
-                "ITERATION_LIMIT: Newton's method spent its steps",
-            ),
         },
     ),
     Door(

@@ -150,12 +150,9 @@ DOORS = [
         },
     ),
     Door(
-        "states of samplers",
-        rows={"one chain for many": (lambda: S.chains(SGLD, 2).update(SGLD.init(ZERO)), "has chains")},
-    ),
-    Door(
-        "starts of chains",
+        "chains",
         rows={
+            "a state of one chain": (lambda: S.chains(SGLD, 2).update(SGLD.init(ZERO)), "has chains"),
             "another shape": (
                 lambda: S.chains(SGLD, 3).init([{"x": torch.ones(2)}] * 2 + [{"x": torch.ones(3)}]),
                 "differ in the names or shapes",
@@ -173,10 +170,6 @@ DOORS = [
         "log_posterior",
         rows={
             "points of a linearisation": (lambda: S.log_posterior(lin(), data_size=11), "already has data_size"),
-            "a noise to be estimated": (
-                lambda: S.log_posterior(classifier(), "regression", data_size=11),
-                r"noise=variance.*linearisation",
-            ),
             "a last layer without a linearisation": (
                 lambda: S.log_posterior(classifier(), parameters="last_layer", **CLASSES),
                 "for parameters=.*pass co.linearize",
