@@ -40,8 +40,6 @@ def matrix() -> Rounded:
 
 b = torch.ones(N)
 CALLS: dict[str, Callable[[Rounded], Any]] = {
-    "logdet": lambda A: linalg.logdet(A, shift=1.0, max_matvecs=500, generator=generator()),
-    "logdet, plain": lambda A: linalg.logdet(A, shift=1.0, max_matvecs=500, preconditioner=None, generator=generator()),
     "spectral_quadrature": lambda A: linalg.spectral_quadrature(A, shift=0.1, max_matvecs=500, generator=generator()),
     "effective_dimension": lambda A: linalg.effective_dimension(
         A, 1.0, rtol=0.01, max_matvecs=500, generator=generator()

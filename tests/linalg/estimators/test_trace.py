@@ -61,8 +61,9 @@ def test_hutch_plus_plus_is_its_formula_for_the_probes_it_has(options, budget):
     G = noted.probes[:, (noted.probes.abs() - 1).abs().amax(0) > 1e-10]  # the others are the signs of the sketch
     assert Q.shape[1] == budget // 3 and noted_columns.shape[1] == e.matvecs == budget
     G = G - Q @ (Q.mT @ G)
-    expected = (Q.mT @ A @ Q).trace() + torch.einsum("nk,nk->k", G, A @ G).mean()
-    torch.testing.assert_close(e.value, expected, rtol=1e-12, atol=0)
+    samples = torch.einsum("nk,nk->k", G, A @ G)
+    torch.testing.assert_close(e.value, (Q.mT @ A @ Q).trace() + samples.mean(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(e.stderr, samples.std() / math.sqrt(len(samples)), rtol=1e-10, atol=0)
 
 
 def test_hutchinson_equals_the_mean_over_the_same_probes():
@@ -86,16 +87,6 @@ def test_adaptive_stops_at_the_tolerance_or_the_budget():
     assert trace(A, max_matvecs=50, generator=generator()).reason is Reason.BUDGET_SPENT
     with pytest.raises(ValueError, match="memory_budget"):
         trace(A, memory_budget=1000, max_matvecs=50)
-
-
-def test_no_more_products_are_made_than_the_error_bars_of_independent_probes_ask_for():
-    """They fall with the root of the number of probes; a tenth and eight products are for luck."""
-    A = symmetric(SPECTRA["flat"])
-    for rtol in torch.logspace(-1.5, -2.2, 12).tolist():
-        e = trace(A, method="hutchinson", rtol=rtol, max_matvecs=2000, generator=generator())
-        assert e.reason is Reason.CONVERGED
-        enough = e.matvecs * (e.inflation * e.stderr / (rtol * e.value)) ** 2
-        assert e.matvecs <= max(32, 1.3 * enough + 8)
 
 
 @pytest.mark.parametrize("method", ["xtrace", "xnystrace"])

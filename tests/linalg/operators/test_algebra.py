@@ -46,6 +46,9 @@ SPELLINGS = {
     "G / 2": (lambda G, H: G / 2, A / 2),
     "tensor * G": (lambda G, H: torch.tensor(2.0) * G, 2 * A),
     "(G + H).add_diagonal": (lambda G, H: (G + H).add_diagonal(V), A + B + V.diag()),
+    "G.add_diagonal + H": (lambda G, H: G.add_diagonal(V) + H, A + B + V.diag()),
+    "G + H.add_diagonal": (lambda G, H: G + H.add_diagonal(V), A + B + V.diag()),
+    "two damped": (lambda G, H: G.add_diagonal(V) + H.add_diagonal(1.0), A + B + V.diag() + EYE),
     "damped twice": (lambda G, H: G.add_diagonal(0.5).add_diagonal(V), A + 0.5 * EYE + V.diag()),
     "G @ H": (lambda G, H: G @ H, A @ B),
     "G @ H @ G": (lambda G, H: G @ H @ G, A @ B @ A),
@@ -78,6 +81,8 @@ def test_psd_is_known_where_it_follows():
     assert (J @ G.add_diagonal(1.0).inverse() @ J.mT).psd
     assert not (-G).psd and not (G - G).psd and not G.add_diagonal(-1.0).psd and not G[:3, 1:4].psd
     assert not (J @ G).symmetric
+    for P in (G.add_diagonal(V) + G, G + G.add_diagonal(V)):  # what is known of the diagonal stays known
+        assert isinstance(P, linalg.Damped) and torch.equal(P.shift, V)
 
 
 @pytest.mark.parametrize("name", ["add_diagonal(vector)", "(G + H).add_diagonal"])

@@ -1,8 +1,5 @@
 """What is particular to Kronecker products: their eigenbasis, the heuristic damping, what their factors must be."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 
@@ -40,16 +37,6 @@ def test_heuristic_damping_of_a_zero_factor_and_of_bad_shifts():
     for shift in (0.0, -1.0, torch.ones(6, dtype=torch.float64)):
         with pytest.raises(ValueError, match="one positive number"):
             K.heuristic_damping(shift)
-
-
-def test_the_eigenbasis_is_kept_and_dropped_by_copies():
-    K = Kronecker(positive(2, 4), uniform(2, 3))
-    eigen = K.eigen()
-    assert eigen is K.eigen() and eigen.right_vectors.eq(1).all() and eigen.right_vectors.shape == (2, 3)
-    for twin in (copy.deepcopy(K), pickle.loads(pickle.dumps(K))):
-        assert twin.eigen() is not eigen
-        close(twin.eigen().to_dense(), K.to_dense())
-    close(eigen.trace().value, K.trace().value)
 
 
 @pytest.mark.parametrize("rows", [3, 9])

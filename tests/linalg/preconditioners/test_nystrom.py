@@ -15,7 +15,7 @@ def low_rank(rank, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rank", [0, 1, 5, 30, 120, 500])
+@pytest.mark.parametrize("rank", [0, 5, 30, 500])
 @pytest.mark.parametrize("name", ["decaying", "clustered", "kappa 1e4"])
 def test_orthonormal_descending_and_below_the_matrix(name, rank, dtype):
     A = symmetric(SPECTRA[name]).to(dtype)
