@@ -222,6 +222,13 @@ def _sequence_layernorm() -> nn.Module:
     return parts.Pooled(body, 5)
 
 
+def _transposed() -> nn.Module:
+    """Linear layers whose weights are stored transposed, as GPT-2's are."""
+    from transformers.pytorch_utils import Conv1D
+
+    return parts.Pooled(nn.Sequential(Conv1D(6, 4), nn.GELU(), Conv1D(5, 6)), 5)
+
+
 def _encoder(batch_first: bool) -> nn.Module:
     layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=6, dropout=0.1, batch_first=batch_first)
     stack = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
@@ -279,6 +286,7 @@ def _table() -> Iterator[Network]:
     yield row("bilinear", parts.TwoBilinear, lambda: (_sequences(), _sequences()), ("mix*", "square*"))
     yield row("norms_1d", _norms_1d, _vectors)
     yield row("sequence_layernorm", _sequence_layernorm, _sequences)
+    yield row("transposed_linear", _transposed, _sequences)
     yield row("transformer_encoder", lambda: _encoder(True), _sequences)
     yield row("sequence_first", lambda: _encoder(False), _sequences)
     yield row("flattened_positions", lambda: parts.Pooled(_flattened(), 5), _sequences)

@@ -74,6 +74,7 @@ NETWORKS = [
     "own_parameters",
     "mapping_inputs",
     "linear_twice",
+    "transposed_linear",
 ]
 UNDIFFERENTIABLE = {"bag_mean"}  # torch has no second derivative of an EmbeddingBag to compare with; ours has
 LIKELIHOODS: list[Callable[[int], tuple[Any, Tensor, Tensor | None]]] = [
@@ -265,23 +266,10 @@ def test_the_spectrum_of_a_curvature_with_few_outputs_comes_from_its_root(name: 
     pairs = A.eigsh(5, rtol=1e-11, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(dense).flip(0)[:5], **TIGHT)
     torch.testing.assert_close(dense @ pairs.vectors, pairs.vectors * pairs.values, **TIGHT)
-    if engine == "layerwise":
-        found = A.spectral_density(probes=40, generator=torch.Generator().manual_seed(0))
-        mean = (found.weights * found.nodes).sum(1)
-        spread = float(mean.std()) / 40**0.5
-        assert abs(float(mean.mean()) - float(dense.trace()) / len(dense)) < 4 * spread  # false alarm: 1 in 4000
-
-
-class Halved(co.GGN):
-    """A curvature whose products are not those of its root."""
-
-    def _matmul(self, rhs: torch.Tensor) -> torch.Tensor:
-        return super()._matmul(rhs) / 2
 
 
 def test_other_curvatures_name_no_narrow_root() -> None:
     lin = _overparametrised()
-    assert Halved(lin).narrow_root is None
     assert co.GGN(_overparametrised(parameters="2.bias")).narrow_root is None
     assert co.Hessian(lin).narrow_root is None and co.KFAC(lin).narrow_root is None
     assert (co.GGN(lin) + co.GGN(lin)).narrow_root is None

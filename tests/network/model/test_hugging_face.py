@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import os
 import warnings
@@ -28,7 +27,6 @@ import curvops as co
 from curvops.errors import NoFactorsWarning
 from curvops.linalg import Kronecker
 from curvops.operators import DiagonalGGN, EmpiricalFisher
-from curvops.operators.function_space import point_covariances
 from tests.network.products import agree, columns, require_curvature, softmax_hessian
 from tests.zoo import dense_jacobian
 
@@ -56,7 +54,7 @@ class Logits(nn.Module):
         return self.model(**batch).logits
 
 
-def bare(name: str, attention: str, **options: Any) -> nn.Module:
+def bare(name: str, attention: str) -> nn.Module:
     """Two layers of width 16, one in BERT, with weights large enough that attention is far from uniform."""
     torch.manual_seed(1)
     sizes = {"vocab_size": TOKENS, "num_labels": C, "pad_token_id": PAD, "attn_implementation": attention}
@@ -69,7 +67,7 @@ def bare(name: str, attention: str, **options: Any) -> nn.Module:
             "bos_token_id": 1,
             "eos_token_id": 1,
         }
-        model: nn.Module = GPT2ForSequenceClassification(GPT2Config(**sizes, **{**heads, **options}))
+        model: nn.Module = GPT2ForSequenceClassification(GPT2Config(**sizes, **heads))
     else:
         heads = {
             "hidden_size": 16,
@@ -153,74 +151,12 @@ def test_every_layer_of_gpt2_has_a_rule() -> None:
     assert set(layers.values()) == {Kronecker}
 
 
-class Turned(nn.Module):
-    """A network of linear layers, one of them shared, or the same one of their weights transposed."""
-
-    def __init__(self, transposed: bool) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(2)
-        for name, inputs, outputs in (("first", 4, 5), ("again", 5, 5), ("last", 5, 3)):
-            weight = torch.randn(outputs, inputs, generator=generator)
-            layer = Conv1D(outputs, inputs) if transposed else nn.Linear(inputs, outputs)
-            layer.weight.data, layer.bias.data = weight.mT if transposed else weight, weight[:, 0] / 2
-            setattr(self, name, layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(self.again(torch.tanh(self.first(x))))
-        return self.last(torch.tanh(self.again(hidden)).mean(1) if x.ndim == 3 else self.again(hidden))
-
-    def natural(self, lin: co.operators.Linearization) -> Tensor:
-        """Where the entries of the untransposed network stand in the flat vector."""
-        places = lin.unflatten(torch.arange(lin.num_parameters, dtype=torch.float64))
-        turned = {name: isinstance(self.get_submodule(name.split(".")[0]), Conv1D) for name in places}
-        return torch.cat([(p.mT if turned[name] and p.ndim == 2 else p).flatten() for name, p in places.items()]).long()
-
-
-@pytest.mark.parametrize(
-    ("shape", "engine"), [((6, 4), "layerwise"), ((6, 3, 4), "auto")], ids=["vectors", "positions"]
-)
-def test_a_transposed_linear_layer_is_the_linear_layer(shape: tuple[int, ...], engine: str) -> None:
-    x, y = torch.randn(shape, generator=torch.Generator().manual_seed(3)).double(), torch.arange(6) % 3
-    sides = []
-    for transposed in (False, True):
-        model = Turned(transposed).double()
-        lin = co.linearize(model, [(x[:4], y[:4]), (x[4:], y[4:])], "classification", engine=engine)
-        assert not lin.plan.others
-        order = model.natural(lin)
-        G, J = co.GGN(lin), lin.jacobian()
-        found = {"G": G.to_dense()[order][:, order], "J": J.to_dense()[:, order]}
-        found["diagonal"] = DiagonalGGN(lin).diagonal()[order]
-        assert agree(found["diagonal"], G.to_dense().diagonal()[order])
-        found["kernel"] = co.TangentKernel(lin).to_dense()
-        assert agree(found["kernel"], found["J"] @ found["J"].mT)
-        for kind, sharing in itertools.product((co.KFAC, co.EKFAC), ("expand", "reduce")):
-            P = kind(lin, sharing=sharing)
-            found[f"{kind.__name__} {sharing}"] = P.to_dense()[order][:, order]
-            inverse = P.add_diagonal(0.7).inverse()
-            found[f"points {kind.__name__} {sharing}"] = near = point_covariances(J, inverse, C)
-            rows = J.to_dense()
-            by_solves = (rows @ (inverse @ rows.mT)).unflatten(0, (-1, C)).unflatten(2, (-1, C))
-            assert agree(near, by_solves.diagonal(dim1=0, dim2=2).permute(2, 0, 1))
-        sides.append(found)
-    assert all(agree(sides[1][what], expected) for what, expected in sides[0].items())
-
-
 def test_what_is_written_into_a_transposed_linear_layer_s_output() -> None:
     """The output is a view, whose place in the graph an in-place operation changes: the engine's check sees it."""
     model = nn.Sequential(Conv1D(5, 4), nn.ReLU(inplace=True), Conv1D(3, 5)).double()
     x, y = torch.randn(6, 4, generator=torch.Generator().manual_seed(3)).double(), torch.arange(6) % 3
     found = [co.GGN(co.linearize(model, (x, y), "classification", engine=engine)).to_dense() for engine in ENGINES]
     assert all(agree(dense, found[1]) for dense in found)
-
-
-def test_attention_written_out_can_be_replayed() -> None:
-    model = Logits(bare("gpt2", "eager", n_layer=1)).double().eval()
-    J, lin = dense_jacobian(model, sentences()), linearized(model, engine="autodiff")
-    for k in (1, 3):
-        V = columns(J.shape[1], k)
-        assert agree(lin.jacobian() @ V, J @ V)
-    assert lin.plan.in_use == {"recorded": 1}
-    assert lin.plan.routes.replayed
 
 
 @pytest.mark.parametrize(("name", "attention"), NETWORKS)
@@ -237,17 +173,6 @@ def test_attention_masks_reach_the_network(name: str, attention: str) -> None:
     assert agree(lin.jacobian(sentences(8)).mT @ U, J.mT @ U)
     assert agree(with_second(2, 0), with_second(3, 0))
     assert not agree(with_second(2, 1), with_second(3, 1), 0.01)
-
-
-@pytest.mark.parametrize(("name", "spec"), [("gpt2", None), ("bert", "*lora_*")])
-def test_the_adapter_alone_is_selected(name: str, spec: str | None) -> None:
-    """In each layer two factors for each adapted projection, in single precision."""
-    lin = linearized(adapted(name, "sdpa"), parameters=spec)
-    names = lin.model.selection.names
-    assert len(names) == LAYERS[name] * 2 * len(ADAPTED[name])
-    assert all(".lora_A." in key or ".lora_B." in key for key in names)
-    assert lin.theta.dtype == torch.float32
-    assert {tensor.dtype for tensor in lin.model.frozen.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("name", "engine"), CASES)
