@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from curvops.network import Model
 from curvops.network.data import Batches, Reading, as_source
@@ -37,6 +38,19 @@ def chosen(spec: Any) -> Any:
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+class Items(Dataset[Any]):
+    """A dataset of these items."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
 
 
 def as_batches(

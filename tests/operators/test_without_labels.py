@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Independent, Poisson
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from curvops.errors import MissingLabelsError
+from tests.network.definitions import Items
 from tests.randomness import seeded
 
 N, C, T = 6, 3, 4
@@ -194,19 +195,6 @@ def test_test_data_may_have_labels() -> None:
     assert co.evidence.validate(post, X, classes(N)).prior.chosen_by == "held-out data"
 
 
-class Items(Dataset[Any]):
-    """A dataset of these items."""
-
-    def __init__(self, *items: Any) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
-
-
 class Stream:
     """Batches of inputs, which can be read again."""
 
@@ -299,13 +287,6 @@ def test_what_may_hold_labels_is_not_read_without(name: str) -> None:
     data, message = AMBIGUOUS[name]
     with pytest.raises((TypeError, ValueError), match=message):
         co.linearize(OfShape(C), data, "classification")
-
-
-def test_pairs_of_tensors_still_have_labels() -> None:
-    lin = co.linearize(OfShape(C), [X, randn(N, C)], co.likelihoods.Gaussian(noise=1.0))
-    assert lin.log_likelihood().isfinite()
-    with pytest.raises(ValueError, match="the targets have shape"):
-        co.linearize(OfShape(C), [X, X], co.likelihoods.Gaussian(noise=1.0))
 
 
 def test_data_without_labels_are_not_those_with_some() -> None:

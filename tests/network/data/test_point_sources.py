@@ -17,9 +17,7 @@ from tests.network.data.test_objects import (
     Cloud,
     JoinPairs,
     N,
-    Pairs,
     Pooled,
-    as_dict,
     close,
     data,
     joined,
@@ -30,6 +28,7 @@ from tests.network.data.test_objects import (
     post_of,
     vectors,
 )
+from tests.network.definitions import Items
 
 
 class OfTwo(nn.Module):
@@ -86,18 +85,6 @@ def test_items_of_any_form(item):
             lin.predict(bare[2:5])
 
 
-def test_items_that_are_the_points():
-    rows, y = data()
-    model = Pooled().double()
-    items = [{"rows": part, "label": target} for part, target in zip(rows, y)]
-
-    def collate(some):
-        return {**as_dict(some), "labels": torch.stack([item["label"] for item in some])}
-
-    lin = co.linearize(model, DataLoader(items, batch_size=3, collate_fn=collate), noise())
-    close(lin.predict(items[:2]), model(*parts_of_points(rows[:2])).detach())
-
-
 def test_inputs_that_hold_the_label():
     class Forced(Pooled):
         def forward(self, rows, y):
@@ -109,7 +96,7 @@ def test_inputs_that_hold_the_label():
 
     rows, y = data()
     model = Forced().double()
-    lin = co.linearize(model, DataLoader(Pairs(rows, y), batch_size=3, collate_fn=collate), noise())
+    lin = co.linearize(model, DataLoader(Items(*zip(rows, y)), batch_size=3, collate_fn=collate), noise())
     close(lin.outputs(), model(rows, y).detach())
     close(lin.predict(list(zip(rows, y))[3:]), lin.outputs()[3:])
     with pytest.raises(TypeError, match="with their labels"):
@@ -125,7 +112,9 @@ def test_batches_of_two_tensors_of_other_lengths():
     model, sums = Owned().double(), torch.stack([torch.tanh(part).sum(0) for part in rows])
     reference = co.linearize(model.net, (sums, y), noise())
     batches = [(parts_of_points(rows[cut])[:2], y[cut]) for cut in (slice(0, 3), slice(3, N))]
-    loader = DataLoader(Pairs(rows, y), batch_size=3, collate_fn=JoinPairs(lambda points: parts_of_points(points)[:2]))
+    loader = DataLoader(
+        Items(*zip(rows, y)), batch_size=3, collate_fn=JoinPairs(lambda points: parts_of_points(points)[:2])
+    )
     for given in (batches, loader):
         lin = co.linearize(model, given, noise())
         close(co.GGN(lin) @ vectors(lin), co.GGN(reference) @ vectors(lin))
