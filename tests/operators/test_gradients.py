@@ -1,4 +1,4 @@
-"""Per-example gradients, against a backward pass for each point; gradients of products and solves.
+"""Per-example gradients, against a backward pass for each point; gradients of products.
 
 Tests `network_operator.py`.
 """
@@ -78,37 +78,12 @@ def test_sequences_are_one_row_each_or_one_a_token(per_token: bool) -> None:
 def test_gradients_in_the_noise_and_in_the_vectors() -> None:
     model, x, y = network(), normal(N, 3), normal(N, C, seed=2)
     noise = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    G = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise)).gradients()
-    rows = by_points(model, 0.5 * (model(x) - y).square().sum(1))
-    for op, dense in ((G, rows / noise), (G.mT, rows.mT / noise)):
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
+    G, rows = lin.gradients(), by_points(model, 0.5 * (model(x) - y).square().sum(1))
+    F = co.EmpiricalFisher(lin), rows.mT @ rows / noise**2
+    for op, dense in ((G, rows / noise), (G.mT, rows.mT / noise), F):
         v = normal(dense.shape[1], seed=3).requires_grad_()
         w = normal(len(dense), seed=4)
         ours = torch.autograd.grad((op @ v) @ w, (noise, v))
         for a, b in zip(ours, torch.autograd.grad((dense @ v) @ w, (noise, v), retain_graph=True)):
             torch.testing.assert_close(a, b, **TIGHT)
-
-
-def test_conversion_keeps_the_rows() -> None:
-    lin, expected = weighted()
-    torch.testing.assert_close(lin.gradients().to(torch.float32).to_dense(), expected.float(), rtol=1e-4, atol=1e-5)
-
-
-QUANTITIES: dict[str, Any] = {
-    "product": lambda P, b: (P @ b).sin().sum(),
-    "solution": lambda P, b: P.solve(b).square().sum(),
-}
-
-
-@pytest.mark.parametrize("name", QUANTITIES)
-def test_a_precision_has_gradients_in_noise_prior_and_vector(name: str) -> None:
-    quantity, model, x, y = QUANTITIES[name], network(), normal(N, 3), normal(N, C, seed=2)
-    D = sum(p.numel() for p in model.parameters())
-    args = [torch.tensor(0.7).double(), torch.tensor(1.3).double(), normal(D, seed=3)]
-    noise, prior, b = (a.requires_grad_() for a in args)
-
-    def precision(noise: Tensor, prior: Tensor) -> Any:
-        return co.GGN(co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))).add_diagonal(prior)
-
-    assert torch.autograd.gradcheck(lambda noise, prior: quantity(precision(noise, prior), b), (noise, prior))
-    P = precision(noise, prior)  # once for the entries of b
-    assert torch.autograd.gradcheck(lambda b: quantity(P, b), b)

@@ -1,6 +1,6 @@
 """KFAC, EKFAC and dense blocks of single-precision data: small eigenvalues right, or a warning that they may not be.
 
-Tests `kfac.py`, `kfac_factors.py`, `kronecker_factors.py`.
+Tests `kfac.py`, `kfac_factors.py`, `kronecker_factors.py`, and targets that are drawn (`drawn_fisher.py`).
 """
 
 from __future__ import annotations
@@ -171,20 +171,13 @@ def test_biases_in_blocks_of_their_own(kind: Any, sharing: str) -> None:
         torch.testing.assert_close(apart.to_dense(), joint.to_dense() * within, rtol=1e-10, atol=1e-12)
     elif sharing == "expand":  # exact second moments: the trace of the GGN
         torch.testing.assert_close(apart.diagonal().sum(), co.GGN(lin).to_dense().trace(), rtol=1e-10, atol=1e-12)
-    prior = lin.flatten({name: torch.full_like(p, 0.1 if "bias" in name else 2.0) for name, p in named(lin).items()})
-    P, J = apart.add_diagonal(prior), lin.jacobian()
-    torch.testing.assert_close(P.solve(lin.theta), torch.linalg.solve(P.to_dense(), lin.theta), rtol=1e-9, atol=1e-12)
-    rows = J.to_dense()
-    expected = (rows @ torch.linalg.solve(P.to_dense(), rows.mT)).unflatten(0, (-1, 3)).unflatten(2, (-1, 3))
-    post = co.laplace(lin, apart, prior, check_mode=False)
-    found = post.predict(x).covariance_matrix
-    torch.testing.assert_close(found, expected.diagonal(dim1=0, dim2=2).permute(2, 0, 1), rtol=1e-9, atol=1e-12)
-    P = joint.add_diagonal(prior)
-    torch.testing.assert_close(P.solve(lin.theta), torch.linalg.solve(P.to_dense(), lin.theta), rtol=1e-9, atol=1e-12)
-
-
-def named(lin: Any) -> dict[str, Tensor]:
-    return lin.unflatten(lin.theta)
+    prior = lin.flatten(
+        {name: torch.full_like(p, 0.1 if "bias" in name else 2.0) for name, p in lin.unflatten(lin.theta).items()}
+    )
+    for curvature in (apart, joint):
+        P = curvature.add_diagonal(prior)
+        solution = torch.linalg.solve(P.to_dense(), lin.theta)
+        torch.testing.assert_close(P.solve(lin.theta), solution, rtol=1e-9, atol=1e-12)
 
 
 def test_factors_are_decomposed_once_for_all_predictions_and_priors() -> None:
