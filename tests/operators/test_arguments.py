@@ -77,13 +77,6 @@ def test_a_block_refuses_a_gradient_that_it_would_drop(make):
         torch.testing.assert_close(co.Subnetwork(A, [0, 1]).to_dense(), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_damped_takes_a_number():
-    G = co.GGN(linearized())
-    expected = G.add_diagonal(2.0).to_dense()
-    for shift in (2.0, torch.tensor(2.0)):
-        torch.testing.assert_close(co.linalg.Damped(G, shift).to_dense(), expected, rtol=1e-10, atol=1e-12)
-
-
 def test_scipys_eigensolver_takes_an_operator():
     from scipy.sparse.linalg import eigsh
 

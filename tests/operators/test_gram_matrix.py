@@ -9,6 +9,7 @@ from torch import nn
 
 import curvops as co
 from curvops.network import read_precision
+from tests.zoo import ZOO, reference
 
 DOUBLE = torch.float64
 
@@ -73,24 +74,12 @@ def test_the_matrix(lin, prior, room):
     torch.testing.assert_close(cross, J / scale @ other.mT, rtol=1e-10, atol=1e-10)
 
 
-def test_tied_layers_are_held_together():
+@pytest.mark.parametrize("room", [0, 1000, 2000, 4000])
+def test_tied_layers_are_held_together(room):
     """A weight that two modules share makes one set of them."""
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-            self.last.weight = self.first.weight
-
-        def forward(self, x):
-            return self.last(self.middle(self.first(x).tanh()).tanh())
-
-    torch.manual_seed(0)
-    lin = co.linearize(
-        Tied().double(), (torch.randn(5, 8).double(), torch.randn(5, 8).double()), co.likelihoods.Gaussian(noise=1.0)
-    )
-    J = lin.jacobian().to_dense()
-    with lin.memory.holding(lin.memory.room() - 9_500):
+    (model, x), J = ZOO["shared_parameter"].build(), reference("shared_parameter")
+    lin = co.linearize(model, (x, torch.zeros(5, 3)), co.likelihoods.Gaussian(noise=1.0))
+    with lin.memory.holding(lin.memory.room() - room):
         torch.testing.assert_close(co.TangentKernel(lin).to_dense(), J @ J.mT, rtol=1e-10, atol=1e-10)
 
 

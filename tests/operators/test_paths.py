@@ -235,17 +235,3 @@ def test_a_pass_of_a_proven_path_costs_no_other() -> None:
         sizes.clear()
         ask(lin).to_dense()
         assert sizes == [N - 3, 3]
-
-
-def test_a_hook_put_on_a_layer_later_changes_no_result() -> None:
-    """It is put on the user's module, and rows of the layer used to be left out."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    for engine in ("auto", "layerwise"):
-        x, y = data()
-        lin, v = co.linearize(model, (x, y), "classification", engine=engine), torch.randn(26).double()
-        dense = co.GGN(lin).to_dense()
-        handle = model[0].register_forward_hook(lambda *_: None)
-        assert lin.jacobian(x[:4]).formed().abs().sum(1).all()
-        torch.testing.assert_close(co.DiagonalGGN(lin).entries, dense.diagonal(), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(co.GGN(lin) @ v, dense @ v, rtol=1e-10, atol=1e-10)
-        handle.remove()

@@ -117,13 +117,6 @@ def test_vectors_may_be_imaginary_parts(engine):
     torch.testing.assert_close(A @ V, A.to_dense() @ V, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", [co.GGN, co.KFAC])
-def test_batches_of_no_blocks_have_products(kind):
-    A = kind(small())
-    for operator, rows in ((A, 26), (A.add_diagonal(1.0), 26), (A[:3, :], 3)):
-        assert (operator @ torch.zeros(0, 26, 4).double()).shape == (0, rows, 4)
-
-
 def dual(function, x):
     with forward_ad.dual_level():
         function(forward_ad.make_dual(x, torch.ones_like(x)))
