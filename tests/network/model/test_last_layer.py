@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from tests.network.products import require_curvature, softmax_hessian
-from tests.zoo import ZOO, call, dense_jacobian, points
+from tests.zoo import call, dense_jacobian
 
 
 def last_layer(model: Any, x: Any) -> tuple[str, ...]:
@@ -286,15 +286,6 @@ def test_of_a_product_outside_of_layers_the_error_names_the_factor() -> None:
         model = HeadFirst(lambda m, h, end=end: end(m, (h[:, :3] * m.scale).sum(1, keepdim=True)))
         with pytest.raises(ValueError, match=rf"name its parameters, as parameters{re.escape(remedy)}\."):
             co.linearize(model, data, co.likelihoods.Gaussian(noise=1.0), parameters="last_layer")
-
-
-@pytest.mark.parametrize(
-    ("name", "names"),
-    [("resnet_groupnorm", ("head.weight", "head.bias")), ("mlp", ("4.weight", "4.bias")), ("function_pair", ("c",))],
-)
-def test_networks_of_the_table(name: str, names: tuple[str, ...]) -> None:
-    model, inputs = ZOO[name].build()
-    assert last_layer(model, points(inputs, slice(0, 2))) == names
 
 
 def test_functions_with_a_bias_and_with_none() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network import Model
-from tests import zoo_modules as parts
 from tests.zoo import ZOO, call, parameters_of
 
 
@@ -52,46 +50,6 @@ def test_frozen_parameters_are_left_out_unless_named() -> None:
 def test_dropout_that_drops_nothing_may_be_in_train_mode() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)).train()
     assert Model(model).theta.numel() == 6
-
-
-def test_sequences_become_rows_of_one_shape() -> None:
-    network = Model(parts.Wired(lambda m, x: m.head(x)).eval())
-    x = torch.randn(2, 5, 4)
-    free = outputs(network, x[:, :3])
-    assert network.fix_layout(x)[0].output_shape == (5, 3)
-    torch.testing.assert_close(outputs(network, x).unflatten(1, (5, 3))[:, :3].flatten(1), free)
-    with pytest.raises(ValueError, match=r"returns \(2, 4, 3\), but \(N, 5, 3\) before"):
-        outputs(network, x[:, :4])
-
-
-def test_outputs_of_a_frozen_half_precision_head_have_the_dtype_of_the_parameters() -> None:
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 3).bfloat16().requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.fc(x).bfloat16())
-
-    assert outputs(Model(Head().eval()), torch.zeros(2, 4)).dtype == torch.float32
-
-
-def test_a_cast_model_leaves_the_first_as_it_is() -> None:
-    model, inputs = ZOO["resnet_batchnorm"].build()
-    network = Model(model)
-    narrow = network.cast(torch.float32, None)
-    assert narrow.theta.dtype == torch.float32
-    assert network.theta.dtype == torch.float64
-    assert torch.allclose(outputs(narrow, inputs.float()).double(), outputs(network, inputs), atol=1e-4)
-    assert next(model.parameters()).dtype == torch.float64
-
-
-def test_a_pickled_model_is_another_module() -> None:
-    model, inputs = ZOO["transformer_encoder"].build()
-    network = Model(model)
-    other = pickle.loads(pickle.dumps(network))
-    assert other.module is not model
-    assert torch.equal(outputs(other, inputs), outputs(network, inputs))
 
 
 def test_a_module_under_two_names_is_left_as_it_was() -> None:

@@ -46,42 +46,6 @@ def test_positions_are_those_of_the_trainable_vector(positions: Tensor) -> None:
     assert chosen(torch.tensor([6, 0])).names == ("scale", "body.weight")
 
 
-@pytest.mark.parametrize("spec", [None, "head.*", "scale", torch.tensor([3, 14, 6])])
-def test_flatten_and_unflatten_are_inverse(spec: Any) -> None:
-    selection = chosen(spec)
-    v = torch.randn(selection.num_parameters)
-    tensors = selection.unflatten(v)
-    assert {name: tensor.shape for name, tensor in tensors.items()} == dict(zip(selection.names, selection.shapes))
-    assert torch.equal(selection.flatten(tensors), v)
-    if selection.index is None:
-        whole = {name: PARAMETERS[name] for name in selection.names}
-        back = selection.unflatten(selection.flatten(whole))
-        assert all(torch.equal(back[name], tensor) for name, tensor in whole.items())
-
-
-@pytest.mark.parametrize(("spec", "k"), [(None, 0), (None, 1), (None, 3), (torch.tensor([3, 14, 6]), 3)])
-def test_split_and_join_are_inverse_for_blocks(spec: Any, k: int) -> None:
-    selection = chosen(spec)
-    V = torch.randn(k, selection.num_parameters).mT
-    blocks = selection.split(V)
-    assert all(block.shape == (k, *shape) for block, shape in zip(blocks.values(), selection.shapes))
-    joined = selection.join(blocks)
-    assert torch.equal(joined, V)
-    assert joined.mT.is_contiguous() or k < 2 or spec is not None
-
-
-def test_blocks_stored_by_column_unflatten_as_views() -> None:
-    V = torch.randn(4, chosen(None).num_parameters).mT
-    for name, block in chosen(None).split(V).items():
-        assert block.untyped_storage().data_ptr() == V.untyped_storage().data_ptr(), name
-
-
-def test_entries_outside_a_subnetwork_are_zero() -> None:
-    tensors = chosen(torch.tensor([2, 7])).unflatten(torch.tensor([2.0, 3.0]))
-    assert tensors["body.weight"].flatten().tolist() == [0, 2, 0, 0, 0, 0]
-    assert tensors["head.weight"].flatten().tolist() == [3, 0, 0, 0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("tensor", "error", "message"),
     [
@@ -98,12 +62,3 @@ def test_selected_tensors_must_match_and_be_finite(tensor: Tensor, error: type, 
         Model((lambda params, x: x, parameters))
     if tensor.dtype is torch.float64:
         assert Model((lambda params, x: x, parameters), "one").selection.names == ("one",)
-
-
-def test_a_large_block_is_joined_tensor_by_tensor() -> None:
-    """The tensors are freed one after another, so that they and the block are never in memory together."""
-    selection = Model((lambda params, x: x, {"weight": torch.zeros(3, 2**19), "bias": torch.zeros(3)})).selection
-    blocks = {name: torch.randn(6, *shape) for name, shape in zip(selection.names, selection.shapes)}
-    expected = torch.cat([block.flatten(1) for block in blocks.values()], 1).mT
-    assert torch.equal(selection.join(blocks), expected)
-    assert not blocks
