@@ -16,7 +16,6 @@ from curvops.network.likelihoods import (
     Categorical,
     FromDistribution,
     Gaussian,
-    HeteroscedasticGaussian,
     Likelihood,
     Poisson,
     as_likelihood,
@@ -244,9 +243,3 @@ def test_targets_outside_the_support_are_refused_after_a_compiled_model_too() ->
         co.linearize(nn.Linear(2, 1), (x, torch.ones(3, 1)), unchecked)
     finally:
         Distribution.set_default_validate_args(before)
-
-
-def test_heteroscedastic_distributions_have_their_own_likelihood() -> None:
-    general = FromDistribution(lambda f: distributions.Normal(f[:, :2], (0.5 * f[:, 2:]).exp()))
-    f, y = normal(N, 4), REALS[:, :2]
-    torch.testing.assert_close(general.residual(f, y), HeteroscedasticGaussian().residual(f, y), **TIGHT)

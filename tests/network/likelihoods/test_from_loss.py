@@ -153,15 +153,6 @@ def test_sample_weights_multiply_the_loss_of_their_point(case: str) -> None:
     torch.testing.assert_close(co.GGN(lin).to_dense(), known["J"].mT @ (each * known["H"]) @ known["J"], **TIGHT)
 
 
-def test_the_tails_of_a_huber_loss_add_nothing() -> None:
-    model, x, _, known = dense("huber")
-    lin = co.linearize(model, (x, reals(C) + 100), nn.HuberLoss(delta=0.7))
-    assert not co.GGN(lin).to_dense().any()
-    post = co.laplace(lin, co.GGN, 2.0, check_mode=False)
-    prior = known["J"].square().sum(1).reshape(N, C) / 2
-    torch.testing.assert_close(post.predict(x).variance, prior, rtol=1e-8, atol=1e-10)
-
-
 def test_what_needs_a_distribution_is_refused_by_name() -> None:
     model, x, y, _ = dense("huber")
     lin = co.linearize(model, (x, y), nn.HuberLoss())
@@ -178,18 +169,6 @@ def test_what_needs_a_distribution_is_refused_by_name() -> None:
         with pytest.raises(kind, match=message):
             call()
     assert post.log_likelihood(x, y).value.isfinite().all()
-
-
-def test_a_posterior_is_saved_and_asks_for_its_loss(tmp_path: Any) -> None:
-    model, x, y, _ = dense("huber")
-    post = co.laplace(co.linearize(model, (x, y), nn.HuberLoss(delta=0.7)), co.KFAC, 2.0, check_mode=False)
-    post.save(tmp_path / "post")
-    with pytest.raises(ValueError, match=r"likelihood, FromLoss\(HuberLoss\(delta=0.7\)\), cannot be saved"):
-        co.load(tmp_path / "post", model)
-    with pytest.raises(ValueError, match="is not that of the saved"):
-        co.load(tmp_path / "post", model, likelihood=nn.HuberLoss(delta=0.1))
-    again = co.load(tmp_path / "post", model, likelihood=nn.HuberLoss(delta=0.7))
-    assert torch.equal(again.predict(x).variance, post.predict(x).variance)
 
 
 def test_an_option_changed_afterwards_changes_nothing() -> None:

@@ -177,9 +177,6 @@ def test_the_noise_of_an_output_without_targets_counts_as_one() -> None:
     assert noise[1] == 1 and bool((noise >= expected * 0.999).all())
     with pytest.warns(NoiseWarning, match="its residuals do not show it: it has no targets"):
         co.linearize(net, (x, y * math.nan), LIKELIHOODS.Gaussian(missing="ignore"))
-    given = co.linearize(net, (x, y), LIKELIHOODS.Gaussian(1e-6 * expected, missing="ignore"))
-    with pytest.warns(NoiseWarning, match="1e-06 times the mean squared residual of the training data"):
-        co.laplace(given, co.GGN, 1.0)
 
 
 @pytest.mark.filterwarnings("ignore::curvops.errors.ModeWarning")
@@ -228,19 +225,6 @@ def test_weights_of_channels_go_with_images() -> None:
     J = dense_jacobian(net, x)
     H = (w / NOISE.view(C, 1, 1)).reshape(-1, 1)
     torch.testing.assert_close(co.GGN(lin).to_dense(), J.mT @ (H * J), **TIGHT)
-
-
-def test_a_saved_posterior_keeps_the_choice(tmp_path) -> None:
-    net, *_, lin, _ = case("gaussian", "sequences", "missing")
-    co.laplace(lin, co.KFAC, 1.0, check_mode=False).save(tmp_path / "p")
-    again = co.load(tmp_path / "p", net)
-    assert again.lin.likelihood.likelihood.missing == "ignore"
-
-
-def test_part_of_the_data_keeps_the_choice() -> None:
-    *_, lin, _ = case("bernoulli", "rows", "missing")
-    halves = [co.GGN(lin.restrict(torch.arange(start, N, 2), 1.0)).to_dense() for start in (0, 1)]
-    torch.testing.assert_close(halves[0] + halves[1], co.GGN(lin).to_dense(), **TIGHT)
 
 
 @pytest.mark.parametrize("kind", [co.EmpiricalFisher, co.KFAC])
