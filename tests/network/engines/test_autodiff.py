@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import curvops as co
 from curvops.network import Model, Passes, saved_bytes
-from tests.network.products import PLENTY, WAYS, agree, columns, push, require_products, walk
+from tests.network.products import WAYS, columns, push, require_products, walk
 from tests.zoo import UNSUPPORTED, ZOO, batches, reference
 from tests.zoo_functions import WrongJvp
 
@@ -50,11 +50,6 @@ def test_each_network_takes_the_fastest_route_that_is_right(name: str) -> None:
     assert bool(found.why) is (found.pushes == "rows")
 
 
-@pytest.mark.parametrize("name", ["embedding_padding", "functional_padding"])
-def test_a_frozen_table_with_a_padding_row_leaves_forward_mode(name: str) -> None:
-    assert walk(name, "recorded", parameters="head*").plan.routes.pushes == "forward mode"
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -73,18 +68,6 @@ def test_checkpointed_blocks_run_again_with_the_snapshot(way: str) -> None:
         for parameter in model.parameters():
             parameter.mul_(3)
     require_products(passes, reference("checkpointed"))
-
-
-def test_outputs_alone_are_computed_some_points_at_a_time() -> None:
-    """As many as make no more than what memory is used again for; a product takes all of a batch at once."""
-    model, x = nn.Sequential(nn.Linear(4, 2**16), nn.AdaptiveAvgPool1d(2)).double(), torch.randn(70, 4).double()
-    seen: list[int] = []
-    model.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
-    expected, passes = model(x).detach(), Passes(Model(model), [(x, None)], "streamed")
-    _ = passes.plan
-    seen.clear()
-    ((_, J),) = passes.each(0)
-    assert agree(J.outputs, expected, 1e-13) and len(seen) > 1 and sum(seen) == 70
 
 
 def settings() -> tuple[bool, ...]:
@@ -154,15 +137,6 @@ def test_a_network_of_many_megabytes_inside_inference_mode() -> None:
         lin = co.linearize(model, (x, torch.arange(3) % 2), "classification", engine="streamed")
         inside = co.GGN(lin) @ torch.ones_like(lin.theta)
     assert torch.equal(inside, co.GGN(lin) @ torch.ones_like(lin.theta))
-
-
-def test_saved_bytes_count_neither_the_model_nor_the_rest_of_the_data() -> None:
-    """Input 4 numbers, tanh 6, ReLU 5: the linear layers save what is counted already."""
-    model, _ = ZOO["mlp"].build()
-    X = torch.randn(1000, 4, dtype=torch.float64)
-    network = Model(model)
-    assert saved_bytes(network, X[:2]) == 2 * 8 * (4 + 6 + 5)
-    assert Passes(network, [(X[:2], None)], "autodiff", PLENTY).plan.routes.saved_bytes == 8 * (4 + 6 + 5)
 
 
 @pytest.mark.parametrize("function", [nn.Sigmoid(), OwnFunction()], ids=["replayed", "double backward"])

@@ -5,8 +5,6 @@ Tests `fused_kernels.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -104,34 +102,6 @@ def test_float32_takes_no_kernel_without_derivatives(name: str, way: str) -> Non
 def test_batches_may_be_of_any_size(name: str, way: str) -> None:
     """Also of a single point, first and last."""
     require_products(walk(name, way, sizes=(1, 3, 1)), reference(name))
-
-
-SELECTIONS: dict[str, Any] = {
-    "weights": "*.weight",
-    "biases": ["*.bias"],
-    "last": "head*",
-    "large": lambda _, p: p.numel() > 9,
-}
-
-
-@pytest.mark.parametrize("way", ["streamed", "layerwise"])
-@pytest.mark.parametrize(
-    ("name", "chosen"),
-    [
-        *(("resnet_groupnorm", chosen) for chosen in SELECTIONS),
-        *(("sequence_layernorm", chosen) for chosen in ("weights", "biases")),
-        *(("shared_parameter", chosen) for chosen in ("weights", "last")),
-    ],
-)
-def test_partial_selections(name: str, chosen: str, way: str) -> None:
-    """Columns of the whole Jacobian: weights only, biases only, one layer."""
-    passes = walk(name, way, parameters=SELECTIONS[chosen])
-    columns_of, start, J = list[int](), 0, reference(name)
-    for key, tensor in parameters_of(ZOO[name].build()[0]).items():
-        columns_of += range(start, start + tensor.numel()) if key in passes.model.selection.names else []
-        start += tensor.numel()
-    assert 0 < len(columns_of) < start
-    require_products(passes, J[:, columns_of])
 
 
 @pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])

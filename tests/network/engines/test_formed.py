@@ -36,22 +36,6 @@ def test_many_products_of_few_outputs_take_the_rows(name: str) -> None:
     assert rows.plan.in_use == {"formed": 2}
 
 
-@pytest.mark.parametrize("name", RULELESS)
-def test_rows_that_do_not_fit_are_not_formed(name: str) -> None:
-    plan = walk(name, "auto").plan
-    needed = N * plan.bytes_needed("formed")
-    assert plan.choose(N, needed - 1) != "formed"
-    assert plan.choose(N, needed + N * plan.bytes_needed("recorded")) == "formed"
-
-
-def test_wide_layers_at_one_position_read_less_than_their_rows() -> None:
-    """A product by autodiff reads each weight once for all points, the rows once a point and output."""
-    weights = {name: torch.randn(600, 600) / 25 for name in "abc"}
-    model = lambda p, x: F.linear(F.linear(F.linear(x, p["a"]).tanh(), p["b"]).tanh(), p["c"])[:, :10]  # noqa: E731
-    lin = co.linearize((model, weights), (torch.randn(8, 600), torch.zeros(8, dtype=torch.long)), "classification")
-    assert lin.plan.choose(1000, 2**50) == "recorded"
-
-
 class Molecules(nn.Module):
     """Messages along the edges of small graphs, energies summed over atoms: no layer has a rule."""
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 
 import curvops as co
-from benchmarks.gpu.counts import H100
 from curvops.network import Model, Passes, Plan
-from curvops.network.engines import CPU, GPU
 from tests.network.products import PLENTY, columns, push, walk
 from tests.zoo import reference
 
@@ -63,21 +59,6 @@ def test_the_choice_costs_little_more_than_the_best_engine_from_the_start(num_ou
         total += (0.0 if kept == first else plan.build(kept)) + (products - 1) * plan.per_vector(kept)
     best = min(plan.build(kind) + products * plan.per_vector(kind) for kind in plan.candidates())
     assert total <= 1.3 * best
-
-
-def test_on_a_gpu_visits_of_layers_outweigh_arithmetic_up_to_far_larger_networks() -> None:
-    """One rule for all devices: its rates are those of the device that holds the weights."""
-    assert wide(100).rates is CPU
-    on_gpu = dataclasses.replace(wide(100), rates=GPU)
-    points, plenty = 3000, 10**15
-    # Blocks take fewer multiply-adds by a recorded pass, but there each vector visits the layers.
-    assert wide(100).choose(points, plenty) == "recorded"
-    assert on_gpu.choose(points, plenty) == "layerwise"
-    assert on_gpu.overhead(1.0, points) > 0.5 > 0.05 > wide(100).overhead(1.0, points)
-    assert GPU.read == pytest.approx(4 * H100.multiply_adds / H100.bytes)  # a number of single precision
-    assert GPU.visit == pytest.approx(10 * H100.launch * H100.multiply_adds, rel=0.02)
-    assert on_gpu.per_vector("recorded") == wide(100).per_vector("recorded")
-    assert on_gpu.cost_to_build("formed", points) > 50 * wide(100).cost_to_build("formed", points)
 
 
 def test_keeping_a_pass_is_tried_once_it_is_needed() -> None:

@@ -193,14 +193,6 @@ def test_curvatures_are_those_of_the_dense_jacobian(name: str, lengths: str) -> 
     assert not lin.plan.others  # after the checks, which leave a wrong rule to autodiff
 
 
-def test_the_plan_names_ragged_rows() -> None:
-    model, inputs, y = problem("graph", "uneven")
-    lin = co.linearize(model, (inputs, y), "classification", engine="layerwise")
-    ragged = [layer.path for layer in lin.plan.layers if layer.is_ragged]
-    assert ragged == ["first", *["edge", "norm"] * 2, "head"]
-    assert ", ragged rows" in str(lin.plan)
-
-
 def test_one_point_with_most_of_the_rows() -> None:
     """Its batch is taken in parts, whose tables differ in width."""
     torch.manual_seed(0)

@@ -6,7 +6,6 @@ Tests `engine_cache.py`.
 import copy
 import gc
 import os
-import pickle
 from pathlib import Path
 
 import pytest
@@ -99,14 +98,6 @@ def test_the_default_is_a_quarter_of_what_machine_and_control_group_leave(machin
         patch.setattr(Path, "read_text", read)
         found = network().memory_budget
     assert found == expected
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda memory: pickle.loads(pickle.dumps(memory))])
-def test_a_copy_holds_nothing(copied):
-    memory = fresh(100 * MIB)
-    with memory.holding(10 * MIB):
-        other = copied(memory)
-    assert other.budget == memory.budget and other.room() == 100 * MIB
 
 
 def wide(budget):
