@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import ClassVar
 
 import pytest
 import torch
@@ -141,36 +140,6 @@ def test_a_rare_event_does_not_hide_a_dependence_on_the_target() -> None:
         likelihood.fisher(f, torch.ones(N, 1).double())
     natural = PAIRS["poisson"][0]
     torch.testing.assert_close(natural.fisher(f, COUNTS[:, :1]), f.exp().unsqueeze(2), rtol=1e-10, atol=0)
-
-
-class Mute(Distribution):
-    arg_constraints: ClassVar[dict[str, object]] = {}
-    support = distributions.constraints.real
-
-    def __init__(self, f: Tensor) -> None:
-        super().__init__(f.shape)
-
-
-class Unsampled(Mute):
-    def __init__(self, f: Tensor) -> None:
-        self.f = f
-        super().__init__(f)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        return -0.5 * (value - self.f).square()
-
-
-def test_distributions_that_lack_something() -> None:
-    f = normal(N, C)
-    with pytest.raises(NotImplementedError):
-        FromDistribution(Mute).log_prob(f, REALS)
-    for use in (lambda g: FromDistribution(Unsampled).sample(g), lambda g: FromDistribution(Unsampled).fisher(g, g)):
-        with pytest.raises(NotImplementedError):
-            use(f)
-    with pytest.raises(ValueError, match=r"gives targets \(6, 3\); given \(6,\)"):
-        PAIRS["normal"][0].log_prob(f, LABELS)
-    with pytest.raises(ValueError, match="NaN"):
-        PAIRS["normal"][0].check_targets(f / 0)
 
 
 def test_samples_follow_the_generator_and_leave_torchs_alone() -> None:
