@@ -8,7 +8,7 @@ from mpmath import mp, mpf
 from torch import nn
 
 import curvops as co
-from curvops.linalg import Kronecker, Reason
+from curvops.linalg import Reason
 
 DIGITS = 80
 WIDTH = 10
@@ -88,15 +88,3 @@ def test_rows_in_single_precision_are_within_what_they_are_said_to_be_off(prior,
         gap = abs(float(single.value) - float(double.value))
         assert gap <= float(single.bias_bound) + float(double.bias_bound), (single, double)
         assert prior < 1 or single.bias_bound <= ORDINARY * abs(single.value), single
-
-
-def test_what_is_known_of_the_rounding_survives_changes():
-    torch.manual_seed(0)
-    lin = co.linearize(nn.Linear(4, 3), (torch.randn(9, 4), torch.arange(9) % 3), "classification")
-    for made in (co.KFAC(lin), co.EKFAC(lin)):
-        block = made.blocks[0]
-        eigen = block.eigen() if isinstance(block, Kronecker) else block
-        assert eigen.rounding > 0 and eigen.of_rows > 0
-        for changed in (2.0 * block, block.to(dtype=torch.float64)):
-            again = changed.eigen() if isinstance(changed, Kronecker) else changed
-            assert (again.rounding, again.of_rows) == (eigen.rounding, eigen.of_rows)
