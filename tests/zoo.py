@@ -242,6 +242,19 @@ def _frozen_projection() -> nn.Module:
     return net
 
 
+def _mask(x: Tensor) -> Tensor:
+    """What is added to the scores of positions."""
+    return torch.tensor([[0.0, -1.0, 0.5]] * 3).to(x)
+
+
+CAUSAL = {"attn_mask": lambda x: _mask(x) > 0, "is_causal": lambda x: True, "average_attn_weights": lambda x: False}
+FURTHER_KEYS = {"add_bias_kv": True, "add_zero_attn": True}
+
+
+def _other_widths() -> nn.Module:
+    return parts.AskedAttention({"value": lambda x: x[..., :3]}, kdim=4, vdim=3)
+
+
 def _pair() -> tuple[Any, dict[str, Tensor]]:
     def function(params: Any, x: Tensor) -> Tensor:
         return torch.tanh(x @ params["a"] + params["b"]) @ params["c"]
@@ -295,6 +308,13 @@ def _table() -> Iterator[Network]:
     yield row("attention", parts.Attention, _sequences)
     yield row("attention_of_two", lambda: parts.Attention(cross=True), _sequences, ("attention.in_proj*",))
     yield row("attention_frozen", _frozen_projection, _sequences)
+    yield row("attention_positions_first", lambda: parts.AskedAttention(batch_first=False), _sequences)
+    yield row("attention_without_bias", lambda: parts.AskedAttention(bias=False), _sequences)
+    yield row("attention_masked", lambda: parts.AskedAttention({"attn_mask": _mask}), _sequences)
+    yield row("attention_causal", lambda: parts.AskedAttention(CAUSAL), _sequences)
+    yield row("attention_further_keys", lambda: parts.AskedAttention(**FURTHER_KEYS), _sequences, ("attention.bias_*",))
+    yield row("attention_other_widths", _other_widths, _sequences, ("attention.[!o]*",))
+    yield row("attention_of_one_query", parts.OneQuery, _vectors, ("*",))
     yield row("lstm", lambda: parts.Recurrent(nn.LSTM), _sequences, ("rnn*",))
     yield row("gru", lambda: parts.Recurrent(nn.GRU), _sequences, ("rnn*",))
     yield row("tied_embedding", lambda: parts.Tokens(nn.Embedding(7, 4), 4, tied=True), _tokens)

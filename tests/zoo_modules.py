@@ -129,6 +129,33 @@ class Attention(nn.Module):
         return self.head(self.attention(query, x, x, need_weights=self.cross)[0].mean(1))
 
 
+class AskedAttention(nn.Module):
+    """Attention that is asked for something else besides, and the sum over positions."""
+
+    def __init__(self, call: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, **{"batch_first": True} | options)
+        self.call = call or {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.attention.batch_first else x.transpose(0, 1)
+        call = {name: value(x) for name, value in self.call.items()}
+        attended = self.attention(**{"query": x, "key": x, "value": x} | call)[0]
+        return attended.sum(1 if self.attention.batch_first else 0)
+
+
+class OneQuery(nn.Module):
+    """Attention to a query that all points share: its projections have no row for each point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.query = nn.MultiheadAttention(4, 2), nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seed = self.attention(self.query, self.query, self.query)[0].mean(0)
+        return x @ seed.unsqueeze(1)
+
+
 class Tokens(nn.Module):
     """Token embeddings, the mean, a head; the output weight may be the embedding's."""
 
