@@ -76,16 +76,15 @@ PLAIN = [*((name, "cross-entropy") for name in NETWORKS), ("cnn", "squares"), ("
 
 
 class Problem:
-    """A network with its loss and data, as both libraries take them; `factored` leaves out what their KFAC refuses."""
+    """A network with its loss and data, as both libraries take them, without norms, which their KFAC refuses."""
 
     def __init__(
         self,
         make: Callable[[], nn.Module],
         shape: tuple[int, ...],
-        loss: str,
+        loss: str = "cross-entropy",
         dtype: torch.dtype = torch.float32,
         batch: int = N,
-        factored: bool = False,
         points: int = N,
     ) -> None:
         module, targets = LOSSES[loss]
@@ -95,23 +94,17 @@ class Problem:
         y = targets.repeat(points // N, *[1] * (targets.ndim - 1))
         self.y = y.to(dtype) if y.is_floating_point() else y
         self.data = list(zip(self.x.split(batch), self.y.split(batch)))
-        named = {k: p for k, p in self.model.named_parameters() if not (factored and "norm" in k)}
+        named = {k: p for k, p in self.model.named_parameters() if "norm" not in k}
         self.parameters = list(named.values())
         self.lin = co.linearize(self.model, self.data, self.loss, parameters=list(named))
 
-    def theirs(self, operator: Any, **options: Any) -> Any:
-        """The operator of curvlinops, with all its checks and no warning."""
+    def theirs(self, operator: Any, fisher: str, sharing: str = "expand") -> Tensor:
+        """Its KFAC or EKFAC as a matrix, with our words for the options and one block for weight and bias."""
+        kinds = {"fisher_type": FISHER[fisher], "kfac_approx": sharing, "separate_weight_and_bias": False}
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return operator(self.model, self.loss, self.parameters, self.data, **options)
-
-    def factors(self, operator: Any, fisher: str, sharing: str = "expand") -> Any:
-        """Its KFAC or EKFAC, with our words for the options and one block for weight and bias."""
-        kinds = {"fisher_type": FISHER[fisher], "kfac_approx": sharing}
-        return self.theirs(operator, **kinds, separate_weight_and_bias=False)
-
-    def unit(self) -> Tensor:
-        return torch.eye(self.lin.num_parameters, dtype=self.lin.theta.dtype)
+            found = operator(self.model, self.loss, self.parameters, self.data, **kinds)
+        return found @ torch.eye(self.lin.num_parameters, dtype=self.lin.theta.dtype)
 
     def drawn_labels(self) -> Tensor:
         """The classes (1, N) that ours draws: of a residual p − e, only the drawn class's entry is negative."""
@@ -134,11 +127,11 @@ def let_it_draw(monkeypatch: pytest.MonkeyPatch, labels: Tensor) -> None:
     [*((*row, "exact") for row in PLAIN), *((*row, "empirical") for row in PLAIN if {"cnn", "attention"} & {*row})],
 )
 def test_factored_curvatures_agree(name: str, loss: str, fisher: str) -> None:
-    problem = Problem(*NETWORKS[name], loss, batch=16, factored=True)
+    problem = Problem(*NETWORKS[name], loss, batch=16)
     for sharing in ("expand", "reduce"):
-        theirs = problem.factors(curvlinops.KFACLinearOperator, fisher, sharing) @ problem.unit()
+        theirs = problem.theirs(curvlinops.KFACLinearOperator, fisher, sharing)
         assert distance(co.KFAC(problem.lin, fisher=fisher, sharing=sharing).to_dense(), theirs) < 1e-5
-    theirs = problem.factors(curvlinops.EKFACLinearOperator, fisher) @ problem.unit()
+    theirs = problem.theirs(curvlinops.EKFACLinearOperator, fisher)
     assert distance(co.EKFAC(problem.lin, fisher=fisher).to_dense(), theirs) < 1e-5
 
 
@@ -149,15 +142,15 @@ def test_eigenvalue_corrections_of_reduced_factors_agree(name: str, fisher: str)
 
     Attention has no such basis: its keys' sensitivities add up to zero, and a null space has any.
     """
-    problem = Problem(*NETWORKS[name], "cross-entropy", torch.float64, factored=True, points=2 * N)
-    theirs = problem.factors(curvlinops.EKFACLinearOperator, fisher, "reduce") @ problem.unit()
+    problem = Problem(*NETWORKS[name], dtype=torch.float64, points=2 * N)
+    theirs = problem.theirs(curvlinops.EKFACLinearOperator, fisher, "reduce")
     assert distance(co.EKFAC(problem.lin, fisher=fisher, sharing="reduce").to_dense(), theirs) < 1e-10
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_sampled_factors_agree_on_the_same_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(*NETWORKS[name], "cross-entropy", factored=True)
+    problem = Problem(*NETWORKS[name])
     ours = [kind(problem.lin, fisher="mc", generator=seeded(1)).to_dense() for kind in (co.KFAC, co.EKFAC)]
     let_it_draw(monkeypatch, problem.drawn_labels())
     for dense, theirs in zip(ours, (curvlinops.KFACLinearOperator, curvlinops.EKFACLinearOperator)):
-        assert distance(dense, problem.factors(theirs, "mc") @ problem.unit()) < 1e-5
+        assert distance(dense, problem.theirs(theirs, "mc")) < 1e-5

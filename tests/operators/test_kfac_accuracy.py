@@ -10,7 +10,6 @@ import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -178,18 +177,6 @@ def test_biases_in_blocks_of_their_own(kind: Any, sharing: str) -> None:
         P = curvature.add_diagonal(prior)
         solution = torch.linalg.solve(P.to_dense(), lin.theta)
         torch.testing.assert_close(P.solve(lin.theta), solution, rtol=1e-9, atol=1e-12)
-
-
-def test_factors_are_decomposed_once_for_all_predictions_and_priors() -> None:
-    single, _, x = digits()
-    A = co.KFAC(single)
-    post = co.laplace(single, A, 1.0, check_mode=False)
-    with patch("torch.linalg.eigh", side_effect=torch.linalg.eigh) as eigh:
-        for posterior in (post, post, post.with_prior(2.0), co.laplace(single, A, 3.0, check_mode=False)):
-            assert bool((posterior.predict(x).variance > 0).all())
-            posterior.log_evidence()
-            posterior.sample(1)
-        assert eigh.call_count == 2 * len(A.blocks)
 
 
 def test_sampled_targets_do_not_depend_on_the_batches() -> None:

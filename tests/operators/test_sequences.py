@@ -122,10 +122,6 @@ def test_a_posterior_predicts_each_position() -> None:
     joint = post.predict(x, joint=True, rtol=1e-12).covariance_matrix  # each position as a point
     rows = J.flatten(0, 2)
     torch.testing.assert_close(joint, rows @ torch.linalg.solve(P, rows.mT), rtol=1e-8, atol=1e-8)
-    samples = post.sample(5, torch.Generator().manual_seed(0))
-    for probabilities in (post.probabilities(x), post.probabilities(x, "mc", samples)):
-        assert probabilities.shape == (N, T, C)
-        torch.testing.assert_close(probabilities.sum(-1), torch.ones(N, T).double(), **TIGHT)
 
 
 @pytest.mark.parametrize("w", [None, PER_SEQUENCE, PER_POSITION], ids=["none", "sequences", "positions"])
@@ -152,19 +148,6 @@ def test_monte_carlo_residuals_have_the_hessian_as_second_moment() -> None:
     f, likelihood = normal(N, T * C), co.likelihoods.Sequences(co.likelihoods.Categorical(), T, C)
     H = autograd_hessians(likelihood, f, MASKED, PER_POSITION)
     require_sampled_moment(likelihood, f, MASKED, PER_POSITION, H)
-
-
-def test_noise_of_sequences_has_gradients() -> None:
-    model, x = pointwise()
-    v = normal(sum(p.numel() for p in model.parameters()))
-
-    def product(noise: Tensor) -> Tensor:
-        lin = co.linearize(model, (x, REALS), co.likelihoods.Gaussian(noise[None]))  # positions are as many
-        return (co.GGN(lin) @ v).sin().sum()
-
-    assert torch.autograd.gradcheck(product, torch.tensor([0.7, 1.0, 2.0]).double().requires_grad_())
-    likelihood = co.likelihoods.Sequences(co.likelihoods.Gaussian(noise=1.0), T, C)
-    assert likelihood.to(dtype=torch.float32).hyperparameters[0].dtype == torch.float32
 
 
 def test_rows_that_are_sequences() -> None:

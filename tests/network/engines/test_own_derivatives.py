@@ -39,11 +39,6 @@ def by_autograd(body: Any, x: Tensor) -> Tensor:
     return torch.cat([energy, torch.autograd.grad(energy.sum(), x, create_graph=True)[0]], 1)
 
 
-def within(body: Any, x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        return by_autograd(body, x.detach().requires_grad_())
-
-
 def marked(body: Any, x: Tensor) -> Tensor:
     x.requires_grad_(True)
     return by_autograd(body, x)
@@ -68,7 +63,6 @@ FIELDS: dict[str, Callable[..., Tensor]] = {
     "hessian": lambda body, x: vmap(hessian(total(body)))(x).diagonal(dim1=1, dim2=2),
     "jvp": lambda body, x: torch.cat(jvp(body, (x,), (torch.ones_like(x),)), 1),
     "jacfwd": lambda body, x: vmap(jacfwd(body))(x).flatten(1),
-    "autograd within enable_grad": within,
     "autograd": lambda body, x: by_autograd(body, x.clone().requires_grad_()),
     "autograd of marked inputs": marked,
     "second derivatives": laplacian,

@@ -37,31 +37,6 @@ def test_sums_with_zeros_are_kept_as_they_were() -> None:
     assert passes.plan.routes.replayed
 
 
-def test_a_tangent_written_into_other_memory_is_not_replayed() -> None:
-    """A second run would find what the first one added."""
-
-    class Adding(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, gradient: Tensor) -> Tensor:
-            return gradient
-
-        @staticmethod
-        def jvp(ctx: object, tangent: Tensor) -> Tensor:
-            return kept.setdefault(tangent.shape, torch.zeros_like(tangent)).add_(tangent)
-
-    class Accumulating(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return Adding.apply(super().forward(x))
-
-    kept: dict[torch.Size, Tensor] = {}
-    routes = recorded(Accumulating(4, 3), torch.randn(5, 4)).plan.routes
-    assert routes.pushes == "forward mode" and not routes.replayed
-
-
 def shared_with_parts(w: Tensor) -> Tensor:
     """A view of a tensor with the shape and strides of the result, after a split of it."""
     doubled = w * 2.0

@@ -1,4 +1,4 @@
-"""Complex parameters, which count as pairs of reals, and pairs that a model reads as complex numbers."""
+"""Complex parameters, which count as pairs of reals; the zoo has pairs that a model reads as complex numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.network.products import WAYS, agree, require_curvature
 from tests.zoo import dense_jacobian
 
 N, GRID, KEPT = 5, 7, 3
-FORMS = ["pairs", "complex", "complex layers"]
+FORMS = ["complex", "complex layers"]
 
 
 class Spectral(nn.Module):
@@ -24,15 +24,13 @@ class Spectral(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(before).double())
         self.lift, self.head = nn.Linear(1, 2).double(), nn.Linear(2, 1).double()
-        weight = torch.randn(2, 2, KEPT, dtype=torch.complex128)
-        self.weight = nn.Parameter(torch.view_as_real(weight) if form == "pairs" else weight)
+        self.weight = nn.Parameter(torch.randn(2, 2, KEPT, dtype=torch.complex128))
         self.mix = nn.Linear(2, 2, dtype=torch.complex128).requires_grad_(form == "complex layers")
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.scale.sum() * self.lift(x.unsqueeze(2))
         waves = torch.fft.rfft(h, dim=1)[:, :KEPT]
-        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
-        mixed = self.mix(torch.einsum("nki,iok->nko", waves, weight))
+        mixed = self.mix(torch.einsum("nki,iok->nko", waves, self.weight))
         return self.head(torch.tanh(torch.fft.irfft(mixed, n=GRID, dim=1)) + h).squeeze(2)
 
 
@@ -55,7 +53,7 @@ def test_products_are_those_of_the_dense_jacobian(form: str, before: int, way: s
     assert agree(co.GGN(lin) @ v, J.mT @ (J @ v))
 
 
-@pytest.mark.parametrize("form", ["complex", "complex layers"])
+@pytest.mark.parametrize("form", FORMS)
 def test_factors_and_predictions(form: str) -> None:
     model, data, J = spectral(form)
     lin, G = co.linearize(model, data, co.likelihoods.Gaussian(noise=1.0)), J.mT @ J
