@@ -6,6 +6,7 @@ numbers the columns of an orthogonal matrix go in, one a draw, and M Mᵀ is T P
 
 import dataclasses
 import functools
+import math
 import tempfile
 
 import pytest
@@ -313,7 +314,10 @@ def test_every_answer_is_that_of_dense_matrices(curvature, prior, tmp_path):
     found = post.predict(X).covariance_matrix
     torch.testing.assert_close(found, blocks, **CLOSE)
     gap = torch.linspace(-1, 1, len(P), dtype=DOUBLE)
-    torch.testing.assert_close(post.penalty(post.mean + gap), 0.5 * gap @ P @ gap / T, **CLOSE)
+    penalty = 0.5 * gap @ P @ gap / T
+    torch.testing.assert_close(post.penalty(post.mean + gap), penalty, **CLOSE)
+    constant = 0.5 * (torch.logdet(P) - len(P) * math.log(2 * math.pi * T))
+    torch.testing.assert_close(post.log_prob(post.mean + gap).value, constant - penalty, **CLOSE)
     torch.testing.assert_close(log_ratio(post.terms, 1e-10).value, torch.logdet(P) - torch.logdet(A), **CLOSE)
     torch.testing.assert_close(post.effective_parameters(1e-10).value, (inverse @ G).trace(), **CLOSE)
     if holds_other_data(curvature, prior):
