@@ -82,17 +82,6 @@ def test_a_small_prior_in_single_precision_is_no_rounding(lin, curvature):
     torch.testing.assert_close(variances[1].double(), variances[0], rtol=2e-3, atol=0)
 
 
-def test_held_out_data_choose_among_priors_in_single_precision(lin):
-    single, y = lin.cast(torch.float32), lin.predict(X).argmax(-1)
-    y[::5] = (y[::5] + 1) % 3
-    scores = []
-    for network in (lin, single):
-        post = co.laplace(network, co.GGN, 1.0, check_mode=False)
-        tuned = co.evidence.validate(post, X.to(network.theta), y, prior_precisions=[1e-5, 1.0, 100.0])
-        scores.append(torch.tensor(tuned.tuning.scores, dtype=DOUBLE))
-    torch.testing.assert_close(*scores, rtol=2e-3, atol=0)
-
-
 @pytest.mark.parametrize("prior", PRIORS)
 def test_draws_have_the_covariance_of_the_dense_matrix(lin, prior):
     """An identity: Lᵀ of a deviation is the seed's noise. Equal seeds give equal draws whatever was asked before."""
@@ -119,12 +108,6 @@ def test_it_is_formed_once_for_all_priors_and_answers(lin):
     torch.testing.assert_close(other.predict(X).variance, expected, **TIGHT)
     copied = copy.deepcopy(post)
     torch.testing.assert_close(copied.predict(X).variance, post.predict(X).variance, **TIGHT)
-
-
-def test_few_right_hand_sides_are_solved_for_until_they_are_many(lin):
-    post = co.laplace(lin, co.GGN, 1.3, check_mode=False)
-    assert post.deviations(3, generator=generator()).method == "cg"
-    assert post.deviations(60, generator=generator()).method == "closed form"
 
 
 def test_gradients_are_those_of_the_dense_definition():

@@ -12,11 +12,8 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.checkpoint import begin
 from curvops.errors import ManyProductsWarning
-from curvops.linalg.core import algorithm
 from curvops.linalg.core import solve_routes as routes
-from curvops.operators.function_space import FunctionSpace
 from tests.linalg.interrupted import killed_after
 
 DOUBLE = torch.float64
@@ -41,17 +38,6 @@ def test_the_covariance_of_function_space_is_that_of_weight_space(setting):
     solved = co.TangentKernel(lin, prior).add_diagonal(NOISE).solve(cross.to_dense().mT)
     expected = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False).predict(x, joint=True).covariance_matrix
     torch.testing.assert_close(here.to_dense() - cross.to_dense() @ solved, expected, rtol=1e-8, atol=1e-10)
-
-
-def test_dual_descent_finds_the_weights_that_cg_finds(setting):
-    """P⁻¹Jᵀr/σ² = A⁻¹Jᵀ(K + σ²)⁻¹r."""
-    lin, prior, *_, r = setting
-    J = lin.jacobian()
-    expected = co.GGN(lin).add_diagonal(prior).cg((J.mT @ r)[:, None] / NOISE, rtol=1e-12).x[:, 0]
-    kernel = co.TangentKernel(lin, prior).to_dense()  # its rows are read again and again
-    found = co.linalg.dual_descent(kernel, r, noise=NOISE, batch_size=12, rtol=1e-11, maxiter=20_000)
-    assert found.converged.all()
-    torch.testing.assert_close(J.mT @ found.x / prior, expected, rtol=1e-8, atol=1e-8)
 
 
 WIDE = 1143
@@ -204,13 +190,6 @@ def test_the_mode_is_that_of_weight_space(formed):
     torch.testing.assert_close(found.theta, expected.theta, rtol=1e-8, atol=1e-8)
 
 
-def test_a_mode_is_read_from_its_checkpoint(formed, tmp_path):
-    post, *_ = formed
-    found = post.linear_mode(rtol=1e-9, checkpoint=tmp_path / "mode")
-    again = post.linear_mode(rtol=1e-9, checkpoint=tmp_path / "mode")
-    assert torch.equal(again.theta, found.theta) and again.matvecs == found.matvecs
-
-
 FORMING = {
     "draws": lambda post, place: post.deviations(2, generator=torch.Generator().manual_seed(0), checkpoint=place).draws,
     "mode": lambda post, place: post.linear_mode(checkpoint=place).theta,
@@ -235,26 +214,6 @@ def test_a_kernel_that_was_half_formed_goes_on(what, tmp_path, after, saved_at_e
         assert killed < 7 or after["made"] < work
 
 
-@algorithm
-def kept_in(checkpoint, kernel):
-    begin("test", checkpoint, dict, torch.device("cpu"), parts=True, kernel=None)
-    kernel.keep()
-    return kernel
-
-
-def test_the_kept_kernel_comes_before_another(tmp_path):
-    """What a run began with is what it goes on with, and its spectrum too."""
-    lin = wide("classification")
-    kernel, other = FunctionSpace(lin), FunctionSpace(lin)
-    kept_in(tmp_path / "run", kernel)
-    (name,) = kernel.of_data
-    other.of_data[name] = 2 * kernel.kernel
-    before = other.spectrum
-    kept_in(tmp_path / "run", other)
-    assert torch.equal(other.kernel, kernel.kernel)
-    torch.testing.assert_close(before.values, 2 * other.spectrum.values, rtol=1e-10, atol=1e-10)
-
-
 def test_its_memory_is_counted(tmp_path):
     """K once, and for each posterior its eigenvectors and what it works in; given back with them."""
     lin = wide("gaussian")
@@ -270,18 +229,6 @@ def test_its_memory_is_counted(tmp_path):
     del post, other
     gc.collect()
     assert lin.memory.room() == room
-
-
-def test_one_precision_by_exact_counts():
-    """MacKay's fixed point: α‖θ̄ − m‖² = γ."""
-    lin = wide("gaussian")
-    post, G = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False), ggn_of("gaussian")
-    tuned = co.evidence.mackay(post, samples=None, steps=60, xtol=1e-5)
-    assert tuned.tuning.ending.name == "CONVERGED"
-    alpha = float(tuned.prior_precision)
-    gamma = torch.linalg.solve(G + alpha * torch.eye(WIDE, dtype=DOUBLE), G).trace()
-    scatter = (tuned.linear_mode(rtol=1e-10).theta - post.prior_mean).square().sum()
-    assert alpha * float(scatter) == pytest.approx(float(gamma), rel=1e-4)
 
 
 def test_the_noise_may_change():
@@ -308,20 +255,3 @@ def test_other_curvatures_are_not_taken_for_the_ggn(curvature):
     lin = wide("classification")
     post = co.laplace(lin, curvature(lin), prior_precision=ALPHA, check_mode=False)
     assert not may_be_formed(post)
-
-
-def test_where_it_does_not_pay():
-    """A prior of its own for each weight."""
-    lin = wide("classification")
-    post = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False)
-    each = post.with_prior(post.prior.diagonal.expand(WIDE))
-    assert not may_be_formed(each)
-    assert may_be_formed(post)
-
-
-def test_a_prior_within_rounding_is_left_to_weight_space():
-    """The evidence is there with its error; draws and mode are not found by an inverse that rounding has made."""
-    post = co.laplace(wide("classification"), co.GGN, prior_precision=1e-12, check_mode=False)
-    assert may_be_formed(post)
-    found = post.deviations(2, generator=torch.Generator().manual_seed(0))
-    assert found.method == "cg" and found.converged
