@@ -9,7 +9,6 @@ from torch import nn
 
 import curvops as co
 from curvops.operators.curvatures import CurvatureRoot
-from curvops.posterior.deviations import Systems, _Problem
 from tests.posterior.trained import problem
 from tests.randomness import seeded
 
@@ -36,17 +35,6 @@ def dense_deviations(post, noise, k):
     return torch.linalg.solve(post.precision.to_dense(), right).mT
 
 
-@pytest.mark.parametrize("curvature", [co.GGN, co.EmpiricalFisher, lambda lin: co.GGN(lin, mc_samples=2)])
-def test_the_root_of_a_curvature_is_its_square_root_by_points(curvature):
-    model, x, y = problem()
-    lin = co.linearize(model, [(x[:13], y[:13]), (x[13:], y[13:])], "classification")
-    operator = curvature(lin)
-    root = CurvatureRoot.of(operator)
-    S = root.to_dense()
-    torch.testing.assert_close(S @ S.mT, operator.to_dense(), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(root.mT.to_dense(), S.mT, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 @pytest.mark.parametrize("prior", [1.0, vector_prior])
 def test_methods_find_one_answer_for_one_noise(kind, prior):
@@ -68,34 +56,6 @@ def test_methods_find_one_answer_for_one_noise(kind, prior):
         assert (residuals <= 0.2).all()
 
 
-@pytest.mark.parametrize("prior", [0.01, 30.0])
-def test_gradient_noise_of_both_losses_follows_the_formula(prior):
-    """E‖term_i‖² is tr M_i − tr M_iΣM_i of L and tr M_iΣM_i of L′.
-
-    The mean of 500 draws is within 25 % of it: four standard errors where one direction has all of the noise. Near
-    interpolation (30 outputs, 51 weights, a weak prior) L′ is noisier, under a strong prior L is.
-    """
-    post, n, k = setting("regression", prior, n=10), 10, 500
-    root = CurvatureRoot.of(post.curvature)
-    found = post.deviations(k, rtol=1e-8, method="cg", generator=seeded())
-    z, noise = found.draws.mT, found.noise
-    systems = Systems(post.terms, noise, range(k), "sgd", post.precision)
-    S = root.to_dense().unflatten(1, (n, -1)).permute(1, 0, 2)
-    M = S @ S.mT
-    in_posterior = (M @ torch.linalg.inv(post.precision.to_dense()) @ M).diagonal(dim1=1, dim2=2).sum()
-    expected = {"standard": M.diagonal(dim1=1, dim2=2).sum() - in_posterior, "low_variance": in_posterior}
-    for loss, value in expected.items():
-        run = _Problem(co.posterior.StochasticDescent(loss, batch_size=1), systems, seeded())
-        offset = systems.of_prior() if loss == "standard" else systems.right_sides()
-        total = 0.0
-        for chosen, piece in root.minibatches(1, seeded()):
-            term = (run.gradient(z, chosen, piece) - prior * z + offset) / n
-            total += float(term.square().sum(0).mean())
-        assert abs(total / float(value) - 1) < 0.25, loss
-    assert (expected["low_variance"] < expected["standard"]) == (prior == 30.0)
-    assert max(expected.values()) > 2 * min(expected.values())
-
-
 def test_a_step_that_diverges_is_an_error_with_one_to_try():
     post = setting(prior=0.01)
     with pytest.raises(co.errors.DivergenceError, match=r"step_size=1; try "):
@@ -107,11 +67,6 @@ def test_sample_is_the_mean_plus_deviations_at_every_temperature():
         post = setting(**options)
         found = post.deviations(4, generator=seeded())
         torch.testing.assert_close(post.sample(4, seeded()), post.mean + found.draws, rtol=1e-12, atol=1e-12)
-    warm, cold = setting(temperature=4.0), setting()
-    noise = cold.deviations(2, rtol=1e-10, generator=seeded()).noise
-    torch.testing.assert_close(
-        warm.deviations(2, noise, rtol=1e-10).draws, 2 * cold.deviations(2, noise, rtol=1e-10).draws
-    )
 
 
 @pytest.mark.parametrize("curvature", [co.KFAC, co.DiagonalGGN, lambda lin: co.GGN(lin) + 0.5 * co.KFAC(lin)])
@@ -128,15 +83,6 @@ def test_curvatures_without_a_root_by_points_are_drawn_from_and_solved(curvature
     of_data = P @ found.draws.mT - of_prior  # Sε, which does not depend on the prior
     again = (P + 3 * torch.eye(len(P), dtype=DOUBLE)) @ other.draws.mT
     torch.testing.assert_close(again, of_data + 2 * of_prior, rtol=1e-7, atol=1e-8)
-
-
-def test_a_prior_operator_and_an_earlier_posterior():
-    post = setting()
-    prior = co.linalg.Dense(torch.diag(vector_prior(post)), psd=True)
-    found = post.with_prior(prior).deviations(2, rtol=1e-11, generator=seeded())
-    assert found.method == "cg" and found.converged
-    with pytest.raises(ValueError, match="dual"):
-        post.with_prior(prior).deviations(2, method="dual")
 
 
 def test_warm_starts_save_products_and_noise_is_reused():
@@ -164,24 +110,13 @@ def test_single_precision_reaches_what_it_can():
         assert (gap <= (other.relative_residuals + 3e-5) * size).all()
 
 
-def test_noise_does_not_depend_on_batches_or_on_the_number_of_draws():
-    model, x, y = problem()
-    whole = co.laplace(co.linearize(model, (x, y), "classification"), co.GGN, 1.0, check_mode=False)
-    found = whole.deviations(5, method="cg", rtol=1e-10, generator=seeded())
-    lin = co.linearize(model, (x, y), "classification", memory_budget=2**16)
-    torch.testing.assert_close(
-        co.laplace(lin, co.GGN, 1.0, check_mode=False).deviations(5, found.noise, method="cg", rtol=1e-10).draws,
-        found.draws,
-    )
-    fewer = whole.deviations(2, method="cg", rtol=1e-10, generator=seeded())
-    torch.testing.assert_close(fewer.draws, found.draws[:2])
-
-
 def test_draws_in_groups_are_those_together():
     """Where memory has room for a few columns alone; each has noise of its own."""
     for curvature in (co.GGN, lambda lin: co.GGN(lin) + 0.5 * co.KFAC(lin)):
         whole = setting(curvature=curvature)
         draws = whole.deviations(11, method="cg", rtol=1e-10, generator=seeded())
+        fewer = whole.deviations(2, method="cg", rtol=1e-10, generator=seeded()).draws
+        torch.testing.assert_close(fewer, draws.draws[:2])
         model, x, y = problem("classification", 30)
         lin = co.linearize(model, (x, y), "classification", memory_budget=2**15)
         narrow = co.laplace(lin, curvature(lin), 1.0, check_mode=False)
@@ -206,12 +141,6 @@ def test_traces_of_any_operator():
 def _random_psd():
     A = torch.randn(51, 51, dtype=DOUBLE, generator=seeded(2))
     return A @ A.mT
-
-
-def test_the_ends_of_an_interval_that_belong_to_it_are_taken(annotations_unchecked):
-    for name, inside in {"step_size": [1e-300], "momentum": [0, 0.99], "final": [1e-300, 1], "averaging": [1]}.items():
-        for value in inside:
-            assert getattr(co.posterior.StochasticDescent(**{name: value}), name) == value
 
 
 def test_an_error_of_draws_that_do_not_converge_holds_them():
