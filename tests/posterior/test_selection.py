@@ -16,11 +16,6 @@ DOUBLE = torch.float64
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 
 
-@pytest.fixture(scope="module")
-def post(lin):
-    return co.laplace(lin, co.GGN, prior_precision=1.0)
-
-
 X = torch.randn(5, 4, dtype=DOUBLE, generator=seeded(1))
 SNAPSHOTS = torch.randn(9, 51, dtype=DOUBLE, generator=seeded(2)) * torch.linspace(0.1, 2, 51, dtype=DOUBLE)
 
@@ -171,24 +166,3 @@ def test_beyond_what_is_formed_the_variances_left_out_are_estimated():
         found = co.wasserstein(post, range(size), rtol=0.01, generator=seeded())
         # To 1 % of the distance itself, which is a fiftieth of tr P⁻¹ for all weights but one.
         assert abs(found.value - distance(inverse, own)) <= 0.03 * found.value and found.reason is Reason.CONVERGED
-
-
-def test_keeping_the_largest_variances_is_best_for_a_diagonal(lin):
-    post = co.laplace(lin, co.DiagonalGGN, 0.7, check_mode=False)
-    best = float(co.wasserstein(post, co.select(lin, 10, prior_precision=0.7), "diagonal").value)
-    for seed in range(20):
-        other = co.select(lin, 10, "random", generator=seeded(seed))
-        assert best <= float(co.wasserstein(post, other, "diagonal").value)
-
-
-def test_predictive_covariance_grows_with_the_selection_up_to_the_full_one(lin, post):
-    """In Loewner's order, along nested selections."""
-    order = torch.randperm(51, generator=seeded())
-    model, x, y = problem()
-    before = torch.zeros(15, 15, dtype=DOUBLE)
-    for size in (1, 5, 20, 51):
-        part = co.linearize(model, (x, y), "classification", parameters=order[:size].sort().values)
-        covariance = co.laplace(part, co.GGN, 1.0, check_mode=False).predict(X, joint=True).covariance_matrix
-        assert float(torch.linalg.eigvalsh(covariance - before).min()) > -1e-9
-        before = covariance
-    torch.testing.assert_close(before, post.predict(X, joint=True).covariance_matrix, rtol=1e-7, atol=1e-9)
