@@ -8,7 +8,6 @@ from torch import nn
 
 import curvops as co
 from curvops.linalg import Reason
-from tests.posterior.trained import Counted
 from tests.randomness import seeded
 
 
@@ -75,16 +74,6 @@ def test_a_curvature_with_a_diagonal_of_its_own_counts_it_once(lin, dense, own):
     torch.testing.assert_close(effective, torch.linalg.solve(P, whole).trace(), rtol=1e-8, atol=1e-8)
 
 
-def test_the_eigenvalues_serve_every_further_prior_precision(lin, dense):
-    curvature = Counted(dense)
-    post = co.laplace(lin, curvature, prior_precision=1.0, check_mode=False)
-    post.log_evidence()
-    curvature.products = 0
-    for value, point in zip((0.1, 10.0), co.evidence.grid(post, [0.1, 10.0])):
-        torch.testing.assert_close(point.value, expected(lin, dense, value), rtol=1e-10, atol=1e-8)
-    assert curvature.products == 0
-
-
 @pytest.mark.parametrize("prior", [1e-2, 1.0])
 def test_by_probes_it_reaches_its_tolerance_or_becomes_exact(large, prior):
     """Intervals of level 0.9999: a false alarm once in 2,500, both priors and forms together."""
@@ -96,14 +85,6 @@ def test_by_probes_it_reaches_its_tolerance_or_becomes_exact(large, prior):
     vector = co.laplace(lin, co.GGN, prior_precision=torch.full_like(lin.theta, prior), check_mode=False)
     by_vector = vector.log_evidence(rtol=1e-2, generator=seeded())
     assert within(by_vector, expected(lin, dense, prior))
-
-
-def test_a_range_is_prepared_for_once(large):
-    lin, dense = large
-    post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
-    curve = co.evidence.grid(post, [3.0, 30.0], rtol=0.05, generator=seeded())
-    for value, point in zip((3.0, 30.0), curve):
-        assert within(point, expected(lin, dense, value))
 
 
 @functools.cache

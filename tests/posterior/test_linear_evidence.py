@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from tests.posterior.test_gradients import agrees
 
 DOUBLE = torch.float64
 
@@ -44,16 +45,6 @@ def test_it_is_the_exact_log_density_of_the_linear_model(prior):
     torch.testing.assert_close(found.value, total, rtol=1e-14, atol=0)
 
 
-def agrees(function, at):
-    leaf = at.clone().requires_grad_()
-    (found,) = torch.autograd.grad(function(leaf), leaf)
-    step = 1e-4
-    with torch.no_grad():
-        expected = (function(at + step) - function(at - step)) / (2 * step)
-    torch.testing.assert_close(found.sum(), expected, rtol=1e-4, atol=1e-6)
-    assert abs(expected) > 1e-3
-
-
 @pytest.mark.parametrize("likelihood", ["gaussian", "classes"])
 def test_its_gradients_are_those_with_the_mode_moving(likelihood):
     lin = early(likelihood)
@@ -90,21 +81,6 @@ def test_a_network_with_a_normalisation_uses_it_by_default(layer):
     torch.testing.assert_close(found.value, post.log_evidence(mode="linear").value)
     assert abs(found.value - post.log_evidence(mode="map").value) > 0.1
     assert co.evidence.grid(post, [1.0])[0].mode == "linear"
-
-
-def test_what_scaled_weights_before_a_normalisation_do_to_either_mode():
-    """They change no output: the scatter of θ* is that of an arbitrary scale, the linear model has its own."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 6, bias=False), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1)).double()
-    x = torch.randn(12, 3, dtype=DOUBLE)
-    found = {}
-    for scale in (1.0, 30.0):
-        model[0].weight.data.mul_(scale)
-        post = co.laplace(
-            co.linearize(model, (x, x[:, :1].sin()), co.likelihoods.Gaussian(0.1)), co.GGN, 1.0, check_mode=False
-        )
-        found[scale] = post.log_evidence(mode="map").scatter, post.log_evidence().scatter
-    assert found[30.0][0] > 100 * found[1.0][0] and found[30.0][1] < 10 * found[1.0][1]
 
 
 def test_another_mode_is_refused(annotations_unchecked):
