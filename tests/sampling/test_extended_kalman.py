@@ -9,20 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from tests.sampling.linear_models import NOISE, PRIOR, N, exact, linear
 from tests.zoo import ZOO
 from tests.zoo import call as run_model
 
 FORMS = ("diagonal", "dense", "low_rank_diagonal")
-N, NOISE, PRIOR = 24, 0.5, 2.0
-
-
-def linear():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(N, 3, generator=generator, dtype=torch.float64)
-    y = torch.randn(N, 2, generator=generator, dtype=torch.float64)
-    torch.manual_seed(1)
-    model = nn.Linear(3, 2).double()
-    return model, x, y
 
 
 def known(model, likelihood=None, **given):
@@ -51,12 +42,6 @@ def zeros(sampler) -> dict[str, Tensor]:
     return {name: torch.zeros_like(t) for name, t in sampler.log_posterior.params.items()}
 
 
-def exact(model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    J = co.linearize(model, (x, y), co.likelihoods.Gaussian(NOISE)).jacobian().to_dense()
-    P = J.mT @ J / NOISE + PRIOR * torch.eye(J.shape[1], dtype=torch.float64)
-    return torch.linalg.solve(P, J.mT @ y.flatten() / NOISE), P
-
-
 @pytest.mark.parametrize("form", ["dense", "low_rank_diagonal"])
 def test_one_pass_is_the_posterior_of_a_linear_model_in_any_order(form: str) -> None:
     model, x, y = linear()
@@ -81,26 +66,6 @@ def test_a_cut_at_the_rank_of_the_data_loses_nothing_and_below_it_keeps_the_diag
     assert state.precision["root"].shape == (8, 3)
     assert torch.allclose(matrix(few, state).diagonal(), P.diagonal(), atol=1e-8)
     assert torch.allclose(state.theta, mode, atol=1e-10)  # the step is made before the cut
-
-
-def test_the_diagonal_filter_is_exact_where_the_precision_is_diagonal() -> None:
-    x = torch.eye(4, dtype=torch.float64).repeat(3, 1)
-    y = torch.randn(12, 1, dtype=torch.float64)
-    model = nn.Linear(4, 1, bias=False).double()
-    mode, P = exact(model, x, y)
-    sampler = co.sampling.ekf(known(model))
-    state = filtered(sampler, x, y, zeros(sampler))
-    assert torch.allclose(state.theta, mode, atol=1e-12) and torch.allclose(matrix(sampler, state), P, atol=1e-12)
-
-
-def test_the_empirical_fisher_does_not_come_to_the_posterior() -> None:
-    """The mean is off by more than a posterior standard deviation: no rounding, another estimate."""
-    model, x, y = linear()
-    mode, P = exact(model, x, y)
-    sampler = co.sampling.ekf(known(model), "dense", fisher="empirical")
-    state = filtered(sampler, x, y, zeros(sampler))
-    gap = state.theta - mode
-    assert float(gap @ P @ gap) > 1 and float((matrix(sampler, state) - P).norm() / P.norm()) > 0.1
 
 
 @pytest.mark.parametrize("fisher", ["ggn", "empirical"])
@@ -201,20 +166,6 @@ class Counted(nn.Module):
         return x
 
 
-def test_in_place_and_functional_steps_agree_and_share_nothing() -> None:
-    model, x, y = linear()
-    for form in FORMS:
-        rank = {"rank": 3} if form == "low_rank_diagonal" else {}
-        sampler = co.sampling.ekf(known(model), form, **rank)
-        state = sampler.init(sampler.log_posterior.params, torch.Generator().manual_seed(0))
-        other, kept = state.clone(), {name: t.clone() for name, t in state.precision.items()}
-        after, _ = sampler.update(state, (x, y))
-        assert all(torch.equal(state.precision[name], kept[name]) for name in kept)
-        same, _ = sampler.update(other, (x, y), inplace=True)
-        assert same is other and torch.equal(same.theta, after.theta)
-        assert all(torch.equal(same.precision[name], after.precision[name]) for name in kept)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_the_posterior_has_the_filter_s_precision(form: str, tmp_path) -> None:
     model, x, y = linear()
@@ -244,23 +195,3 @@ def test_a_prior_operator_is_the_dense_filter_s_start() -> None:
     with pytest.raises(ValueError, match="use form='dense'"):
         diagonal = co.sampling.ekf(known(model, prior_precision=A))
         diagonal.init(diagonal.log_posterior.params)
-
-
-def test_each_step_follows_a_layer_that_decides_by_the_numbers() -> None:
-    """A user's layer that decides by the numbers: each step is that of the formula."""
-
-    class Switch(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.tanh() if float(x.detach().sum()) > 0 else 2 * x
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 4), Switch(), nn.Linear(4, 2)).double()
-    log_posterior = known(model, "classification")
-    sampler = co.sampling.ekf(log_posterior)
-    state, P = sampler.init(log_posterior.params), PRIOR
-    for x in torch.randn(8, 1, 2).double():
-        lin = log_posterior.linearize(state.theta, (x, torch.tensor([1])))
-        P = P + co.GGN(lin).to_dense().diagonal()
-        expected = state.theta - lin.gradient() / P
-        state, _ = sampler.update(state, (x, torch.tensor([1])))
-        assert torch.allclose(state.theta, expected, atol=1e-12)

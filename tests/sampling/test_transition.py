@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -168,6 +169,29 @@ def test_at_temperature_0_a_sampler_is_the_optimiser_of_torch(name: str) -> None
     assert torch.allclose(state.theta, flat, rtol=1e-13, atol=1e-14)
 
 
+FITS: dict[str, Callable[[Any], Any]] = {
+    **{f"vi {family}": partial(S.vi, family=family, lr=1e-2) for family in ("diagonal", "dense", "kronecker")},
+    "vi low rank": partial(S.vi, family="low_rank_diagonal", lr=1e-2),
+    **{f"ekf {form}": partial(S.ekf, form=form) for form in ("diagonal", "dense")},
+    "ekf low rank": partial(S.ekf, form="low_rank_diagonal", rank=3),
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_fits_in_place_and_functional_are_the_same_bits_and_share_nothing(name: str) -> None:
+    _, log_posterior, batches = network()
+    fit = FITS[name](log_posterior)
+    functional = fit.init(log_posterior.params, seeded(0))
+    inplace = functional.clone()
+    for step in range(3):
+        before = functional.clone()
+        after, _ = fit.update(functional, batches[step % 2])
+        assert same(before, functional), "the functional form wrote into its argument"
+        inplace, _ = fit.update(inplace, batches[step % 2], inplace=True)
+        functional = after
+    assert same(inplace, functional)
+
+
 def test_a_random_state_is_left_alone() -> None:
     _, log_posterior, batches = network()
     before = torch.get_rng_state()
@@ -192,31 +216,3 @@ def test_each_chain_begins_where_it_was_told_to() -> None:
     assert torch.equal(state.params, torch.stack(starts))
     state.theta.zero_()
     assert starts[1].tolist() == [1.0, 1.0]
-
-
-def test_a_temperature_schedule_anneals() -> None:
-    sampler = S.sgld(log_density(H), 0.1, data_size=1, temperature=S.Cosine(1.0, 10))
-    assert [sampler._now(sampler.init(START))[1]] == [1.0]
-    state = sampler.init(START, seeded(0))
-    for _ in range(5):
-        state, _ = sampler.update(state)
-    assert sampler._now(state)[1] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("name", ["baoa", "lmc", "hmc", "pcn"])
-def test_moments_of_real_chains(name: str) -> None:
-    """150 independent draws, each after 40 steps: moments within 5 standard errors (false alarms: 3e-6 a number)."""
-    d, n, H = 2, 150, curvature(2)
-    f, target = log_density(H), torch.linalg.inv(H)
-    make = {
-        "baoa": lambda: S.baoa(f, 0.8, data_size=1),
-        "lmc": lambda: S.lmc(f, 1.0, refreshment=0.3, data_size=1),
-        "hmc": lambda: S.hmc(f, 0.9, leapfrog_steps=2, data_size=1),
-        "pcn": lambda: S.pcn(f, 0.7, covariance=2.0, mean=0.3, data_size=1),
-    }
-    zero = torch.zeros(d, dtype=torch.float64)
-    chain = S.run(S.chains(make[name](), n), zero, steps=1, warmup=40, generator=seeded(7))
-    draws = chain.theta.reshape(n, d)
-    assert float((draws.mean(0).abs() / (target.diagonal() / n).sqrt()).max()) < 5
-    errors = ((target.diagonal().outer(target.diagonal()) + target**2) / n).sqrt()
-    assert float(((draws.mT @ draws / n - target).abs() / errors).max()) < 5
