@@ -152,25 +152,8 @@ def test_batch_statistics_are_refused() -> None:
     S.log_posterior(model.eval(), "classification", data_size=11)
 
 
-def test_steps_that_failed_leave_no_trace() -> None:
-    """Many batches with labels out of range, then good ones: each is the step of a sampler that never failed."""
-    model, X, y = problem()
-
-    def step(failures: int) -> Tensor:
-        sampler = S.sgld(S.log_posterior(model, "classification", data_size=11), 0.1)
-        state = sampler.init(sampler.log_posterior.params, seeded(0))
-        for _ in range(failures):
-            with pytest.raises(ValueError, match="classes"):
-                sampler.update(state, (X, y + 100))
-        for _ in range(3):
-            state, _ = sampler.update(state, (X, y))
-        return state.theta
-
-    assert torch.equal(step(20), step(0))
-
-
 def test_steps_follow_whatever_else_changes() -> None:
-    """A noise that is tuned, a user's layer, a user's likelihood: each step is computed anew."""
+    """A noise that is tuned, and a user's layer: each step is computed anew."""
 
     class Moody(nn.Module):
         factor = 1.0
@@ -179,30 +162,17 @@ def test_steps_follow_whatever_else_changes() -> None:
             return self.factor * x
 
     noise = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-    linear, moody = nn.Linear(2, 3).double(), Moody()
-    loss = co.likelihoods.FromLoss(lambda f, y: Moody.factor * (f - y).square().sum(-1))
-
-    def change() -> None:
+    f = S.log_posterior(nn.Sequential(nn.Linear(2, 3).double(), Moody()), co.likelihoods.Gaussian(noise), data_size=7)
+    density = S.sgld(f, 0.1).density
+    state = S.sgld(f, 0.1).init(f.params, seeded(0))
+    batch = torch.randn(7, 2, generator=seeded(1)).double(), torch.randn(7, 3, generator=seeded(2)).double()
+    for _ in range(3):
         with torch.no_grad():
             noise.mul_(2)
         Moody.factor *= 2
-
-    for model, likelihood in (
-        (linear, co.likelihoods.Gaussian(noise)),
-        (nn.Sequential(linear, moody), co.likelihoods.Gaussian(0.5)),
-        (linear, loss),
-    ):
-        f = S.log_posterior(model, likelihood, data_size=7)
-        state = S.sgld(f, 0.1).init(f.params, seeded(0))
-        batch = torch.randn(7, 2, generator=seeded(1)).double(), torch.randn(7, 3, generator=seeded(2)).double()
-        density = S.sgld(f, 0.1).density
-        for _ in range(3):
-            change()
-            value, gradient = density.gradient(state.theta, state.structure, batch)
-            params = {name: p.requires_grad_() for name, p in f.params.items()}
-            wanted = f(params, batch)
-            slopes = torch.autograd.grad(wanted, list(params.values()))
-            assert torch.allclose(value, wanted.detach(), rtol=1e-12)
-            assert torch.allclose(gradient, torch.cat([g.flatten() for g in slopes]), rtol=1e-10, atol=1e-12)
-        noise.data.fill_(0.5)
-        Moody.factor = 1.0
+        value, gradient = density.gradient(state.theta, state.structure, batch)
+        params = {name: p.requires_grad_() for name, p in f.params.items()}
+        wanted = f(params, batch)
+        slopes = torch.autograd.grad(wanted, list(params.values()))
+        assert torch.allclose(value, wanted.detach(), rtol=1e-12)
+        assert torch.allclose(gradient, torch.cat([g.flatten() for g in slopes]), rtol=1e-10, atol=1e-12)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -34,22 +31,3 @@ def test_a_dataset_gives_the_same_minibatches_as_its_tensors() -> None:
     given = [S.minibatches(density(), data, 4, seeded(0)) for data in ((X, Y), TensorDataset(X, Y))]
     for ours, theirs in zip(*given, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_a_checkpoint_continues_the_same_minibatches(tmp_path: Path) -> None:
-    f = density()
-
-    def run(steps: int, **options: object) -> torch.Tensor:
-        parts = S.minibatches(f, (X, Y), 4, seeded(1))
-        return S.run(S.sgld(f, 0.1), f.params, parts, steps=steps, generator=seeded(2), **options).theta
-
-    class Stop(Exception):
-        pass
-
-    def stop(what: str, done: int, total: int) -> None:
-        if done == 5:
-            raise Stop
-
-    with contextlib.suppress(Stop):
-        run(12, checkpoint=tmp_path, progress=stop)
-    assert torch.equal(run(12, checkpoint=tmp_path), run(12))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
@@ -107,17 +106,6 @@ def test_a_killed_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> N
         ran(checkpoint=place, steps=12)
 
 
-def test_an_optimiser_follows_a_step_size_that_replaces_its_own() -> None:
-    f, loader = regression()
-    own = S.optimizer(torch.optim.SGD, f, lr=0.1)
-    slower = own.with_step_size(0.025)
-    assert own.step_length(0) == ("lr", 0.1) and slower.step_length(0) == ("lr", 0.025)
-    batch = next(iter(loader))
-    start = own.init(f.params, seeded(1))
-    moved = [(each.update(start, batch)[0].theta - start.theta) for each in (own, slower)]
-    torch.testing.assert_close(moved[0], 4 * moved[1])
-
-
 def test_momenta_have_the_shapes_of_the_parameters() -> None:
     f, loader = regression()
     sampler = S.sghmc(f, 0.1)
@@ -180,13 +168,6 @@ def test_the_largest_curvature_is_that_of_the_preconditioned_hessian(distance: f
     assert largest_curvature(flat, state.theta, state, None) == 0
 
 
-def test_a_run_of_one_step_is_watched_too() -> None:
-    f = log_density(curvature(4))
-    start = torch.ones(4, dtype=torch.float64)
-    chain = co.sampling.run(co.sampling.sgld(f, 1e-3, data_size=1), start, steps=1, generator=seeded(0))
-    assert int(chain.state.step) == 1 and bool(chain.state.theta.isfinite().all())
-
-
 def test_a_metropolis_sampler_that_accepts_nothing_is_an_error() -> None:
     with pytest.raises(co.errors.DivergenceError, match=r"100 proposals with step_size=50.*try step_size="):
         S.run(S.lmc(log_density(H), 50.0, data_size=1), START + 1, steps=120, generator=seeded(0))
@@ -204,17 +185,3 @@ def test_progress_is_told() -> None:
     seen: list[tuple[str, int, int | None]] = []
     S.run(S.sgld(log_density(H), 0.1, data_size=1), START, steps=3, warmup=1, progress=lambda *a: seen.append(a))
     assert seen == [("sampling", i, 4) for i in (1, 2, 3, 4)]
-
-
-def test_shuffled_passes_differ() -> None:
-    seen: list[Tensor] = []
-
-    def value(params: Tensor, batch: Any) -> Tensor:
-        seen.append(batch[0])
-        return -params.square().sum()
-
-    loader = DataLoader(TensorDataset(torch.arange(6.0)), 3, shuffle=True, generator=seeded(2))
-    S.run(S.sgld(value, 0.1, data_size=6), START, loader, steps=6)
-    passes = [torch.cat(seen[i : i + 2]) for i in (0, 2, 4)]
-    assert all(torch.equal(each.sort().values, torch.arange(6.0)) for each in passes)
-    assert not torch.equal(passes[0], passes[1])
