@@ -15,97 +15,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvops as co
 from curvops import linalg
-from curvops.linalg import cg, dual_descent, minres
+from curvops.linalg import cg, dual_descent
+from tests.ranks.meshes import Mesh, of_two_dimensions, wrong_blocks
 from tests.ranks.processes import LONGEST, assert_those_of_one_process, by_problem, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, answered, linearise, seeded
 
 NOISE = 8.0
 """Beside eigenvalues that reach 17 and 38: iterations are few."""
-OUTPUTS = 3 * 402
+OUTPUTS = 3 * 102
 """The outputs of a kernel whose memory is counted."""
 Question = tuple[str, Callable[[], Any]]
-
-
-class Mesh:
-    """Where vectors lie: whole in one process, or sharded over a mesh."""
-
-    def __init__(self, mesh: Any = None) -> None:
-        self.mesh = mesh
-
-    def place(self, rows: int, columns: int = 3) -> Any:
-        whole = torch.randn(rows, columns, generator=seeded(5), dtype=DOUBLE)
-        whole = whole[:, 0] if columns == 1 else whole
-        return whole if self.mesh is None else distribute_tensor(whole, self.mesh, [Shard(0)])
-
-    def over(self, A: Any) -> Any:
-        return A if self.mesh is None else A.sharded(self.mesh)
-
-    def formed(self, K: co.TangentKernel) -> Any:
-        return co.linalg.Dense(K.to_dense(), psd=True) if self.mesh is None else K.formed(self.mesh)
 
 
 def of_jacobians(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     J = lin.jacobian()
     rows, D = J.shape
-    yield "J", lambda: J @ on.place(D)
-    yield "J, one vector", lambda: J @ on.place(D, 1)
-    yield "J, many vectors", lambda: J @ on.place(D, 17)
-    yield "Jᵀ", lambda: J.mT @ on.place(rows)
-    yield "Jᵀ, one vector", lambda: J.mT @ on.place(rows, 1)
+    yield "J", lambda: J @ on.normal(D)
+    yield "J, one vector", lambda: J @ on.normal(D, 1)
+    yield "J, many vectors", lambda: J @ on.normal(D, 17)
+    yield "Jᵀ", lambda: J.mT @ on.normal(rows)
+    yield "Jᵀ, one vector", lambda: J.mT @ on.normal(rows, 1)
     yield "rows of J", lambda: J.rows_at(torch.tensor([3, 0, rows - 1, 15, 3]))
-    yield "lsmr", lambda: co.linalg.lsmr(J, on.place(rows), damp=3.0, rtol=1e-13).x
-    yield "singular values", lambda: co.linalg.svds(on.over(J), 3, rtol=1e-8, generator=seeded()).values
 
 
 def of_kernels(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     D, rows = lin.num_parameters, lin.num_data * lin.num_outputs
     scales = torch.linspace(0.5, 2, D, dtype=DOUBLE)
     K = co.TangentKernel(lin, scales)
-    yield "K, a vector", lambda: K @ on.place(rows)
-    yield "K, a vector: cg", lambda: cg(K.add_diagonal(scales.sum().sqrt()), on.place(rows), rtol=1e-13).x
+    yield "K, a vector", lambda: K @ on.normal(rows)
     yield "K, a vector, formed", on.formed(K).to_dense
     K = co.TangentKernel(lin, 2.0)
     for how, A in {"": K, ", formed": on.formed(K)}.items():
-        B, noisy = on.place(rows), A.add_diagonal(NOISE)
+        B, noisy = on.normal(rows), A.add_diagonal(NOISE)
         yield f"K{how}", lambda A=A, B=B: A @ B
-        yield f"K{how}: one vector", lambda A=A: A @ on.place(rows, 1)
+        yield f"K{how}: one vector", lambda A=A: A @ on.normal(rows, 1)
         yield f"K{how}: transposed", lambda A=A, B=B: A.mT @ B
         yield f"K{how}: diagonal", A.diagonal
-        yield f"K{how}: variances", lambda A=noisy: A.inverse().diagonal()
         yield f"K{how}: sum", lambda A=noisy, B=B: A @ B
-        yield f"K{how}: cg", lambda A=noisy, B=B: cg(A, B, rtol=1e-13).x
-        yield f"K{how}: minres", lambda A=noisy, B=B: minres(A, B, rtol=1e-13).x
+        yield f"K{how}: beside a sum", lambda A=A, B=B, K=K: (A * 0.5 + K) @ B
         yield f"K{how}: solve", lambda A=noisy, B=B: co.linalg.solve(A, B, rtol=1e-13)
-        plain, shared, both = torch.ones(rows, 2, dtype=DOUBLE), on.over(A), on.over(noisy)
+
+
+def of_solvers(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
+    K, rows = co.TangentKernel(lin, 2.0), lin.num_data * lin.num_outputs
+    plain = torch.ones(rows, 2, dtype=DOUBLE)
+    for how, A in {"": K, ", formed": on.formed(K)}.items():
+        B, noisy = on.normal(rows), A.add_diagonal(NOISE)
+        shared, both = on.over(A), on.over(noisy)
+        yield f"K{how}: logdet", noisy.logdet
+        yield f"K{how}: variances", lambda A=noisy: A.inverse().diagonal()
         yield f"K{how}: plain vectors", lambda A=shared, V=plain: A @ V
         yield f"K{how}: cg of plain vectors", lambda A=both, V=plain: cg(A, V, rtol=1e-13).x
         yield f"K{how}: solution of plain vectors", lambda A=both, V=plain: A.solve(V)
-        yield f"K{how}: beside a sum", lambda A=A, B=B, K=K: (A * 0.5 + K) @ B
         for batch in (5, 100):
             descent = {"noise": 20.0, "batch_size": batch, "maxiter": 2}
             yield (
                 f"K{how}: dual descent, {batch} rows",
                 lambda A=A, B=B, o=descent: dual_descent(A, B, generator=seeded(), **o).x,
             )
-
-
-def of_estimates(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
-    K = co.TangentKernel(lin, 2.0)
-    for how, A in {"": on.over(K), ", formed": on.formed(K)}.items():
-        yield f"trace{how}", lambda A=A: co.linalg.trace(A, max_matvecs=16, generator=seeded()).value
-        yield f"its diagonal{how}", lambda A=A: co.linalg.diagonal(A, max_matvecs=16, generator=seeded()).value
-        yield (
-            f"log-determinant{how}",
-            lambda A=A: co.linalg.logdet(A, shift=NOISE, max_matvecs=24, generator=seeded()).value,
-        )
-        yield f"exact log-determinant{how}", lambda A=A: A.add_diagonal(NOISE).logdet()
-        yield f"eigenvalues{how}", lambda A=A: co.linalg.eigsh(A, 3, rtol=1e-8, generator=seeded()).values
-        yield f"sketch{how}", lambda A=A: co.linalg.nystrom(A, 8, generator=seeded()).eigenvalues
 
 
 def of_formed_kernels(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
@@ -117,14 +89,13 @@ def of_formed_kernels(lin: co.operators.Linearization, on: Mesh) -> Iterator[Que
     tensor = formed.tensor if on.mesh is None else formed.matrix
     yield (
         "a tensor: products",
-        lambda: dual_descent(tensor, on.place(rows), noise=20.0, maxiter=2, generator=seeded()).x,
+        lambda: dual_descent(tensor, on.normal(rows), noise=20.0, maxiter=2, generator=seeded()).x,
     )
-    yield "a tensor: eigenvalues", lambda: co.linalg.eigsh(tensor, 3, rtol=1e-8, generator=seeded()).values
     new = torch.randn(6, 4, generator=seeded(8), dtype=DOUBLE)
     other = co.TangentKernel(lin, 2.0, new)
-    yield "K of other points", lambda: other @ on.place(other.shape[1])
-    yield "K of other points, formed", lambda: on.formed(other) @ on.place(other.shape[1])
-    yield "K of both, its product", lambda: co.TangentKernel(lin, 2.0, new, new[:4]) @ on.place(4 * lin.num_outputs)
+    yield "K of other points", lambda: other @ on.normal(other.shape[1])
+    yield "K of other points, formed", lambda: on.formed(other) @ on.normal(other.shape[1])
+    yield "K of both, its product", lambda: co.TangentKernel(lin, 2.0, new, new[:4]) @ on.normal(4 * lin.num_outputs)
 
 
 class Largest(TorchDispatchMode):
@@ -143,11 +114,11 @@ class Largest(TorchDispatchMode):
 
 
 def largest_tensor(group: Any, mesh: Any) -> dict[str, int]:
-    """How many numbers the largest tensor has while the kernel of 402 points is formed and used, on this rank."""
+    """How many numbers the largest tensor has while the kernel of 102 points is formed and used, on this rank."""
     torch.manual_seed(0)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3)).double()
-    x, y = torch.randn(402, 4, generator=seeded(), dtype=DOUBLE), torch.randint(3, (402,), generator=seeded())
+    x, y = torch.randn(102, 4, generator=seeded(), dtype=DOUBLE), torch.randint(3, (102,), generator=seeded())
     lin = co.linearize(model, (x[rank::size], y[rank::size]), "classification", process_group=group)
     K, found = co.TangentKernel(lin, 2.0), {}
     B = distribute_tensor(torch.ones(OUTPUTS, 4, dtype=DOUBLE), mesh, [Shard(0)])
@@ -169,26 +140,16 @@ def refusals(mesh: Any, lin: co.operators.Linearization) -> None:
     """Refuse what are no vectors of this function space, on all ranks and by name."""
     K, J = co.TangentKernel(lin, 2.0), lin.jacobian()
     whole = torch.ones(K.shape[0], 2, dtype=DOUBLE)
-    square = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("rows", "copies"))
-    own = whole[: 1 + mesh.get_local_rank()]
+    wrong = wrong_blocks(whole, mesh)
     alone = [dist.new_group([rank]) for rank in range(mesh.size())][dist.get_rank()]
-    wrong = {
-        "sharded by rows": distribute_tensor(whole, mesh, [Shard(1)]),
-        "placements": distribute_tensor(whole, mesh, [Replicate()]),
-        "one dimension": distribute_tensor(whole, square, [Shard(0), Replicate()]),
-        "cannot multiply": distribute_tensor(whole[1:], mesh, [Shard(0)]),
-        "float32": distribute_tensor(whole.float(), mesh, [Shard(0)]),
-        "holds .* rows|cannot multiply": DTensor.from_local(own, mesh, [Shard(0)], run_check=False),
-    }
     if mesh.size() > 1:
-        small = DeviceMesh.from_group(alone, "cpu")
-        wrong["mesh.get_group"] = distribute_tensor(whole, small, [Shard(0)])
+        wrong["mesh.get_group"] = distribute_tensor(whole, DeviceMesh.from_group(alone, "cpu"), [Shard(0)])
     for words, tensor in wrong.items():
         for multiply in (lambda t: K @ t, lambda t: J.mT @ t, lambda t: K.add_diagonal(0.1) @ t):
             with pytest.raises(ValueError, match=words):
                 multiply(tensor)
     with pytest.raises(ValueError, match="one dimension"):
-        K.formed(square)
+        K.formed(of_two_dimensions(mesh))
     recorded = co.TangentKernel(lin, torch.tensor(2.0, requires_grad=True))
     for call, error, match in (
         (lambda: K.formed(None), TypeError, "a device mesh"),
@@ -205,10 +166,10 @@ def refusals(mesh: Any, lin: co.operators.Linearization) -> None:
 
 
 SHELVES = {
-    "labels": (of_jacobians, of_kernels, of_estimates, of_formed_kernels),
+    "labels": (of_jacobians, of_kernels, of_solvers, of_formed_kernels),
     "more weights than outputs": (of_kernels,),
 }
-"""What is asked of each problem: the second one differs in the branches that a kernel takes, not in ranks."""
+"""What is asked of each problem: the second one differs in the branches that a product takes, not in ranks."""
 
 
 def answers(problem: str, lin: co.operators.Linearization, on: Mesh) -> dict[str, np.ndarray]:

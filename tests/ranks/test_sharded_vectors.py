@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import curvops as co
 from curvops import linalg
@@ -26,29 +26,12 @@ from curvops.ranks.process_group import Ranks
 from curvops.ranks.sharded_vectors import unwrapped
 from tests.linalg.matrices import symmetric
 from tests.memory import peak_of
+from tests.ranks.meshes import Mesh, of_two_dimensions, wrong_blocks
 from tests.ranks.processes import LONGEST, assert_those_of_one_process, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, answered, linearise, seeded
 
 N = 40
 Question = tuple[str, Callable[[], Any]]
-
-
-class Mesh:
-    """Where vectors lie: whole in one process, or sharded over a mesh."""
-
-    def __init__(self, mesh: Any = None) -> None:
-        self.mesh = mesh
-
-    def place(self, whole: Tensor) -> Any:
-        return whole if self.mesh is None else distribute_tensor(whole, self.mesh, [Shard(0)])
-
-    def over(self, A: Any) -> Any:
-        A = linalg.Dense(A, psd=True) if isinstance(A, Tensor) else A
-        return A if self.mesh is None else A.sharded(self.mesh)
-
-
-def right_hand_sides(n: int, dtype: torch.dtype = DOUBLE) -> Tensor:
-    return torch.randn(n, 5, generator=seeded(5), dtype=DOUBLE).to(dtype)
 
 
 def matrices(lin: co.operators.Linearization) -> dict[str, Any]:
@@ -65,26 +48,27 @@ def matrices(lin: co.operators.Linearization) -> dict[str, Any]:
 
 def of_products(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     for name, A in matrices(lin).items():
-        B = on.place(right_hand_sides(A.shape[0]))
+        B = on.normal(A.shape[0], 5)
         if name != "dense":
             yield f"{name}: product", lambda A=A, B=B: A @ B
     J = lin.jacobian()
-    yield "J: product", lambda: J @ on.place(right_hand_sides(J.shape[1]))
-    yield "J: transposed product", lambda: J.mT @ on.place(right_hand_sides(J.shape[0]))
-    yield "GGN: product of a vector", lambda: co.GGN(lin) @ on.place(right_hand_sides(J.shape[1])[:, 0])
+    yield "Hessian: product", lambda: co.Hessian(lin) @ on.normal(J.shape[1], 5)
+    yield "J: product", lambda: J @ on.normal(J.shape[1], 5)
+    yield "J: transposed product", lambda: J.mT @ on.normal(J.shape[0], 5)
+    yield "GGN: product of a vector", lambda: co.GGN(lin) @ on.normal(J.shape[1], 1)
 
 
 def of_solvers(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     for name in ("dense", "GGN"):  # solvers multiply, whatever the operator
         A = matrices(lin)["dense"] if name == "dense" else definite(lin)
-        B, start = on.place(right_hand_sides(A.shape[0])), on.place(0.1 * right_hand_sides(A.shape[0]))
+        B, start = on.normal(A.shape[0], 5), 0.1 * on.normal(A.shape[0], 5)
         yield f"{name}: cg", lambda A=A, B=B: cg(A, B, rtol=1e-12).x
         yield f"{name}: cg from a start", lambda A=A, B=B, s=start: cg(A, B, x0=s, rtol=1e-12, block=False).x
         yield f"{name}: minres", lambda A=A, B=B: minres(A, B, rtol=1e-12).x
-    few = on.place(right_hand_sides(N)[:, 0])
+    few = on.normal(N, 1)
     yield "cg of one vector", lambda: cg(matrices(lin)["dense"], few, rtol=1e-12).x
     J = lin.jacobian()
-    yield "lsmr", lambda: lsmr(J, J @ on.place(right_hand_sides(J.shape[1])), damp=3.0, rtol=1e-13).x
+    yield "lsmr", lambda: lsmr(J, J @ on.normal(J.shape[1], 5), damp=3.0, rtol=1e-13).x
 
 
 def definite(lin: co.operators.Linearization) -> Any:
@@ -93,7 +77,7 @@ def definite(lin: co.operators.Linearization) -> Any:
 
 
 def of_functions(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
-    A, B = definite(lin), on.place(right_hand_sides(lin.num_parameters))
+    A, B = definite(lin), on.normal(lin.num_parameters, 5)
     yield "solve", lambda: linalg.solve(A, B, rtol=1e-12)
     yield "inverse root", lambda: linalg.inverse_sqrt(A, B, rtol=1e-12).value
     yield "logarithm", lambda: linalg.apply_function(A, torch.log, B, rtol=1e-12).value
@@ -134,7 +118,7 @@ def of_estimators(lin: co.operators.Linearization, on: Mesh) -> Iterator[Questio
 
 def of_sketches(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     D = lin.num_parameters
-    A, B = on.over(definite(lin)), on.place(right_hand_sides(D))
+    A, B = on.over(definite(lin)), on.normal(D, 5)
     sketch = linalg.nystrom(A, 12, generator=seeded())
     P, low = sketch.preconditioner(0.5), co.low_rank(A, 12, generator=seeded())
     yield "nystrom", lambda: sketch.eigenvalues
@@ -183,22 +167,9 @@ def answers_of_rank(group: Any, size: int) -> dict[str, np.ndarray]:
 
 def refusals(mesh: Any, lin: co.operators.Linearization) -> None:
     """Refuse what is no block of this operator, on all ranks and by name."""
-    G, whole = co.GGN(lin), right_hand_sides(lin.num_parameters)
-    size, rank = mesh.size(), mesh.get_local_rank()
-    other = init_device_mesh("cpu", (size, 1), mesh_dim_names=("rows", "copies"))
-    backwards = DeviceMesh("cpu", list(range(size))[::-1])
+    G, whole = co.GGN(lin), Mesh().normal(lin.num_parameters, 5)
     block = distribute_tensor(whole, mesh, [Shard(0)])
-    cut = DTensor.from_local(whole[: 3 + rank], mesh, [Shard(0)], run_check=False)
-    wrong = {
-        "placements": distribute_tensor(whole, mesh, [Replicate()]),
-        "sharded by rows": distribute_tensor(whole, mesh, [Shard(1)]),
-        "one dimension": distribute_tensor(whole, other, [Shard(0), Replicate()]),
-        "shape": distribute_tensor(whole[1:], mesh, [Shard(0)]),
-        "dtype|float32": distribute_tensor(whole.float(), mesh, [Shard(0)]),
-        "rows of a DTensor|shape": cut,
-        "ascending": distribute_tensor(whole, backwards, [Shard(0)]),
-    }
-    for words, tensor in wrong.items():
+    for words, tensor in wrong_blocks(whole, mesh).items():
         asked = [lambda t: G @ t, lambda t: cg(G, t), lambda t: cg(G, block, x0=t), lambda t: G.sharded(mesh) @ t]
         for ask in asked:
             with pytest.raises((ValueError, TypeError), match=words):
@@ -210,17 +181,17 @@ def refusals(mesh: Any, lin: co.operators.Linearization) -> None:
     with pytest.raises(ValueError, match="checkpoint"):
         linalg.nystrom(G.sharded(mesh), 3, checkpoint="nowhere")
     with pytest.raises(ValueError, match="one dimension"):
-        G.sharded(other)
+        G.sharded(of_two_dimensions(mesh))
     with pytest.raises(ValueError, match="cannot be drawn from"):
         linalg.draw(co.low_rank(G.sharded(mesh), 4, generator=seeded()), 2)
     with pytest.raises(RanksDifferError, match="from generator"):
-        linalg.nystrom(G.sharded(mesh), 3, generator=seeded(rank))
+        linalg.nystrom(G.sharded(mesh), 3, generator=seeded(mesh.get_local_rank()))
 
 
 def costs(mesh: Any, lin: co.operators.Linearization) -> None:
     """Count messages and bytes: a gather and a scatter of a product, one message of a Gram matrix."""
     K, D, size = 4, lin.num_parameters, mesh.size()
-    block = unwrapped(distribute_tensor(right_hand_sides(D)[:, :K], mesh, [Shard(0)]))
+    block = unwrapped(Mesh(mesh).normal(D, K))
     ranks, most = block.rows.ranks, -(-D // size)
 
     def spent(work: Callable[[], Any], *groups: Ranks) -> list[int]:
@@ -240,9 +211,9 @@ def costs(mesh: Any, lin: co.operators.Linearization) -> None:
 def small_problems(mesh: Any) -> None:
     """Fewer rows than ranks, no columns, single precision, and data that every rank holds."""
     size = mesh.size()
-    for n in (1, 2, size):
+    for n in {1, 2, size}:
         A = torch.diag(torch.arange(1.0, n + 1, dtype=DOUBLE))
-        b = right_hand_sides(n)
+        b = Mesh().normal(n, 5)
         found = cg(A, distribute_tensor(b, mesh, [Shard(0)]), rtol=1e-13).x.full_tensor()
         torch.testing.assert_close(found, b / A.diagonal()[:, None], rtol=1e-12, atol=0)
         operator = linalg.Dense(A, psd=True).sharded(mesh)
@@ -251,7 +222,7 @@ def small_problems(mesh: Any) -> None:
         pairs = linalg.eigsh(operator, 1, generator=seeded())
         torch.testing.assert_close(pairs.values, torch.tensor([float(n)], dtype=DOUBLE), rtol=1e-12, atol=0)
     lin = linearise("labels")
-    G, V = co.GGN(lin), right_hand_sides(lin.num_parameters)
+    G, V = co.GGN(lin), Mesh().normal(lin.num_parameters, 5)
     none, shape = distribute_tensor(V, mesh, [Shard(0)]).to_local()[:, :0], torch.Size((len(V), 0))
     nothing = DTensor.from_local(none, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1, len(V)))
     assert (G @ nothing).shape == (lin.num_parameters, 0)
@@ -271,19 +242,19 @@ def solved_at_large(lin: co.operators.Linearization, on: Mesh) -> Iterator[Quest
     """Ask of a problem that is too large for the dense matrix, so that it is sketched and iterated."""
     for prior in (0.05, torch.linspace(0.05, 0.2, lin.num_parameters, dtype=DOUBLE)):
         P = co.GGN(lin).add_diagonal(prior)
-        B = on.place(right_hand_sides(lin.num_parameters))
+        B = on.normal(lin.num_parameters, 5)
         yield f"large: solve {type(prior)}", lambda P=P, B=B: linalg.solve(P, B, rtol=1e-12)
         yield f"large: product with the inverse {type(prior)}", lambda P=P, B=B: P.inverse(1e-12) @ B
         yield f"large: logdet {type(prior)}", lambda P=P: linalg.logdet(on.over(P), generator=seeded()).value
-        yield f"large: root {type(prior)}", lambda P=P, B=B: linalg.inverse_sqrt(P, B, rtol=1e-12).value
-    H = co.Hessian(lin)
-    yield "Hessian: eigsh", lambda: linalg.eigsh(on.over(H), 2, "BE", rtol=1e-8, generator=seeded()).values
+
+
+ROWS = 150_000
 
 
 def peak_of_sketch(mesh: Any = None) -> int:
     """The most bytes of a process while a sketch of 40 columns is made and solved with."""
-    A = Whole(torch.linspace(1, 0, 300_000, dtype=DOUBLE).square())
-    B = Mesh(mesh).place(right_hand_sides(300_000)[:, :1].contiguous())
+    A = Whole(torch.linspace(1, 0, ROWS, dtype=DOUBLE).square())
+    B = Mesh(mesh).place(torch.ones(ROWS, 1, dtype=DOUBLE))
 
     def work() -> None:
         low = co.low_rank(A if mesh is None else A.sharded(mesh), 40, generator=seeded())
