@@ -48,16 +48,18 @@ def place_of(group: Any) -> tuple[int, int]:
 
 
 def linearise(
-    problem: str, shards: tuple[int, ...] = (N,), group: Any = None, rank: int = 0, seed: int = 1
+    problem: str, shards: tuple[int, ...] = (N,), group: Any = None, rank: int = 0, seed: int = 1, batch: int = N
 ) -> co.operators.Linearization:
+    """A problem's network at its data, or this rank's part of them, in batches of so many points."""
     torch.manual_seed(0)
     width, outputs = WIDTHS[problem], 2 if problem == "numbers" else 3
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).double()
     noise = torch.tensor(0.3, dtype=DOUBLE, requires_grad=True)
     likelihood = co.likelihoods.Gaussian(noise) if problem == "numbers" else "classification"
     own = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
-    x, y = data(problem, seed)
-    return co.linearize(model, (x[own], y[own]), likelihood, process_group=group)
+    x, y = (tensor[own] for tensor in data(problem, seed))
+    batches: Any = list(zip(x.split(batch), y.split(batch))) if len(x) > batch else (x, y)
+    return co.linearize(model, batches, likelihood, process_group=group)
 
 
 def gradient_of(function: Callable[[], Tensor], tensor: Tensor) -> Tensor:
@@ -105,15 +107,10 @@ def of_solvers(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str
     P = G.add_diagonal(shift)
     yield "cg", lambda: P.cg(B, rtol=1e-12).x
     yield "solve", lambda: P.solve(B)
-    yield "minres", lambda: co.linalg.minres(co.Hessian(lin).add_diagonal(shift), B, rtol=1e-12).x
     yield "lsmr", lambda: co.linalg.lsmr(J, J @ B, damp=3.0, rtol=1e-12).x
-    yield "eigsh", lambda: G.eigsh(3, generator=seeded(3)).values
     yield "svds", lambda: co.linalg.svds(J, 3, generator=seeded(3)).values
-    yield "inverse root", lambda: co.linalg.inverse_sqrt(P, B).value
-    yield "density", lambda: G.spectral_density(probes=3, generator=seeded(3)).density
     yield "log-determinant", lambda: co.linalg.logdet(G, shift=1.0, generator=seeded(3)).value
-    for name in ("trace", "diagonal", "frobenius_norm"):
-        yield name, lambda name=name: getattr(co.linalg, name)(G, generator=seeded(3)).value
+    yield "trace", lambda: co.linalg.trace(G, generator=seeded(3)).value
 
 
 def of_posteriors(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
@@ -126,8 +123,7 @@ def of_posteriors(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[
         yield f"{name}: draws", lambda p=post: p.sample(3, seeded(3), rtol=1e-12)
         yield f"{name}: effective parameters", lambda p=post: p.effective_parameters(generator=seeded(3)).value
         yield f"{name}: penalty", lambda p=post: p.penalty(lin.theta + 1)
-    for curvature in (None, co.GGN):
-        yield f"chosen prior, {curvature}", lambda c=curvature: co.laplace(lin, c, check_mode=False).prior_precision
+    yield "chosen prior", lambda: co.laplace(lin, check_mode=False).prior_precision
     # The search for the best score is sensitive to rounding, and this score is not.
     yield "validated", lambda: torch.tensor(max(co.laplace(lin, validation=(x, x[:, :2])).tuning.scores))
     post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
@@ -164,16 +160,52 @@ def of_classes(lin: co.operators.Linearization) -> Iterator[tuple[str, Question]
     yield "validated", lambda: torch.tensor(max(co.laplace(lin, validation=(x, torch.arange(6) % 3)).tuning.scores))
 
 
+def of_draws(lin: co.operators.Linearization) -> Iterator[tuple[str, Question]]:
+    """Whatever is random by data: equal seeds give equal numbers, for any batches and ranks."""
+    G, kernel, drawn = co.GGN(lin), co.TangentKernel(lin, 2.0), {"fisher": "mc", "generator": seeded()}
+    # Roots by eigenvectors are those of definite matrices: at an eigenvalue 0 they are accurate to √eps only.
+    matrices = {
+        "GGN": G,
+        "GGN of drawn labels": co.GGN(lin, mc_samples=2, generator=seeded()),
+        "empirical Fisher": co.EmpiricalFisher(lin),
+        "KFAC of drawn labels": co.KFAC(lin, **drawn).add_diagonal(0.5),
+        "EKFAC of drawn labels": co.EKFAC(lin, fisher="mc", generator=seeded()).add_diagonal(0.5),
+        "diagonal of drawn labels": co.DiagonalGGN(lin, fisher="mc", generator=seeded()),
+        "blocks": co.BlockDiagonal(lin).add_diagonal(0.5),
+        "GGN and KFAC": 0.5 * G + co.KFAC(lin).add_diagonal(0.5),
+        "GGN and a diagonal": G.add_diagonal(0.5),
+        "inverse": co.KFAC(lin).add_diagonal(0.5).inverse(),
+        "tangent kernel": kernel,
+        "tangent kernel and noise": kernel.add_diagonal(torch.tensor(0.5, dtype=DOUBLE)),
+    }
+    for name, A in matrices.items():
+        yield f"draws of {name}", lambda A=A: co.linalg.draw(A, 4, seeded())
+    for name in ("trace", "diagonal", "frobenius_norm"):  # by probes of data
+        yield f"{name} of the kernel", lambda name=name: getattr(co.linalg, name)(kernel, generator=seeded()).value
+    yield "density of the kernel", lambda: kernel.spectral_density(probes=3, generator=seeded()).density
+    yield "sketch of the kernel", lambda: co.low_rank(kernel, 5, generator=seeded()).to_dense()
+    post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
+    x = torch.randn(6, 4, generator=seeded(), dtype=DOUBLE)
+    yield "draws by cg", lambda: post.deviations(3, method="cg", generator=seeded(), rtol=1e-12).draws
+    yield "probabilities by draws", lambda: post.probabilities(x, link="mc", generator=seeded())
+    yield "random selection", lambda: co.select(lin, 5, score="random", generator=seeded())
+    process = co.gp.reduced_posterior(lin, 3, prior_precision=3.0, features="random", generator=seeded())
+    yield "random features", lambda: process.predict(x).covariance_matrix
+
+
 def of_tuning(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
     post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
-    yield "maximize", lambda: co.evidence.maximize(post, generator=seeded(3)).prior_precision
-    yield "maximize over layers", lambda: co.evidence.maximize(post, over="layers", generator=seeded(3)).prior_precision
+    yield "maximize", lambda: co.evidence.maximize(post, steps=3, generator=seeded(3)).prior_precision
+    yield (
+        "maximize over layers",
+        lambda: co.evidence.maximize(post, "layers", steps=3, generator=seeded(3)).prior_precision,
+    )
     yield "mackay", lambda: co.evidence.mackay(post, samples=4, steps=3, generator=seeded(3)).prior_precision
     yield "grid", lambda: torch.stack([e.value for e in co.evidence.grid(post, [0.1, 1.0], generator=seeded(3))])
-    tuned = lambda: co.evidence.maximize(post, over=("scalar", "noise"), generator=seeded(3)).lin.likelihood  # noqa: E731
+    tuned = lambda: co.evidence.maximize(post, ("scalar", "noise"), steps=3, generator=seeded(3)).lin.likelihood  # noqa: E731
     yield "maximize over the noise", lambda: tuned().hyperparameters[0]
     each = post.with_noise(torch.tensor([0.3, 0.5], dtype=DOUBLE))
-    yield "maximize over noises", lambda: co.evidence.maximize(each, ("scalar", "noise")).lin.likelihood.noise
+    yield "maximize over noises", lambda: co.evidence.maximize(each, ("scalar", "noise"), steps=3).lin.likelihood.noise
 
 
 def of_gradients(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
@@ -224,11 +256,15 @@ def answers(lin: co.operators.Linearization, later: co.operators.Linearization) 
     return found | answered(of_gradients(lin, B))
 
 
-def all_answers(group: Any = None) -> dict[str, dict[str, np.ndarray]]:
-    """The answers to all questions about numbers, and to those about labels alone: of one process or a rank."""
+def of_labels(group: Any = None, batch: int = 5) -> dict[str, np.ndarray]:
+    """The answers to questions about labels alone, and to those that are random: of one process or a rank."""
     size, rank = place_of(group)
-    given = SHARDS[size], group, rank
-    lin = linearise("labels", *given)
+    lin = linearise("labels", SHARDS[size], group, rank, batch=batch)
     with torch.no_grad():
-        of_labels = answered(of_classes(lin))
-    return {"numbers": answers(*(linearise("numbers", *given, seed=seed) for seed in (1, 2))), "labels": of_labels}
+        return answered(chain(of_classes(lin), of_draws(lin)))
+
+
+def of_numbers(group: Any = None) -> dict[str, np.ndarray]:
+    """The answers to questions about numbers, with a second task: of one process or a rank."""
+    size, rank = place_of(group)
+    return answers(*(linearise("numbers", SHARDS[size], group, rank, seed) for seed in (1, 2)))

@@ -11,18 +11,32 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import curvops as co
-from tests.ranks.processes import alone, assert_those_of_one_process, by_problem, run_on_ranks, run_programs
-from tests.ranks.questions import all_answers, data, own_slice, place_of
+from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, run_on_ranks, run_programs
+from tests.ranks.questions import data, of_labels, of_numbers, own_slice, place_of
 
 
-def test_answers_are_those_of_one_process() -> None:
-    expected = alone(all_answers)
-    for problem, found in by_problem(run_on_ranks(3, all_answers)).items():
-        assert_those_of_one_process(found, expected[problem])
+def whole() -> dict[str, Any]:
+    """The answers of one process."""
+    return {"numbers": of_numbers(), "labels": of_labels()}
+
+
+@pytest.mark.parametrize("size", LONGEST)
+def test_answers_about_numbers_are_those_of_one_process(expected: Any, size: int) -> None:
+    assert_those_of_one_process(run_on_ranks(size, of_numbers), expected["numbers"])
+
+
+def test_answers_about_labels_are_those_of_one_process(expected: Any) -> None:
+    """On three ranks, one of them without data."""
+    assert_those_of_one_process(run_on_ranks(3, of_labels), expected["labels"])
+
+
+def test_batches_change_nothing(expected: Any) -> None:
+    assert_those_of_one_process({0: alone(of_labels, None, 3)}, expected["labels"])
 
 
 def noises(group: Any) -> list[float]:
@@ -44,8 +58,7 @@ def noises(group: Any) -> list[float]:
 def test_the_noise_of_a_regression_is_that_of_one_process() -> None:
     one = alone(noises, None)
     assert len(one) == 6 and one[1] > 10 * one[0]
-    for size in (2, 3):
-        assert list(run_on_ranks(size, noises).values()) == [one] * size
+    assert list(run_on_ranks(3, noises).values()) == [one] * 3
 
 
 PROGRAM = Path(__file__).resolve().parents[2] / "docs" / "many_machines.py"
