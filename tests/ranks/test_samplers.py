@@ -153,36 +153,3 @@ REFUSED = {
 
 def test_what_differs_is_named() -> None:
     assert_said(run_on_ranks(2, refusals), REFUSED)
-
-
-class Stop(Exception):
-    """An interruption."""
-
-
-def kept_runs(group: dist.ProcessGroup, size: int, folder: str, stop: int | None) -> dict[str, np.ndarray | str]:
-    """Runs with a checkpoint, interrupted after so many steps, or gone on with."""
-    rank = dist.get_rank(group)
-    X, y = own_points("labels", size, rank)
-    f = S.log_posterior(linearise("labels", SHARDS[size], group, rank), prior_precision=2.0)
-
-    def interrupt(what: str, done: int, total: int) -> None:
-        if done == stop:
-            raise Stop
-
-    found: dict[str, Any] = {}
-    for name, sampler, minibatches in (("sgld", S.sgld(f, 0.1), True), ("hmc", S.hmc(f, 0.1), False)):
-        batches = S.minibatches(f, (X, y), 4, seeded(6)) if minibatches else [(X, y)]
-        given = {"steps": 12, "generator": seeded(), "checkpoint": f"{folder}/{name}", "progress": interrupt}
-        try:
-            found[name] = S.run(sampler, f.params, batches, **given).theta.numpy()
-        except Stop:
-            found[name] = "stopped"
-    return found
-
-
-def test_a_checkpoint_goes_on_with_other_ranks(tmp_path) -> None:
-    whole = run_on_ranks(2, kept_runs, 2, str(tmp_path / "whole"), None)[0]
-    assert set(run_on_ranks(2, kept_runs, 2, str(tmp_path / "stopped"), 5)[1].values()) == {"stopped"}
-    for rank, own in run_on_ranks(3, kept_runs, 3, str(tmp_path / "stopped"), None).items():
-        for name, theta in own.items():
-            np.testing.assert_allclose(theta, whole[name], rtol=0, atol=1e-10, err_msg=f"{name} on rank {rank}")

@@ -12,6 +12,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 import curvops as co
 from curvops import checkpoint, storage
 from tests.ranks.processes import CONTEXT, alone, run_on_ranks, running_apart
-from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
+from tests.ranks.questions import DOUBLE, SHARDS, linearise, own_points, place_of, seeded
 
 Run = Callable[[co.operators.Linearization, Any], torch.Tensor]
 
@@ -42,6 +43,14 @@ def tuned(lin: co.operators.Linearization, folder: Any) -> torch.Tensor:
     return co.evidence.mackay(posterior(lin), generator=seeded(), checkpoint=folder, **options).prior_precision
 
 
+def sampled(lin: co.operators.Linearization, folder: Any, exact: bool) -> torch.Tensor:
+    points = own_points("labels", *place_of(dist.group.WORLD))
+    f = co.sampling.log_posterior(lin, prior_precision=2.0)
+    batches = [points] if exact else co.sampling.minibatches(f, points, 4, seeded(6))
+    sampler = co.sampling.hmc(f, 0.1) if exact else co.sampling.sgld(f, 0.1)
+    return co.sampling.run(sampler, f.params, batches, steps=12, generator=seeded(), checkpoint=folder).theta
+
+
 RUNS: dict[str, Run] = {
     "cg": solved,
     "eigsh": lambda lin, folder: co.GGN(lin).eigsh(3, rtol=1e-10, generator=seeded(), checkpoint=folder).values,
@@ -53,10 +62,23 @@ RUNS: dict[str, Run] = {
     "MacKay": tuned,
     "KFAC": lambda lin, folder: co.KFAC(lin, checkpoint=folder).to_dense(),
     "EKFAC": lambda lin, folder: co.EKFAC(lin, fisher="mc", generator=seeded(), checkpoint=folder).to_dense(),
+    "sgld": partial(sampled, exact=False),
+    "hmc": partial(sampled, exact=True),
 }
 
 
-SAVES = {"cg": 9, "eigsh": 6, "low rank": 2, "draws": 2, "linear mode": 20, "MacKay": 32, "KFAC": 2, "EKFAC": 4}
+SAVES = {
+    "cg": 9,
+    "eigsh": 6,
+    "low rank": 2,
+    "draws": 2,
+    "linear mode": 20,
+    "MacKay": 32,
+    "KFAC": 2,
+    "EKFAC": 4,
+    "sgld": 5,
+    "hmc": 5,
+}
 """After how many saves of a process nothing more is written, as if all had been killed then."""
 
 
@@ -112,32 +134,19 @@ def test_a_checkpoint_is_read_by_any_number_of_processes(tmp_path: Path) -> None
                 what = f"{name} on rank {rank} of {size}"
                 np.testing.assert_allclose(own[name], whole[0][name], rtol=1e-10, atol=1e-12, err_msg=what)
                 assert size != 2 or np.array_equal(own[name], whole[rank][name]), what
-                if size == 2 and name in ("cg", "eigsh", "linear mode", "MacKay"):
+                if size == 2 and name in ("cg", "eigsh", "linear mode", "MacKay", "sgld", "hmc"):
                     messages = f"messages of {name}"
                     assert own[messages] < whole[0][messages], f"{what}: products were made twice"
 
 
-@saved_at_once()
-def test_a_run_goes_on_from_any_save_to_the_same_bits(tmp_path: Path) -> None:
-    """MacKay's steps are a mode, draws and solves; from the last save of a mode, the sketch was drawn again."""
-    lin = linearise("labels", SHARDS[1], None, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", co.evidence.MaxStepsWarning)
-        whole = tuned(lin, tmp_path / "whole")
-        for saves in range(2, 48, 2):  # the first mode, the first draws, the second mode
-            with stopped(saves):
-                tuned(lin, tmp_path / str(saves))
-            assert torch.equal(tuned(lin, tmp_path / str(saves)), whole), saves
-
-
 KILLS = int(os.environ.get("KILLS", "1"))
-KILLED = {"eigsh": 2, "cg": 6, "MacKay": 30}
-"""The runs that are killed, and the largest number of saves before a kill."""
+MOST_SAVES = 30
+"""The largest number of saves before a kill."""
 
 
 @saved_at_once()
-def told_run(group: dist.ProcessGroup, folder: str, name: str, saves: Any = None) -> np.ndarray:
-    """A run that tells of each save."""
+def told_run(group: dist.ProcessGroup, folder: str, saves: Any = None) -> np.ndarray:
+    """MacKay's steps, which are a mode, draws and solves, with a note of each save."""
     lin, plain = linearise("labels", SHARDS[2], group, dist.get_rank(group)), storage.save
 
     def save(*given: Any) -> None:
@@ -148,7 +157,7 @@ def told_run(group: dist.ProcessGroup, folder: str, name: str, saves: Any = None
         warnings.simplefilter("ignore", co.evidence.MaxStepsWarning)
         if saves is not None:
             patch.setattr(storage, "save", save)
-        return RUNS[name](lin, folder).numpy()
+        return tuned(lin, folder).numpy()
 
 
 def reached(moment: int, saves: Any, answers: Any) -> bool:
@@ -160,14 +169,13 @@ def reached(moment: int, saves: Any, answers: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", KILLED)
-def test_a_run_killed_at_random_moments_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     """A random one of two processes ends within, before or after a random save; the other one does not hang."""
     chance, kills, folder = random.Random(0), 0, str(tmp_path / "killed")
-    whole = run_on_ranks(2, told_run, str(tmp_path / "whole"), name)
+    whole = run_on_ranks(2, told_run, str(tmp_path / "whole"))
     while kills < KILLS:
-        moment, victim, saves = chance.randint(1, KILLED[name]), chance.randrange(2), CONTEXT.Semaphore(0)
-        with running_apart(2, told_run, folder, name, saves) as (processes, answers):
+        moment, victim, saves = chance.randint(1, MOST_SAVES), chance.randrange(2), CONTEXT.Semaphore(0)
+        with running_apart(2, told_run, folder, saves) as (processes, answers):
             if not reached(moment, saves, answers):
                 shutil.rmtree(folder)
                 continue
@@ -185,5 +193,5 @@ def test_a_run_killed_at_random_moments_goes_on_to_the_same_bits(name: str, tmp_
             if each.parent.name.startswith(storage.SCRATCH):
                 continue  # what a kill left of a save, which does no harm
             storage.load(each.parent, checkpoint.KIND, checkpoint.VERSION)
-    found = run_on_ranks(2, told_run, folder, name)
+    found = run_on_ranks(2, told_run, folder)
     assert all(np.array_equal(found[rank], whole[rank]) for rank in range(2))
