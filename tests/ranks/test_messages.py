@@ -5,7 +5,6 @@ Tests `process_group.py`.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import curvops as co
-from curvops.checkpoint import identify
 from curvops.fingerprints import fingerprint
 from curvops.ranks.process_group import Ranks
 from tests.ranks.processes import run_on_ranks
@@ -64,42 +62,37 @@ def found_by_rank(group: dist.ProcessGroup, size: int) -> dict[str, Count]:
     }
 
 
-def expected_of(size: int) -> dict[str, Count]:
-    sums = lambda *numbers: (len(numbers), NUMBER * sum(numbers))  # noqa: E731
-    lengths, rows = sums(size), max(SHARDS[size])
-    one = sums(D * K)
-    layers = pickle.dumps({"the layers that ran": [f"{i}.weight, {i}.bias: factors" for i in (0, 2)]})
-    kfac = sums(*[n for p, q in LAYERS for n in (p * p, q * q, 1)], 1)  # factors, positions; the log-likelihood
-    likelihood = identify(co.likelihoods.Categorical())
+def sums(*numbers: int) -> Count:
+    return len(numbers), NUMBER * sum(numbers)
 
-    def door(name: str, **options: Any) -> Count:
-        """The arguments of an operator, compared when it is built."""
-        given = {f"{option} of co.{name}": repr(value) for option, value in options.items()}
-        told = pickle.dumps({"the operator": f"co.{name}", "the likelihood": likelihood} | given)
-        return 2, lengths[1] + len(told)
 
-    drawn = {"fisher": "exact", "mc_samples": 1, "generator": None}
-    diagonal = door("DiagonalGGN", **drawn)
-    of_kfac = door("KFAC", fisher="exact", sharing="expand", mc_samples=1, generator=None, bias="joint")
-    of_diagonal = sums(D, 1)
+def products_of(size: int) -> dict[str, Count]:
+    """The messages of products and sums, to the byte."""
+    one, rows = sums(D * K), max(SHARDS[size])
     return {
         "product": one,
         "Hessian": one,
         "empirical Fisher": one,
         "gradient": sums(D),
         "log-likelihood": sums(1),
-        "GGN": door("GGN", mc_samples=None, generator=None),
-        "diagonal": (of_diagonal[0] + diagonal[0], of_diagonal[1] + diagonal[1]),
-        "J": (2, lengths[1] + NUMBER * rows * C * K),
+        "J": (2, sums(size, rows * C * K)[1]),
         "J transposed": one,
         "three products": (3 * one[0], 3 * one[1]),
-        "KFAC": (kfac[0] + 2 + of_kfac[0], kfac[1] + lengths[1] + len(layers) + of_kfac[1]),
     }
+
+
+BUILT = {
+    "GGN": (2, sums()),
+    "diagonal": (2, sums(D, 1)),
+    "KFAC": (4, sums(*[n for p, q in LAYERS for n in (p * p, q * q, 1)], 1)),  # factors, positions; the log-likelihood
+}
+"""Of operators that are built: messages in which the arguments, and the layers that ran, are compared; and sums."""
+COMPARED = 1024
+"""Bytes that such messages have at most."""
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_and_bytes_are_those_of_the_formulas(size) -> None:
-    expected = expected_of(size)
     everywhere = run_on_ranks(size, found_by_rank, size)
     for rank, found in everywhere.items():
         bits = "bits of a product"
@@ -109,5 +102,8 @@ def test_messages_and_bytes_are_those_of_the_formulas(size) -> None:
         assert (
             messages == wider == 18 and max(sent, more) < 4096 and abs(sent - more) < 16
         )  # lengths of pickled numbers
-        for name, count in expected.items():
+        for name, count in products_of(size).items():
             assert found[name] == count, (rank, name)
+        for name, (compared, (messages, sent)) in BUILT.items():
+            assert found[name][0] == compared + messages, (rank, name)
+            assert 0 < found[name][1] - sent < COMPARED, (rank, name)
