@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+
+from benchmarks.gpu.__main__ import run_stages
 
 
-def test_a_stage_that_fails_says_so_and_the_next_begins(tmp_path: Path) -> None:
+def test_a_stage_that_fails_says_so_and_the_next_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[str] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        begun.append(command[command.index("--stage") + 1])
+        return subprocess.CompletedProcess(command, int(begun[-1] == "right"))
+
+    monkeypatch.setattr(subprocess, "run", run)
     (tmp_path / "tasks.json").write_text("not JSON")
     (tmp_path / "waits.json").write_text(json.dumps({"ended": True, "rows": []}))
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--output", str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = [*command, "--stages", "tasks,waits"]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 1 and "tasks: FAILED" in done.stdout and "waits: done before" in done.stdout
+    assert run_stages(tmp_path, ["right", "tasks", "waits"], "cpu", toy=True) == 1
+    said = capsys.readouterr().out
+    assert begun == ["right", "tasks"] and "right: FAILED" in said and "waits: done before" in said
