@@ -1,84 +1,44 @@
-"""The built site: no formula loses its signs, no link is dead, and each public name has its signature."""
+"""The built site: no formula loses its signs, and docstrings are shown as they are meant."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 import sys
-import types
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
-from urllib.parse import unquote, urldefrag
 
 import pytest
 
-import curvops as co
-
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 84
-VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
-
-
-class Page(HTMLParser):
-    """What a reader meets in a page: its links, ids, emphasised texts, signatures and blocks of code."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-        self.ids: set[str] = set()
-        self.links: list[str] = []
-        self.emphasised: list[tuple[str, str]] = []
-        """The character before an emphasised text, and the text."""
-        self.letters = 0
-        """How many characters the article has."""
-        self.described: list[str] = []
-        """The objects whose heading is followed by a signature."""
-        self._heading = ""
-        self._open: list[tuple[str, str]] = []
-        self._before = " "
-        self._text: dict[int, list[str]] = {}
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attributes}
-        self.ids.add(given.get("id", ""))
-        self.links += [given[name] for name in ("href", "src") if name in given]
-        kind = given.get("class", "")
-        if "doc-signature" in kind and self._heading:
-            self.described.append(self._heading)
-            self._heading = ""
-        if tag not in VOID:
-            self._open.append((tag, self._before))
-            self._text[len(self._open)] = []
-
-    def handle_data(self, text: str) -> None:
-        self._before = text[-1:]
-        if any(tag == "article" for tag, _ in self._open):
-            self.letters += len(" ".join(text.split()))
-        for depth in range(1, len(self._open) + 1):
-            self._text[depth].append(text)
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._open:
-            opened, before = self._open[-1]
-            text = "".join(self._text.pop(len(self._open)))
-            self._open.pop()
-            if opened == "h3":
-                self._heading = text.strip().removesuffix("¶").strip()
-            if opened in ("em", "strong"):
-                self.emphasised.append((before, text))
-            if opened == tag:
-                return
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
-    site = tmp_path_factory.mktemp("built") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
+    """The HTML of each page. A dead link to a page or to a heading is an error of the build."""
+    folder = tmp_path_factory.mktemp("built")
+    site, config = folder / "site", folder / "mkdocs.yml"
+    without_search = (
+        (ROOT / "mkdocs.yml").read_text().replace("  - search\n", "")
+    )  # its index takes a fifth of the time
+    config.write_text(f"docs_dir: {ROOT / 'docs'}\n{without_search}")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(config), "-d", str(site)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    return {path: Page(path) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
+    return {path: path.read_text() for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
+
+
+def emphasised(page: str) -> list[tuple[str, str]]:
+    """The character before each emphasised text, and the text."""
+    plain = re.sub(r"<(?!/?(?:em|strong)\b)[^>]*>", "", page)
+    return re.findall(r"(.)<(?:em|strong)>(.*?)</(?:em|strong)>", plain, re.DOTALL)
+
+
+def letters(page: str) -> int:
+    """How many characters the article of a page has."""
+    article = re.split("</?article[^>]*>", page)[1]
+    return sum(len(" ".join(unescape(text).split())) for text in re.split(r"<[^>]*>", article))
 
 
 def swallowed_signs(before: str, text: str) -> bool:
@@ -94,31 +54,17 @@ def test_no_formula_became_emphasis(pages) -> None:
     swallowed = [
         f"{path.parent.name}: {before}[{text}]"
         for path, page in pages.items()
-        for before, text in page.emphasised
+        for before, text in emphasised(page)
         if swallowed_signs(before, text)
     ]
     assert not swallowed, "\n".join(swallowed)
 
 
-def test_links_and_pictures_are_there(pages) -> None:
-    dead = []
-    for path, page in pages.items():
-        for link in page.links:
-            target, anchor = urldefrag(unquote(link))
-            if target.startswith(("http:", "https:", "mailto:", "data:")):
-                continue
-            there = (path.parent / target).resolve() if target else path
-            there = there / "index.html" if there.is_dir() else there
-            if not there.exists() or (anchor and there in pages and anchor not in pages[there].ids):
-                dead.append(f"{path.parent.name}: {link}")
-    assert not dead, "\n".join(dead)
-
-
 def test_a_page_of_the_reference_is_read_in_five_screens(pages) -> None:
     """Of 1,280 by 900 pixels: lists of parameters have at least 1,600 characters on each."""
-    long = {path.parent.name: page.letters for path, page in pages.items() if "reference" in path.parts}
+    long = {path.parent.name: letters(page) for path, page in pages.items() if "reference" in path.parts}
     assert len(long) > 60
-    assert {name: letters for name, letters in long.items() if letters > 8000} == {}
+    assert {name: size for name, size in long.items() if size > 8000} == {}
 
 
 def test_each_figure_is_shown_in_the_gallery() -> None:
@@ -147,38 +93,11 @@ def test_tables_have_at_most_eight_columns() -> None:
     assert len(columns) > 100 and max(columns)[0] <= 8, max(columns)
 
 
-def test_each_public_name_has_its_signature_once(pages) -> None:
-    places: dict[str, list[str]] = {}
-    for path, page in pages.items():
-        for name in page.described:
-            places.setdefault(name, []).append(path.parent.name)
-    missing = [name for name in PUBLIC if len(places.get(name, [])) != 1]
-    assert not missing, f"not with a signature on exactly one page: {missing}"
-
-
 def test_docstrings_are_shown_as_meant(pages) -> None:
-    """Sessions stand under Examples, no role of Sphinx is left, and no signature shows a private field."""
+    """Sessions stand under Examples, no role of Sphinx is left; signatures are there, and show no private field."""
     signs = re.compile(
         r"<blockquote>|:(?:class|func|meth):|<span class=\"n\">_[a-z]\w*</span><span class=\"p\">:</span>"
     )
-    found = [f"{path.parent.name}: {sign}" for path in pages for sign in signs.findall(path.read_text())]
+    found = [f"{path.parent.name}: {sign}" for path, page in pages.items() for sign in signs.findall(page)]
     assert not found, "\n".join(found)
-
-
-def public_callables() -> set[str]:
-    """Return the full names of the functions, and of the classes that users build: results have no signature."""
-    found = set()
-    for module in (co, co.operators, co.posterior, co.linalg, co.likelihoods, co.evidence, co.sampling, co.gp):
-        for name in module.__all__:
-            if module in (co.operators, co.posterior) and name in co.__all__:
-                continue
-            value = getattr(module, name)
-            ours = getattr(getattr(value, "__init__", None), "__module__", "").startswith("curvops.")
-            result = dataclasses.is_dataclass(value) or name in co.errors.__all__
-            built = isinstance(value, type) and ours and not result
-            if built or isinstance(value, types.FunctionType):
-                found.add(f"{module.__name__.replace('network.', '')}.{name}")
-    return found - {"curvops.low_rank"}  # that of curvops.linalg
-
-
-PUBLIC = sorted(public_callables())
+    assert sum(page.count("doc-signature") for page in pages.values()) > 350
