@@ -254,9 +254,3 @@ def test_what_chose_the_prior_is_saved_and_further_data_forget_it(tmp_path: Any)
     later = co.linearize(lin.model.module, (HELD_OUT, labels(HELD_OUT)), "classification")
     assert "variance" not in repr(post.update(later, check_mode=False))
     assert "variance" not in repr(co.laplace(later, prior_precision=post, check_mode=False))
-
-
-def test_single_precision_chooses_as_double_does() -> None:
-    lin = linearised("classes")
-    one, other = co.laplace(lin), co.laplace(lin.cast(torch.float32))
-    torch.testing.assert_close(one.prior_precision.float(), other.prior_precision, rtol=0.02, atol=0)

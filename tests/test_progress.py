@@ -51,40 +51,22 @@ def run(**options):
             steps.advance(1, "residual 0.1")
 
 
-def test_short_work_is_silent(monkeypatch):
+def test_long_work_shows_itself_on_a_terminal_and_leaves_nothing(monkeypatch):
     terminal = stand_in(monkeypatch, Terminal())
     run()
-    assert terminal.getvalue() == ""
-
-
-def test_long_work_shows_itself_and_leaves_nothing(monkeypatch):
-    terminal = stand_in(monkeypatch, Terminal())
+    assert terminal.getvalue() == ""  # short work
     at_length(monkeypatch)
+    run(progress=False)
+    assert terminal.getvalue() == ""
     run()
     text = terminal.getvalue()
     assert "solve" in text and "/5" in text
     assert text.rsplit("\r", 1)[1].strip() == ""  # the bar is wiped
-    terminal = stand_in(monkeypatch, Terminal())
-    run(progress=False)
-    assert terminal.getvalue() == ""
-
-
-def test_elsewhere_it_is_silent_unless_asked(monkeypatch):
-    at_length(monkeypatch)
     stream = stand_in(monkeypatch, io.StringIO())
     run()
     assert stream.getvalue() == ""
     run(progress=True)
     assert "solve" in stream.getvalue()
-
-
-def test_an_error_takes_the_bar_away(monkeypatch):
-    terminal = stand_in(monkeypatch, Terminal())
-    at_length(monkeypatch)
-    with pytest.raises(KeyboardInterrupt), progress_bar("solve", 5) as steps:
-        steps.advance()
-        raise KeyboardInterrupt
-    assert terminal.getvalue().rsplit("\r", 1)[1].strip() == ""
 
 
 def linearized(told):

@@ -81,13 +81,6 @@ def test_the_folder_holds_two_files_that_all_who_may_read_the_folder_may_read(tm
     assert len({(tmp_path / name).stat().st_mode for name in names}) == 1
 
 
-@pytest.mark.parametrize("path", [3, None, b"bytes", ""], ids=repr)
-def test_a_path_is_a_word_or_a_path(path: Any) -> None:
-    for call in (lambda: storage.save(path, "thing", 1, TREE), lambda: storage.load(path, "thing", 1)):
-        with pytest.raises((TypeError, ValueError), match="path"):
-            call()
-
-
 def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
