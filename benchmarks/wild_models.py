@@ -408,6 +408,12 @@ def _vit(name: str) -> Callable[[], Job]:
     return make
 
 
+def _mamba() -> Job:
+    """Make a job of Mamba in single precision, in which its scan computes whatever the weights are in."""
+    job = _transformer("MambaForCausalLM", "MambaConfig", state_size=4, expand=2)()
+    return job._replace(model=job.model.float(), dtype=torch.float32)
+
+
 def _chgnet() -> Job:
     """Make a job of CHGNet's energies per atom, in eV."""
     torch.set_default_dtype(torch.float32)  # the only one that it knows
@@ -465,7 +471,7 @@ JOBS: dict[str, dict[str, Callable[[], Job]]] = {
         "Llama": _transformer("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=1),
         "Mistral": _transformer("MistralForCausalLM", "MistralConfig", num_key_value_heads=1),
         "Qwen2": _transformer("Qwen2ForCausalLM", "Qwen2Config", num_key_value_heads=1),
-        "Mamba": _transformer("MambaForCausalLM", "MambaConfig", state_size=4, expand=2),
+        "Mamba": _mamba,
         "ViT": _vision_transformer(
             "ViTForImageClassification",
             "ViTConfig",
