@@ -153,3 +153,11 @@ def test_few_probes_of_one_dominant_direction_are_not_too_sure():
         grid = quadrature.logdet(torch.tensor([1.0, 2.0]))
         assert float(grid.interval()[0][0]) == pytest.approx(float(low), rel=1e-12)
     assert covered >= 98 and worst < 12  # 100, 7.6
+
+
+def test_an_exact_null_space_beside_one_direction_leaves_the_radau_rule_regular():
+    A = symmetric(torch.cat([torch.tensor([1e3]), torch.zeros(299)]).double(), seed=5)
+    for seed in range(40):
+        found = logdet(A, shift=1.0, max_matvecs=20, generator=generator(seed))
+        low, high = found.interval()
+        assert low - 1e-9 <= math.log1p(1e3) <= high + 1e-9
