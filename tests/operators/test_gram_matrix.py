@@ -14,17 +14,6 @@ from tests.zoo import ZOO, reference
 DOUBLE = torch.float64
 
 
-class Tokens(nn.Module):
-    """Two tokens of sixteen numbers through one wide layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.out = nn.Linear(16, 24), nn.Linear(48, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.wide(x.unflatten(1, (2, 16))).tanh().flatten(1))
-
-
 NETWORKS = {
     "convolution": lambda: nn.Sequential(
         nn.Unflatten(1, (8, 2, 2)), nn.Conv2d(8, 16, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)
@@ -33,7 +22,9 @@ NETWORKS = {
         nn.Unflatten(1, (16, 2)), nn.Conv1d(16, 48, 3, padding=1, groups=2, bias=False), nn.Tanh(), nn.Flatten(),
         nn.Linear(96, 3),
     ),
-    "sequence": Tokens,
+    "sequence": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 16)), nn.Linear(16, 24), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3)
+    ),
     "norm": lambda: nn.Sequential(
         nn.Unflatten(1, (2, 16)), nn.Conv1d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(),
         nn.Linear(64, 3),

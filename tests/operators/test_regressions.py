@@ -35,22 +35,11 @@ def test_padding_tokens_count_for_nothing(kind, bag):
     assert not found[:4].any()
 
 
-class Twice(nn.Module):
-    """One table looked up in two calls, which add up by one-hot rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 3)
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.table(tokens).sum(1) + self.table(tokens.flip(1)[:, :2]).sum(1)))
-
-
-@pytest.mark.parametrize("network", [lambda: Summed(False), lambda: Summed(True), Twice], ids=["table", "bag", "twice"])
-def test_tokens_of_either_integer_type_that_embeddings_take(network):
+@pytest.mark.parametrize("bag", [False, True])
+def test_tokens_of_either_integer_type_that_embeddings_take(bag):
     """KFAC and EKFAC of 32-bit tokens beside a padding row raised IndexError."""
     torch.manual_seed(0)
-    model, tokens, y = network().double(), torch.randint(0, 7, (6, 5)), torch.arange(6) % 3
+    model, tokens, y = Summed(bag).double(), torch.randint(0, 7, (6, 5)), torch.arange(6) % 3
     for kind in (co.KFAC, co.EKFAC, co.DiagonalGGN, co.GGN, co.TangentKernel):
         long, int32 = (kind(co.linearize(model, (x, y), "classification")) for x in (tokens, tokens.int()))
         torch.testing.assert_close(int32.to_dense(), long.to_dense(), rtol=1e-10, atol=1e-12)
@@ -58,12 +47,6 @@ def test_tokens_of_either_integer_type_that_embeddings_take(network):
     post = co.laplace(lin, co.KFAC, 0.5, check_mode=False)
     covariances = [post.predict(x).covariance_matrix for x in (tokens, tokens.int())]
     torch.testing.assert_close(*covariances, rtol=1e-10, atol=1e-12)
-
-
-def large(dtype=torch.float64):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
-    return co.linearize(model, (torch.randn(100, 8, dtype=dtype), torch.arange(100) % 3), "classification")
 
 
 @pytest.mark.parametrize(("s", "shift"), [(1e4, 1.0), (1e4, 1e-2), (1e5, 1e-2), (1e4, 1e-4)])
@@ -83,7 +66,7 @@ def test_low_rank_solves_within_its_span_in_single_precision(s, shift):
     [
         lambda: Diagonal(torch.tensor([-1.0, 1.0])),
         lambda: LowRank(torch.eye(3)[:, :1], torch.tensor([-1.0])),
-        lambda: co.GGN(large()).add_diagonal(-0.5),
+        lambda: co.GGN(small()).add_diagonal(-0.5),
     ],
 )
 def test_nothing_is_drawn_for_an_indefinite_matrix(make):

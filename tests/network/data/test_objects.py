@@ -319,9 +319,7 @@ def test_a_batch_that_only_the_model_can_read_says_what_it_needs():
     ("call", "message"),
     {
         "no collate": (lambda m, p, y: co.linearize(m, ([Cloud(r) for r in p], y), noise()), "collate="),
-        "targets too few": (lambda m, p, y: of_points(m, p, y[:5]), "7 inputs"),
         "pairs of one": (lambda m, p, y: joined(m, [(part,) for part in p]), "target"),
-        "bare points": (lambda m, p, y: joined(m, p), "target"),
         "with targets": (lambda m, p, y: of_points(m, p, y, JoinPairs(list)), "without targets"),
         "another loader": (lambda m, p, y: joined(m, DataLoader(Items(*zip(p, y)))), "own collate_fn"),
         "too few outputs": (lambda m, p, y: of_points(m, p, y, lambda points: parts_of_points(points[:1])), "one row"),

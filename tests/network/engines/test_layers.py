@@ -193,25 +193,13 @@ class Subclass(nn.Linear):
     """May do anything in its forward."""
 
 
-def hooked() -> nn.Module:
-    layer = nn.Linear(3, 3)
-    layer.register_forward_hook(lambda module, args, output: output**2)
-    return layer
-
-
 NOT_SERVED: dict[str, Callable[[], nn.Module]] = {
     "a subclass": lambda: Subclass(3, 3),
-    "a parametrised layer": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
-    "a hooked layer": hooked,
-    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)),
-    "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
     "batch statistics": lambda: nn.BatchNorm1d(3).train(),
     "no statistics": lambda: nn.BatchNorm1d(3, track_running_stats=False),
     "statistics that change": lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True).train(),
-    "the largest of a bag": lambda: nn.EmbeddingBag(3, 3, mode="max"),
     "a further parameter": lambda: _with_scale(nn.Linear(3, 3)),
     "a class that derives from Conv1D": lambda: type("Conv1D", (Conv1D,), {})(3, 3),
-    "a class that derives from PReLU": lambda: type("PReLU", (nn.PReLU,), {})(3),
 }
 
 

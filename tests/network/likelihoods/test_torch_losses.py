@@ -58,7 +58,6 @@ CE, BCE = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss
 # name: (loss, shape of a point's outputs, targets)
 CASES: dict[str, tuple[nn.Module, tuple[int, ...], Tensor]] = {
     "classes": (CE(), (C,), labels()),
-    "more positions": (CE(), (C, 4), labels(4)),
     "one position": (CE(), (C, 1), labels(1)),
     "images": (CE(), (C, 3, 2), labels(3, 2)),
     "ignored": (CE(), (C, T), labels(T, ignored=True)),
@@ -80,7 +79,6 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...], Tensor]] = {
     "weights with a batch dimension": (BCE(W[None, :, None]), (C, 2), events(C, 2)),
     "both": (BCE(W, pos_weight=W[:, None] * torch.ones(C)), (C, C), events(C, C)),
     "squares": (nn.MSELoss(), (C,), reals(C)),
-    "squares of images": (nn.MSELoss(), (C, 2, 2), reals(C, 2, 2)),
     "counts": (nn.PoissonNLLLoss(), (C,), counts(C)),
     "counts of numbers": (nn.PoissonNLLLoss(full=True), (), counts().long()),
     "counts of positions": (nn.PoissonNLLLoss(full=True), (T, C), counts(T, C)),
