@@ -266,10 +266,3 @@ def test_the_spectrum_of_a_curvature_with_few_outputs_comes_from_its_root(name: 
     pairs = A.eigsh(5, rtol=1e-11, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(dense).flip(0)[:5], **TIGHT)
     torch.testing.assert_close(dense @ pairs.vectors, pairs.vectors * pairs.values, **TIGHT)
-
-
-def test_other_curvatures_name_no_narrow_root() -> None:
-    lin = _overparametrised()
-    assert co.GGN(_overparametrised(parameters="2.bias")).narrow_root is None
-    assert co.Hessian(lin).narrow_root is None and co.KFAC(lin).narrow_root is None
-    assert (co.GGN(lin) + co.GGN(lin)).narrow_root is None

@@ -15,7 +15,6 @@ from curvops.network import Model, Passes, squared_columns
 from tests import zoo_modules as parts
 from tests.network.products import (
     PLENTY,
-    WAYS,
     agree,
     columns,
     linear_layers_off_by,
@@ -126,20 +125,6 @@ def test_a_selection_that_does_not_reach_the_outputs_has_jacobian_zero(way: str)
     for _ in range(2):
         assert not push(passes, columns(20, 3)).any()
         assert not pull(passes, columns(15, 3)).any()
-
-
-def test_sensitivities_in_chunks_are_those_of_one_batched_backward_pass() -> None:
-    """A column's sensitivities of 3000 points take 1.2 MB, so that three columns take a backward pass."""
-    layers = nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 20), nn.Tanh()
-    model, x = nn.Sequential(*layers, nn.Linear(20, 10)).double(), torch.randn(3000, 4).double()
-    few, (every, expected) = (
-        x[:20],
-        (Passes(Model(model), [(x, None)], **WAYS[way]) for way in ("layerwise", "recorded")),
-    )
-    V = columns(len(every.model.theta), 2)
-    assert agree(push(every, V), push(expected, V))
-    J = dense_jacobian(model, few)
-    assert agree(push(every, V)[: len(J)], J @ V)
 
 
 @pytest.mark.parametrize(("dead", "points"), [([0, 5], 4), ([0, 1, 2, 3, 4], 3)], ids=["first point", "first batch"])

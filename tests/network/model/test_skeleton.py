@@ -86,8 +86,11 @@ def test_no_later_change_reaches_a_linearisation() -> None:
 
 
 def test_the_users_module_is_not_touched() -> None:
-    """Its calls are not counted, nor its flags, tensors or hooks changed, and two threads may use it meanwhile."""
+    """Its calls are not counted, nor its flags, tensors or gradients changed, and two threads may use it meanwhile."""
     model = network()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state = copy.deepcopy(model.state_dict())
     held = {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     lins = [co.linearize(model, (X, Y), "classification") for _ in range(2)]
     expected, seen = answers(lins[0]), []
@@ -99,6 +102,8 @@ def test_the_users_module_is_not_touched() -> None:
         assert all(part.training for part in model.modules())
         assert {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())} == held
     assert all(torch.allclose(found[name], expected[name], rtol=1e-10) for found in seen for name in expected)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.requires_grad and bool((parameter.grad == 1).all()) for parameter in model.parameters())
     assert model.calls == 0 and len(seen) == 2
 
 
