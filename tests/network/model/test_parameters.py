@@ -62,3 +62,12 @@ def test_selected_tensors_must_match_and_be_finite(tensor: Tensor, error: type, 
         Model((lambda params, x: x, parameters))
     if tensor.dtype is torch.float64:
         assert Model((lambda params, x: x, parameters), "one").selection.names == ("one",)
+
+
+def test_a_large_block_is_joined_tensor_by_tensor() -> None:
+    """The tensors are freed one after another, so that they and the block are never in memory together."""
+    selection = Model((lambda params, x: x, {"weight": torch.zeros(3, 2**19), "bias": torch.zeros(3)})).selection
+    blocks = {name: torch.randn(6, *shape) for name, shape in zip(selection.names, selection.shapes)}
+    expected = torch.cat([block.flatten(1) for block in blocks.values()], 1).mT
+    assert torch.equal(selection.join(blocks), expected)
+    assert not blocks
