@@ -160,6 +160,15 @@ def test_a_posterior_that_follows_its_noise_is_saved_and_tuned_at_its_present_on
         post.save(tmp_path / "changed")
 
 
+def test_a_curvature_that_does_not_follow_a_noise_that_changes_is_refused(network):
+    lin = linearised(network, torch.tensor(0.5, dtype=DOUBLE))
+    post = co.laplace(lin, co.KFAC, 3.0, check_mode=False)
+    assert post.log_evidence().value.isfinite()
+    lin.likelihood.noise.mul_(2)
+    with pytest.raises(ValueError, match="has changed since KFAC was built"):
+        post.log_evidence()
+
+
 @pytest.mark.parametrize("link", ["probit", "bridge", "mc"])
 def test_gradients_of_probabilities(network, link):
     model, x, _ = network
