@@ -70,9 +70,9 @@ def test_groups_are_blocks_of_the_joint_prediction(
         torch.testing.assert_close(found.variance, joint.variance.unflatten(0, (-1, groups)), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_gradients_in_the_inputs(structure: str) -> None:
-    post, x = posterior("mlp", structure)
+def test_gradients_in_the_inputs() -> None:
+    """Of the structures, `test_input_gradients.py`: groups join the same products."""
+    post, x = posterior("mlp", "GGN")
     x = x[:4].requires_grad_()
     assert torch.autograd.gradcheck(
         lambda x: post.predict(x, groups=2, rtol=1e-12).covariance_matrix, (x,), rtol=1e-4, fast_mode=True
@@ -87,20 +87,14 @@ def test_groups_of_chains() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("network", "groups", "words"),
     [
-        ({"groups": 5}, "groups=5 must divide the 6 points"),
-        ({"groups": 0}, "groups must be at least 1"),
-        ({"groups": 2, "joint": True}, "not both"),
+        ("mlp", 5, "groups=5 must divide the 6 points"),
+        ("mlp", 0, "groups must be at least 1"),
+        ("sequences", 3, "sequences of 2 positions"),
     ],
 )
-def test_groups_that_cannot_be(arguments: dict[str, Any], words: str) -> None:
-    post, x = posterior("mlp", "KFAC")
+def test_groups_that_cannot_be(network: str, groups: int, words: str) -> None:
+    post, x = posterior(network, "KFAC")
     with pytest.raises(ValueError, match=words):
-        post.predict(x, **arguments)
-
-
-def test_groups_that_cut_sequences() -> None:
-    post, x = posterior("sequences", "KFAC")
-    with pytest.raises(ValueError, match="sequences of 2 positions"):
-        post.predict(x, groups=3)
+        post.predict(x, groups=groups)
