@@ -75,20 +75,6 @@ def test_label_probabilities_by_each_link(labels):
         labels.probabilities(X, "bridge")
 
 
-def test_the_bridge_inverts_the_moments_of_a_dirichlet():
-    """Logits with the moments that the bridge gives to a Dirichlet come back as its mean, in any direction of 1."""
-    alpha = torch.tensor([[4.0, 1.5, 2.0], [9.0, 7.0, 1.2]], dtype=DOUBLE)
-    c = alpha.shape[-1]
-    mean = alpha.log() - alpha.log().mean(-1, keepdim=True)
-    inverse = 1 / alpha
-    centring = torch.eye(c, dtype=DOUBLE) - 1 / c
-    covariance = centring @ torch.diag_embed(inverse) @ centring
-    expected = alpha / alpha.sum(-1, keepdim=True)
-    torch.testing.assert_close(answers.bridge(mean, covariance), expected, **TIGHT)
-    moved = covariance + 3.0  # variance along the ones does not change a softmax
-    torch.testing.assert_close(answers.bridge(mean + 5.0, moved), expected, **TIGHT)
-
-
 @pytest.mark.parametrize("c", [2, 4])
 def test_the_bridge_conditions_logits_to_sum_to_zero(c):
     """By the dense formulas, for a covariance whose rows have different sums; then Hobbhahn et al. 2022, eq. (11)."""
@@ -236,7 +222,7 @@ def test_numbers_decompose_in_closed_form(numbers):
     assert "5 points" in repr(found)
 
 
-def test_rates_and_predicted_variances_are_averaged_over_the_posterior():
+def test_rates_are_averaged_over_the_posterior():
     counts = posterior(co.likelihoods.Poisson(), 2, lambda x: x[:, :2].exp().round())
     predicted, found = counts.predict(X), counts.uncertainty(X)
     rate = normal_average(torch.exp, predicted.mean, predicted.variance)
@@ -245,12 +231,6 @@ def test_rates_and_predicted_variances_are_averaged_over_the_posterior():
     torch.testing.assert_close(found.total, rate + squared - rate.square(), **TIGHT)
     with pytest.raises(ValueError, match="no class probabilities"):
         counts.probabilities(X)
-    both = posterior(co.likelihoods.HeteroscedasticGaussian(), 4, lambda x: x[:, :2].sin())
-    predicted, found = both.predict(X), both.uncertainty(X)
-    torch.testing.assert_close(found.mean, predicted.mean[:, :2], **TIGHT)
-    torch.testing.assert_close(found.epistemic, predicted.variance[:, :2], **TIGHT)
-    noise = normal_average(torch.exp, predicted.mean[:, 2:], predicted.variance[:, 2:])
-    torch.testing.assert_close(found.aleatoric, noise, **TIGHT)
     with pytest.raises(ValueError, match=r"noise=True.*Poisson\(\)"):
         counts.predict(X, noise=True)
 
@@ -297,14 +277,14 @@ def test_noise_is_added_to_the_diagonal_alone(numbers, joint, drawn):
 
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_variances_from_draws_carry_their_error(numbers):
-    """150 sets of 20 draws: the χ² interval of a variance holds for 95 %; fewer than 132 has odds of 1 in 10,000."""
+    """100 sets of 20 draws: the χ² interval of a variance holds for 95 %; fewer than 85 has odds of 1 in 25,000."""
     exact, held, errors = numbers.predict(X[:1]).variance[0, 0], 0, []
-    for samples in numbers.sample(3000, seeded(), rtol=1e-6).split(20):
+    for samples in numbers.sample(2000, seeded(), rtol=1e-6).split(20):
         found = numbers.predict(X[:1], samples=samples)
         low, high = found.variance_interval()
         held += bool(low[0, 0] <= exact <= high[0, 0])
         errors.append(found.variance[0, 0] - exact)
-    assert held >= 132
+    assert held >= 85
     torch.testing.assert_close(found.variance_stderr, found.variance * (2 / 20) ** 0.5, rtol=1e-12, atol=0)
     assert 0.75 < float(torch.stack(errors).std() / (exact * (2 / 20) ** 0.5)) < 1.25
     with pytest.raises(ValueError, match="level"):
