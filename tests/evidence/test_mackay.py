@@ -12,6 +12,7 @@ from scipy.stats import chi2
 from torch import nn
 
 import curvops as co
+from tests.posterior.trained import Heads
 from tests.randomness import seeded
 
 DOUBLE = torch.float64
@@ -77,24 +78,13 @@ def test_one_step_is_the_published_update(update):
     assert found.tuning.matvecs == 0  # nothing was solved for
 
 
-class Heads(nn.Module):
-    """Two values and a class by name, linear in the inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleDict({name: nn.Linear(4, n, bias=False) for name, n in (("a", 1), ("b", 2), ("c", 3))})
-
-    def forward(self, x):
-        return {name: head(x) for name, head in self.heads.items()}
-
-
 def several_noises(noises=(0.1, 0.7)):
     """Of weights (24,) that are 0, in the order of the heads: J is x for each column of outputs."""
     x = torch.randn(40, 4, generator=seeded(), dtype=DOUBLE)
     y = {"a": x[:, :1], "b": x[:, 1:3], "c": torch.arange(40) % 3}
     for name, noise in zip("ab", noises):
         y[name] = y[name] + noise**0.5 * torch.randn(y[name].shape, generator=seeded(1), dtype=DOUBLE)
-    model = Heads().double()
+    model = Heads(4, a=1, b=2, c=3).double()
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     likelihoods = {"a": co.likelihoods.Gaussian(0.3), "b": co.likelihoods.Gaussian(2.0), "c": "classification"}
@@ -106,13 +96,12 @@ def noises_of(post):
     return torch.stack([post.lin.likelihood.likelihoods[name].noise.reshape(()) for name in "ab"])
 
 
-@pytest.mark.parametrize("samples", [None, 400])
 @pytest.mark.parametrize("update", ["mackay", "em"])
-def test_one_step_updates_the_noise_of_each_of_several_outputs(update, samples):
-    """Against dense matrices; by 400 draws γ of each output has an error of √(2 Σp²/400), at most 0.2: 5 of these."""
+def test_one_step_updates_the_noise_of_each_of_several_outputs(update):
+    """Against dense matrices; by draws, the test below."""
     post, x, y = several_noises()
     with pytest.warns(co.evidence.MaxStepsWarning):
-        found = co.evidence.mackay(post, samples, 1, update=update, tune_noise=True, xtol=1e-10, generator=seeded())
+        found = co.evidence.mackay(post, None, 1, update=update, tune_noise=True, xtol=1e-10)
     expected = []
     for name, noise in (("a", 0.3), ("b", 2.0)):
         P = x.mT @ x / noise + 5 * torch.eye(4, dtype=DOUBLE)
@@ -120,8 +109,7 @@ def test_one_step_updates_the_noise_of_each_of_several_outputs(update, samples):
         squares, targets = (y[name] - x @ mode).square().sum(), y[name].numel()
         gamma = y[name].shape[1] * (4 - 5 * torch.linalg.inv(P).trace())
         expected.append((squares + noise * gamma) / targets if update == "em" else squares / (targets - gamma))
-    rtol = 1e-4 if samples is None else 5 * 0.2 / 30
-    torch.testing.assert_close(noises_of(found), torch.stack(expected), rtol=rtol, atol=0)
+    torch.testing.assert_close(noises_of(found), torch.stack(expected), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("curvature", [co.GGN, co.KFAC])
@@ -133,30 +121,10 @@ def test_several_noises_end_where_their_evidence_is_largest(curvature, annotatio
     assert found.tuning.converged and found.tuning.steps[-1].noise.shape == (2,)
     torch.testing.assert_close(noises_of(found), noises_of(by_gradient), rtol=1e-4, atol=0)
     torch.testing.assert_close(found.prior_precision, by_gradient.prior_precision, rtol=1e-4, atol=0)
-    drawn = co.evidence.mackay(post, 64, 60, tune_noise=True, generator=seeded())
-    assert drawn.tuning.ending is co.evidence.Ending.WITHIN_ERROR
-    torch.testing.assert_close(noises_of(drawn), noises_of(found), rtol=0.05, atol=0)
-
-
-def test_em_never_lowers_the_exact_evidence():
-    lin, x, y = linear(12, 40, alpha=2.0, noise=0.5)
-    post = co.laplace(lin, co.GGN, prior_precision=200.0, check_mode=False).with_noise(5.0)
-    steps = co.evidence.mackay(post, None, 30, update="em", tune_noise=True).tuning.steps
-    path = torch.stack([log_evidence(x, y, step.prior_precision, step.noise) for step in steps])
-    assert len(path) > 10 and bool((path.diff() > -1e-10).all()) and path[-1] > path[0] + 10
-
-
-@pytest.mark.parametrize("update", ["mackay", "em"])
-def test_64_draws_reach_the_dense_precision_within_a_percent(update):
-    """In weight space the variance of γ is 2 Σ(1 − p)²/K, here 0.2 % of γ: five standard errors for the fixed seed."""
-    lin, *_ = linear(20, 60, alpha=1.0, noise=1.0)
-    post = co.laplace(lin, co.GGN, prior_precision=30.0, check_mode=False)
-    exact = co.evidence.mackay(post, None, 100, update=update)
-    found = co.evidence.mackay(post, 64, 100, update=update, generator=seeded())
-    assert exact.tuning.converged and found.tuning.ending is co.evidence.Ending.WITHIN_ERROR
-    torch.testing.assert_close(found.prior_precision, exact.prior_precision, rtol=0.01, atol=0)
-    last = found.tuning.steps[-1]
-    assert 0 < float(last.stderr) < 0.01 * float(last.effective_parameters)
+    if curvature is co.GGN:
+        drawn = co.evidence.mackay(post, 64, 60, tune_noise=True, generator=seeded())
+        assert drawn.tuning.ending is co.evidence.Ending.WITHIN_ERROR
+        torch.testing.assert_close(noises_of(drawn), noises_of(found), rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.02])
@@ -216,23 +184,6 @@ def test_draws_agree_with_exact_counts_under_every_structure(sides, prior):
         torch.testing.assert_close(by_gradient.prior_precision, exact.prior_precision, rtol=1e-3, atol=0)
 
 
-def test_a_g_prior_does_not_depend_on_the_scale_of_the_weights():
-    """diag(A₀^-½GA₀^-½) = 1, and rescaled inputs give the same evidence."""
-    found = []
-    for factor in (1.0, 50.0):
-        lin, *_ = linear(10, 30, scale=1.0)
-        model = nn.Linear(10, 1, bias=False).double()
-        model.weight.data.zero_()
-        (batch,) = list(lin.data)
-        scaled = co.linearize(model, (batch.inputs * factor, batch.targets), co.likelihoods.Gaussian(1.0))
-        found.append(co.evidence.mackay(co.laplace(scaled, co.GGN, 1.0, check_mode=False), None, 100, prior="g"))
-    one, other = (float(post.log_evidence(mode="linear")) for post in found)
-    assert one == pytest.approx(other, rel=1e-6)
-    G = co.GGN(found[0].lin).to_dense()
-    A0 = co.DiagonalGGN(found[0].lin).entries.clamp_min(1e-6)
-    torch.testing.assert_close((G / A0).diagonal(), torch.ones(10, dtype=DOUBLE), rtol=1e-10, atol=0)
-
-
 def test_later_steps_start_at_earlier_solutions(annotations_unchecked):
     """Of one noise: the last step, where the precision hardly moves, takes fewer products than the first.
 
@@ -247,19 +198,6 @@ def test_later_steps_start_at_earlier_solutions(annotations_unchecked):
     found = co.evidence.mackay(post, 4, 12, noise=noise, method="cg")
     products = [step.matvecs for step in found.tuning.steps]
     assert len(products) > 2 and products[-1] < 0.75 * products[0]
-
-
-def test_the_generating_precision_and_noise_lie_in_their_intervals(annotations_unchecked):
-    """In at least 44 of 50 seeds each, fixed; were coverage 95 %, less would happen once in 40."""
-    inside = torch.zeros(2)
-    for number in range(50):
-        lin, *_ = linear(20, 60, alpha=3.0, noise=0.4, number=number)
-        found = co.evidence.mackay(co.laplace(lin, co.GGN, 1.0, check_mode=False), None, 50, tune_noise=True).tuning
-        assert found.converged
-        low, high = found.prior_interval()
-        few, many = found.noise_interval()
-        inside += torch.tensor([float(low) < 3.0 < float(high), few < 0.4 < many])
-    assert inside.min() >= 44, inside
 
 
 def test_mackay_that_oscillates_says_so_and_em_does_not(annotations_unchecked):

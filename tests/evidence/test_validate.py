@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from curvops.errors import MissingLabelsError
-from tests.posterior.trained import linear_problem, problem
+from tests.posterior.trained import Heads, linear_problem, problem
 
 DOUBLE = torch.float64
 
@@ -41,14 +41,14 @@ def test_one_factor_scales_the_noises_of_several_outputs(annotations_unchecked):
     """Those of two values beside a class; the search starts a thousand times below the noise of both."""
     generator = torch.Generator().manual_seed(0)
     x, new = (torch.randn(n, 3, generator=generator, dtype=DOUBLE) for n in (30, 40))
-    model = Heads().double()
+    model = Heads(3, kind=3, first=1, second=1).double()
 
     def targets(z):
         values = z[:, :2] + 0.3 * torch.randn(len(z), 2, generator=generator, dtype=DOUBLE)
         return {"kind": z.argmax(1), "first": values[:, :1], "second": values[:, 1:]}
 
-    for name, head in (("first", model.first), ("second", model.second)):
-        head.weight.data.copy_(torch.linalg.lstsq(x, targets(x)[name]).solution.mT)
+    for name in ("first", "second"):
+        model.heads[name].weight.data.copy_(torch.linalg.lstsq(x, targets(x)[name]).solution.mT)
     noises = {"first": 9e-5, "second": 9e-6}
     likelihoods = {name: co.likelihoods.Gaussian(noise) for name, noise in noises.items()}
     lin = co.linearize(model, (x, targets(x)), {"kind": "classification", **likelihoods})
@@ -58,17 +58,6 @@ def test_one_factor_scales_the_noises_of_several_outputs(annotations_unchecked):
     assert factors[0] == pytest.approx(factors[1], rel=1e-12) and 1e3 < factors[0] < 1e4
     assert best.tuning.noises[4] == pytest.approx(sum(noises.values()) / 2)
     assert max(best.tuning.scores) > best.tuning.scores[4] + 100 and score(best, new, y) > score(post, new, y) + 100
-
-
-class Heads(torch.nn.Module):
-    """Three outputs by name, linear in the inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.kind, self.first, self.second = (torch.nn.Linear(3, n, bias=False) for n in (3, 1, 1))
-
-    def forward(self, x):
-        return {name: getattr(self, name)(x) for name in ("kind", "first", "second")}
 
 
 def test_data_in_any_form_are_those_tensors(regression, annotations_unchecked):

@@ -28,6 +28,17 @@ class Counted(co.linalg.Operator):
         return self._args[0] @ block
 
 
+class Heads(nn.Module):
+    """Outputs by name, of these sizes, linear in the inputs."""
+
+    def __init__(self, inputs, **sizes):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: nn.Linear(inputs, size, bias=False) for name, size in sizes.items()})
+
+    def forward(self, x):
+        return {name: head(x) for name, head in self.heads.items()}
+
+
 def to_the_mode(model, x, y, prior, steps=300):
     """Train a network to a mode of its posterior: of classes, or of numbers with noise 1."""
     optimizer = torch.optim.LBFGS(
