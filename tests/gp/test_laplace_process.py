@@ -147,58 +147,6 @@ def test_it_is_the_posterior_of_the_weights_at_the_linear_model_s_mode(name: str
     assert float(found.effective_parameters) == pytest.approx(float(gamma), rel=1e-6)
 
 
-def test_under_a_gaussian_likelihood_it_is_the_exact_process_and_its_evidence() -> None:
-    lin = linearized("gaussian")
-    process, post = laplace_gp(lin, 0.7), co.laplace(lin, co.GGN, prior_precision=0.7, check_mode=False)
-    assert process.steps <= 2
-    expected = post.log_evidence(mode="linear")
-    torch.testing.assert_close(process.log_evidence().value, expected.value, rtol=1e-9, atol=1e-9)
-    y = torch.cat([batch.targets for batch in lin.data]) - lin.outputs() + lin.push(lin.theta)
-    K = co.TangentKernel(lin, 0.7).to_dense() + 0.1 * torch.eye(2 * N, dtype=DOUBLE)
-    exact = torch.distributions.MultivariateNormal(torch.zeros(2 * N, dtype=DOUBLE), K).log_prob(y.flatten())
-    torch.testing.assert_close(process.log_evidence().value, exact, rtol=1e-9, atol=1e-9)
-    x = torch.randn(5, 3, dtype=DOUBLE)
-    torch.testing.assert_close(process.predict(x).covariance_matrix, post.predict(x).covariance_matrix, **EXACT)
-
-
-@pytest.mark.parametrize("space", SPACES)
-def test_at_its_mode_a_linear_network_has_the_same_posterior_in_both_spaces(space: str) -> None:
-    torch.manual_seed(0)
-    network = nn.Linear(12, 3).double()
-    x, y = torch.randn(N, 12, dtype=DOUBLE), labels(3)
-
-    def linearize() -> co.operators.Linearization:
-        lin = co.linearize(network, (x, y), "classification")
-        if space == "streamed":
-            lin.memory.room = lambda: 0  # type: ignore[method-assign]
-        return lin
-
-    first = laplace_gp(linearize(), 0.5)
-    with torch.no_grad():
-        for name, values in first.lin.unflatten_weights(first.mean).items():
-            network.get_parameter(name).copy_(values)
-    lin = linearize()
-    process, post = laplace_gp(lin, 0.5), co.laplace(lin, co.GGN, prior_precision=0.5)
-    assert process.is_formed == (space == "formed")
-    torch.testing.assert_close(process.mean, lin.theta, **EXACT)
-    new, targets = torch.randn(6, 12, dtype=DOUBLE), labels(3)[:6]
-    for found in (process, first):
-        torch.testing.assert_close(found.predict(new).mean, post.predict(new).mean, **EXACT)
-        torch.testing.assert_close(found.predict(new).covariance_matrix, post.predict(new).covariance_matrix, **EXACT)
-        torch.testing.assert_close(found.probabilities(new), post.probabilities(new), **EXACT)
-        torch.testing.assert_close(found.log_evidence().value, post.log_evidence().value, **EXACT)
-    pairs = (
-        [each.uncertainty(new, generator=torch.Generator().manual_seed(3)).total for each in (process, post)],
-        [
-            each.log_likelihood(new, targets, generator=torch.Generator().manual_seed(3)).value
-            for each in (process, post)
-        ],
-        [each.probabilities(new, "mc", generator=torch.Generator().manual_seed(3)) for each in (process, post)],
-    )
-    for one, other in pairs:
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", ["softmax", "few weights"])
 def test_draws_have_the_mean_and_the_covariance_in_either_space(name: str) -> None:
     processes = [laplace_gp(linearized(name, space), 0.7, 0.1) for space in SPACES]
