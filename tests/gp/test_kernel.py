@@ -227,16 +227,6 @@ def test_composed_kernels_of_several_outputs() -> None:
     assert isinstance((kernel + scaled)(points).add_diagonal(torch.tensor(0.5, dtype=DOUBLE)), Operator)
 
 
-def test_it_is_lazy_and_its_sums_are_ours() -> None:
-    lin, x, _ = linearized("two outputs")
-    lazy = LinearizedKernel(lin, 2.0)(x)
-    assert isinstance(lazy, gpytorch.lazy.LazyEvaluatedKernelTensor)
-    assert isinstance(lazy.add_diagonal(torch.tensor(0.5, dtype=DOUBLE)), Operator)
-    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(2).double()
-    prior = gpytorch.distributions.MultitaskMultivariateNormal(torch.zeros(N, 2, dtype=DOUBLE), lazy)
-    assert isinstance(likelihood(prior).lazy_covariance_matrix, Operator)
-
-
 def test_the_network_is_neither_trained_nor_moved_nor_saved() -> None:
     lin, x, _ = linearized("one output")
     gp = LinearizedGP(lin, prior_precision=2.0, over="layers", outputscale=2.0)

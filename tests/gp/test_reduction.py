@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -179,17 +178,6 @@ def test_what_is_left_out_bounds_the_distance_from_the_exact_posterior(problem, 
         assert 1 / post.factor <= float(ratios.min()) and float(ratios.max()) <= post.factor
         below = torch.linalg.eigvalsh(torch.linalg.inv(P) - post.without_rest().covariance.to_dense())
         assert float(below.min()) > -1e-10
-
-
-def test_more_inducing_points_know_more():
-    """A greedy choice is nested, and with it the spans: posteriors without the rest grow in the Loewner order."""
-    lin = linearized("classes")
-    posts = [make(lin, rank) for rank in (3, 6, 12, 24)]
-    for fewer, more in pairwise(posts):
-        torch.testing.assert_close(more.rows[: fewer.rank], fewer.rows)
-        assert float(more.error) < float(fewer.error)
-        grown = more.without_rest().covariance.to_dense() - fewer.without_rest().covariance.to_dense()
-        assert float(torch.linalg.eigvalsh(grown).min()) > -1e-12
 
 
 @pytest.mark.parametrize("features", FEATURES)

@@ -109,7 +109,7 @@ def test_classification_trains_by_the_bound(kind: str) -> None:
     optimizer, values = torch.optim.Adam(gp.parameters(), lr=0.05), []
     with torch.random.fork_rng():
         torch.manual_seed(int(torch.randint(100, (), generator=generator)))
-        for _ in range(15):
+        for _ in range(10):
             optimizer.zero_grad()
             loss = -bound(gp(x), y)
             loss.backward()
