@@ -180,17 +180,15 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     post, kfac = (co.laplace(lin, c, prior_precision=3.0, check_mode=False) for c in (co.GGN, co.KFAC))
     x, y = new_points("labels")
     own = x[own_points(2, rank)]
-    draws, bad = post.sample(2, seeded()), own.clone()
+    bad = own.clone()
     bad[0, 0] = torch.nan if rank else bad[0, 0]
     found = {
         "not finite on one rank": lambda: post.predict(bad),
         "two ways to bring together": lambda: kfac.predict(own, gather=rank == 0).covariance_matrix,
         "two questions": lambda: kfac.predict(own) if rank else kfac.uncertainty(own, generator=seeded()),
         "one asks again": lambda: again(kfac, own, rank == 0),
-        "two links": lambda: kfac.probabilities(own, "probit" if rank else "bridge"),
         "two seeds": lambda: kfac.probabilities(own, "mc", generator=seeded(rank)),
         "two forms": lambda: post.predict((own,) if rank else own),
-        "two numbers of functions": lambda: post.functions(own, 2 + rank, samples=draws[:1].expand(2 + rank, -1)),
         "groups that cut a rank's points": lambda: kfac.predict(x[:4] if rank else x[:3], groups=2),
         "targets of another length on one rank": lambda: post.log_likelihood(own, y[: len(own) - rank]),
     }
@@ -215,10 +213,8 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         "two ways to bring together": ("gather=False", "gather=True"),
         "two questions": ("asks for predictions", "uncertainty"),
         "one asks again": (", again, gather=False", ", again, gather=False"),
-        "two links": ("'probit'", "'bridge'"),
         "two seeds": ("seed=", "RanksDifferError"),
         "two forms": ("are of", "inputs of one form"),
-        "two numbers of functions": ("2 functions", "3 functions"),
         "groups that cut a rank's points": ("must divide the 3 points", "must divide the 3 points"),
         "targets of another length on one rank": ("rank 1 rejected its test points", "one target per point"),
         "messages for its own": ("2", "2"),

@@ -112,17 +112,14 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     found = {
         "fewer chains than ranks": outcome(lambda: S.chains(sampler, 1, process_group=group)),
         "other numbers of chains": outcome(lambda: S.chains(sampler, K + rank, process_group=group)),
-        "a number as group": outcome(lambda: S.chains(sampler, K, process_group=2)),
         "other seeds": outcome(lambda: many.init(f.params, seeded(rank))),
         "other starts": outcome(lambda: many.init({n: v + rank for n, v in f.params.items()}, seeded())),
-        "chains of chains": outcome(lambda: S.chains(many, 2)),
         "data shared by the same ranks": outcome(lambda: S.chains(S.sgld(shared, 0.1), K, process_group=group)),
         "a checkpoint": outcome(lambda: S.run(many, f.params, DATA, steps=5, checkpoint="nowhere")),
         "rhat of one rank's chains": outcome(lambda: S.diagnostics.rhat(own)),
         "predictions of one rank's chains": outcome(lambda: S.empirical(linearise("labels"), own)),
         "other projections": outcome(lambda: S.diagnostics.random_projections(own, 3, seeded(rank))),
         "reprior of a shard": outcome(lambda: of_shard(group)),
-        "a fit": outcome(lambda: S.chains(S.vi(f, lr=0.1), K, process_group=group).init(f.params, seeded())),
     }
     ranks = many.spread.ranks
     before = ranks.messages
@@ -137,17 +134,14 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
 REFUSED = {
     "fewer chains than ranks": "ValueError: 1 chains are fewer than the 2 ranks",
     "other numbers of chains": "RanksDifferError: the number of chains",
-    "a number as group": "TypeError: process_group must be a process group",
     "other seeds": "RanksDifferError: the chains' seeds, from generator",
     "other starts": "RanksDifferError: the params to start from",
-    "chains of chains": "ValueError: the sampler already runs ",
     "data shared by the same ranks": "ValueError: the ranks of process_group share the data of log_posterior",
     "a checkpoint": "ValueError: checkpoint= is not for chains that ranks share",
     "rhat of one rank's chains": "ValueError: draws hold the chains of this rank alone",
     "predictions of one rank's chains": "ValueError: draws hold the chains of this rank alone",
     "other projections": "RanksDifferError: the projections, from count and generator",
     "reprior of a shard": "RanksDifferError: the params to start from",
-    "a fit": "ValueError: variational inference makes one fit, not chains",
     "messages": "2 at the start, 4 of a run",
     "own chains": "of 5",
 }
