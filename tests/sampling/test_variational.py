@@ -13,25 +13,17 @@ from torch import Tensor, nn
 import curvops as co
 from curvops.sampling import Variational, VariationalState
 from curvops.sampling.state import NoiseSource
+from tests.sampling.linear_models import NOISE, PRIOR, exact, linear
 
+N = 30
 FAMILIES = ("diagonal", "dense", "low_rank_diagonal", "kronecker")
-N, NOISE, PRIOR = 30, 0.5, 2.0
 
 
-def linear(outputs: int = 2):
-    """A linear model of three inputs with a bias, Gaussian targets, and its exact posterior: θ̄, P (8 weights)."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(N, 3, generator=generator, dtype=torch.float64) @ torch.tensor(
-        [[1.0, 0.7, 0.0], [0.0, 1.0, 0.3], [0.0, 0.0, 1.0]], dtype=torch.float64
-    )
-    y = torch.randn(N, outputs, generator=generator, dtype=torch.float64)
-    torch.manual_seed(1)
-    model = nn.Linear(3, outputs).double()
+def known():
+    """A linear model, its data, its log posterior, and its exact posterior: θ̄, P."""
+    model, x, y = linear(N)
     lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(NOISE))
-    J = lin.jacobian().to_dense()
-    P = J.mT @ J / NOISE + PRIOR * torch.eye(J.shape[1], dtype=torch.float64)
-    mode = torch.linalg.solve(P, J.mT @ y.flatten() / NOISE)
-    return model, (x, y), co.sampling.log_posterior(lin, prior_precision=PRIOR), mode, P
+    return model, (x, y), co.sampling.log_posterior(lin, prior_precision=PRIOR), *exact(model, x, y)
 
 
 def cubature(m: int) -> Tensor:
@@ -75,7 +67,7 @@ def covariance(sampler: Variational, state: VariationalState) -> Tensor:
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_the_kronecker_family_comes_to_the_posterior_where_that_is_one() -> None:
     """Without a bias P = I ⊗ (XᵀX/σ² + λ), a Kronecker product."""
-    _, (x, y), _, _, _ = linear()
+    _, (x, y), _, _, _ = known()
     model = nn.Linear(3, 2, bias=False).double()
     log_posterior = co.sampling.log_posterior(
         co.linearize(model, (x, y), co.likelihoods.Gaussian(NOISE)), prior_precision=PRIOR
@@ -88,7 +80,7 @@ def test_the_kronecker_family_comes_to_the_posterior_where_that_is_one() -> None
 
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_low_rank_plus_a_diagonal_comes_between_the_diagonal_and_the_dense_family() -> None:
-    _, batch, log_posterior, mode, P = linear()
+    _, batch, log_posterior, mode, P = known()
     values = {}
     for family in ("diagonal", "low_rank_diagonal", "dense"):
         rank = {"rank": 8} if family == "low_rank_diagonal" else {}
@@ -124,7 +116,7 @@ def test_kronecker_misfits_are_the_means_over_columns_and_rows_of_the_whole_one(
 
 def test_sticking_to_the_landing_has_no_noise_at_the_posterior() -> None:
     """Whatever is drawn, the gradient is zero where q is the posterior; with the score it is not."""
-    _, batch, log_posterior, mode, P = linear()
+    _, batch, log_posterior, mode, P = known()
     sampler = co.sampling.vi(log_posterior, "dense", draws=1, lr=1e-2)
     state = sampler.init(log_posterior.params, torch.Generator().manual_seed(0))
     L = torch.linalg.cholesky(torch.linalg.inv(P))
@@ -145,7 +137,7 @@ def test_misfits_are_zero_at_the_optimum_and_relative_errors_of_the_precision_el
 
     The optimum is θ̄, with the covariance τP⁻¹ for the dense family, τ/diag(P) for the diagonal one.
     """
-    _, batch, log_posterior, mode, P = linear()
+    _, batch, log_posterior, mode, P = known()
     rank = {"rank": 3} if family == "low_rank_diagonal" else {}
     sampler = co.sampling.vi(log_posterior, family, stick_the_landing=False, temperature=0.5, lr=1e-2, **rank)
     state = fitted(sampler, log_posterior.params, batch)
@@ -178,36 +170,6 @@ def test_misfits_are_zero_at_the_optimum_and_relative_errors_of_the_precision_el
         assert float(mean.abs().max()) > 0.1
     if family == "diagonal":
         assert torch.allclose(parts["log_scale"], torch.full_like(mean, math.expm1(0.2)), atol=1e-9)
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-@pytest.mark.parametrize("what", ["mean", "spread"])
-@pytest.mark.parametrize("away", [0.0, 0.08, -0.08, 0.12, -0.12])
-def test_a_fit_whose_last_step_is_a_tenth_away_from_its_average_is_scattered(what: str, away: float) -> None:
-    """A tenth of a standard deviation for the mean, a tenth of itself for the standard deviation."""
-    sampler = co.sampling.vi(lambda params, batch: -0.5 * params.square().sum(), data_size=1, initial_scale=0.3)
-    state = sampler.init(torch.zeros(5, dtype=torch.float64), torch.Generator().manual_seed(0))
-    moments = {"average": {"mean": state.theta}, "square": {"mean": state.theta}}
-    centre = {"theta": state.theta, **state.spread}
-    state = replace(state, step=torch.full_like(state.step, 10**6), centre=centre, **moments)
-    if what == "mean":
-        state = replace(state, theta=state.theta + 0.3 * away)
-    else:
-        state = replace(state, spread={"log_scale": state.spread["log_scale"] + away})
-    ending = co.sampling.FitEnding
-    assert sampler.ending(state) is (ending.SCATTERED if abs(away) > 0.1 else ending.SETTLED)
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_averages_weight_steps_by_their_third_power() -> None:
-    """Step t counts C(t + 3, 3)-fold: (t + 1)³ / 6 but for lower powers."""
-    sampler = co.sampling.vi(lambda params, batch: -0.5 * (params - 1).square().sum(), data_size=1, lr=0.1)
-    state, seen = sampler.init(torch.zeros(3, dtype=torch.float64), torch.Generator().manual_seed(0)), []
-    for _ in range(5):
-        state, _ = sampler.update(state)
-        seen.append(state.theta)
-    weights = torch.tensor([math.comb(t + 3, 3) for t in range(5)], dtype=torch.float64)
-    torch.testing.assert_close(state.centre["theta"], weights @ torch.stack(seen) / weights.sum())
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
@@ -244,7 +206,7 @@ def test_a_fit_is_settled_where_its_averaged_misfits_are_zero_within_their_stand
 
 def test_a_fit_says_whether_it_is_at_its_optimum() -> None:
     """Adam's steps of 1e-3 move a log scale by 0.15 in 150 steps, far less than it has to go."""
-    model, batch, _, mode, P = linear()
+    model, batch, _, mode, P = known()
 
     def log_posterior(params, batch):
         gap = torch.cat([params["weight"].flatten(), params["bias"]]) - mode
@@ -280,7 +242,7 @@ def test_a_fit_says_whether_it_is_at_its_optimum() -> None:
 @pytest.mark.parametrize("way", ["update", "run"])
 def test_what_diverges_names_the_step_that_its_user_can_set(method: str, way: str) -> None:
     """The default lr of Adam, where none was given: 1e-3. After some steps the energy runs away, or is NaN."""
-    _, batch, log_posterior, _, _ = linear()
+    _, batch, log_posterior, _, _ = known()
     calls = []
 
     def away(params, batch):
@@ -301,7 +263,7 @@ def test_what_diverges_names_the_step_that_its_user_can_set(method: str, way: st
 
 def test_both_gradients_are_the_same_in_the_mean() -> None:
     """On cubature points they differ by the score's mean, which is zero for quadratic log q."""
-    _, batch, log_posterior, _, _ = linear()
+    _, batch, log_posterior, _, _ = known()
     for family in FAMILIES:
         found = []
         for sticking in (True, False):
@@ -317,7 +279,7 @@ def test_both_gradients_are_the_same_in_the_mean() -> None:
 @pytest.mark.parametrize("inputs", [3, 2, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_density_and_covariance_are_those_of_the_draws(family: str, inputs: int) -> None:
-    _, _, log_posterior, _, _ = linear()
+    _, _, log_posterior, _, _ = known()
     rank = {"rank": 3} if family == "low_rank_diagonal" else {}
     sampler = co.sampling.vi(log_posterior, family, lr=1e-2, **rank)
     params = {"weight": torch.zeros(6 // inputs, inputs).double(), "bias": torch.zeros(2).double()}
@@ -338,53 +300,6 @@ def test_density_and_covariance_are_those_of_the_draws(family: str, inputs: int)
     assert torch.allclose(moved.to_dense(), dense[order][:, order], atol=1e-12)
     for given, matrix in ((precision, dense), (inverse, dense[order][:, order])):
         assert given is None or torch.allclose(given.to_dense(), torch.linalg.inv(matrix), atol=1e-8)
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_steps_through_the_public_face_reach_the_posterior() -> None:
-    """With sticking the landing noise goes to zero with the distance, so that one draw a step reaches 1e-4."""
-    model, batch, _, mode, P = linear()
-
-    def log_posterior(params, batch):  # the same up to a constant, faster
-        gap = torch.cat([params["weight"].flatten(), params["bias"]]) - mode
-        return -0.5 * gap @ P @ gap / N
-
-    sampler = co.sampling.vi(
-        log_posterior,
-        "dense",
-        initial_scale=0.2,
-        lr=co.sampling.Cosine(0.02, 800),
-        data_size=N,
-        optimizer=torch.optim.RMSprop,
-    )
-    start = {name: p.detach() for name, p in model.named_parameters()}
-    chain = co.sampling.run(
-        sampler, start, [None], steps=800, generator=torch.Generator().manual_seed(0), progress=False
-    )
-    state = chain.state
-    assert torch.allclose(state.theta, mode, atol=1e-4)
-    assert torch.allclose(covariance(sampler, state), torch.linalg.inv(P), atol=1e-4)
-    model.load_state_dict(state.params)
-    post = sampler.posterior(state, co.linearize(model, batch, co.likelihoods.Gaussian(NOISE)))
-    exact = co.laplace(post.lin, co.GGN, prior_precision=PRIOR)
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    assert torch.allclose(post.predict(x).covariance_matrix, exact.predict(x).covariance_matrix, atol=1e-4)
-
-
-def test_in_place_and_functional_steps_agree_bit_for_bit_and_share_nothing() -> None:
-    _, batch, log_posterior, _, _ = linear()
-    for family in FAMILIES:
-        sampler = co.sampling.vi(log_posterior, family, draws=2, lr=1e-2)
-        state = sampler.init(log_posterior.params, torch.Generator().manual_seed(0))
-        kept = state.clone()
-        other = state.clone()
-        for _ in range(3):
-            state, _ = sampler.update(state, batch)
-            other, _ = sampler.update(other, batch, inplace=True)
-        assert torch.equal(state.theta, other.theta) and torch.equal(state.random, other.random)
-        assert all(torch.equal(state.spread[name], other.spread[name]) for name in state.spread)
-        again, _ = sampler.update(kept, batch)
-        assert not any(again.spread[n].data_ptr() == kept.spread[n].data_ptr() for n in kept.spread)
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
