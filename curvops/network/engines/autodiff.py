@@ -218,9 +218,12 @@ class _Graph:
             with contextlib.suppress(RuntimeError), self.model.differentiating(), self.model.holding(self._leaves):
                 options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
                 parts = [torch.autograd.grad(self.outputs, leaves, U, **options) for U in cotangents.split(most)]
-                rows = {name: [g for g in gradients if g is not None] for name, *gradients in zip(self.names, *parts)}
-                zeros = {name: leaf.new_zeros(len(cotangents), *leaf.shape) for name, leaf in self._leaves.items()}
-                return {name: torch.cat(gradients) if gradients else zeros[name] for name, gradients in rows.items()}
+                rows = {}
+                for (name, leaf), *gradients in zip(self._leaves.items(), *parts):
+                    if gradients[0] is None:  # the outputs do not depend on it
+                        gradients = [leaf.new_zeros(len(cotangents), *leaf.shape)]
+                    rows[name] = torch.cat(gradients)
+                return rows
         return self.pull(cotangents)
 
     @cached_property
