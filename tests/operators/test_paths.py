@@ -152,7 +152,7 @@ def test_curvatures_are_those_of_the_plain_network(run: Any) -> None:
     require_products_by_each_engine(run, (3, N - 3), FEW)
 
 
-@pytest.mark.parametrize("run", [turned_around, sorted_by_an_input, added_by_kind], ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", [turned_around, added_by_kind], ids=lambda run: run.__name__)
 def test_points_may_be_in_another_order_within_any_network(run: Any) -> None:
     """The head of one that adds up points is not its last layer."""
     require_plain_results(run, (N,), 0, "last layer" if run is added_by_kind else "")
