@@ -157,19 +157,6 @@ def test_without_memory_for_the_matrix_it_is_solved_with():
     torch.testing.assert_close(found, post.predict(X).variance, rtol=1e-5, atol=1e-7)
 
 
-def test_distances_take_one_factorisation(lin):
-    post = co.laplace(lin, co.GGN, 0.7, check_mode=False)
-    chosen = torch.arange(0, 40, 2)
-    found = co.wasserstein(post, chosen)
-    P = post.precision.to_dense()
-    S = torch.linalg.inv(P)
-    values, vectors = torch.linalg.eigh(P[chosen][:, chosen])
-    half = vectors / values.sqrt() @ vectors.mT
-    cross = torch.linalg.eigvalsh(half @ S[chosen][:, chosen] @ half).sqrt().sum()
-    torch.testing.assert_close(found.value, S.trace() + (1 / values).sum() - 2 * cross, **TIGHT)
-    assert found.stderr == 0
-
-
 @pytest.mark.parametrize(("prior", "warned"), [(1e-6, False), (1e-9, True), (1e-12, True)])
 def test_rounding_that_solves_would_report_is_reported(lin, prior, warned):
     """True residuals at the lowest eigenvector, the worst right-hand side, decide as they do where nothing is kept."""

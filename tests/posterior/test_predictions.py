@@ -218,6 +218,11 @@ def test_a_learned_tensor_that_changes_is_followed(which: str, monkeypatch: pyte
         assert float((after / before - 1).abs().min()) > 0.1
 
 
+def test_the_accuracy_is_that_of_all_answers() -> None:
+    post = laplace(co.GGN)("classification")
+    assert torch.equal(post.at(X, rtol=1e-3).predict().variance, post.predict(X, rtol=1e-3).variance)
+
+
 def test_sequences_are_shared_position_by_position() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
