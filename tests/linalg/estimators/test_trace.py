@@ -23,25 +23,6 @@ def test_up_to_sixteen_columns_are_multiplied_out_under_any_tolerance(n, exact):
 
 
 @pytest.mark.parametrize(
-    ("options", "total"),
-    [
-        ({"method": "exact"}, 120),
-        ({"method": "exact", "max_matvecs": 40}, 120),
-        ({}, 120),
-        ({"max_matvecs": 40}, 40),
-        ({"max_matvecs": 5000}, 120),
-        ({"rtol": 0.1}, None),
-        ({"rtol": 1e-9, "max_matvecs": 60}, 60),
-    ],
-)
-def test_progress_shows_the_most_products_that_may_be_taken(options, total):
-    totals = []
-    A = symmetric(SPECTRA["decaying"])
-    trace(A, generator=generator(), progress=lambda what, done, most: totals.append(most), **options)
-    assert set(totals) == {total}
-
-
-@pytest.mark.parametrize(
     ("most", "reason"), [(None, Reason.RANK_CAPPED), (100, Reason.RANK_CAPPED), (30, Reason.MATVEC_LIMIT)]
 )
 def test_the_smaller_of_memory_and_budget_is_named(most, reason):

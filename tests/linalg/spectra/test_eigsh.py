@@ -11,7 +11,7 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 from scipy.sparse.linalg import eigsh as scipy_eigsh
 
-from curvops.linalg import Dense, Reason, Solution, cg, eigsh
+from curvops.linalg import Dense, Reason, cg, eigsh
 from tests.linalg.matrices import EXPONENTIAL, SPECTRA, generator, symmetric
 from tests.linalg.rooted import rooted
 from tests.linalg.systems import Counted
@@ -218,32 +218,6 @@ def test_callback_sees_the_residuals_shrink():
     assert [i for i, _ in seen] == sorted({i for i, _ in seen})
     torch.testing.assert_close(seen[-1][1].max(), pairs.residuals.max(), rtol=0.1, atol=0)
     assert float(seen[3][1].max()) > 1e3 * float(seen[-1][1].max())
-
-
-def direct(A, B, *, rtol, maxiter):
-    """A solver that cannot fail, as one product a column."""
-    x = torch.linalg.solve(A.to_dense() if not isinstance(A, torch.Tensor) else A, B)
-    nothing = torch.zeros(B.shape[1], dtype=torch.float64)
-    reasons = (Reason.CONVERGED,) * B.shape[1]
-    return Solution(x, reasons, nothing, nothing, 1, B.shape[1], nothing[None])
-
-
-@pytest.mark.parametrize(("sigma", "lazy"), [(1.5, False), (0.031, True), (-0.7, False)])
-def test_interior_pairs_by_shift_and_invert(sigma, lazy):
-    values = torch.cat([-torch.linspace(0.1, 1, 40).double(), torch.logspace(-3, 1, 60, dtype=torch.float64)])
-    A = symmetric(values)
-    pairs = eigsh(
-        DenseLinearOperator(A) if lazy else A,
-        5,
-        sigma=sigma,
-        rtol=1e-9,
-        solver=direct,
-        generator=generator(),
-    )
-    expected = values[(values - sigma).abs().argsort()][:5]
-    torch.testing.assert_close(pairs.values, expected, rtol=1e-10, atol=1e-13)
-    assert set(pairs.reasons) == FLAWLESS
-    assert_honest(A, pairs, 1e-9)
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
