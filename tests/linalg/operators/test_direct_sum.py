@@ -1,4 +1,4 @@
-"""Blocks on positions: how they divide a vector, how blocks without a closed form answer, how a subclass makes them.
+"""Blocks on positions: how they divide a vector, and how blocks without a closed form answer.
 
 Tests `partition.py`.
 """
