@@ -415,6 +415,14 @@ def test_held_out_data_choose_the_prior():
         co.evidence.validate(post_of(lin), points[:5], y[:5])
 
 
+def test_the_prior_that_training_points_choose():
+    points, _, sums = of_clouds()
+    model, labels = Pooled().double(), torch.arange(N) % 2
+    lin = co.linearize(model, (points, labels), "classification", collate=parts_of_points)
+    reference = co.linearize(model.net, (sums, labels), "classification")
+    close(co.laplace(lin).prior_precision, co.laplace(reference).prior_precision)
+
+
 def test_training_and_modes():
     points, y, sums = of_clouds()
     torch.manual_seed(3)
