@@ -60,6 +60,15 @@ def test_what_the_self_check_finds_depends_on_no_unit_of_the_outputs(scale: floa
     assert set(passes.plan.others) == {"2.weight", "2.bias"}
 
 
+def test_the_self_check_may_reject_every_layer() -> None:
+    with linear_layers_off_by(0.5):
+        J, passes = dense_jacobian(*ZOO["inplace_relu"].build()), walk("inplace_relu", "layerwise")
+        V = columns(J.shape[1], 2)
+        for _ in range(3):
+            assert agree(push(passes, V), J @ V)
+    assert passes.plan.layers == ()
+
+
 def test_the_check_behind_rows_rejects_a_rule_that_is_wrong_by_one_percent() -> None:
     """It looks at one cotangent: rows are then taken from autodiff for this layer alone."""
     with linear_layers_off_by(1.01, out_features=5):
