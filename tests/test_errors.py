@@ -17,20 +17,11 @@ from torch import Tensor, nn
 import curvops as co
 from curvops import sampling as S
 from tests.ranks.processes import alone
+from tests.sampling.readouts import Halting
 
 ROOT = Path(__file__).parents[1]
 X, LABELS = torch.linspace(-1, 1, 24).reshape(8, 3), torch.arange(8) % 2
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-
-
-class Halting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.inner(x)
-        return h if bool(h.sum() > 1e9) else h + 1
 
 
 def linearization() -> co.operators.Linearization:

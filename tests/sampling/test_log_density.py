@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from tests.sampling.gaussians import seeded
+from tests.sampling.readouts import Halting
 
 S = co.sampling
 
@@ -117,17 +118,8 @@ def test_chains_of_a_network_by_vmap_are_those_of_a_loop() -> None:
 
 
 def test_a_network_without_vmap_falls_back_to_the_loop() -> None:
-    class Halting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(2, 3).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            h: Tensor = self.inner(x)
-            return h if bool(h.sum() > 1e9) else h + 1  # a choice by the numbers
-
     torch.manual_seed(0)
-    _, X, y = problem()
+    X, y = torch.randn(11, 3), torch.arange(11) % 2
     f = S.log_posterior(Halting(), "classification", data_size=11)
     sampler = S.sgld(f, 0.1)
     with pytest.warns(S.NotVectorizedWarning, match="one by one"):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from curvops.sampling.running import largest_curvature
+from tests.linalg.interrupted import Killed
 from tests.sampling.gaussians import curvature, log_density, preconditioners, seeded
 
 S = co.sampling
@@ -50,10 +51,6 @@ def test_draws_are_the_states_after_warm_up() -> None:
     assert torch.equal(chain.state.theta, states[12]) and int(start.step) == 0
     assert chain.params["weight"].shape == (2, 3, 1, 3)
     assert chain.acceptance is None
-
-
-class Killed(BaseException):
-    pass
 
 
 SAMPLERS = {
@@ -185,3 +182,15 @@ def test_progress_is_told() -> None:
     seen: list[tuple[str, int, int | None]] = []
     S.run(S.sgld(log_density(H), 0.1, data_size=1), START, steps=3, warmup=1, progress=lambda *a: seen.append(a))
     assert seen == [("sampling", i, 4) for i in (1, 2, 3, 4)]
+
+
+def test_a_pass_of_minibatches_has_each_point_once_in_another_order() -> None:
+    """The same of a Dataset as of its tensors."""
+    f, _ = regression()
+    X, y = torch.arange(30.0).double().view(10, 3), torch.zeros(10, 1).double()
+    parts, of_dataset = (S.minibatches(f, data, 4, seeded(0)) for data in ((X, y), TensorDataset(X, y)))
+    passes, others = ([torch.cat([x for x, _ in each]) for _ in range(2)] for each in (parts, of_dataset))
+    assert len(parts) == 3 and [len(y) for _, y in parts] == [4, 4, 2]
+    assert not torch.equal(*passes)
+    for one, other in zip(passes, others):
+        assert torch.equal(one.sort(0).values, X) and torch.equal(one, other)
