@@ -37,7 +37,7 @@ from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.function_space import FunctionSpace
-from curvops.posterior.precision import REMEDIES, preconditioner, solving_kernel
+from curvops.posterior.precision import REMEDIES, kernel_of_mode, preconditioner
 from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.summary import Summarised
 
@@ -213,7 +213,7 @@ def find_mode(
     """
     saved, cache, prior, theta = current(), terms.cache, terms.prior, terms.lin.theta
     lins = cache.known_data("the mode of the linear model")
-    J = terms.lin.jacobian()
+    J, kernel = terms.lin.jacobian(), kernel_of_mode(terms)
     beside = 8 * describe(J).vector_bytes  # two points, and what the next is made of
 
     def counted() -> AbstractContextManager[None]:
@@ -227,7 +227,7 @@ def find_mode(
     matvecs, steps = 2, 0
     if saved.state is not None:
         delta, steps, matvecs = (saved.state[name] for name in ("delta", "steps", "matvecs"))
-    elif (kernel := solving_kernel(terms)) is not None:
+    elif kernel is not None:
         near = dual_mode(kernel, float(prior.precision), prior.mean, 0.01 * rtol, most_steps=50)
         delta, matvecs = near.theta - theta, near.matvecs + 3
         del near
@@ -237,18 +237,18 @@ def find_mode(
     del delta  # the model's own alone
     if saved.state is None:
         saved.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
-    ours = is_psd(terms.curvature) and terms.closed_form is None
-    few = None if saved or theta.nbytes * SOLVE_VECTORS <= terms.lin.memory_budget else solving_kernel(terms)
+    one_for_all = kernel is not None or (is_psd(terms.curvature) and terms.closed_form is None)
+    few = None if saved or theta.nbytes * SOLVE_VECTORS <= terms.lin.memory_budget else kernel
 
     def sketched() -> tuple[Any, int]:
         """Return M ≈ P⁻¹ at θ*, and the number of products it took."""
         with saved.name_part("preconditioner"):
-            if (kernel := solving_kernel(terms)) is not None:
+            if kernel is not None:
                 return kernel.inverse_of_weights(float(prior.precision)), 0
             return preconditioner(terms, 1)
 
     # A run that goes on has its first step's sketch even where no step is left, since what comes next uses it, too.
-    M = sketched()[0] if ours and saved and steps else None
+    M = sketched()[0] if one_for_all and saved and steps else None
 
     def step_at(model: _LinearModel, steps: int) -> Tensor:
         nonlocal matvecs, M
@@ -259,9 +259,9 @@ def find_mode(
         # The first step for a Gaussian is its last, and is solved to the end; any other is solved as far as it pays.
         worth = 0.0 if all(isinstance(lin.likelihood, Gaussian) for lin in lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))
-        if not ours:
+        if not one_for_all:
             M = precision.preconditioner(1)
-        elif M is None:  # one for all steps
+        elif M is None:
             M, spent = sketched()
             matvecs += spent
         solution = cg(precision, -model.gradient, preconditioner=M, rtol=goal)

@@ -84,7 +84,7 @@ def posterior_system(
             diagonal=A is not None,
             root_columns=0 if root is None else root.shape[-1],
             outputs=lin.num_data * lin.num_outputs,
-            gram_cost=cache.gram_cost if scalar else math.inf,
+            gram_cost=cache.gram_cost if scalar and cache.is_exact else math.inf,
             resolved=A is None or A.ndim > 0 or kernel is None or kernel.may_resolve(float(A.detach())),
             budget=lin.memory_budget,
             formed=formed is not None and formed.base is base,
@@ -175,14 +175,17 @@ def kernel_of(terms: PrecisionTerms) -> FunctionSpace:
         return kernel
 
 
-def solving_kernel(terms: PrecisionTerms) -> FunctionSpace | None:
-    """Return J Jᵀ if it is a possible route for determinants, and its rounding is small enough to solve with it.
+def kernel_of_mode(terms: PrecisionTerms) -> FunctionSpace | None:
+    """Return J Jᵀ if it is a possible route to the linear model's mode, and its rounding allows solves with it.
 
-    This does not depend on earlier calls, so that equal seeds continue to give equal draws.
+    The Hessian there is that of the GGN plus the prior, whatever the curvature in P is. The result does not depend on
+    earlier calls, so that equal seeds continue to give equal draws.
     """
     if terms.A is None or terms.A.ndim:
         return None
-    table = determinants(posterior_system(terms, whole=False))
+    system = posterior_system(terms, whole=False)
+    facts = replace(system.posterior or PosteriorFacts(), gram_cost=terms.cache.gram_cost)
+    table = determinants(replace(system, posterior=facts))
     if not any(route.name == "formed kernel" and route.possible for route in table):
         return None
     kernel = kernel_of(terms)

@@ -159,12 +159,17 @@ class CurvatureCache:
             self._follow()
             self._values[name] = value
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the curvature is the exact GGN of these data alone."""
+        curvature = self.curvature
+        return isinstance(curvature, GGN) and curvature.arguments == {} and curvature.lin is self.lin
+
     @cached_property
     def gram_cost(self) -> float:
-        """Return the gradients that J Jᵀ takes; ∞ unless the curvature is the exact GGN of these data alone."""
-        curvature = self.curvature
-        exact = isinstance(curvature, GGN) and curvature.arguments == {} and curvature.lin is self.lin
-        return gram_cost(self.lin.plan, self.lin.num_data) if exact else math.inf
+        """Return the gradients that J Jᵀ takes; ∞ unless these data alone are counted, and once."""
+        alone = not isinstance(self.data, str) and self.power == 1 and [*map(id, self.data)] == [id(self.lin)]
+        return gram_cost(self.lin.plan, self.lin.num_data) if alone else math.inf
 
     def known_data(self, what: str) -> tuple[Linearization, ...]:
         """Return the linearisations of the curvature; raise ValueError if `what` needs them and they are unknown."""

@@ -99,3 +99,14 @@ def test_what_rounding_changed_is_in_the_error(name, rank):
             assert e.stderr == e.bias_bound > 0
         else:
             assert e.stderr == 0 and abs(e.value - exact) <= 0.01 * exact
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_interval_covers():
+    # 40 runs at 95 %: fewer than 33 hits has a false-alarm rate below 0.1 %.
+    G, g, hits = symmetric(log_spaced(100, 1e6)), generator(), 0
+    exact = dense(G, 1e-3)
+    for _ in range(40):
+        low, high = effective_dimension(G, 1e-3, rtol=1e-3, max_matvecs=80, generator=g).interval()
+        hits += bool(low <= exact <= high)
+    assert hits >= 33

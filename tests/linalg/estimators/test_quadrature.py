@@ -161,3 +161,16 @@ def test_an_exact_null_space_beside_one_direction_leaves_the_radau_rule_regular(
         found = logdet(A, shift=1.0, max_matvecs=20, generator=generator(seed))
         low, high = found.interval()
         assert low - 1e-9 <= math.log1p(1e3) <= high + 1e-9
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("rank", [0, 20])
+def test_interval_covers(rank):
+    # 40 runs at 95 %: fewer than 33 hits has a false-alarm rate below 0.1 %.
+    values, g, hits = log_spaced(80, 1e4), generator(), 0
+    A, exact = symmetric(values), dense(values, 1e-2)[0]
+    for _ in range(40):
+        q = spectral_quadrature(A, shift=1e-2, probes=5, rank=rank, generator=g, rtol=1e-3, max_matvecs=150)
+        low, high = q.logdet(1e-2).interval()
+        hits += bool(low <= exact <= high)
+    assert hits >= 33
