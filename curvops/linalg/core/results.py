@@ -351,9 +351,9 @@ class Estimate(Summarised):
 
 def _norm(value: Tensor | float) -> float:
     """Return the 2-norm of a tensor, the absolute value of a number."""
-    if isinstance(value, Tensor) and value.ndim:
+    if isinstance(value, Tensor):
         return float(torch.linalg.vector_norm(value.detach(), dtype=torch.float64))
-    return abs(float(value))
+    return abs(value)
 
 
 def add_estimates(one: Estimate, other: Estimate) -> Estimate:
