@@ -84,7 +84,7 @@ def posterior_system(
             diagonal=A is not None,
             root_columns=0 if root is None else root.shape[-1],
             outputs=lin.num_data * lin.num_outputs,
-            gram_cost=cache.gram_cost if scalar and cache.is_exact else math.inf,
+            gram_cost=cache.gram_cost if scalar else math.inf,
             resolved=A is None or A.ndim > 0 or kernel is None or kernel.may_resolve(float(A.detach())),
             budget=lin.memory_budget,
             formed=formed is not None and formed.base is base,
@@ -183,8 +183,9 @@ def kernel_of_mode(terms: PrecisionTerms) -> FunctionSpace | None:
     """
     if terms.A is None or terms.A.ndim:
         return None
-    system = posterior_system(terms, whole=False)
-    facts = replace(system.posterior or PosteriorFacts(), gram_cost=terms.cache.gram_cost)
+    cache, system = terms.cache, posterior_system(terms, whole=False)
+    cost = min(cache.gram_cost, cache.mode_cost)  # the factors of an exact GGN serve its determinants, too
+    facts = replace(system.posterior or PosteriorFacts(), gram_cost=cost)
     table = determinants(replace(system, posterior=facts))
     if not any(route.name == "formed kernel" and route.possible for route in table):
         return None

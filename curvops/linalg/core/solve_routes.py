@@ -60,6 +60,8 @@ UNEVEN = 4.0
 """The largest ratio between the factors by which prior precisions differ from those that a sketch was made for."""
 RESOLVED = 1000
 """The least prior precision, in units of the rounding of J Jᵀ, for which solutions are right to three digits."""
+NEWTON_STEPS = 12
+"""The number of factorisations that the mode of a linear model is expected to take in function space."""
 EPOCHS = 100
 """The default number of passes over the data of stochastic descent."""
 
