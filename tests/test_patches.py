@@ -12,7 +12,6 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ALLOWED = {
-    "cli/test_bench.py": "an interruption",
     "cli/test_demo.py": "an interruption, and checks that fail",
     "cuda/test_face.py": "the way in which a CPU draws many numbers, so that it draws those of a GPU",
     "linalg/samples.py": "the sources of random numbers, in whose place unit vectors show a draw's matrix",
