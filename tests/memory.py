@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in a tensor that is made within; those that share the memory of another do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(each, Tensor) and not any(result.alias_info for result in function._schema.returns):
+                self.numbers = max(self.numbers, each.numel())
+        return found
 
 
 def peak_of(call: Callable[[], T]) -> tuple[int, T]:

@@ -281,7 +281,7 @@ def _two_heads() -> nn.Module:
 
 
 def _centred_gradient() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 5), functions.Centred(), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(4, 5), parts.Applied(functions.CentredGradient.apply), nn.Linear(5, 3))
 
 
 def _table() -> Iterator[Network]:

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+
+class Applied(nn.Module):
+    """A function as a layer of `nn.Sequential`, or another module inside one that only passes its arguments on."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(*args, **kwargs)
+
+
+class Shaped(nn.Linear):
+    """A linear map of two inputs to outputs of any shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__(2, math.prod(shape))
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).reshape(len(x), *self.shape)
 
 
 class Residual(nn.Module):
@@ -94,9 +118,9 @@ class Pooled(nn.Module):
 class Recurrent(nn.Module):
     """A recurrent layer, its last state, a linear head."""
 
-    def __init__(self, layer: type[nn.RNNBase]) -> None:
+    def __init__(self, layer: Any, inputs: int = 4, width: int = 3, outputs: int = 2, batch_first: bool = True) -> None:
         super().__init__()
-        self.rnn, self.head = layer(4, 3, batch_first=True), nn.Linear(3, 2)
+        self.rnn, self.head = layer(inputs, width, batch_first=batch_first), nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(x)[0][:, -1])
@@ -170,6 +194,20 @@ class Tokens(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.embedding(tokens)
         return self.head(torch.tanh(self.mix(h if h.ndim == 2 else h.mean(1))))
+
+
+class Several(nn.Module):
+    """A body and a head for each output; `returned` says how the outputs are returned."""
+
+    def __init__(self, widths: dict[Any, int], returned: Callable[[dict[Any, Tensor]], Any] = dict) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.heads = nn.ModuleDict({f"head_{name}": nn.Linear(3, width) for name, width in widths.items()})
+        self.names, self.returned = list(widths), returned
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.body(x).tanh()
+        return self.returned({name: self.heads[f"head_{name}"](h) for name in self.names} | {"features": h})
 
 
 class WeightedBag(nn.Module):

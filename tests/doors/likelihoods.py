@@ -13,6 +13,7 @@ import curvops as co
 from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from tests.doors.door import Door
 from tests.network.definitions import normal
+from tests.zoo_modules import Shaped
 
 WEIGHT = torch.tensor([0.5, 2.0, 0.0, 1.3], dtype=torch.float64)
 
@@ -31,17 +32,6 @@ def with_loss(loss: Any, y: Tensor = REALS) -> co.operators.Linearization:
 
 N, C, T = 5, 3, 3
 CE, BCE = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss
-
-
-class Shaped(nn.Linear):
-    """A linear map with outputs of any shape."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__(2, math.prod(shape))
-        self.shape = shape
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).reshape(len(x), *self.shape)
 
 
 def shaped(loss: Any, shape: tuple[int, ...], y: Tensor) -> co.operators.Linearization:

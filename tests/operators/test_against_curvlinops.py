@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from tests.randomness import seeded
+from tests.zoo import ZOO
 
 N = 24
 FISHER = {"exact": "type-2", "mc": "mc", "empirical": "empirical"}
@@ -48,10 +49,6 @@ class Attention(nn.Module):
         return self.head(torch.tanh(self.out(h.transpose(1, 2).flatten(2))).mean(1))
 
 
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-
-
 def _cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 5, 2, (2, 1), (1, 0), dilation=(1, 2)),
@@ -60,7 +57,7 @@ def _cnn() -> nn.Module:
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (_mlp, (4,)),
+    "mlp": (ZOO["mlp"].make, (4,)),
     "cnn": (_cnn, (2, 8, 8)),
     "groupnorm": (Residual, (2, 6, 6)),
     "attention": (Attention, (3, 4)),

@@ -8,6 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 import curvops as co
+from tests.zoo_modules import Recurrent
 
 
 def linearized(seed=0, parameters=None, outputs=2):
@@ -76,15 +77,7 @@ def test_layers_that_get_a_diagonal_for_want_of_factors_are_named(kind):
 
 
 def test_a_layer_without_a_rule_that_gets_a_diagonal_is_named():
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn, self.head = nn.GRU(3, 24, batch_first=True), nn.Linear(24, 2)
-
-        def forward(self, x):
-            return self.head(self.rnn(x)[0][:, -1])
-
     torch.manual_seed(0)
-    lin = co.linearize(Last().double(), (torch.randn(3, 4, 3), torch.arange(3) % 2), "classification")
+    lin = co.linearize(Recurrent(nn.GRU, 3, 24).double(), (torch.randn(3, 4, 3), torch.arange(3) % 2), "classification")
     with pytest.warns(co.errors.NoFactorsWarning, match="rnn.*no layer rule.*co.GGN"):
         co.KFAC(lin)

@@ -212,20 +212,11 @@ def test_eigendecompositions_run_side_by_side_and_are_shown():
         wrong.eigen()
 
 
-class Tagger(nn.Module):
-    """An output for each token of a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.hidden, self.head = nn.Embedding(7, 3), nn.Linear(3, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.hidden(self.table(tokens))))
-
-
 def sequences() -> tuple[Any, Tensor, Tensor]:
+    """A network with an output for each token, tokens and labels."""
     torch.manual_seed(0)
-    return Tagger().double(), torch.randint(7, (6, 5)), torch.randint(3, (6, 5))
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return model, torch.randint(7, (6, 5)), torch.randint(3, (6, 5))
 
 
 @pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvops as co
+from tests.memory import Largest
 from tests.network.definitions import TIGHT, autograd_hessians, normal
+from tests.zoo_modules import Applied
 
 N, T, C, WIDTH = 6, 3, 4, 5
 LABELS = torch.tensor([0, 1, 2, 3, 3, 1])
@@ -120,19 +121,6 @@ def test_confident_classes_lose_no_digits() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers in any result."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for each in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(each, Tensor) and not any(result.alias_info for result in func._schema.returns):
-                self.numbers = max(self.numbers, each.numel())
-        return found
-
-
 @pytest.mark.parametrize("likelihood", [lik.Categorical(), lik.Bernoulli()], ids=["classes", "events"])
 def test_many_outputs_take_no_columns(likelihood: Any) -> None:
     points, outputs = 100, 150
@@ -146,24 +134,14 @@ def test_many_outputs_take_no_columns(likelihood: Any) -> None:
         assert largest.numbers <= 2 * outputs**2
 
 
-class Text(nn.Module):
-    """A language model; with `first` the vocabulary is at dimension 1, as torch's cross-entropy takes it."""
-
-    def __init__(self, vocabulary: int, first: bool) -> None:
-        super().__init__()
-        self.embedding, self.head, self.first = nn.Embedding(vocabulary, 4), nn.Linear(4, vocabulary), first
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        found = self.head(self.embedding(tokens).tanh())
-        return found.movedim(-1, 1) if self.first else found
-
-
 @pytest.mark.parametrize("parameters", ["last_layer", None])
 @pytest.mark.parametrize("first", [False, True])
 def test_checks_of_a_text_look_at_few_of_its_positions(first: bool, parameters: str | None) -> None:
-    """No result is larger than the outputs of the three points that the model is tried on."""
+    """No result is larger than the outputs of the three points; torch's cross-entropy has classes at dimension 1."""
     vocabulary, length = 300, 64
-    model, tokens = Text(vocabulary, first), torch.arange(3 * length).unflatten(0, (3, length))
+    layers = nn.Embedding(vocabulary, 4), nn.Tanh(), nn.Linear(4, vocabulary)
+    model = nn.Sequential(*layers, Applied(lambda f: f.movedim(-1, 1) if first else f))
+    tokens = torch.arange(3 * length).unflatten(0, (3, length))
     with Largest() as largest:
         co.linearize(model, (tokens, tokens), nn.CrossEntropyLoss() if first else "classification", parameters)
     assert largest.numbers <= 3 * length * vocabulary

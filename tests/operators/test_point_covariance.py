@@ -10,7 +10,7 @@ import curvops as co
 from curvops.network.data import take
 from curvops.operators.function_space import point_covariances, row_covariances
 from tests.zoo import ZOO, batches, call
-from tests.zoo_modules import Pooled
+from tests.zoo_modules import Applied, Pooled
 
 NETWORKS = [
     "mlp",
@@ -107,20 +107,13 @@ def test_layers_at_more_positions_than_they_have_columns(curvature):
     adapter = nn.Sequential(nn.Linear(5, 2, bias=False), nn.Linear(2, 7), nn.Tanh(), nn.Linear(7, 2))
     images = nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(2), nn.Linear(25, 2))
     for model, shape in ((adapter, (4, 11, 5)), (images, (4, 2, 6, 6))):
-        whole = nn.Sequential(model, Means()).double()
+        whole = nn.Sequential(model, Applied(lambda f: f.mean(1))).double()
         x, y = torch.randn(shape).double(), torch.tensor([0, 1, 1, 0])
         lin = co.linearize(whole, (x, y), "classification")
         A = curvature(lin)
         inverse, J = A.add_diagonal(0.7).inverse(), lin.jacobian(x)
         for size in (2, 4):
             torch.testing.assert_close(point_covariances(J, inverse, size), by_solves(J, inverse, size), **TIGHT)
-
-
-class Means(nn.Module):
-    """The mean over positions."""
-
-    def forward(self, f):
-        return f.mean(1)
 
 
 @pytest.mark.parametrize("structure", ["DiagonalGGN", "LowRank", "BlockDiagonal"])
@@ -148,17 +141,9 @@ ENDS = {
 )
 def test_linear_operations_after_a_position_wise_layer(end, structure):
     """Blocks, variances and the gradient in x, of the last layer and of all, against rows and solves."""
-
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return ENDS[end](self.head(self.body(x).tanh()))
-
     torch.manual_seed(0)
-    model, x = Head().double(), torch.randn(5, 3, 2, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2), Applied(ENDS[end])).double()
+    x = torch.randn(5, 3, 2, dtype=torch.float64)
     y = torch.zeros_like(model(x)).detach()
     for parameters in ("last_layer", None):
         lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0), parameters)

@@ -8,20 +8,15 @@ from torch import nn
 
 import curvops as co
 from curvops import metrics
+from tests.zoo_modules import Applied
 
 DOUBLE = torch.float64
 
 
-class PerPixel(nn.Module):
+def per_pixel(last):
     """Outputs (n, 3, h, w) with the classes at dimension 1, or last."""
-
-    def __init__(self, last):
-        super().__init__()
-        self.first, self.second, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 3, 1), last
-
-    def forward(self, x):
-        f = self.second(self.first(x).tanh())
-        return f.movedim(1, -1) if self.last else f
+    layers = nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 3, 1)
+    return nn.Sequential(*layers, Applied(lambda f: f.movedim(1, -1) if last else f))
 
 
 def flat(outputs=3):
@@ -32,9 +27,9 @@ PIXELS = torch.randn(6, 1, 4, 2, dtype=DOUBLE, generator=torch.Generator().manua
 IMAGES = PIXELS[:, :, :2]
 POINTS = PIXELS[:, 0].flatten(1)[:, :4]
 CASES = {  # model, inputs, targets, likelihood, whether classes are at dimension 1
-    "image, torch's loss": (PerPixel(False), IMAGES, torch.arange(24).view(6, 2, 2) % 3, nn.CrossEntropyLoss(), True),
-    "image": (PerPixel(True), IMAGES, torch.arange(24).view(6, 2, 2) % 3, "classification", False),
-    "image of numbers": (PerPixel(True), IMAGES, torch.ones(6, 2, 2, 3, dtype=DOUBLE), "regression", False),
+    "image, torch's loss": (per_pixel(False), IMAGES, torch.arange(24).view(6, 2, 2) % 3, nn.CrossEntropyLoss(), True),
+    "image": (per_pixel(True), IMAGES, torch.arange(24).view(6, 2, 2) % 3, "classification", False),
+    "image of numbers": (per_pixel(True), IMAGES, torch.ones(6, 2, 2, 3, dtype=DOUBLE), "regression", False),
     "sequence": (flat(), PIXELS[:, 0].mT, torch.arange(12).view(6, 2) % 3, "classification", False),
     "classes": (flat(), POINTS, torch.arange(6) % 3, "classification", False),
     "numbers": (flat(), POINTS, torch.ones(6, 3, dtype=DOUBLE), "regression", False),
@@ -129,7 +124,7 @@ def test_answers_have_the_shape_of_the_model_s_outputs_and_no_points_give_empty_
 
 
 def test_channels_first_or_last_are_the_same_numbers_and_metrics_take_both():
-    first, last = PerPixel(False).double(), PerPixel(True).double()
+    first, last = per_pixel(False).double(), per_pixel(True).double()
     last.load_state_dict(first.state_dict())
     x, y = PIXELS, torch.arange(48).view(6, 4, 2) % 3
     kinds = ((first, nn.CrossEntropyLoss()), (last, "classification"))

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvops as co
 from curvops import linalg
 from curvops.linalg import cg, dual_descent
+from tests.memory import Largest
 from tests.ranks.meshes import Mesh, of_two_dimensions, wrong_blocks
 from tests.ranks.processes import LONGEST, assert_those_of_one_process, by_problem, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, answered, linearise, seeded
@@ -96,21 +95,6 @@ def of_formed_kernels(lin: co.operators.Linearization, on: Mesh) -> Iterator[Que
     yield "K of other points", lambda: other @ on.normal(other.shape[1])
     yield "K of other points, formed", lambda: on.formed(other) @ on.normal(other.shape[1])
     yield "K of both, its product", lambda: co.TangentKernel(lin, 2.0, new, new[:4]) @ on.normal(4 * lin.num_outputs)
-
-
-class Largest(TorchDispatchMode):
-    """The numbers in the largest tensor that is made within."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **kwargs or {})
-        for part in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(part, Tensor):
-                self.numbers = max(self.numbers, part.numel())
-        return found
 
 
 def largest_tensor(group: Any, mesh: Any) -> dict[str, int]:

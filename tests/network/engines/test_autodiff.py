@@ -17,13 +17,7 @@ from curvops.network import Model, Passes, saved_bytes
 from tests.network.products import WAYS, columns, push, require_products, walk
 from tests.zoo import UNSUPPORTED, ZOO, batches, reference
 from tests.zoo_functions import WrongJvp
-
-
-class OwnFunction(nn.Module):
-    """A function without a forward derivative."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return WrongJvp.apply(x)
+from tests.zoo_modules import Applied
 
 
 def has_forward_mode(function: Callable[[Tensor], Tensor]) -> bool:
@@ -139,7 +133,7 @@ def test_a_network_of_many_megabytes_inside_inference_mode() -> None:
     assert torch.equal(inside, co.GGN(lin) @ torch.ones_like(lin.theta))
 
 
-@pytest.mark.parametrize("function", [nn.Sigmoid(), OwnFunction()], ids=["replayed", "double backward"])
+@pytest.mark.parametrize("function", [nn.Sigmoid(), Applied(WrongJvp.apply)], ids=["replayed", "double backward"])
 def test_activations_are_freed_with_what_recorded_them(function: nn.Module) -> None:
     """An operation that saves its own output under a hook holds itself for ever, unless the hook hands out another."""
     alive: list[weakref.ref[Tensor]] = []

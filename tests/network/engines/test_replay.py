@@ -11,25 +11,17 @@ from torch.func import functional_call, jacfwd
 
 from curvops.network import Model, Passes
 from tests.network.products import WAYS, require_products
+from tests.zoo_modules import Applied
 
 
 def recorded(model: Any, inputs: Tensor) -> Passes:
     return Passes(Model(model), [(inputs, None)], **WAYS["recorded"])
 
 
-class Turned(nn.Module):
-    """The positions come first, so that the tangent of the scaled input has other strides than the norm's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.last = nn.LayerNorm(4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(x.transpose(0, 1))).mean(0)
-
-
 def test_sums_with_zeros_are_kept_as_they_were() -> None:
-    model, x = Turned().double(), torch.randn(3, 5, 4).double()
+    """The positions come first, so that the tangent of the scaled input has other strides than the norm's output."""
+    turned, means = Applied(lambda x: x.transpose(0, 1)), Applied(lambda f: f.mean(0))
+    model, x = nn.Sequential(turned, nn.LayerNorm(4), nn.Linear(4, 3), means).double(), torch.randn(3, 5, 4).double()
     found = jacfwd(lambda values: functional_call(model, values, (x,)))(dict(model.named_parameters()))
     J = torch.cat([part.flatten(2) for part in found.values()], 2).flatten(0, 1).detach()
     passes = recorded(model, x)

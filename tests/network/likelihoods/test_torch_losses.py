@@ -16,19 +16,9 @@ from torch import Tensor, nn
 
 import curvops as co
 from tests.network.definitions import TIGHT, normal
+from tests.zoo_modules import Shaped
 
 N, C, T = 5, 3, 3
-
-
-class Shaped(nn.Module):
-    """A linear map with outputs of any shape: the Hessian of a loss in its parameters is the GGN."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.shape, self.linear = shape, nn.Linear(2, math.prod(shape))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).reshape(len(x), *self.shape)
 
 
 def labels(*positions: int, ignored: bool = False) -> Tensor:
@@ -186,7 +176,7 @@ def test_a_noise_for_each_output_goes_with_the_models_outputs(
 
     def log_likelihood(theta: Tensor, noise: Tensor) -> Tensor:
         weight, bias = theta.split([2 * math.prod(shape), math.prod(shape)])
-        f = torch.func.functional_call(model, {"linear.weight": weight.view(-1, 2), "linear.bias": bias}, (x,))
+        f = torch.func.functional_call(model, {"weight": weight.view(-1, 2), "bias": bias}, (x,))
         each = noise.reshape(meant).expand(shape)
         return -0.5 * ((f - y).square() / each + (2 * math.pi * each).log()).sum()
 
