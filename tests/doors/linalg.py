@@ -221,7 +221,6 @@ DOORS = [
             "three indices": (lambda: A[0, 1, 2], IndexError, OUT_OF_RANGE),
         },
     ),
-    Door("dense decompositions of what is large", rows={"eigh": (lambda: Dense(LARGE).eigh(), r"eigsh\(k\)")}),
     Door(
         "DirectSum",
         rows={
