@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import pathlib
 from functools import partial
 
@@ -23,6 +22,7 @@ from curvops.network import likelihoods
 from curvops.network.trained import network_record
 from curvops.operators import operator_record
 from tests.zoo import ZOO, call, points
+from tests.zoo_modules import Applied
 
 DOUBLE = torch.float64
 Gaussian = co.likelihoods.Gaussian
@@ -418,18 +418,13 @@ def test_sequences_come_back(of_torch, tmp_path):
     """Torch's cross-entropy has the classes at dimension 1, our likelihoods have them last."""
     model = nn.Conv1d(2, 3, 2).double()
     x, y = normal(4, 2, 5), torch.arange(16).view(4, 4) % 3
-    model = model if of_torch else nn.Sequential(model, Last())
+    model = model if of_torch else nn.Sequential(model, Applied(lambda f: f.movedim(1, -1)))
     lin = co.linearize(model, (x, y), nn.CrossEntropyLoss() if of_torch else "classification")
     post, test = laplace(lin, co.KFAC), normal(2, 2, 5, seed=7)
     post.save(tmp_path / "p")
     for back in (co.load(tmp_path / "p", model), co.load(tmp_path / "p", model, (x, y))):
         assert_same(answers(post, test), answers(back, test))
         assert back.lin.output_shape == (4, 3)
-
-
-class Last(nn.Module):
-    def forward(self, x):
-        return x.movedim(1, -1)
 
 
 def double_exponential(f):
@@ -471,20 +466,7 @@ def is_operator(thing):
     return isinstance(thing, type) and issubclass(thing, co.linalg.Operator)
 
 
-# Files
-
-
-def test_a_newer_or_a_damaged_file_is_named(tmp_path):
-    model, lin = linearised()
-    path = tmp_path / "p"
-    laplace(lin, co.KFAC).save(path)
-    file = path / "curvops.json"
-    whole = json.loads(file.read_text())
-    file.write_text(json.dumps(whole | {"version": 3}))
-    assert "version 3 of its format" in refusal(co.load, path, model)
-    file.write_text(json.dumps(whole)[:-5])
-    assert "damaged" in refusal(co.load, path, model)
-    assert "nothing was saved there" in refusal(co.load, tmp_path / "q", model)
+# Files and operators
 
 
 def test_a_posterior_saved_by_the_first_version_is_read(tmp_path):
