@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
-from tests.zoo_modules import Wired
+from tests.zoo_modules import Recurrent, Wired
 
 X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0, 1, 2, 0])
 
@@ -88,17 +88,6 @@ def test_outputs_at_other_weights_are_computed_some_points_at_a_time() -> None:
     assert torch.allclose(outputs, 1.1 * model(x), atol=1e-13)
 
 
-class Steps(nn.Module):
-    """A recurrent layer over inputs (n, t, 4)."""
-
-    def __init__(self, kind: Any, **options: Any) -> None:
-        super().__init__()
-        self.layer, self.head = kind(4, 5, **options), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0][:, -1])
-
-
 def forms(x: Tensor, y: Tensor) -> dict[str, Any]:
     """The same data in memory, as a Dataset, in batches, and in batches whose first has only two points."""
     return {
@@ -113,9 +102,9 @@ def forms(x: Tensor, y: Tensor) -> dict[str, Any]:
 def test_recurrent_layers_run_along_steps_not_points(kind: Any) -> None:
     x = torch.randn(7, 6, 4)
     for data in forms(x, Y).values():
-        assert co.linearize(Steps(kind, batch_first=True), data, "classification").num_data == 7
-        with pytest.raises(ValueError, match=r"other points of its batch.*batch_first=True \(not so 'layer'\)"):
-            co.linearize(Steps(kind), data, "classification")
+        assert co.linearize(Recurrent(kind, outputs=3), data, "classification").num_data == 7
+        with pytest.raises(ValueError, match=r"other points of its batch.*batch_first=True \(not so 'rnn'\)"):
+            co.linearize(Recurrent(kind, outputs=3, batch_first=False), data, "classification")
 
 
 def by_class(f: Tensor, y: Tensor) -> Tensor:
@@ -139,12 +128,12 @@ def test_losses_are_of_one_point_each_where_targets_differ_later(confident: floa
 
 
 def test_packed_sequences_may_have_to_come_in_order_of_their_lengths() -> None:
-    class Packed(Steps):
+    class Packed(Recurrent):
         def forward(self, x: Tensor) -> Tensor:
             packed = nn.utils.rnn.pack_padded_sequence(x, (x[:, :, 0] != 0).sum(1), batch_first=True)
-            return self.head(self.layer(packed)[1][-1])
+            return self.head(self.rnn(packed)[1][-1])
 
     x = torch.rand(7, 6, 4) + 1
     for n in range(7):
         x[n, 6 - n // 2 :] = 0
-    assert co.linearize(Packed(nn.GRU, batch_first=True), (x, Y), "classification").num_data == 7
+    assert co.linearize(Packed(nn.GRU, outputs=3), (x, Y), "classification").num_data == 7

@@ -23,25 +23,12 @@ from torch.utils.data import DataLoader
 import curvops as co
 from tests.network.definitions import TIGHT, Items, normal, require_consistent_products, require_sampled_moment
 from tests.zoo import dense_jacobian
+from tests.zoo_modules import Applied, Several
 
 N, T = 8, 3
 LIKELIHOODS = co.likelihoods
 Losses = dict[Any, Callable[[Tensor, Tensor], Tensor]]
 """Minus log p of each target as a function of the outputs under a name and of some targets, summed over a point."""
-
-
-class Several(nn.Module):
-    """A body and a head for each output; `shape` says how the outputs are returned."""
-
-    def __init__(self, widths: dict[Any, int], returned: Callable[[dict[Any, Tensor]], Any] = dict) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 3)
-        self.heads = nn.ModuleDict({f"head_{name}": nn.Linear(3, width) for name, width in widths.items()})
-        self.names, self.returned = list(widths), returned
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.body(x).tanh()
-        return self.returned({name: self.heads[f"head_{name}"](h) for name in self.names} | {"features": h})
 
 
 class Segmenter(nn.Module):
@@ -376,24 +363,14 @@ def test_targets_by_name_come_in_every_form_of_data() -> None:
     torch.testing.assert_close(co.GGN(single).to_dense().double(), expected, rtol=1e-4, atol=1e-4)
 
 
-class OfLists(nn.Module):
-    """A network that takes a list of points."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, points: Any) -> Any:
-        return self.net(torch.stack([point["x"] for point in points]))
-
-
 def test_points_of_any_kind_have_targets_by_name() -> None:
     joined, x, y, lin = built("a class and values")
     points = [{"x": row} for row in x]
     pairs = [(point, {name: part[i] for name, part in y.items()}) for i, point in enumerate(points)]
+    model = nn.Sequential(Applied(lambda some: torch.stack([point["x"] for point in some])), joined.net)
     expected = co.KFAC(lin).to_dense()
     for data in ((points, y), pairs):
-        objects = co.linearize(OfLists(joined.net), data, FIRST.likelihoods, collate=list)
+        objects = co.linearize(model, data, FIRST.likelihoods, collate=list)
         torch.testing.assert_close(co.KFAC(objects).to_dense(), expected, **TIGHT)
 
 

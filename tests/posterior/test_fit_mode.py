@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from curvops.errors import ModeWarning
+from tests.zoo_modules import Applied
 
 DOUBLE = torch.float64
 
@@ -114,29 +115,22 @@ def test_a_last_layer_always_reaches_its_mode_with_few_passes(dtype):
     assert gradient.norm() < (1e-2 if dtype == torch.float32 else 1e-4)
 
 
-class Pooled(nn.Module):
-    """A head whose outputs are added up over positions; its weight may be normalised, and then is not linear."""
-
-    def __init__(self, normalised: bool) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
-        if normalised:
-            nn.utils.parametrizations.weight_norm(self.head)
-
-    def forward(self, x):
-        return self.head(self.body(torch.stack([x, x.flip(1)], 1)).tanh()).sum(1)
+def pooled(head):
+    """A head whose outputs are added up over two positions."""
+    positions, total = Applied(lambda x: torch.stack([x, x.flip(1)], 1)), Applied(lambda f: f.sum(1))
+    return nn.Sequential(positions, nn.Linear(4, 6), nn.Tanh(), head, total).double()
 
 
 def test_a_head_that_is_pooled_reaches_its_mode():
     """By Newton's method, as the outputs are affine in its weights: that takes few passes through the rest."""
     x, y = data(60)
     torch.manual_seed(0)
-    model, passes = Pooled(False).double(), []
-    model.body.register_forward_hook(lambda module, inputs, outputs: passes.append(len(outputs)))
+    model, passes = pooled(nn.Linear(6, 3)), []
+    model[1].register_forward_hook(lambda module, inputs, outputs: passes.append(len(outputs)))
     fit = co.fit_mode(model, (x, y), "classification", 1.0, parameters="last_layer")
     assert fit.converged and fit.remaining <= 0.01
     assert sum(passes) < 40 * len(x)
-    model.body.requires_grad_(False)
+    model[1].requires_grad_(False)
     assert gradient_of(model, LOSSES["classification"](model(x), y), 1.0).norm() < 1e-4
 
 
@@ -144,7 +138,7 @@ def test_a_normalised_head_is_descended_and_tells_how_far_it_came():
     """A prior draws the direction to 0, where it is not smooth: rounding decides whether 0.01 nats are reached."""
     x, y = data(60)
     torch.manual_seed(0)
-    model = Pooled(True).double()
+    model = pooled(nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))
     fit = co.fit_mode(model, (x, y), "classification", 10.0, parameters="last_layer")
     assert fit.converged == (fit.remaining <= 0.01) and fit.remaining < 0.1
     assert fit.losses[-1] < fit.losses[0] - 1

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from tests.zoo_modules import Applied
 
 SCALES = [1.0, 1e-6, 1e6]
 DTYPES = [torch.float64, torch.float32]
@@ -20,22 +21,12 @@ CURVATURES = [co.GGN, co.KFAC, co.DiagonalGGN]
 X = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-class Times(nn.Module):
-    """A network whose outputs are multiplied by a number, as are its targets."""
-
-    def __init__(self, scale):
-        super().__init__()
-        self.net, self.scale = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), scale
-
-    def forward(self, x):
-        return self.scale * self.net(x)
-
-
 @functools.cache
 def posterior(scale, dtype=torch.float64, curvature=co.GGN):
     """Targets, noise and network in one unit: every variance of the outputs is scale² times that at scale 1."""
     torch.manual_seed(0)
-    model = Times(scale).double().to(dtype)
+    layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), Applied(lambda f: scale * f)
+    model = nn.Sequential(*layers).double().to(dtype)
     x = torch.randn(20, 3, dtype=torch.float64).to(dtype)
     likelihood = co.likelihoods.Gaussian(noise=torch.tensor([0.1, 0.2], dtype=dtype) * scale**2)
     lin = co.linearize(model, (x, scale * x[:, :2].sin()), likelihood)

@@ -21,6 +21,7 @@ from tests.ranks.processes import alone, assert_those_of_one_process, run_on_ran
 from tests.ranks.questions import DOUBLE, data, own_slice, place_of, seeded
 from tests.ranks.sharded_models import data as sequences
 from tests.ranks.sharded_models import network, sharded
+from tests.zoo_modules import Applied, Several
 
 CHOSEN = torch.tensor([1, 8, 12])
 GAUSSIAN = co.likelihoods.Gaussian
@@ -28,19 +29,15 @@ LARGE = 100.0
 Answers = dict[str, Tensor]
 
 
-class Summed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-    def forward(self, points: list[dict[str, Tensor]]) -> Tensor:
-        return self.net(torch.stack([point["rows"].sum(0) for point in points]))
+def summed(points: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([point["rows"].sum(0) for point in points])
 
 
 def of_objects(group: Any) -> Answers:
     torch.manual_seed(0)
     points = [{"rows": torch.randn(size, 3).double()} for size in (2, 3, 1, 4, 2, 5, 1)]
-    y, model = torch.randn(7, 2).double(), Summed().double()
+    y = torch.randn(7, 2).double()
+    model = nn.Sequential(Applied(summed), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     own = own_slice(*place_of(group), {1: (7,), 3: (4, 0, 3)})
     mine, gathered = points[own], {} if group is None else {"gather": True}
     lin = co.linearize(model, (mine, y[own]), GAUSSIAN(noise=0.3), process_group=group, collate=list)
@@ -57,28 +54,18 @@ def of_objects(group: Any) -> Answers:
     }
 
 
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.kind, self.value = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.body(x).tanh()
-        return {"kind": self.kind(h), "value": self.value(h)}
-
-
 def of_targets(group: Any) -> Answers:
     """Several outputs, missing targets, weights of targets, and weights by the names of outputs."""
     own = own_slice(*place_of(group))
     torch.manual_seed(0)
-    model = Heads().double()
+    model = Several({"kind": 3, "value": 2}).double()
     (x, kind), (_, value) = data("labels"), data("numbers")
     w = value.abs()
     value[::3, 0] = torch.nan
     targets = {"kind": kind[own], "value": value[own]}
     choice = {"kind": "classification", "value": GAUSSIAN("per_output", missing="ignore")}
     several = co.linearize(model, (x[own], targets), choice, process_group=group)
-    plain = nn.Sequential(model.body, nn.Tanh(), model.value)
+    plain = nn.Sequential(model.body, nn.Tanh(), model.heads["head_value"])
     batch = {"inputs": x[own], "targets": value[own], "weights": w[own]}
     weighted = co.linearize(plain, batch, GAUSSIAN(missing="ignore"), weights=True, process_group=group)
     found = {}

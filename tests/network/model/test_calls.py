@@ -13,6 +13,7 @@ from transformers import BatchEncoding
 
 import curvops as co
 from tests.network.definitions import TIGHT, normal
+from tests.zoo_modules import Applied
 
 X, MASK, Y = normal(7, 4), normal(7, 3, seed=1), torch.tensor([0, 1, 2, 0, 1, 2, 0])
 
@@ -46,15 +47,6 @@ class WholeOfItsType(Base):
         return scale * self.head(batch.data["x"]) * batch.data["mask"]
 
 
-class Wrapped(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.inner(*args, **kwargs)
-
-
 class Pair(Base):
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         return self.head(pair[0]) * pair[1]
@@ -77,11 +69,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "whole UserDict": (WholeOfItsType, mapping(UserDict)),
     "whole encoding": (WholeOfItsType, mapping(BatchEncoding)),
     "sequential": (lambda: nn.Sequential(Whole()), mapping(dict)),
-    "wrapped keywords": (lambda: Wrapped(Keywords()), mapping(dict)),
-    "wrapped whole": (lambda: Wrapped(Whole()), mapping(dict)),
+    "wrapped keywords": (lambda: Applied(Keywords()), mapping(dict)),
+    "wrapped whole": (lambda: Applied(Whole()), mapping(dict)),
     "positions": (Keywords, lambda: (X, MASK)),
     "whole tuple": (Pair, lambda: (X, MASK)),
-    "wrapped whole tuple": (lambda: Wrapped(Pair()), lambda: [X, MASK]),
+    "wrapped whole tuple": (lambda: Applied(Pair()), lambda: [X, MASK]),
 }
 
 

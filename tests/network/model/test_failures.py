@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, distributions, nn
 
 import curvops as co
 from tests.network.definitions import normal
-from tests.zoo_modules import Wired
+from tests.zoo_modules import Applied, Wired
 
 X, Y = normal(7, 4, dtype=torch.float32), torch.tensor([0, 1, 2, 0, 1, 2, 0])
 
@@ -26,15 +27,6 @@ def tokens() -> nn.Module:
 
 def wired(wiring: Any) -> nn.Module:
     return Wired(wiring)
-
-
-class Entries(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, batch: Any) -> Tensor:
-        return self.head(batch["features"])
 
 
 def elsewhere(m: Any, x: Tensor) -> Tensor:
@@ -53,7 +45,7 @@ CASES: dict[str, tuple[nn.Module, Any, type, str]] = {
     ),
     "floats": (tokens(), (X, Y), RuntimeError, "the model failed on inputs"),
     "range": (tokens(), (torch.full((7, 4), 9), Y), IndexError, "index out of range"),
-    "entry": (Entries(), ({"x": X}, Y), KeyError, "KeyError"),
+    "entry": (nn.Sequential(Applied(itemgetter("features")), nn.Linear(4, 3)), ({"x": X}, Y), KeyError, "KeyError"),
     "no mapping": (net(), ({"x": X}, Y), TypeError, "the model failed on inputs"),
     "arguments": (nn.Bilinear(4, 4, 3), (X, Y), TypeError, "missing 1 required"),
     "device": (wired(elsewhere), (X, Y), RuntimeError, "on the same device"),
