@@ -30,6 +30,7 @@ from curvops import linalg, metrics
 from curvops.linalg.core import vectors
 from curvops.network import likelihoods
 from tests.posterior.trained import problem
+from tests.zoo_modules import Applied
 
 pytestmark = pytest.mark.gpu
 
@@ -44,28 +45,16 @@ class PointOnHost:
         return PointOnHost(self.x.to(device))
 
 
-class OfPoints(nn.Module):
-    """A model that takes a list of points, or the tensors of some."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, points: Any) -> Tensor:
-        return self.model(torch.stack([point.x for point in points]) if isinstance(points, list) else points)
+def stacked(points: Any) -> Tensor:
+    """Return the tensor of a list of points, or that which is given."""
+    return torch.stack([point.x for point in points]) if isinstance(points, list) else points
 
 
-class WrittenInPlace(nn.Module):
-    """A classifier whose last operation is linear, which only a trial shows."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.model(x).clone()
-        logits[:, 0] += logits[:, 1]
-        return logits
+def written_in_place(logits: Tensor) -> Tensor:
+    """Return a linear function of the logits, which only a trial shows to be one."""
+    logits = logits.clone()
+    logits[:, 0] += logits[:, 1]
+    return logits
 
 
 def joined_points(w: World) -> list[Tensor]:
@@ -73,8 +62,9 @@ def joined_points(w: World) -> list[Tensor]:
     _, given, labels = trained("classification")
     points = [PointOnHost(x) for x in given]
     results = []
-    for collate in (list, lambda some: torch.stack([point.x for point in some])):
-        lin = co.linearize(OfPoints(w.fresh()[0]), (points, labels), "classification", collate=collate)
+    for collate in (list, stacked):
+        model = nn.Sequential(Applied(stacked), w.fresh()[0])
+        lin = co.linearize(model, (points, labels), "classification", collate=collate)
         results += [co.GGN(lin) @ w.V, lin.predict(points[:2]), co.DiagonalGGN(lin).diagonal()]
     return results
 
@@ -106,10 +96,13 @@ class World:
         model.load_state_dict(trained("classification")[0].state_dict())
         return model.to(self.device), *(t.to(self.device) for t in trained("classification")[1:])
 
+    def linearized(self, parameters: Any = None, **options: Any) -> Any:
+        model, x, y = self.fresh()
+        return co.linearize(model, (x, y), "classification", parameters, **options)
+
     @functools.cached_property
     def lin(self) -> Any:
-        model, x, y = self.fresh()
-        return co.linearize(model, (x, y), "classification")
+        return self.linearized()
 
     def at(self, params: Any) -> Any:
         """The linearisation at these weights."""
@@ -235,7 +228,7 @@ def ran(w: World, sampler: Any, **options: Any) -> Tensor:
 
 def function_space(w: World, prior: Any, streamed: bool = False) -> Any:
     """What Laplace's approximation in function space gives, with the Gram matrix or by products."""
-    lin = w.at(w.fresh()[0].state_dict())
+    lin = w.linearized()
     if streamed:
         lin.memory.room = lambda: 0  # type: ignore[method-assign]
     process = co.gp.laplace_gp(lin, prior)
@@ -339,10 +332,7 @@ FACE: dict[str, Callable[[World], Any]] = {
     ),
     "Gradients": lambda w: w.lin.gradients().to_dense(),
     "Jacobian": lambda w: w.lin.jacobian(w.x, differentiable=True).to_dense(),
-    "engines": lambda w: [
-        co.GGN(co.linearize(*w.fresh()[:1], w.fresh()[1:], "classification", engine=e)) @ w.V
-        for e in ("autodiff", "layerwise", "streamed")
-    ],
+    "engines": lambda w: [co.GGN(w.linearized(engine=e)) @ w.V for e in ("autodiff", "layerwise", "streamed")],
     "loader on the host": lambda w: (
         co.GGN(
             co.linearize(
@@ -356,11 +346,14 @@ FACE: dict[str, Callable[[World], Any]] = {
         co.GGN(co.linearize(w.fresh()[0], trained("classification")[1:], "classification")) @ w.V
     ),
     "inputs on the host": lambda w: w.post.predict(w.x.cpu()).variance,
-    "last layer": lambda w: co.KFAC(
-        co.linearize(w.fresh()[0], w.fresh()[1:], "classification", "last_layer")
-    ).to_dense(),
+    "last layer": lambda w: co.KFAC(w.linearized("last_layer")).to_dense(),
     "last layer, proved affine": lambda w: (
-        co.GGN(co.linearize(WrittenInPlace(w.fresh()[0]), w.fresh()[1:], "classification", "last_layer")) @ w.normal(21)
+        co.GGN(
+            co.linearize(
+                nn.Sequential(w.fresh()[0], Applied(written_in_place)), w.fresh()[1:], "classification", "last_layer"
+            )
+        )
+        @ w.normal(21)
     ),
     "weights": lambda w: (
         co.GGN(co.linearize(w.fresh()[0], (*w.fresh()[1:], w.normal(12).abs()), "classification", weights=True)) @ w.V
@@ -410,9 +403,7 @@ FACE: dict[str, Callable[[World], Any]] = {
     },
     "Subnetwork": lambda w: (
         co.Subnetwork(co.GGN(w.lin), torch.arange(9, device=w.device)).to_dense(),
-        co.laplace(
-            co.linearize(w.fresh()[0], w.fresh()[1:], "classification", torch.arange(9, device=w.device)), co.GGN, 1.0
-        ).predict(w.x),
+        co.laplace(w.linearized(torch.arange(9, device=w.device)), co.GGN, 1.0).predict(w.x),
     ),
     "update": lambda w: w.post.update(w.other).predict(w.x),
     "observation_noise": lambda w: co.laplace(w.regression, co.GGN, 1.0).predict(w.x, noise=True),
@@ -634,7 +625,8 @@ def sequences(w: World) -> Any:
     """Tokens with positions, by an attention layer and by a recurrent one."""
     x, y = w.normal(4, 3, 4), torch.arange(12, device=w.device).view(4, 3) % 2
     found = []
-    for layer in (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), Recurrent()):
+    recurrent = nn.Sequential(nn.LSTM(4, 4, batch_first=True), Applied(lambda found: found[0]))
+    for layer in (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), recurrent):
         torch.manual_seed(2)
         model = nn.Sequential(copy.deepcopy(layer), nn.Linear(4, 2)).double().to(w.device)
         for p in model.parameters():
@@ -671,15 +663,6 @@ def several_outputs(w: World) -> Any:
         at.probabilities()["kind"],
         post.log_evidence().value,
     ]
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
 
 
 def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
