@@ -19,23 +19,15 @@ from tests.network.definitions import (
     require_sampled_moment,
 )
 from tests.zoo import dense_jacobian
+from tests.zoo_modules import Applied
 
 N, T, C = 4, 3, 3
 
 
-class Pointwise(nn.Module):
-    """A convolution along positions, then one of width 1: channels first inside, last outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Conv1d(2, 4, 3, padding=1), nn.Conv1d(4, C, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x).tanh()).mT
-
-
 def pointwise() -> tuple[nn.Module, Tensor]:
-    return Pointwise().double(), normal(N, 2, T)
+    """A convolution along positions, then one of width 1: channels first inside, last outside."""
+    layers = nn.Conv1d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv1d(4, C, 1), Applied(lambda f: f.mT)
+    return nn.Sequential(*layers).double(), normal(N, 2, T)
 
 
 LABELS = torch.tensor([[0, 1, 2], [2, 2, 1], [0, 0, 1], [1, 2, 0]])
@@ -79,14 +71,9 @@ def definition(model: nn.Module, x: Tensor, likelihood: Any, y: Tensor, each: Te
     return value, torch.einsum("ncd,nc->d", J, r), torch.einsum("ncd,nce,nef->df", J, H, J)
 
 
-def linearised(
-    model: nn.Module, x: Tensor, case: str, batches: bool = False, **options: Any
-) -> co.operators.Linearization:
+def linearised(model: nn.Module, x: Tensor, case: str) -> co.operators.Linearization:
     given, y, w, _ = CASES[case]
-    data: Any = (x, y) if w is None else (x, y, w)
-    if batches:
-        data = [tuple(part[:3] for part in data), tuple(part[3:] for part in data)]
-    return co.linearize(model, data, given, weights=w is not None, **options)
+    return co.linearize(model, (x, y) if w is None else (x, y, w), given, weights=w is not None)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,23 +14,16 @@ from torch import Tensor, nn
 
 import curvops as co
 from tests.network.definitions import TIGHT, normal
+from tests.zoo_modules import Applied
 
 N, C, T = 5, 2, 3
 W = torch.tensor([1.0, 0.0, 2.5, 0.3, 4.0]).double()
 
 
-class Net(nn.Module):
+def net(*shape: int, positive: bool = False) -> nn.Module:
     """Outputs of any shape, positive where asked for."""
-
-    def __init__(self, *shape: int, positive: bool = False) -> None:
-        super().__init__()
-        size = torch.Size(shape).numel()
-        self.shape, self.positive = shape, positive
-        self.body = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, size)).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        f = self.body(x)
-        return (F.softplus(f) if self.positive else f).reshape(len(x), *self.shape)
+    last, reshaped = nn.Linear(3, torch.Size(shape).numel()), Applied(lambda f: f.reshape(len(f), *shape))
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), last, *[nn.Softplus()] * positive, reshaped).double()
 
 
 def reals(*shape: int) -> Tensor:
@@ -87,11 +80,11 @@ CASES: dict[str, Case] = {
 CONVEX = sorted(CASES.keys() - {"means and variances"})
 
 
-def dense(case: str) -> tuple[Net, Tensor, Tensor, dict[str, Tensor]]:
+def dense(case: str) -> tuple[nn.Module, Tensor, Tensor, dict[str, Tensor]]:
     """The loss's gradients of points, its Hessian, J and H in the parameters and outputs, by autograd alone."""
     _, shape, positive, y, total = CASES[case]
     torch.manual_seed(0)
-    model, x = Net(*shape, positive=positive), normal(N, 2)
+    model, x = net(*shape, positive=positive), normal(N, 2)
     theta = torch.cat([p.detach().flatten() for p in model.parameters()])
 
     def outputs(at: Tensor) -> Tensor:
@@ -186,7 +179,7 @@ def divided(f: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_loss_that_is_not_convex_or_does_not_curve_says_so() -> None:
-    model, x = Net(C), normal(N, 2)
+    model, x = net(C), normal(N, 2)
     lin = co.linearize(model, (x, reals(C)), divided)
     with pytest.raises(ValueError, match="is not convex in the outputs: its Hessian has an eigenvalue of -"):
         co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(x).variance.sum()
@@ -200,7 +193,7 @@ def test_a_loss_that_is_not_convex_or_does_not_curve_says_so() -> None:
     lin = co.linearize(model, (x, LABELS), nn.MultiMarginLoss())
     with pytest.raises(RuntimeError, match="not implemented"):
         co.GGN(lin).to_dense()
-    lin = co.linearize(Net(1), (x, reals(1)), co.likelihoods.FromLoss(nn.HuberLoss()))
+    lin = co.linearize(net(1), (x, reals(1)), co.likelihoods.FromLoss(nn.HuberLoss()))
     with pytest.raises(ValueError, match="had targets"):  # torch would broadcast it
         co.laplace(lin, co.GGN, 1.0, check_mode=False).log_likelihood(x, reals())
 
