@@ -76,47 +76,34 @@ class WrongJvp(torch.autograd.Function):
         return tangent * 4 * ctx.saved_tensors[0]
 
 
-class Rounded(torch.autograd.Function):
-    """Rounding whose gradient passes straight through: J is what training used, not the derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clone()
+Step = Callable[[Tensor], Tensor]
 
 
-class Clipped(torch.autograd.Function):
-    """The identity with a clipped gradient, which is no linear map."""
+def with_derivatives(
+    name: str, value: Step, gradient: Step, tangent: Step | None = None
+) -> type[torch.autograd.Function]:
+    """A function of this name with these derivatives, whatever it computes; forward mode needs the tangent."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
+    class Given(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return value(x)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clamp(-10, 10)
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return gradient(g)
 
-
-class CentredGradient(torch.autograd.Function):
-    """The identity with a gradient from which the mean over the points is taken."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient - gradient.mean(0)
+    if tangent is not None:
+        Given.jvp = staticmethod(lambda ctx, t: tangent(t))
+    return type(name, (Given,), {})
 
 
-class Centred(nn.Module):
-    """`CentredGradient` as a module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return CentredGradient.apply(x)
+Rounded = with_derivatives("Rounded", torch.round, torch.clone)
+"""Rounding whose gradient passes straight through: J is what training used, not the derivative."""
+Clipped = with_derivatives("Clipped", torch.clone, lambda g: g.clamp(-10, 10))
+"""The identity with a clipped gradient, which is no linear map."""
+CentredGradient = with_derivatives("CentredGradient", torch.clone, lambda g: g - g.mean(0))
+"""The identity with a gradient from which the mean over the points is taken."""
 
 
 class NothingForZeros(torch.autograd.Function):

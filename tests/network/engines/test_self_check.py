@@ -27,7 +27,7 @@ from tests.network.products import (
     walk,
 )
 from tests.zoo import ZOO, batches, dense_jacobian
-from tests.zoo_functions import NoGradTanh
+from tests.zoo_functions import NoGradTanh, with_derivatives
 from tests.zoo_modules import Wired
 
 
@@ -78,21 +78,15 @@ def test_threads_that_linearise_first_have_forward_mode_and_a_loop_warns_once() 
     assert ran.stderr.count("NotLogitsWarning") == 1
 
 
-class Depends(nn.Module):
-    """A backward pass that leaves autograd where a batch holds large values: the first points hold none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.fc(x)
-        return self.head(NoGradTanh.apply(h) if bool((x.detach().abs() > 50).any()) else h.tanh())
-
-
 def test_what_is_kept_is_proven_on_the_batch_that_it_serves() -> None:
+    """A backward pass leaves autograd where a batch holds large values: the first points hold none."""
+
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        h = m.fc1(x)
+        return m.head(NoGradTanh.apply(h) if bool((x.detach().abs() > 50).any()) else h.tanh())
+
     torch.manual_seed(0)
-    model, x = Depends().double(), torch.randn(6, 4).double()
+    model, x = Wired(wiring).double(), torch.randn(6, 4).double()
     x[4:] += 100
     J = dense_jacobian(model, x)
     passes = Passes(Model(model), [(x, None)], "autodiff", PLENTY)
@@ -104,20 +98,8 @@ def test_what_is_kept_is_proven_on_the_batch_that_it_serves() -> None:
     assert not passes.plan.routes.recordable and passes.plan.routes.pushes == "rows"
 
 
-class ByNumpy(torch.autograd.Function):
-    """x, whose tangent torch does not see on its way: a replay takes it for a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        return torch.from_numpy(1.0 * tangent.detach().numpy())
+ByNumpy = with_derivatives("ByNumpy", torch.clone, torch.clone, lambda t: torch.from_numpy(1.0 * t.detach().numpy()))
+"""x, whose tangent torch does not see on its way: a replay takes it for a constant."""
 
 
 def test_a_replay_that_is_wrong_gives_way_to_double_backward() -> None:
