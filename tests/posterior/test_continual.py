@@ -179,22 +179,6 @@ def test_the_error_of_a_kronecker_posterior_counts_blocks_that_add_up_exactly():
     torch.testing.assert_close(post.compression.value, (P - exact).norm() / (exact - eye).norm(), rtol=1e-7, atol=1e-8)
 
 
-def test_a_kronecker_posterior_of_equal_inputs_is_exact():
-    """Equal A: the sum of (B₁ + B₂) ⊗ A is a Kronecker product, for a linear model with a Gaussian likelihood."""
-    model, x = nn.Linear(3, 2).double(), normal(9, 3)
-    post, likelihood = None, co.likelihoods.Gaussian(noise=0.3)
-    for seed in (1, 2, 3):
-        lin = co.linearize(model, (x, normal(9, 2, seed=seed)), likelihood)
-        post = (
-            post.update(lin, form="kronecker", check_mode=False)
-            if post
-            else co.laplace(lin, co.KFAC, 0.5, check_mode=False)
-        )
-    expected = 3 * co.GGN(lin).to_dense() + 0.5 * torch.eye(8, dtype=DOUBLE)
-    torch.testing.assert_close(post.precision.to_dense(), expected, **TIGHT)
-    assert float(post.compression.value) < 1e-7
-
-
 @pytest.mark.parametrize("curvature", [co.GGN, co.KFAC])
 def test_an_updated_posterior_follows_a_learned_noise(curvature):
     """Its precision is made once, and is right at the noise of each question."""
