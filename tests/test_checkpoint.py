@@ -26,6 +26,10 @@ from tests.ranks.processes import alone
 CPU = torch.device("cpu")
 
 
+def full(*_):
+    raise OSError(errno.ENOSPC, "no room")
+
+
 def test_saves_come_seldom_and_the_state_is_not_asked_for_between(tmp_path):
     kept, asked = Checkpoint(tmp_path, "test", dict), []
     for _ in range(3):
@@ -38,10 +42,6 @@ def test_saves_come_seldom_and_the_state_is_not_asked_for_between(tmp_path):
 def test_a_disk_that_fills_up_in_a_run_warns_once(tmp_path, saved_at_each_step, monkeypatch):
     kept = Checkpoint(tmp_path, "test", dict)
     kept.save(lambda: {"step": 1})
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no room")
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         with pytest.warns(CheckpointWarning, match="no room.*The run continues") as caught:
@@ -69,10 +69,6 @@ def test_a_result_that_cannot_be_written_leaves_all_that_led_to_it(tmp_path, sav
     kept = Checkpoint(tmp_path, "test")
     kept.save(lambda: 1)
     Checkpoint(kept.part("inner"), "inner").finish(2)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no room")
-
     with monkeypatch.context() as patch, pytest.warns(CheckpointWarning, match="no room"):
         patch.setattr(os, "replace", full)
         assert kept.finish(3) == 3

@@ -17,14 +17,11 @@ from torch import nn
 import curvops as co
 from curvops import metrics
 from curvops.errors import ModeWarning, NoiseWarning, UndeterminedWarning
+from tests.network.definitions import normal
 from tests.randomness import seeded
 
 DOUBLE = torch.float64
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
 
 
 def labels(x: torch.Tensor) -> torch.Tensor:
