@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import curvops as co
 from curvops.gp import LinearizedGP, LinearizedKernel, LinearizedMean, laplace_gp
 from tests.doors.door import Door
+from tests.gp.test_infinite_width import Process
 
 DOUBLE = torch.float64
 X = torch.linspace(-1, 1, 24, dtype=DOUBLE).view(8, 3)
@@ -67,20 +68,11 @@ def weighted() -> co.operators.Linearization:
     return co.linearize(network(1), (X, Y, Y[:, 0].abs()), co.likelihoods.Gaussian(0.1), weights=True)
 
 
-class Process(gpytorch.models.ExactGP):
-    def __init__(self, x: Tensor, y: Tensor, likelihood: Any) -> None:
-        super().__init__(x, y, likelihood)
-        self.mean_module, self.covar_module = LinearizedMean(lin("gaussian")), LinearizedKernel(lin("gaussian"))
-
-    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 def marginal(x: Tensor, y: Tensor, noise: float = 0.1) -> Tensor:
     allowed = gpytorch.constraints.GreaterThan(-1.0)
     likelihood: Any = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=allowed).double()
     likelihood.noise = torch.tensor(noise, dtype=DOUBLE)
-    gp = Process(x, y, likelihood)
+    gp = Process(x, y, likelihood, LinearizedKernel(lin("gaussian")), LinearizedMean(lin("gaussian")))
     return gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)(gp(x), y)
 
 

@@ -253,9 +253,9 @@ def test_the_ntk_precision_makes_the_empirical_kernel_of_the_ntk_parametrisation
 
 
 class Process(gpytorch.models.ExactGP):
-    def __init__(self, x: Tensor, y: Tensor, likelihood: Any, covariance: gpytorch.kernels.Kernel) -> None:
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Any, covariance: Any, mean: Any = None) -> None:
         super().__init__(x, y, likelihood)
-        self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), covariance
+        self.mean_module, self.covar_module = mean or gpytorch.means.ZeroMean(), covariance
 
     def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))

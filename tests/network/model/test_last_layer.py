@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import curvops as co
 from tests.network.products import require_curvature, softmax_hessian
 from tests.zoo import call, dense_jacobian
+from tests.zoo_modules import Applied
 
 
 def last_layer(model: Any, x: Any) -> tuple[str, ...]:
@@ -298,16 +299,9 @@ def test_functions_with_a_bias_and_with_none() -> None:
 
 
 def test_a_head_that_is_tied_has_the_name_that_comes_first() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
-            self.head.weight = self.tokens.weight
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.tokens(tokens).mean(1))
-
-    assert last_layer(Tied(), torch.randint(0, 7, (2, 3))) == ("tokens.weight",)
+    model = nn.Sequential(nn.Embedding(7, 4), Applied(lambda rows: rows.mean(1)), nn.Linear(4, 7, bias=False))
+    model[2].weight = model[0].weight
+    assert last_layer(model, torch.randint(0, 7, (2, 3))) == ("0.weight",)
 
 
 def test_a_pickled_network_contains_each_weight_of_its_snapshot_once() -> None:

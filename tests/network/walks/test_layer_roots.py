@@ -14,6 +14,7 @@ from curvops.network import Passes
 from tests.network.products import PLENTY, agree, walk
 from tests.zoo import reference
 from tests.zoo_functions import NumpyTanh
+from tests.zoo_modules import Applied
 
 NETWORKS = [
     "mlp",
@@ -69,18 +70,6 @@ def test_a_group_in_pieces_and_as_a_map_is_its_rows(passes: Passes) -> None:
                 assert agree(group.push(tangents), pushed)
 
 
-class Tagger(nn.Module):
-    """An LSTM and a linear head, for four positions of three outputs each."""
-
-    def __init__(self, tanh: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.lstm, self.head, self.tanh = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 3), tanh
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.head(self.tanh(self.lstm(x)[0]))
-        return outputs
-
-
 @pytest.mark.parametrize("tanh", [torch.tanh, NumpyTanh.apply], ids=["batched", "without a batching rule"])
 def test_rows_without_a_layer_rule(tanh: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """All outputs of a point take one backward pass, or one each if numpy computes it; both give the Jacobian."""
@@ -90,7 +79,8 @@ def test_rows_without_a_layer_rule(tanh: Callable[[Tensor], Tensor], monkeypatch
         passes["called"] += 1
         return gradient(*args, **options)
 
-    model, x, y = Tagger(tanh).double(), torch.randn(n, 4, 2).double(), torch.randn(n, 4, 3).double()
+    layers = nn.LSTM(2, 3, batch_first=True), Applied(lambda found: tanh(found[0])), nn.Linear(3, 3)
+    model, x, y = nn.Sequential(*layers).double(), torch.randn(n, 4, 2).double(), torch.randn(n, 4, 3).double()
     lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(1.0))
     co.DiagonalGGN(lin)  # checks the engine
     monkeypatch.setattr(torch.autograd, "grad", grad)
