@@ -218,23 +218,6 @@ def test_a_learned_tensor_that_changes_is_followed(which: str, monkeypatch: pyte
         assert float((after / before - 1).abs().min()) > 0.1
 
 
-def test_the_accuracy_is_that_of_all_answers() -> None:
-    post = laplace(co.GGN)("classification")
-    assert torch.equal(post.at(X, rtol=1e-3).predict().variance, post.predict(X, rtol=1e-3).variance)
-
-
-def test_sequences_are_shared_position_by_position() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    x = torch.randn(8, 5, 4, dtype=DOUBLE)
-    likelihood = co.likelihoods.Categorical()
-    post = co.laplace(co.linearize(model, (x, x[..., :3].argmax(-1)), likelihood), co.KFAC, 1.0, check_mode=False)
-    at = post.at(x[:2])
-    assert at.probabilities().shape == (2, 5, 3)
-    assert torch.equal(at.probabilities(), post.probabilities(x[:2]))
-    assert torch.equal(at.uncertainty(seeded()).total, post.uncertainty(x[:2], generator=seeded()).total)
-
-
 def test_nothing_is_kept_longer_than_the_object() -> None:
     post = laplace(co.GGN)("classification")
     at = post.at(X, post.sample(3, seeded()))
