@@ -9,6 +9,7 @@ import torch
 
 import curvops as co
 from curvops.errors import NotPositiveDefiniteError, NotPositiveSemidefiniteError
+from tests.linalg.known import Known
 from tests.posterior.trained import problem
 
 
@@ -70,21 +71,10 @@ def test_an_indefinite_precision_that_passed_the_door_is_refused_by_every_use(li
             use()
 
 
-class Untrue(co.linalg.Operator):
-    """A matrix of one's own that is said to be symmetric, and is not."""
-
-    symmetric = True
-
-    def _size(self):
-        return self._args[0].shape
-
-    def _product(self, block):
-        return self._args[0] @ block
-
-
 @pytest.mark.parametrize(("corner", "message"), [(3.0, "not symmetric"), (float("nan"), "NaN")])
 def test_a_curvature_that_is_not_symmetric_or_not_finite_is_refused_at_the_door(lin, corner, message):
+    """A matrix of one's own that is said to be symmetric, and is not."""
     matrix = co.GGN(lin).to_dense().clone()
     matrix[0, -1] = corner
-    with pytest.raises(ValueError, match=f"Untrue: .*{message}"):
-        co.laplace(lin, Untrue(matrix), prior_precision=1.0, check_mode=False)
+    with pytest.raises(ValueError, match=f"Known: .*{message}"):
+        co.laplace(lin, Known(matrix), prior_precision=1.0, check_mode=False)

@@ -56,13 +56,17 @@ CASES += [(member, "rows", way) for member in ("gaussian per output", "heterosce
 CASES += [("gaussian per output", "sequences", way) for way in ("missing", "missing and weights of points")]
 
 
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    """The network that is made with this seed, in float64."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make().double()
+
+
 def case(member: str, model: str, way: str) -> tuple[nn.Module, Tensor, Tensor, Tensor, co.linearize, LogFactors]:
     """The model, inputs, targets without gaps, the weight of each target, lin, and log p."""
     make, log_factors, kind = MEMBERS[member]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        net = MODELS[model][0]().double()
-        x = normal(*MODELS[model][1])
+    net, x = seeded(MODELS[model][0]), normal(*MODELS[model][1])
     shape = (*x.shape[:-1], C // 2 if member == "heteroscedastic" else C)
     y, gone = TARGETS[kind](shape), normal(*shape, seed=2) > 0.5
     gone[0] = True  # nothing is known of this point
@@ -128,9 +132,7 @@ def test_factors_of_missing_targets_are_those_of_weights_zero(member: str, kind:
     """One layer: the inputs of points that have an observed target, and the Fisher of the outputs, in closed form."""
     make, _, targets = MEMBERS[member]
     m = C // 2 if member == "heteroscedastic" else C
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        net = nn.Linear(4, C, bias=False).double()
+    net = seeded(lambda: nn.Linear(4, C, bias=False))
     x, y, gone = normal(N, 4), TARGETS[targets]((N, m)), normal(N, m, seed=2) > 0.5
     gone[0] = True
     holes, w = y.masked_fill(gone, math.nan), normal(N, m, seed=3).abs() * torch.where(gone, 100.0, 1.0)
@@ -184,9 +186,7 @@ def test_the_noise_of_an_output_without_targets_counts_as_one() -> None:
 def test_tuning_counts_the_observed_targets(update: str) -> None:
     x, y, gone = normal(40, 4), normal(40, C, seed=1), normal(40, C, seed=2) > 0.5
     y = y + 2 * x[:, :C]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        net = nn.Linear(4, C).double()
+    net = seeded(lambda: nn.Linear(4, C))
     hollow = co.linearize(net, (x, y.masked_fill(gone, math.nan)), LIKELIHOODS.Gaussian(1.0, missing="ignore"))
     weighted = co.linearize(net, (x, y, (~gone).double()), LIKELIHOODS.Gaussian(1.0), weights=True)
     tuned = [
@@ -217,9 +217,7 @@ def test_test_targets_may_be_missing_too() -> None:
 
 
 def test_weights_of_channels_go_with_images() -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        net = nn.Conv2d(2, C, 3, padding=1).double()
+    net = seeded(lambda: nn.Conv2d(2, C, 3, padding=1))
     x, y, w = normal(4, 2, 5, 5), normal(4, C, 5, 5, seed=1), normal(4, C, 5, 5, seed=2).abs()
     lin = co.linearize(net, (x, y, w), LIKELIHOODS.Gaussian(NOISE.view(C, 1, 1)), weights=True)
     J = dense_jacobian(net, x)
@@ -229,9 +227,7 @@ def test_weights_of_channels_go_with_images() -> None:
 
 @pytest.mark.parametrize("kind", [co.EmpiricalFisher, co.KFAC])
 def test_the_weight_of_an_ignored_label_does_not_count(kind: type) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        net = MODELS["sequences"][0]().double()
+    net = seeded(MODELS["sequences"][0])
     x, labels, w = normal(N, T, 4), torch.arange(N * T).reshape(N, T) % C, normal(N, T, seed=3).abs()
     gone = torch.zeros(N, T, dtype=torch.bool)
     gone[:, 1] = True
