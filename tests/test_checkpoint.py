@@ -177,12 +177,6 @@ def test_a_step_with_a_folder_of_its_own_keeps_its_problem_there(tmp_path):
         Work().half(4, checkpoint=tmp_path / "inner")
 
 
-def test_an_error_ends_what_is_in_force(tmp_path):
-    with pytest.raises(Killed):
-        Work(0).whole(1, checkpoint=tmp_path)
-    assert not current()
-
-
 def test_preconditioners_and_callbacks_of_a_solve_keep_nothing(tmp_path, saved_at_each_step, monkeypatch):
     A, seen, plain = torch.diag(torch.arange(1.0, 9.0).double()), set(), os.replace
     monkeypatch.setattr(os, "replace", lambda file, to: seen.add(pathlib.Path(to).parent) or plain(file, to))
