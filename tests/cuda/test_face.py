@@ -96,9 +96,9 @@ class World:
         model.load_state_dict(trained("classification")[0].state_dict())
         return model.to(self.device), *(t.to(self.device) for t in trained("classification")[1:])
 
-    def linearized(self, parameters: Any = None, **options: Any) -> Any:
-        model, x, y = self.fresh()
-        return co.linearize(model, (x, y), "classification", parameters, **options)
+    def linearized(self, parameters: Any = None, data: Any = None, **options: Any) -> Any:
+        model, *own = self.fresh()
+        return co.linearize(model, tuple(own) if data is None else data, "classification", parameters, **options)
 
     @functools.cached_property
     def lin(self) -> Any:
@@ -183,18 +183,12 @@ def identity_minus(K: Tensor) -> Any:
     return linalg.Dense(K - 3 * torch.eye(len(K), dtype=K.dtype, device=K.device))
 
 
-def saved(w: World, thing: Any, probe: Callable[[Any], Any]) -> Any:
+def reloaded(w: World, save: Callable[[Path], object]) -> Any:
+    """What was saved, loaded with the network and the data."""
     with tempfile.TemporaryDirectory() as folder:
-        thing.save(Path(folder) / "post")
+        save(Path(folder) / "saved")
         model, x, y = w.fresh()
-        return probe(co.load(Path(folder) / "post", model, (x, y)))
-
-
-def saved_alone(w: World) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        co.save(co.KFAC(w.lin), Path(folder) / "kfac", w.lin)
-        model, x, y = w.fresh()
-        return co.load(Path(folder) / "kfac", model, (x, y))
+        return co.load(Path(folder) / "saved", model, (x, y))
 
 
 def preferences(w: World) -> Any:
@@ -334,17 +328,10 @@ FACE: dict[str, Callable[[World], Any]] = {
     "Jacobian": lambda w: w.lin.jacobian(w.x, differentiable=True).to_dense(),
     "engines": lambda w: [co.GGN(w.linearized(engine=e)) @ w.V for e in ("autodiff", "layerwise", "streamed")],
     "loader on the host": lambda w: (
-        co.GGN(
-            co.linearize(
-                w.fresh()[0], DataLoader(TensorDataset(*trained("classification")[1:]), batch_size=5), "classification"
-            )
-        )
-        @ w.V
+        co.GGN(w.linearized(data=DataLoader(TensorDataset(*trained("classification")[1:]), batch_size=5))) @ w.V
     ),
     "points of any kind": lambda w: joined_points(w),
-    "data on the host": lambda w: (
-        co.GGN(co.linearize(w.fresh()[0], trained("classification")[1:], "classification")) @ w.V
-    ),
+    "data on the host": lambda w: co.GGN(w.linearized(data=trained("classification")[1:])) @ w.V,
     "inputs on the host": lambda w: w.post.predict(w.x.cpu()).variance,
     "last layer": lambda w: co.KFAC(w.linearized("last_layer")).to_dense(),
     "last layer, proved affine": lambda w: (
@@ -355,9 +342,7 @@ FACE: dict[str, Callable[[World], Any]] = {
         )
         @ w.normal(21)
     ),
-    "weights": lambda w: (
-        co.GGN(co.linearize(w.fresh()[0], (*w.fresh()[1:], w.normal(12).abs()), "classification", weights=True)) @ w.V
-    ),
+    "weights": lambda w: co.GGN(w.linearized(data=(*w.fresh()[1:], w.normal(12).abs()), weights=True)) @ w.V,
     "subsample": lambda w: co.GGN(co.subsample(w.lin, torch.tensor([1, 3, 4], device=w.device))) @ w.V,
     "subsample of a generator": lambda w: co.GGN(co.subsample(w.lin, 4, generator=w.generator())) @ w.V,
     **{
@@ -423,8 +408,8 @@ FACE: dict[str, Callable[[World], Any]] = {
         co.gp.reduced_posterior(w.lin, points=w.x[:3]).without_rest().predict(w.x),
         co.gp.reduced_posterior(w.lin, points=w.x[:3]).remainder,
     ),
-    "save": lambda w: saved(w, w.post, lambda post: post.predict(w.x)),
-    "save, an operator": saved_alone,
+    "save": lambda w: reloaded(w, w.post.save).predict(w.x),
+    "save, an operator": lambda w: reloaded(w, lambda path: co.save(co.KFAC(w.lin), path, w.lin)),
     "RewardPairs, BradleyTerry": preferences,
     "FromLoss": lambda w: co.Hessian(
         co.linearize(w.regression.model.module, (w.x, w.normal(5, 2)), likelihoods.FromLoss(nn.HuberLoss()))
