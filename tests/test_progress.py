@@ -8,7 +8,6 @@ import io
 import itertools
 import re
 import sys
-import threading
 import time
 from inspect import signature
 
@@ -20,6 +19,7 @@ from tqdm import tqdm
 import curvops as co
 from curvops import linalg
 from curvops.ambient import progress_bar
+from tests.threads import run_in_threads
 
 
 class Terminal(io.StringIO):
@@ -302,9 +302,7 @@ def test_other_threads_have_their_own():
 
     def outer(what, done, total):
         if done == 5:
-            thread = threading.Thread(target=work, args=("inner",))
-            thread.start()
-            thread.join()
+            run_in_threads(lambda: work("inner"))
         heard.setdefault("outer", []).append(done)
 
     linalg.lanczos(PRECISION, 20, start=RIGHT[:, 0], progress=outer)

@@ -1,9 +1,19 @@
-"""A number of threads for a while."""
+"""Work in several threads, and a number of threads of torch for a while."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+
+def run_in_threads(*works: Callable[[], object]) -> None:
+    """Run these side by side, each in a thread of its own, to their ends."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Directions that a solve keeps for its own later steps; a solve depends on A, B and its options alone."""
 
-import threading
+from functools import partial
 
 import pytest
 import torch
 
 import curvops as co
 from tests.linalg.systems import right_hand_sides
+from tests.threads import run_in_threads
 
 
 def precision(shift=1e-4):
@@ -46,11 +47,7 @@ def test_two_threads_share_an_operator():
     def work(j):
         found[j] = P.solve(B[:, 2 * j : 2 * j + 2])
 
-    threads = [threading.Thread(target=work, args=(j,)) for j in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(*(partial(work, j) for j in range(4)))
     x = torch.cat([found[j] for j in range(4)], 1)
     assert ((B - P @ x).norm(dim=0) <= 1.5e-8 * B.norm(dim=0)).all()
 

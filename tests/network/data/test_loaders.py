@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,12 +18,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 import curvops as co
 from curvops.errors import DataChangedError
 from tests.network.definitions import as_batches
 from tests.randomness import seeded
+from tests.threads import run_in_threads
 
 N, WIDTHS = 46, (4, 5, 3)
 DOUBLE = torch.float64
@@ -157,11 +157,7 @@ def test_passes_within_passes_and_in_two_threads_have_workers_of_their_own(tmp_p
     pairs = [(a.start + i, b.num_points) for i, a in enumerate(batches) for b in batches]
     assert len(pairs) == len(batches) ** 2
     seen: list[int] = []
-    threads = [threading.Thread(target=lambda: seen.append(sum(b.num_points for b in batches))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(*[lambda: seen.append(sum(b.num_points for b in batches))] * 3)
     assert seen == [N] * 3
     next(iter(batches))  # a pass that is given up
     batches.verify()
@@ -196,14 +192,10 @@ def test_a_worker_that_raises_says_so_and_the_next_product_is_right(tmp_path) ->
     assert torch.equal(G @ v, expected)
 
 
-class Noisy(Dataset):
-    """Points with noise that a worker draws."""
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        return X[i] + torch.randn(WIDTHS[0]), Y[i]
+def noisy(points: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Join points with noise, which a worker draws."""
+    x, y = default_collate(points)
+    return x + torch.randn(x.shape), y
 
 
 def test_random_states_stay_where_they_were_and_noise_of_workers_is_noticed(tmp_path) -> None:
@@ -215,9 +207,9 @@ def test_random_states_stay_where_they_were_and_noise_of_workers_is_noticed(tmp_
     batches.verify()
     assert torch.equal(own.get_state(), before[0]) and torch.equal(torch.get_rng_state(), before[1])
     assert sum(len(y) for _, y in users[0]) == N - 8  # the user's own pass goes on
-    noisy = as_batches(DataLoader(Noisy(), 8, num_workers=1, generator=own), 1)
+    changing = as_batches(DataLoader(TensorDataset(X, Y), 8, num_workers=1, generator=own, collate_fn=noisy), 1)
     with pytest.raises(DataChangedError, match="batch 0 has other values"):
-        noisy.verify()
+        changing.verify()
 
 
 class Whole(IterableDataset):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 
 from curvops.network import Model, Passes
 from tests.network.products import WAYS, agree, columns, pull, push, walk
+from tests.threads import run_in_threads
 from tests.zoo import ZOO, batches, reference
 
 
@@ -78,11 +79,7 @@ def test_two_threads_share_one_model(name: str, way: str) -> None:
         except Exception as error:  # a thread's exception would be lost
             failures.append(repr(error))
 
-    threads = [threading.Thread(target=work, args=(passes,)) for passes in walks for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(*(partial(work, passes) for passes in walks for _ in range(2)))
     assert failures == []
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
