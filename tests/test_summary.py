@@ -40,14 +40,8 @@ OPERATORS: dict[str, Callable[[], Any]] = {
     "direct sum": lambda: linalg.DirectSum(
         *[linalg.Diagonal(torch.ones(1))] * 9, positions=[range(i, i + 1) for i in range(9)]
     ),
-    "joint covariance": lambda: (
-        co.laplace(linearized(), co.GGN, 1.0, check_mode=False)
-        .predict(torch.ones(2, 3), joint=True)
-        .lazy_covariance_matrix
-    ),
-    "point covariance": lambda: (
-        co.laplace(linearized(), co.GGN, 1.0, check_mode=False).predict(torch.ones(2, 3)).lazy_covariance_matrix
-    ),
+    "joint covariance": lambda: posterior().predict(torch.ones(2, 3), joint=True).lazy_covariance_matrix,
+    "point covariance": lambda: posterior().predict(torch.ones(2, 3)).lazy_covariance_matrix,
 }
 """By name, how each kind of operator is made."""
 

@@ -377,28 +377,15 @@ def _table() -> Iterator[Network]:
     yield row("forces", _wired(parts.forces), _vectors, ("fc1.weight", "head.weight"))
 
 
+def _unsupported() -> Iterator[tuple[Network, str]]:
+    row, lost = Network, "lose its gradients: pass use_reentrant=False"
+    yield row("clipped_backward", _wired(functions.applied(functions.Clipped)), _vectors), "of Clipped is not linear"
+    yield row("backward_over_points", _centred_gradient, _vectors), "of CentredGradient is not linear"
+    yield row("checkpoint_reentrant", lambda: parts.Checkpointed(True), _vectors), "use_reentrant=False"
+    yield row("checkpoint_reentrant_first", lambda: parts.Checkpointed(True, first=True), _vectors), lost
+
+
 ZOO: dict[str, Network] = {network.name: network for network in _table()}
 
 # Networks without the derivatives that products need, with what the error must name.
-UNSUPPORTED: dict[str, tuple[Network, str]] = {
-    "clipped_backward": (
-        Network("clipped_backward", _wired(functions.applied(functions.Clipped)), _vectors),
-        "of Clipped is not linear",
-    ),
-    "backward_over_points": (
-        Network(
-            "backward_over_points",
-            _centred_gradient,
-            _vectors,
-        ),
-        "of CentredGradient is not linear",
-    ),
-    "checkpoint_reentrant": (
-        Network("checkpoint_reentrant", lambda: parts.Checkpointed(True), _vectors),
-        "use_reentrant=False",
-    ),
-    "checkpoint_reentrant_first": (
-        Network("checkpoint_reentrant_first", lambda: parts.Checkpointed(True, first=True), _vectors),
-        "lose its gradients: pass use_reentrant=False",
-    ),
-}
+UNSUPPORTED: dict[str, tuple[Network, str]] = {network.name: (network, words) for network, words in _unsupported()}
