@@ -128,6 +128,7 @@ DOORS = [
             "one draw": (lambda: small_post().predict(TWO, samples=small_post().sample(1)[0]), DRAWS),
             "draws in float32": (lambda: small_post().predict(TWO, samples=torch.zeros(2, 26)), "float32.*convert"),
             "no grid": (lambda: co.evidence.grid(post(), []), "positive finite numbers"),
+            "another mode": (lambda: post().log_evidence(mode="mode"), "one of 'auto', 'map', 'linear'"),
         },
     ),
     Door(

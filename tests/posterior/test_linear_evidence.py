@@ -83,13 +83,6 @@ def test_a_network_with_a_normalisation_uses_it_by_default(layer):
     assert co.evidence.grid(post, [1.0])[0].mode == "linear"
 
 
-def test_another_mode_is_refused(annotations_unchecked):
-    post = co.laplace(early(), co.GGN, 1.0, check_mode=False)
-    for wrong in ("mode", None, 1):
-        with pytest.raises(ValueError, match="one of 'auto', 'map', 'linear'"):
-            post.log_evidence(mode=wrong)
-
-
 def test_where_the_mode_was_not_found_the_reason_says_so():
     """Fisher scoring, where the Fisher is not the Hessian, takes hundreds of steps."""
     torch.manual_seed(0)
