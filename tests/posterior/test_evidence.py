@@ -87,6 +87,14 @@ def test_by_probes_it_reaches_its_tolerance_or_becomes_exact(large, prior):
     assert within(by_vector, expected(lin, dense, prior))
 
 
+def test_a_range_is_prepared_for_once(large):
+    lin, dense = large
+    post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
+    curve = co.evidence.grid(post, [3.0, 30.0], rtol=0.05, generator=seeded())
+    for value, point in zip((3.0, 30.0), curve):
+        assert within(point, expected(lin, dense, value))
+
+
 @functools.cache
 def at_scale(scale, dtype):
     """A small network and data of this scale, in either dtype of the same numbers."""
