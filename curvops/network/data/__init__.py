@@ -4,20 +4,7 @@ Walks and models know data by these: what a user gives becomes a source of batch
 and inputs of any form are counted, cut, named and moved.
 """
 
-from curvops.network.data.batches import Batch, Batches, Reading, as_source
-from curvops.network.data.inputs import as_inputs, components, move, num_points, take
-from curvops.network.data.randomness import PointNormals, own_randomness
+from curvops.network.data.batches import Batches, Reading, as_source
+from curvops.network.data.inputs import as_inputs, take
 
-__all__ = [
-    "Batch",
-    "Batches",
-    "PointNormals",
-    "Reading",
-    "as_inputs",
-    "as_source",
-    "components",
-    "move",
-    "num_points",
-    "own_randomness",
-    "take",
-]
+__all__ = ["Batches", "Reading", "as_inputs", "as_source", "take"]

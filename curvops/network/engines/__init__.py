@@ -1,9 +1,8 @@
 """Products with J on one batch, and the choice of the engine that computes them.
 
-A new layer is a row of `RULES`; another device has its own `Rates`.
+A new layer is a row of `RULES`; another device has its own `Rates` in `plan`.
 """
 
-from curvops.network.engines.plan import CPU, GPU, Rates
 from curvops.network.engines.rules import RULES, Rule, rule_for, rule_of
 
-__all__ = ["CPU", "GPU", "RULES", "Rates", "Rule", "rule_for", "rule_of"]
+__all__ = ["RULES", "Rule", "rule_for", "rule_of"]
