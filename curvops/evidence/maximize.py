@@ -142,13 +142,12 @@ def maximize(
 ) -> Laplace:
     """Find the hyperparameters of largest log evidence, with the weights and the curvature held fixed.
 
-    A single scalar precision is found by a search around the present one: one set of Lanczos runs covers a whole window
-    of precisions, so that the searched curve is smooth. All other hyperparameters are found by the gradient of the log
-    evidence in the logarithms of the precisions α_g and the noise σ², ½ (γ_g − α_g s_g) and ½ (Σw(y − f)²/σ² + γ − M).
-    Here γ_g are the effective parameters of group g, s_g is ‖θ − m‖² in it, and M is the number of targets. Scaled by
-    γ_g + α_g s_g, a step about halves the distance to the maximum. γ is exact if P has a closed form, up to 1,024
-    weights, and for a single precision. Otherwise it comes from solves for `probes` random vectors, which are kept from
-    step to step and start at the last solutions.
+    They are found by the gradient of the log evidence in the logarithms of the precisions α_g and the noise σ²,
+    ½ (γ_g − α_g s_g) and ½ (Σw(y − f)²/σ² + γ − M). Here γ_g are the effective parameters of group g, s_g is ‖θ − m‖²
+    in it, and M is the number of targets. Scaled by γ_g + α_g s_g, a step about halves the distance to the maximum; for
+    a single precision the secant method finds it in some six steps. γ is exact if P has a closed form, up to 1,024
+    weights, and for a single precision, where one set of Lanczos runs covers a whole window of precisions. Otherwise it
+    comes from solves for `probes` random vectors, which are kept from step to step and start at the last solutions.
 
     Args:
         post: a posterior from `co.laplace` whose prior precision is a number or a vector.
@@ -168,7 +167,7 @@ def maximize(
             mode.
 
     Returns:
-        A new posterior; its `tuning` has the steps, except for "scalar" alone.
+        A new posterior; its `tuning` has the steps.
 
     Raises:
         TypeError: `post` is not a posterior, or an argument is of another kind.
@@ -203,8 +202,6 @@ def maximize(
         raise ValueError("maximize tunes a number or a vector, by groups='scalar' a number: use post.with_prior(1.0).")
     if at == "map":
         warn_of_mode(post)
-    if groups == "scalar" and not noise:
-        return _search(post, float(present.detach()), rtol, xtol, generator, at)
     if noise:
         check_noise_scales(post)
     post.cache.log_likelihood()  # raises an error for unknown data
@@ -227,40 +224,6 @@ def _read(over: Any) -> tuple[str | None, bool]:
     return precision, "noise" in parts
 
 
-def _search(
-    post: Laplace, start: float, rtol: float, xtol: float, generator: torch.Generator | None, mode: str
-) -> Laplace:
-    """Find the scalar precision of largest evidence by bounded search in windows."""
-    from scipy.optimize import minimize_scalar  # a slow import, needed for tuning only
-
-    theta = None
-
-    def loss(log_precision: float) -> float:
-        nonlocal theta
-        with torch.no_grad():
-            terms = post.with_prior(math.exp(log_precision)).terms
-            evidence = find_evidence(terms, theta, rtol, generator, mode, many=True)
-        theta = evidence.theta
-        return -float(evidence.value)
-
-    low, high = start / WINDOW, start * WINDOW
-    while start / FURTHEST < low and high < start * FURTHEST:
-        prepare(post.cache, low, rtol, generator)
-        span = math.log(low), math.log(high)
-        best = float(minimize_scalar(loss, bounds=span, method="bounded", options={"xatol": xtol}).x)
-        if best - span[0] < 2 * xtol:
-            low, high = low / WINDOW, low * 2
-        elif span[1] - best < 2 * xtol:
-            low, high = high / 2, high * WINDOW
-        else:
-            return tell_choice(post.with_prior(math.exp(best)), "the evidence")
-    raise ValueError(
-        f"the log evidence has no maximum between prior precisions {start / FURTHEST:.1g} and {start * FURTHEST:.1g}: "
-        "the present one is too far from it (search from another, post.with_prior(value)), or these data do not "
-        "determine it at these weights."
-    )
-
-
 @dataclass(eq=False)
 class Ascent:
     """Steps along the gradient of the log evidence in the logarithms of the hyperparameters.
@@ -281,6 +244,8 @@ class Ascent:
     vectors: Tensor | None = None
     solutions: Tensor | None = None
     average: Tensor | None = None
+    before: tuple[float, float] | None = None
+    """The last log α, if there is but one, and log γ/αs there."""
 
     @property
     def furthest(self) -> float:
@@ -292,18 +257,17 @@ class Ascent:
         start, post = self.now, self.now.origin
         theta = post.mean
         scatter, data = self._at(theta)
-        ending = Ending.STEPS_SPENT
+        ending, finest, largest = Ending.STEPS_SPENT, 0.1 * self.xtol, math.inf
         for _ in range(steps):
             alpha, noise = self.now.alpha, self.now.noise
-            spent = 0
+            spent, rtol = 0, max(finest, 0.01 * min(largest, 1.0))  # modes far from the maximum need few digits
             if self.mode == "linear":
-                theta, spent = self.now.linear_mode(theta, 0.1 * self.xtol)
+                theta, spent = self.now.linear_mode(theta, rtol)
                 scatter, data = self._at(theta)
             gamma = self._count(spent)
             change = torch.zeros_like(alpha)
             if self.over:
-                up, down = gamma - alpha * scatter, gamma + alpha * scatter
-                change = torch.where(down > 0, up / down, change)
+                change = self._change(gamma, scatter)
                 moved = (alpha * change.exp()).clamp(start.alpha / self.furthest, start.alpha * self.furthest)
                 change, alpha = (moved / alpha).log(), moved
             largest = float(change.abs().max())
@@ -321,7 +285,7 @@ class Ascent:
                         "post.with_noise(value)), or the network fits its targets exactly (keep the noise fixed)."
                     )
             self.now = self.now.with_values(alpha, noise)
-            if largest <= self.xtol:
+            if largest <= self.xtol and (rtol <= finest or self.mode == "map"):
                 ending = Ending.CONVERGED
                 break
         self._check_limits(start)
@@ -330,6 +294,19 @@ class Ascent:
         tuning.warn_of_ending(f"after {len(self.records)} steps of maximize: ")
         by = "the evidence" if self.over else start.origin.prior.chosen_by
         return tell_choice(self.now.posterior_with(tuning, self.generator), by)
+
+    def _change(self, gamma: Float[Tensor, " G"], scatter: Float[Tensor, " G"]) -> Float[Tensor, " G"]:
+        """Return the change of each log α. For one alone it is a secant step to γ = αs, in the direction of ascent."""
+        alpha = self.now.alpha
+        up, down = gamma - alpha * scatter, gamma + alpha * scatter
+        share = torch.where(down > 0, up / down, 0.0)
+        if len(alpha) > 1 or self.now.noise is not None:
+            return share
+        at, ratio, slope = float(alpha.log()), 2 * math.atanh(float(share.clamp(-0.99, 0.99))), -1.0
+        if self.before is not None and (moved := at - self.before[0]):
+            slope = min(max((ratio - self.before[1]) / moved, -2.0), -0.25)
+        self.before = at, ratio
+        return torch.full_like(share, -ratio / slope).clamp(-math.log(WINDOW), math.log(WINDOW))
 
     def _at(self, theta: Float[Tensor, " D"]) -> tuple[Float[Tensor, " G"], Misfit | None]:
         """Return the scatter of each group at these weights, and the misfit to the targets."""

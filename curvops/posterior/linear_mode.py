@@ -31,10 +31,9 @@ from curvops.linalg import Reason, cg
 from curvops.linalg.core.algorithm import PRODUCT_VECTORS, holding
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
-from curvops.linalg.core.structure import is_psd
 from curvops.linalg.core.vectors import ROUNDINGS, describe, inner, norm
 from curvops.network.likelihoods import Gaussian
-from curvops.operators import GGN, Linearization
+from curvops.operators import Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.function_space import FunctionSpace
 from curvops.posterior.precision import REMEDIES, kernel_of_mode, preconditioner
@@ -237,7 +236,6 @@ def find_mode(
     del delta  # the model's own alone
     if saved.state is None:
         saved.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
-    one_for_all = kernel is not None or (is_psd(terms.curvature) and terms.closed_form is None)
     few = None if saved or theta.nbytes * SOLVE_VECTORS <= terms.lin.memory_budget else kernel
 
     def sketched() -> tuple[Any, int]:
@@ -245,26 +243,23 @@ def find_mode(
         with saved.name_part("preconditioner"):
             if kernel is not None:
                 return kernel.inverse_of_weights(float(prior.precision)), 0
-            return preconditioner(terms, 1)
+            return preconditioner(terms.of_mode, 1)
 
     # A run that goes on has its first step's sketch even where no step is left, since what comes next uses it, too.
-    M = sketched()[0] if one_for_all and saved and steps else None
+    M = sketched()[0] if saved and steps else None
 
     def step_at(model: _LinearModel, steps: int) -> Tensor:
         nonlocal matvecs, M
         if few is not None:
             matvecs += 3
             return few.newton_step(model.parts[0], float(prior.precision), model.gradient)
-        precision = model.precision()
         # The first step for a Gaussian is its last, and is solved to the end; any other is solved as far as it pays.
         worth = 0.0 if all(isinstance(lin.likelihood, Gaussian) for lin in lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))
-        if not one_for_all:
-            M = precision.preconditioner(1)
-        elif M is None:
+        if M is None:
             M, spent = sketched()
             matvecs += spent
-        solution = cg(precision, -model.gradient, preconditioner=M, rtol=goal)
+        solution = cg(model.precision(), -model.gradient, preconditioner=M, rtol=goal)
         solution.raise_if_failed(goal, REMEDIES)
         matvecs += solution.matvecs + 2
         return solution.x
@@ -375,8 +370,7 @@ class DualPoint(Point):
 
 def problem_of_mode(terms: PrecisionTerms) -> dict[str, Any]:
     """Return by name what distinguishes this problem from others in a checkpoint."""
-    total: LinearOperator = reduce(add, map(GGN, terms.cache.known_data("the mode of the linear model")))
-    P, prior = terms.prior.plus(total).precision, terms.prior
+    P, prior = terms.prior.plus(terms.cache.ggn()).precision, terms.prior
     facts = {"the prior's mean": digest([prior.mean]), "the power": terms.cache.power}
     return terms.lin.identified_by | problem_of(P) | facts
 

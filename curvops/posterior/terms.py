@@ -14,6 +14,7 @@ with one rule of validity:
 | precision               | P, and P with its operand formed                                 | likelihood, prior       |
 | sketch                  | a prior's diagonal, columns and the preconditioner for them      | likelihood; it serves   |
 |                         |                                                                  | neighbouring priors     |
+| ggn                     | the cache of the GGN, for the linear model's mode                | likelihood              |
 | kernel                  | factor, spectrum and mode from J Jᵀ under the likelihood         | likelihood              |
 | J Jᵀ                    | the matrix, shared by the posteriors of these data and weights   | data and weights        |
 
@@ -31,7 +32,8 @@ import numbers
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -187,6 +189,11 @@ class CurvatureCache:
                 "each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b), or a multiple of such a sum."
             )
         return self.data
+
+    def ggn(self) -> LinearOperator:
+        """Return the GGN of the curvature's data, whatever the curvature is."""
+        total: LinearOperator = reduce(add, map(GGN, self.known_data("the mode of the linear model")))
+        return total
 
     def log_likelihood(self) -> Float[Tensor, ""]:
         """Return Σ_n log p(y_n | x_n, θ*) in nats over the curvature's data, with its gradient in hyperparameters.
@@ -432,6 +439,19 @@ class PrecisionTerms:
         """The closed form of P, if it has a valid one."""
         form: ClosedForm | None = self.precision._closed_form()
         return form
+
+    @property
+    def of_mode(self) -> PrecisionTerms:
+        """The terms from which a sketch of the linear model's own precision is made: under a KFAC, those of its GGN."""
+        cache = self.cache
+        if is_psd(self.curvature) and self.closed_form is None:
+            return self
+
+        def of_ggn() -> CurvatureCache:
+            ggn = cache.ggn()
+            return CurvatureCache(cache.lin, ggn if cache.power == 1 else cache.power * ggn, cache.generator)
+
+        return PrecisionTerms(cache.get("ggn", of_ggn), self.prior)
 
 
 def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior: bool = False) -> Prior:

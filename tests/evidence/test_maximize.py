@@ -48,7 +48,9 @@ def by_layer(network, each):
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("over", ["noise", ("scalar", "noise"), "layers", ("layers", "noise"), ("tensors", "noise")])
+@pytest.mark.parametrize(
+    "over", ["noise", "scalar", ("scalar", "noise"), "layers", ("layers", "noise"), ("tensors", "noise")]
+)
 def test_the_dense_gradient_vanishes(network, curvature, over):
     post = posterior(network, CURVATURES[curvature])
     before, *_ = gradients(network, curvature, post)
@@ -79,10 +81,19 @@ def test_over_weights_each_slope_vanishes_or_its_weight_stands_at_the_limit(netw
         assert int(inside.sum()) > 30 and float(slopes[inside].abs().max()) < 1e-6
 
 
-def test_a_search_finds_the_maximum_from_far_below_and_from_far_above(network):
-    near, *far = (co.evidence.maximize(posterior(network, prior=prior), xtol=1e-4) for prior in (1.0, 1e-5, 1e5))
-    for each in far:
-        torch.testing.assert_close(each.prior_precision, near.prior_precision, rtol=1e-3, atol=0)
+@pytest.mark.parametrize("mode", ["map", "linear"])
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_few_steps_find_a_scalar_from_far_below_and_from_far_above(network, curvature, mode):
+    """At the maximum γ = αs, with s of the network's weights or of the linear model's, whatever the curvature is."""
+    for prior in (1e-4, 1.0, 1e4):
+        post = co.evidence.maximize(posterior(network, CURVATURES[curvature], prior), xtol=1e-6, mode=mode)
+        alpha, eye = float(post.prior_precision), torch.eye(post.lin.num_parameters, dtype=DOUBLE)
+        theta, G, F = post.mean, co.GGN(post.lin).to_dense(), post.curvature.to_dense()
+        if mode == "linear":
+            theta = torch.linalg.solve(G + alpha * eye, G @ theta - post.lin.gradient())
+        gamma = torch.linalg.solve(F + alpha * eye, F).trace()
+        torch.testing.assert_close(alpha * theta.square().sum(), gamma, rtol=1e-5, atol=0)
+        assert post.tuning.converged and len(post.tuning.steps) <= 10
 
 
 @pytest.mark.parametrize(
@@ -100,8 +111,7 @@ def test_a_start_beyond_the_reach_of_a_search_is_named_as_a_cause(network, prior
         co.evidence.maximize(posterior(network, prior=prior, noise=noise), over)
 
 
-def test_a_scalar_found_by_gradient_is_that_of_the_search(network):
-    """At fixed noise the two ways meet: ("scalar", "noise") started at its own maximum in the noise does not move."""
+def test_a_scalar_found_with_the_noise_is_that_found_alone_at_this_noise(network):
     both = co.evidence.maximize(posterior(network), ("scalar", "noise"), xtol=1e-8)
     alone = co.evidence.maximize(posterior(network, noise=both.observation_noise), xtol=1e-6)
     torch.testing.assert_close(both.prior_precision, alone.prior_precision, rtol=1e-4, atol=0)
