@@ -261,9 +261,10 @@ class Plan(Tabular):
     def cost_to_build(self, kind: EngineKind, points: int) -> float:
         """Return `build` with the visits of layers: for rows, the passes of each point visit them anew.
 
-        The backward passes of the layerwise engine share their visits as far as their δ fit a CPU's cache together.
+        There a point's backward passes go together, which makes each an eighth of a visit, as measured. Those of the
+        layerwise engine share their visits as far as their δ fit a CPU's cache together.
         """
-        alone = points * (1 + self.num_outputs / 2) if kind == "formed" else 0.0
+        alone = points * (1 + self.num_outputs / 8) if kind == "formed" else 0.0
         if kind == "layerwise" and self.rates is CPU:
             alone = self.backward / 2 * min(1.0, points * self.sensitivity_bytes / CACHE_BYTES)
         return self.build(kind) + self.overhead(VISITS[kind][1] + alone, points)
