@@ -480,11 +480,12 @@ def fewer_positions(left: Float[Tensor, "n r g t p"], right: Shaped[Tensor, "n g
     n, r, g, t, p = left.shape
     if not right.is_floating_point() or t <= min(r * p, right.shape[3]):
         return left, right
-    rows = left.mT @ right.to(left.dtype).unsqueeze(1)  # (n, r, g, p, q)
+    rows = left.movedim(1, 2).mT.flatten(2, 3) @ right.to(left.dtype)  # (n, g, r p, q), one product a point
     if right.shape[3] <= r * p:
-        return rows.mT, torch.eye(right.shape[3], dtype=rows.dtype, device=rows.device).expand(n, g, -1, -1)
+        units = torch.eye(right.shape[3], dtype=rows.dtype, device=rows.device)
+        return rows.unflatten(2, (r, p)).transpose(1, 2).mT, units.expand(n, g, -1, -1)
     units = torch.eye(r * p, dtype=rows.dtype, device=rows.device).view(r, p, r * p).mT
-    return units.unsqueeze(1).expand(n, r, g, r * p, p), rows.transpose(1, 2).flatten(2, 3)
+    return units.unsqueeze(1).expand(n, r, g, r * p, p), rows
 
 
 def rotate(side: Tensor, vectors: Tensor) -> Tensor:
