@@ -192,10 +192,10 @@ def limit_variance(post: Laplace) -> Laplace:
         return math.log(variance / VARIANCE)
 
     first = last = 0.0
-    step = math.copysign(1.0, excess(first))
-    while excess(last) * step > 0 and last > -4:
-        first, last = last, last + step
-    if excess(last) * step <= 0:
+    sign = math.copysign(1.0, excess(first))
+    while excess(last) * sign > 0 and last > -4:  # the variance falls no faster than the precision grows
+        first, last = last, max(-4.0, last + max(sign, excess(last) / math.log(10), key=abs))
+    if excess(last) * sign <= 0:
         last = brentq(excess, first, last, xtol=0.005)
     return tell_choice(post.with_prior(10.0**last), "the variance of the logits")
 
