@@ -105,3 +105,15 @@ def test_in_float32_the_mode_is_found_to_the_rounding_of_the_loss():
         assert mode.converged and mode.steps < 20
         found.append(float(post.log_evidence(mode="linear").value))
     assert found[0] == pytest.approx(found[1], abs=1e-3)
+
+
+def test_in_float32_a_prior_far_below_the_curvature_is_no_failure():
+    """Rounding ends a solve early, and the next Newton step goes on from where it came."""
+    torch.manual_seed(18)
+    model, x = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(200, 3)
+    y, found = x.sum(1, keepdim=True).sin() + 0.1 * torch.randn(200, 1), []
+    for dtype in (torch.float32, DOUBLE):
+        lin = co.linearize(model.to(dtype), (x.to(dtype), y.to(dtype)), co.likelihoods.Gaussian(0.01))
+        post = co.laplace(lin, co.KFAC, prior_precision=1e-3, check_mode=False)
+        found.append(float(post.log_evidence(mode="linear").value))
+    assert found[0] == pytest.approx(found[1], abs=0.1)
