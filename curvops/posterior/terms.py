@@ -442,9 +442,9 @@ class PrecisionTerms:
 
     @property
     def of_mode(self) -> PrecisionTerms:
-        """The terms from which a sketch of the linear model's own precision is made: under a KFAC, those of its GGN."""
-        cache = self.cache
-        if is_psd(self.curvature) and self.closed_form is None:
+        """The terms of which a sketch serves the linear model's precision: under KFAC or a Fisher, those of its GGN."""
+        cache, of_fisher = self.cache, isinstance(self.curvature, EmpiricalFisher)
+        if is_psd(self.curvature) and self.closed_form is None and not of_fisher:
             return self
 
         def of_ggn() -> CurvatureCache:
