@@ -313,6 +313,15 @@ def test_the_log_likelihood_of_numbers_is_that_of_the_predictive(numbers):
     assert float(((drawn.value - expected) / drawn.stderr).abs().max()) < 5
 
 
+def test_the_log_likelihood_of_a_single_output_is_an_integral():
+    """Far from the predictions, too, where a thousand draws of the output are ten nats too low."""
+    law = torch.distributions.LogNormal
+    post = posterior(lambda f: law(f, 0.3), 1, lambda x: x[:, :1].exp())
+    y, f = torch.logspace(-3, 3, 5, dtype=DOUBLE).unsqueeze(1), post.predict(X)
+    expected = law(f.mean, (f.variance + 0.3**2).sqrt()).log_prob(y)
+    torch.testing.assert_close(post.log_likelihood(X, y).value, expected[:, 0], **TIGHT)
+
+
 def test_the_log_likelihood_of_labels_averages_probabilities(labels):
     y = torch.tensor([[1, 0], [0, 0], [1, 1], [0, 1], [1, 0]], dtype=DOUBLE)
     draws = labels.sample(50, seeded())

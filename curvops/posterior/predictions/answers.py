@@ -3,7 +3,8 @@
 The uncertainty is decomposed into noise (aleatoric) and uncertainty about the weights (epistemic). For labels, with
 draws f_k of the outputs: the entropy of the mean is the total, and the mean of the entropies is the part that would
 remain if the weights were known (aleatoric). Their difference, the mutual information of target and weights, is the
-rest (epistemic; Depeweg et al. 2018). Where each label has a normal logit of its own, the means are integrals over it.
+rest (epistemic; Depeweg et al. 2018). Where each label has a normal logit of its own, the means are integrals over it,
+and so is the likelihood of a target with a single normal output.
 For numbers the same holds with variances, by the law of total variance, in closed form where the likelihood has one,
 otherwise over draws.
 
@@ -51,6 +52,9 @@ NODES, FARTHEST = 1001, 8.5
 They are evenly spaced: the error of this rule falls exponentially with their distance, and is below rounding for logits
 with a standard deviation of up to 60 (Trefethen & Weideman 2014).
 """
+WIDEST, NEGLIGIBLE = 40.0, 40.0
+"""The standard deviations to which the search for a likelihood's integrand reaches, and the nats below its maximum at
+which the integrand no longer matters."""
 
 
 ErrorOfMean = Callable[[Float[Tensor, "k *N"]], Float[Tensor, "*N"]]
@@ -198,6 +202,28 @@ def _entropies(
     epistemic, stderr = average(of_each), None if error is None else error(of_each)
     mean = mean[..., 0] if likelihood.form == "labels" else mean
     return Uncertainty(mean, aleatoric + epistemic, aleatoric, epistemic, stderr, "nats")
+
+
+def normal_log_likelihoods(
+    likelihood: Likelihood, mean: Float[Tensor, "n 1"], variance: Float[Tensor, "n 1"], targets: Tensor
+) -> Float[Tensor, " n"]:
+    """Return log p(y) of targets that have one normal output each, by an integral over it.
+
+    The integrand may be far from the mean of the output, and narrow: wide nodes find where it is, and as many nodes
+    integrate there.
+    """
+    deviation = variance.clamp_min(torch.finfo(mean.dtype).tiny).sqrt()
+    wide = torch.linspace(-WIDEST, WIDEST, NODES, dtype=mean.dtype, device=mean.device).unsqueeze(1)
+
+    def integrand(z: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
+        return log_likelihoods(likelihood, [mean + deviation * z.unsqueeze(-1)], targets) - z.square() / 2
+
+    with torch.no_grad():
+        found, step = integrand(wide.expand(-1, len(mean))), wide[1] - wide[0]
+        matters = found >= found.amax(0) - NEGLIGIBLE
+        first, last = wide.where(matters, math.inf).amin(0) - step, wide.where(matters, -math.inf).amax(0) + step
+    z = first + (last - first) * (wide / WIDEST + 1) / 2
+    return integrand(z).logsumexp(0) + ((last - first) / (NODES - 1)).log() - math.log(2 * math.pi) / 2
 
 
 def join_uncertainties(parts: Sequence[Uncertainty]) -> Uncertainty:

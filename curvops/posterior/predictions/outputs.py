@@ -46,6 +46,7 @@ from curvops.posterior.predictions.answers import (
     error_of_mean,
     join_uncertainties,
     moments_of_draws,
+    normal_log_likelihoods,
 )
 
 OUTPUT_DRAWS = 1000
@@ -180,6 +181,13 @@ class NormalOutputs(OutputDistribution):
         step = max(1, DRAWN_NUMBERS // (NODES * mean.shape[-1]))
         parts = zip(mean.split(step), variance.split(step))
         return join_uncertainties([decompose_normal_labels(likelihood, *some) for some in parts])
+
+    def log_likelihoods_of(self, likelihood: Likelihood, targets: Tensor) -> Float[Tensor, " N"]:
+        """Return log p(y) of targets with a single output each, by an integral over the normal output."""
+        mean, variance = self.mean, self.covariance().diagonal(dim1=-2, dim2=-1)
+        step = DRAWN_NUMBERS // NODES
+        parts = zip(mean.split(step), variance.split(step), targets.split(step))
+        return torch.cat([normal_log_likelihoods(likelihood, *some) for some in parts])
 
     def drawn_moments(
         self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int

@@ -290,7 +290,7 @@ class Predictive(ABC):
                 two points in all (the dyadic score of Osband et al. 2022), which measures whether predictions vary
                 together as they should.
             samples: draws (k, D) of the weights. By default each point's own covariance is used (exactly for a Gaussian
-                likelihood, otherwise by 1000 draws); with joint=True, 100 draws of the weights.
+                likelihood and for a single output, otherwise by 1000 draws); with joint=True, 100 draws of the weights.
             generator: the source of the draws, and of the pairs.
             gather: as in `predict`.
             link: "mc" averages over the draws; "probit", for classes and labels, scores the `probabilities` of that
@@ -438,7 +438,8 @@ class Predictions:
         if by_probit:
             answers.checked_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if joint else self._outputs
-        normals = None if by_probit or isinstance(likelihood, Gaussian) else normals_for(outputs, generator)
+        has_integral = isinstance(likelihood, Gaussian) or self.lin.output_shape[-1] == 1
+        normals = None if by_probit or has_integral else normals_for(outputs, generator)
         targets_of = partial(answers.targets_by_position, outputs.lin, self.x, y)
         call = f"the log-likelihood, joint={joint}, link={link!r}"
         outputs, split = self._split(outputs, call, normals, joint and self.gather, targets_of)
@@ -454,6 +455,8 @@ class Predictions:
             noisy = outputs.covariance().add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
             density = answers.gaussian_log_density(mean, noisy.to_dense(), targets)
             return self._by_point(split, Estimate.exact(density))
+        if isinstance(outputs, NormalOutputs) and has_integral:
+            return self._by_point(split, Estimate.exact(outputs.log_likelihoods_of(likelihood, targets)))
         log_p = answers.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
         if joint:
             return answers.dyadic_score(log_p, generator, outputs.error)
