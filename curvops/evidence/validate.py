@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +92,8 @@ def validate(
 
     Warns with `UndeterminedWarning` if most of the points are training points, or all have the same target, such as one
     class; or if the best value is at the edge of those tried: often the largest precision, under which predictions are
-    those of the network itself; with `MaxStepsWarning` if the search over both ended before it reached its accuracy.
+    those of the network itself; or if prior precisions over a decade are as good, to 1e-4 nats per point, where the
+    search over both ends; with `MaxStepsWarning` if it ended before it reached its accuracy.
 
     Examples:
         >>> tuned = co.evidence.validate(post, x + 0.1, y, prior_precisions=[0.5, 1.0, 2.0])
@@ -122,7 +124,7 @@ def validate(
         if "noise" in parts and not gaussians(post.lin.likelihood):
             _ = post.observation_noise  # raises an error that names the likelihood
         for name in parts:
-            search.along(name, xtol)
+            search.along(name, xtol, says_edge=len(parts) == 1 or name == "noise")
         if len(parts) > 1:
             search.together(xtol)
         return search.result("held-out data" if "scalar" in parts else post.prior.chosen_by)
@@ -213,8 +215,8 @@ class _Search:
 
         return score
 
-    def along(self, name: str, xtol: float) -> None:
-        """Search around the best trial so far, in one hyperparameter."""
+    def along(self, name: str, xtol: float, says_edge: bool) -> None:
+        """Search around the best trial so far, in one hyperparameter; warn if it ends at an edge, where asked to."""
         from scipy.optimize import minimize_scalar  # a slow import, needed for tuning only
 
         score_at = self.moves()
@@ -233,14 +235,17 @@ class _Search:
         if best in (min(scores), max(scores)):
             of_noise = name == "noise"
             value = self.best.noise * mean_noise(self.post) if of_noise else _precision(self.best.prior.diagonal)
-            warn(
-                f"held-out data are predicted the better, {AT_EDGE[name][best > 0]}. The returned posterior has the "
-                f"last value tried, {value:.3g}.",
-                UndeterminedWarning,
-            )
+            if says_edge:
+                warn_of_edge(name, best > 0, value)
             return
         span = math.log(10) * (best - 1), math.log(10) * (best + 1)
         minimize_scalar(lambda u: -score(math.exp(u)), bounds=span, method="bounded", options={"xatol": xtol})
+
+    @property
+    def as_good(self) -> list[float]:
+        """The prior precisions that are as good as the best, to 1e-4 nats per point."""
+        least = self.best.score - 1e-4
+        return [_precision(trial.prior.diagonal) for trial in self.trials if trial.score >= least]
 
     def together(self, xtol: float) -> None:
         """Search from the best trial so far, in both hyperparameters at once (Nelder & Mead 1965)."""
@@ -255,7 +260,17 @@ class _Search:
         simplex = [[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]]
         # The tolerance applies to each hyperparameter.
         options = {"xatol": xtol, "fatol": math.inf, "initial_simplex": simplex, "maxfev": 80}
-        if not minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options).success:
+
+        def stop_where_flat(_: Any) -> None:  # where it would follow the prior precision without bound
+            if max(self.as_good) > 10 * min(self.as_good):
+                raise StopIteration
+
+        found = minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options, callback=stop_where_flat)
+        if max(self.as_good) > 10 * min(self.as_good):
+            tried = [_precision(trial.prior.diagonal) for trial in self.trials]
+            value = _precision(self.best.prior.diagonal)
+            warn_of_edge("scalar", fmean(map(math.log, self.as_good)) > fmean(map(math.log, tried)), value)
+        elif not found.success:
             warn(
                 "the search over prior precision and noise together tried 80 values before it reached its accuracy. "
                 "Tune the returned posterior again, co.evidence.validate(post, x, y, ('scalar', 'noise')), which goes "
@@ -272,6 +287,15 @@ class _Search:
             variances = tuple(first * factor for factor in noises)
         post = self.under(best.prior) if best.noise == 1 else with_noises(self.under(best.prior), best.noise)
         return tell_choice(replace(post, tuning=Validation(precisions, variances, scores, stderrs)), by)
+
+
+def warn_of_edge(name: str, is_large: bool, value: float) -> None:
+    """Warn that the held-out likelihood has no maximum in a hyperparameter."""
+    warn(
+        f"held-out data are predicted the better, {AT_EDGE[name][is_large]}. The returned posterior has the last value "
+        f"tried, {value:.3g}.",
+        UndeterminedWarning,
+    )
 
 
 def _precision(A: Tensor | None) -> float:
