@@ -102,7 +102,7 @@ def laplace(
         MissingLabelsError: the evidence is to choose the prior precision, and the data have no labels.
 
     Cost: KFAC takes about one gradient for each output. A prior precision that is chosen then costs some 25 predictions
-    of the held-out points, ten of 200 training points (of fewer if there are more than 10 classes), or one pass for the
+    of the held-out points, four of 200 training points (fewer with more than 10 classes), or one pass for the
     evidence of a curvature with a closed form; the full GGN of more than 1,024 weights takes solves for each value
     tried. The same call makes the same choice. A curvature that may be indefinite (co.Hessian, differences) is tested
     with 20 products, about 80 gradients for a Hessian; if they show that G + A is indefinite, the error names the prior
@@ -173,8 +173,6 @@ def limit_variance(post: Laplace) -> Laplace:
     This is the mean over the classes and the `training_inputs`. A large curvature without a closed form estimates
     it from `DRAWS` draws of the weights. If the variance is smaller whatever the prior is, the precision is 1e-4.
     """
-    from scipy.optimize import brentq  # a slow import, needed for tuning only
-
     alike = training_inputs(post.lin)
     by_draws = post.precision._closed_form() is None and post.lin.num_parameters > MOST_DECOMPOSED
 
@@ -191,13 +189,15 @@ def limit_variance(post: Laplace) -> Laplace:
         refuse(not 0 < variance < math.inf, f"the logits have a variance of {variance:.3g} at the training inputs.")
         return math.log(variance / VARIANCE)
 
-    first = last = 0.0
-    sign = math.copysign(1.0, excess(first))
-    while excess(last) * sign > 0 and last > -4:  # the variance falls no faster than the precision grows
-        first, last = last, max(-4.0, last + max(sign, excess(last) / math.log(10), key=abs))
-    if excess(last) * sign <= 0:
-        last = brentq(excess, first, last, xtol=0.005)
-    return tell_choice(post.with_prior(10.0**last), "the variance of the logits")
+    # The variance falls no faster than the precision grows, and is flat where data determine all weights.
+    steepest = -math.log(10)
+    last, power = 0.0, max(-excess(0.0) / steepest, -4.0)
+    for _ in range(30):
+        if abs(power - last) < 0.005:
+            break
+        slope = min((excess(power) - excess(last)) / (power - last), 0.1 * steepest)
+        last, power = power, max(power - max(-4.0, min(excess(power) / slope, 4.0)), -4.0)
+    return tell_choice(post.with_prior(10.0**power), "the variance of the logits")
 
 
 def training_inputs(lin: Linearization) -> list[Any]:
