@@ -5,6 +5,7 @@ import math
 import numpy as np
 import torch
 from linear_operator.utils.errors import NotPSDError
+from scipy.sparse import csr_array
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from curvops.errors import NotPositiveSemidefiniteError
@@ -57,6 +58,7 @@ DOORS = [
         rows={
             "a stack of matrices": (lambda: vectors.describe(torch.ones(2, 3, 4)), "single matrix"),
             "whole numbers": (lambda: vectors.describe(torch.ones(2, 2, dtype=torch.int64)), TypeError, "floating"),
+            "a sparse matrix": (lambda: eigsh(csr_array(np.eye(2)), 1), TypeError, r"aslinearoperator\(A\)"),
             "not square": (lambda: vectors.describe_square(torch.ones(2, 3)), "2 x 3"),
         },
     ),

@@ -93,6 +93,7 @@ def describe(A: Matrix) -> Description:
     """
     if not isinstance(A, (Tensor, LinearOperator)):
         hint = "; pass torch.as_tensor(A)" if isinstance(A, np.ndarray | list) else ""
+        hint = "; pass scipy.sparse.linalg.aslinearoperator(A)" if hasattr(A, "tocsr") else hint
         hint = "; pass an operator made from it, such as co.GGN(lin)" if hasattr(A, "jacobian") else hint
         raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}{hint}.")
     if len(A.shape) != 2:
