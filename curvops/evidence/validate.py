@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -92,8 +91,8 @@ def validate(
 
     Warns with `UndeterminedWarning` if most of the points are training points, or all have the same target, such as one
     class; or if the best value is at the edge of those tried: often the largest precision, under which predictions are
-    those of the network itself; or if prior precisions over a decade are as good, to 1e-4 nats per point, where the
-    search over both ends; with `MaxStepsWarning` if it ended before it reached its accuracy.
+    those of the network itself; or if a prior precision ten times as large or as small as that of the search over both
+    is as good, to 1e-4 nats per point; with `MaxStepsWarning` if it ended before it reached its accuracy.
 
     Examples:
         >>> tuned = co.evidence.validate(post, x + 0.1, y, prior_precisions=[0.5, 1.0, 2.0])
@@ -241,12 +240,6 @@ class _Search:
         span = math.log(10) * (best - 1), math.log(10) * (best + 1)
         minimize_scalar(lambda u: -score(math.exp(u)), bounds=span, method="bounded", options={"xatol": xtol})
 
-    @property
-    def as_good(self) -> list[float]:
-        """The prior precisions that are as good as the best, to 1e-4 nats per point."""
-        least = self.best.score - 1e-4
-        return [_precision(trial.prior.diagonal) for trial in self.trials if trial.score >= least]
-
     def together(self, xtol: float) -> None:
         """Search from the best trial so far, in both hyperparameters at once (Nelder & Mead 1965)."""
         from scipy.optimize import minimize
@@ -260,16 +253,14 @@ class _Search:
         simplex = [[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]]
         # The tolerance applies to each hyperparameter.
         options = {"xatol": xtol, "fatol": math.inf, "initial_simplex": simplex, "maxfev": 80}
-
-        def stop_where_flat(_: Any) -> None:  # where it would follow the prior precision without bound
-            if max(self.as_good) > 10 * min(self.as_good):
-                raise StopIteration
-
-        found = minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options, callback=stop_where_flat)
-        if max(self.as_good) > 10 * min(self.as_good):
-            tried = [_precision(trial.prior.diagonal) for trial in self.trials]
+        found = minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options)
+        best, score_at = self.best, self.moves()
+        # A precision that these data do not determine is followed without bound, and no further steps would settle it.
+        flat = [factor for factor in (10.0, 0.1) if abs(score_at(factor, 1.0) - best.score) < 1e-4]
+        if flat:
             value = _precision(self.best.prior.diagonal)
-            warn_of_edge("scalar", fmean(map(math.log, self.as_good)) > fmean(map(math.log, tried)), value)
+            is_large = value > _precision(self.post.prior.diagonal) if len(flat) == 2 else flat[0] > 1
+            warn_of_edge("scalar", is_large, value)
         elif not found.success:
             warn(
                 "the search over prior precision and noise together tried 80 values before it reached its accuracy. "
