@@ -2,13 +2,15 @@
 
 jaxtyping's import hook decorates each function, also those inside functions, whenever the outer one runs: a decoration
 takes a millisecond, a checked call a tenth of one. What stands here decorates when a call is to be checked, so that
-loops of an algorithm run at its own speed after their first rounds, and leaves out functions inside functions.
+loops of an algorithm run at its own speed after their first rounds, and leaves out functions inside functions and
+those whose annotations name no shape, which mypy has checked.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
@@ -80,15 +82,20 @@ def _calling(gate: _Gate, own: CodeType) -> CodeType:
     return code.replace(co_consts=constants, co_freevars=own.co_freevars, co_name=own.co_name)
 
 
+def _names_a_shape(function: FunctionType) -> bool:
+    """Whether an annotation is one of jaxtyping's, or names one that its module has defined."""
+    words = re.findall(r"\w+", " ".join(map(str, function.__annotations__.values())))
+    return any(hasattr(jaxtyping, word) or "jaxtyping" in repr(function.__globals__.get(word)) for word in words)
+
+
 def sparing(*, typechecker: Any) -> Callable[[Any], Any]:
     """In place of `jaxtyping.jaxtyped`, which the import hook calls by this name."""
 
     def decorate(subject: Any) -> Any:
-        if isinstance(subject, FunctionType):
-            if "<locals>" not in subject.__qualname__:
-                _Gate(subject, typechecker)
-        elif dataclasses.is_dataclass(subject) and not hasattr(subject.__init__, "__wrapped__"):
-            _Gate(subject.__init__, typechecker)
+        whole = dataclasses.is_dataclass(subject) and not hasattr(subject.__init__, "__wrapped__")
+        function = subject.__init__ if whole else subject
+        if isinstance(function, FunctionType) and "<locals>" not in subject.__qualname__ and _names_a_shape(function):
+            _Gate(function, typechecker)
         return subject
 
     return decorate

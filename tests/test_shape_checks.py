@@ -54,3 +54,11 @@ def test_the_checks_end_after_the_first_calls_of_a_test() -> None:
 
 def test_nothing_is_checked_where_a_test_says_so(annotations_unchecked: None) -> None:
     assert Column(3).value == 3  # type: ignore[arg-type]
+
+
+def test_a_function_whose_annotations_name_no_shape_is_left_as_it_is() -> None:
+    def of(value: int) -> int:
+        return value
+
+    of.__qualname__, own = "of", of.__code__
+    assert shape_checks.sparing(typechecker=beartype.beartype)(of).__code__ is own
