@@ -247,7 +247,7 @@ def descent(post):
     """
     loss = "standard" if isinstance(post.curvature, co.GGN) else "low_variance"
     momentum = 0.5 if post.prior.diagonal is None else 0.2
-    return co.posterior.StochasticDescent(loss, epochs=500, momentum=momentum, final=1.0, averaging=1.0)
+    return co.posterior.StochasticDescent(loss, epochs=250, momentum=momentum, final=1.0, averaging=1.0)
 
 
 DESCENTS = ("number", "vector", "matrix", "KFAC + number", "variational, dense", "update", "low-rank updates")
