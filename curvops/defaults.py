@@ -102,9 +102,9 @@ def laplace(
         MissingLabelsError: the evidence is to choose the prior precision, and the data have no labels.
 
     Cost: KFAC takes about one gradient for each output. A prior precision that is chosen then costs some 25 predictions
-    of the held-out points, four of 200 training points (fewer with more than 10 classes), or one pass for the
-    evidence of a curvature with a closed form; the full GGN of more than 1,024 weights takes solves for each value
-    tried. The same call makes the same choice. A curvature that may be indefinite (co.Hessian, differences) is tested
+    of the held-out points, four of 200 training points (fewer with more than 10 classes), or for numbers some six modes
+    of the linear model, a solve each; the full GGN of more than 1,024 weights takes solves for each value tried. The
+    same call makes the same choice. A curvature that may be indefinite (co.Hessian, differences) is tested
     with 20 products, about 80 gradients for a Hessian; if they show that G + A is indefinite, the error names the prior
     precision that is needed.
 
