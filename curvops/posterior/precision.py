@@ -49,7 +49,8 @@ REMEDIES = {
         "improves the conditioning; a curvature made from random draws must give the same product each time."
     ),
     Reason.NOT_POSITIVE_DEFINITE: (
-        "Curvature plus prior is not positive definite. Use a larger prior precision, or co.GGN as curvature."
+        "Curvature plus prior is not positive definite, or not in this dtype. Use a larger prior precision, co.GGN as "
+        "curvature, or float64."
     ),
     Reason.SINGULAR: "Curvature plus prior is singular in this dtype. Use a larger prior precision, or float64.",
 }
