@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from linear_operator.operators import LinearOperator
 from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
 from curvops.checks import check_flag, refuse
 from curvops.errors import MissingLabelsError, UndeterminedWarning
-from curvops.evidence.maximize import maximize
+from curvops.evidence.maximize import maximize, secant_step
 from curvops.evidence.validate import validate
 from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
 from curvops.network import needs_noise
@@ -176,7 +175,6 @@ def limit_variance(post: Laplace) -> Laplace:
     alike = training_inputs(post.lin)
     by_draws = post.precision._closed_form() is None and post.lin.num_parameters > MOST_DECOMPOSED
 
-    @cache
     def excess(power: float) -> float:
         trial = replace(post.with_prior(10.0**power), temperature=1.0)
         draws = trial.sample(DRAWS, _seeded(post)) if by_draws else None
@@ -190,13 +188,13 @@ def limit_variance(post: Laplace) -> Laplace:
         return math.log(variance / VARIANCE)
 
     # The variance falls no faster than the precision grows, and is flat where data determine all weights.
-    steepest = -math.log(10)
-    last, power = 0.0, max(-excess(0.0) / steepest, -4.0)
+    steepest, before, power = -math.log(10), None, 0.0
     for _ in range(30):
-        if abs(power - last) < 0.005:
+        now = power, excess(power)
+        power = max(power + secant_step(before, now, steepest, (steepest, 0.1 * steepest), most=4.0), -4.0)
+        if abs(power - now[0]) < 0.005:
             break
-        slope = min((excess(power) - excess(last)) / (power - last), 0.1 * steepest)
-        last, power = power, max(power - max(-4.0, min(excess(power) / slope, 4.0)), -4.0)
+        before = now
     return tell_choice(post.with_prior(10.0**power), "the variance of the logits")
 
 

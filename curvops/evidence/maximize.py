@@ -224,6 +224,24 @@ def _read(over: Any) -> tuple[str | None, bool]:
     return precision, "noise" in parts
 
 
+def secant_step(
+    before: tuple[float, float] | None, now: tuple[float, float], first: float, slopes: tuple[float, float], most: float
+) -> float:
+    """Return the step from a point (x, f) to the zero of a falling function, by the secant through the point before.
+
+    Args:
+        before: the point before, or None.
+        now: the point.
+        first: the slope where there is no secant.
+        slopes: the steepest and the flattest slope of the function, for secants that rounding bends.
+        most: the longest step along a secant.
+    """
+    if before is None or now[0] == before[0]:
+        return -now[1] / first
+    slope = min(max((now[1] - before[1]) / (now[0] - before[0]), slopes[0]), slopes[1])
+    return min(max(-now[1] / slope, -most), most)
+
+
 @dataclass(eq=False)
 class Ascent:
     """Steps along the gradient of the log evidence in the logarithms of the hyperparameters.
@@ -260,9 +278,10 @@ class Ascent:
         ending, finest, largest = Ending.STEPS_SPENT, 0.1 * self.xtol, math.inf
         for _ in range(steps):
             alpha, noise = self.now.alpha, self.now.noise
-            spent, rtol = 0, max(finest, 0.01 * min(largest, 1.0))  # modes far from the maximum need few digits
-            if self.mode == "linear":
-                theta, spent = self.now.linear_mode(theta, rtol)
+            spent, of_mode = 0, finest
+            if self.mode == "linear":  # far from the maximum it needs few digits
+                of_mode = max(finest, 0.01 * min(largest, 1.0))
+                theta, spent = self.now.linear_mode(theta, of_mode)
                 scatter, data = self._at(theta)
             gamma = self._count(spent)
             change = torch.zeros_like(alpha)
@@ -285,7 +304,7 @@ class Ascent:
                         "post.with_noise(value)), or the network fits its targets exactly (keep the noise fixed)."
                     )
             self.now = self.now.with_values(alpha, noise)
-            if largest <= self.xtol and (rtol <= finest or self.mode == "map"):
+            if largest <= self.xtol and of_mode <= finest:
                 ending = Ending.CONVERGED
                 break
         self._check_limits(start)
@@ -302,11 +321,10 @@ class Ascent:
         share = torch.where(down > 0, up / down, 0.0)
         if len(alpha) > 1 or self.now.noise is not None:
             return share
-        at, ratio, slope = float(alpha.log()), 2 * math.atanh(float(share.clamp(-0.99, 0.99))), -1.0
-        if self.before is not None and (moved := at - self.before[0]):
-            slope = min(max((ratio - self.before[1]) / moved, -2.0), -0.25)
-        self.before = at, ratio
-        return torch.full_like(share, -ratio / slope).clamp(-math.log(WINDOW), math.log(WINDOW))
+        now = float(alpha.log()), 2 * math.atanh(float(share.clamp(-0.99, 0.99)))
+        step = secant_step(self.before, now, first=-1.0, slopes=(-2.0, -0.25), most=math.log(WINDOW))
+        self.before = now
+        return torch.full_like(share, step)
 
     def _at(self, theta: Float[Tensor, " D"]) -> tuple[Float[Tensor, " G"], Misfit | None]:
         """Return the scatter of each group at these weights, and the misfit to the targets."""

@@ -232,10 +232,8 @@ class _Search:
                 scores[end] = score(10.0**end)
         best = max(scores, key=scores.__getitem__)
         if best in (min(scores), max(scores)):
-            of_noise = name == "noise"
-            value = self.best.noise * mean_noise(self.post) if of_noise else _precision(self.best.prior.diagonal)
             if says_edge:
-                warn_of_edge(name, best > 0, value)
+                self.warn_of_edge(name, best > 0)
             return
         span = math.log(10) * (best - 1), math.log(10) * (best + 1)
         minimize_scalar(lambda u: -score(math.exp(u)), bounds=span, method="bounded", options={"xatol": xtol})
@@ -258,9 +256,8 @@ class _Search:
         # A precision that these data do not determine is followed without bound, and no further steps would settle it.
         flat = [factor for factor in (10.0, 0.1) if abs(score_at(factor, 1.0) - best.score) < 1e-4]
         if flat:
-            value = _precision(self.best.prior.diagonal)
-            is_large = value > _precision(self.post.prior.diagonal) if len(flat) == 2 else flat[0] > 1
-            warn_of_edge("scalar", is_large, value)
+            has_grown = _precision(self.best.prior.diagonal) > _precision(self.post.prior.diagonal)
+            self.warn_of_edge("scalar", has_grown if len(flat) == 2 else flat[0] > 1)
         elif not found.success:
             warn(
                 "the search over prior precision and noise together tried 80 values before it reached its accuracy. "
@@ -268,6 +265,16 @@ class _Search:
                 "on from its values and accepts a larger xtol.",
                 MaxStepsWarning,
             )
+
+    def warn_of_edge(self, name: str, is_large: bool) -> None:
+        """Warn that the held-out likelihood has no maximum in a hyperparameter."""
+        of_noise = name == "noise"
+        value = self.best.noise * mean_noise(self.post) if of_noise else _precision(self.best.prior.diagonal)
+        warn(
+            f"held-out data are predicted the better, {AT_EDGE[name][is_large]}. The returned posterior has the last "
+            f"value tried, {value:.3g}.",
+            UndeterminedWarning,
+        )
 
     def result(self, by: str = "held-out data") -> Laplace:
         """Return the best posterior, with the record of all trials and what chose its prior."""
@@ -278,15 +285,6 @@ class _Search:
             variances = tuple(first * factor for factor in noises)
         post = self.under(best.prior) if best.noise == 1 else with_noises(self.under(best.prior), best.noise)
         return tell_choice(replace(post, tuning=Validation(precisions, variances, scores, stderrs)), by)
-
-
-def warn_of_edge(name: str, is_large: bool, value: float) -> None:
-    """Warn that the held-out likelihood has no maximum in a hyperparameter."""
-    warn(
-        f"held-out data are predicted the better, {AT_EDGE[name][is_large]}. The returned posterior has the last value "
-        f"tried, {value:.3g}.",
-        UndeterminedWarning,
-    )
 
 
 def _precision(A: Tensor | None) -> float:
