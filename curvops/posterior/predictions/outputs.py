@@ -31,7 +31,7 @@ from curvops.linalg.core.cache import Cache
 from curvops.linalg.operators.algebra import Product
 from curvops.network import PointNormals, saved_bytes
 from curvops.network.data.inputs import Inputs, components, cut, first_of, num_points
-from curvops.network.likelihoods import Bernoulli, Likelihood
+from curvops.network.likelihoods import Bernoulli, Gaussian, Likelihood
 from curvops.operators import Linearization
 from curvops.operators.function_space.point_covariance import row_covariances
 from curvops.operators.linearized.network_operator import Jacobian
@@ -44,6 +44,7 @@ from curvops.posterior.predictions.answers import (
     decompose_normal_labels,
     decompose_numbers,
     error_of_mean,
+    gaussian_log_density,
     join_uncertainties,
     moments_of_draws,
     normal_log_likelihoods,
@@ -183,8 +184,12 @@ class NormalOutputs(OutputDistribution):
         return join_uncertainties([decompose_normal_labels(likelihood, *some) for some in parts])
 
     def log_likelihoods_of(self, likelihood: Likelihood, targets: Tensor) -> Float[Tensor, " N"]:
-        """Return log p(y) of targets with a single output each, by an integral over the normal output."""
-        mean, variance = self.mean, self.covariance().diagonal(dim1=-2, dim2=-1)
+        """Return log p(y) of Gaussian targets, and by an integral of others with a single normal output each."""
+        mean = self.mean
+        if isinstance(likelihood, Gaussian):
+            noisy = self.covariance().add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
+            return gaussian_log_density(mean, noisy.to_dense(), targets)
+        variance = self.covariance().diagonal(dim1=-2, dim2=-1)
         step = DRAWN_NUMBERS // NODES
         parts = zip(mean.split(step), variance.split(step), targets.split(step))
         return torch.cat([normal_log_likelihoods(likelihood, *some) for some in parts])

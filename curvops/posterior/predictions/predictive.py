@@ -438,8 +438,8 @@ class Predictions:
         if by_probit:
             answers.checked_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if joint else self._outputs
-        has_integral = isinstance(likelihood, Gaussian) or self.lin.output_shape[-1] == 1
-        normals = None if by_probit or has_integral else normals_for(outputs, generator)
+        is_exact = isinstance(likelihood, Gaussian) or self.lin.output_shape[-1] == 1
+        normals = None if by_probit or is_exact else normals_for(outputs, generator)
         targets_of = partial(answers.targets_by_position, outputs.lin, self.x, y)
         call = f"the log-likelihood, joint={joint}, link={link!r}"
         outputs, split = self._split(outputs, call, normals, joint and self.gather, targets_of)
@@ -450,12 +450,7 @@ class Predictions:
         if by_probit:
             logits = answers.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
             return self._by_point(split, Estimate.exact(likelihood.log_prob(logits, targets)))
-        if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian):
-            mean = outputs.mean
-            noisy = outputs.covariance().add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
-            density = answers.gaussian_log_density(mean, noisy.to_dense(), targets)
-            return self._by_point(split, Estimate.exact(density))
-        if isinstance(outputs, NormalOutputs) and has_integral:
+        if isinstance(outputs, NormalOutputs) and is_exact:
             return self._by_point(split, Estimate.exact(outputs.log_likelihoods_of(likelihood, targets)))
         log_p = answers.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
         if joint:
