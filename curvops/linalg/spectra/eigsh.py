@@ -24,7 +24,15 @@ from curvops.checks import check_callable, check_choice, check_limits, check_ten
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
-from curvops.linalg.core.structure import MOST_SKEW, most_explained, narrow_root, rounding_of, skew_tolerance
+from curvops.linalg.core.solve_routes import DENSE_BLOCK, FORMED_COPIES
+from curvops.linalg.core.structure import (
+    MOST_SKEW,
+    most_explained,
+    narrow_root,
+    require_symmetric,
+    rounding_of,
+    skew_tolerance,
+)
 from curvops.linalg.core.vectors import (
     CHUNK,
     NEAR_ZERO,
@@ -99,7 +107,9 @@ def eigsh(
         which: as in SciPy: "LM" (largest |λ|; with ``sigma``, nearest to it), "LA" and "SA" (largest and smallest
             λ), or "BE" (half from each end, one more of the large ones). The best pair comes first; "BE" is in
             descending order.
-        sigma: a shift in the interior of the spectrum, or 0 for the smallest |λ|: Lanczos on (A − σ)⁻¹.
+        sigma: a shift in the interior of the spectrum, or 0 for the smallest |λ|. Up to 2048 rows A is formed, if
+            memory and ``max_matvecs`` allow, and all its pairs are found: A − σ may be singular. Else, and with a
+            ``solver`` or ``start``, Lanczos on (A − σ)⁻¹, which misses pairs if σ is an eigenvalue.
         rtol: by default 1e-6; in float32, pairs whose values are much smaller than ‖A‖ converge when they are as
             accurate as rounding allows, up to √eps |λ|. 0 means the best accuracy that the dtype allows, and the reason
             is then PRECISION_LIMIT.
@@ -176,6 +186,8 @@ def eigsh(
             most = math.inf if max_matvecs is None else max_matvecs - last
             if most < k + b:
                 raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {last + k + b}.")
+            if sigma is not None and solver is None and start is None and _is_formed(A, n, most, room):
+                return saved.finish(_of_formed(multiply, facts, k, float(sigma), rtol))
             inverse = None if sigma is None else ShiftInverse(A, float(sigma), aimed, most, solver)
             process = BlockLanczos(inverse or CountedProduct(multiply), block, capacity, generator)
             search = Search(
@@ -220,6 +232,26 @@ def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, 
         values.append(inner(V, W) / inner(V, V))
         residuals.append(norm(W - V * values[-1].to(V.dtype)))
     return torch.cat(values), torch.cat(residuals)
+
+
+def _is_formed(A: Matrix, n: int, most: float, room: int | None) -> bool:
+    """Return whether pairs in the interior are chosen among all, which takes fewer products than solves of A − σ."""
+    fits = room is None or FORMED_COPIES * n * n * torch.float64.itemsize <= room
+    return n <= min(DENSE_BLOCK, most) and fits and getattr(A, "layouts", None) is None
+
+
+def _of_formed(multiply: Multiply, facts: Description, k: int, sigma: float, rtol: float | None) -> Eigenpairs:
+    """Return the k pairs nearest to σ among all pairs of A, formed by n products."""
+    n, _, dtype, device = facts
+    dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
+    history = torch.zeros(0, k, dtype=torch.float64)
+    if not bool(dense.isfinite().all()):
+        return _non_finite_pairs(facts, k, n, history)
+    require_symmetric(dense, torch.finfo(dtype).eps, rounding=lambda: rounding_of(multiply, dense[:, :1].to(dtype)))
+    values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
+    vectors = columns(vectors, (values - sigma).abs().argsort()[:k]).to(dtype)
+    size, (values, residuals) = float(values.abs().amax()), rayleigh(vectors, multiply, k)
+    return _certify(vectors, values, residuals, "LM", sigma, rtol, size, Reason.CONVERGED, n + k, history)
 
 
 def lift(S: Matrix, U: Float[Vectors, "m k"], generator: torch.Generator | None = None) -> Float[Vectors, "n k"]:

@@ -11,7 +11,7 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 from scipy.sparse.linalg import eigsh as scipy_eigsh
 
-from curvops.linalg import Dense, Reason, cg, eigsh
+from curvops.linalg import Dense, Reason, cg, eigsh, minres
 from tests.linalg.matrices import EXPONENTIAL, SPECTRA, generator, symmetric
 from tests.linalg.rooted import rooted
 from tests.linalg.systems import Counted
@@ -221,10 +221,10 @@ def test_callback_sees_the_residuals_shrink():
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
-def test_interior_by_minres_inside_the_spectrum_and_by_cg_below_it():
+def test_interior_by_minres_inside_the_spectrum_by_cg_below_it_and_of_all_pairs_at_an_eigenvalue():
     values = torch.linspace(0.2, 5, 30, dtype=torch.float64)
     A = Dense(symmetric(values))
-    for sigma, solver in ((0.1, cg), (0.1, None), (2.01, None)):
+    for sigma, solver in ((0.1, cg), (0.1, minres), (2.01, minres), (2.01, None), (float(values[9]), None)):
         pairs = A.eigsh(3, sigma=sigma, solver=solver, generator=generator())
         expected = values[(values - sigma).abs().argsort()][:3]
         torch.testing.assert_close(pairs.values, expected, rtol=1e-9, atol=0)
