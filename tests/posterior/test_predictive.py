@@ -322,6 +322,17 @@ def test_the_log_likelihood_of_a_single_output_is_an_integral():
     torch.testing.assert_close(post.log_likelihood(X, y).value, expected[:, 0], **TIGHT)
 
 
+def test_the_log_likelihood_of_several_outputs_is_drawn_where_the_target_is_likely():
+    """Fifty standard deviations from the prediction, too, where draws around it are hundreds of nats too low."""
+    lognormal = torch.distributions.LogNormal
+    post = posterior(lambda f: torch.distributions.Independent(lognormal(f, 3.0), 1), 2, lambda x: x[:, :2].exp())
+    predicted, y = post.predict(X), torch.logspace(-60, 60, 10, dtype=DOUBLE).view(5, 2)
+    law = torch.distributions.MultivariateNormal(predicted.mean, predicted.covariance_matrix + 9 * torch.eye(2))
+    found = post.log_likelihood(X, y, generator=seeded())
+    assert float(found.stderr.amax()) < 0.1
+    assert float(((found.value - law.log_prob(y.log()) + y.log().sum(1)) / found.stderr).abs().max()) < 4
+
+
 def test_the_log_likelihood_of_labels_averages_probabilities(labels):
     y = torch.tensor([[1, 0], [0, 0], [1, 1], [0, 1], [1, 0]], dtype=DOUBLE)
     draws = labels.sample(50, seeded())

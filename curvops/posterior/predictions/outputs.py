@@ -46,6 +46,7 @@ from curvops.posterior.predictions.answers import (
     error_of_mean,
     gaussian_log_density,
     join_uncertainties,
+    log_likelihoods,
     moments_of_draws,
     normal_log_likelihoods,
 )
@@ -106,6 +107,12 @@ class OutputDistribution(ABC):
     @abstractmethod
     def draws(self, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield draws of the outputs, some points at a time; x begins with point number `start` of all ranks."""
+
+    @abstractmethod
+    def log_likelihoods_of_draws(
+        self, likelihood: Likelihood, targets: Tensor, normals: PointNormals | None, start: int
+    ) -> Float[Tensor, "k N"]:
+        """Return what averages, as exp, to the likelihood of each target over draws of the outputs."""
 
     def uncertainty_of_numbers(self, likelihood: Likelihood) -> Uncertainty:
         """Return the uncertainty of numeric targets whose outputs are normal, in closed form."""
@@ -169,11 +176,36 @@ class NormalOutputs(OutputDistribution):
     def draws(self, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield draws from each point's own covariance."""
         assert normals is not None
+        for mean, root, noise in self._standardised(normals, start):
+            yield mean + root_times(root, noise)
+
+    def log_likelihoods_of_draws(
+        self, likelihood: Likelihood, targets: Tensor, normals: PointNormals | None, start: int
+    ) -> Float[Tensor, "k N"]:
+        """Return log p(y | f_k) + log w_k, from draws around the outputs that make each target likely.
+
+        The weight w_k is the density of f_k over that of its draw. Draws around the mean would miss a target that is
+        likely only in the tails, and their standard error would not show it.
+        """
+        assert normals is not None
+        first, parts = 0, []
+        for mean, root, noise in self._standardised(normals, start):
+            some = targets[first : first + len(mean)]
+            centre = likely_noise(likelihood, mean.detach(), root.detach(), some)
+            of_draws = log_likelihoods(likelihood, [mean + root_times(root, centre + noise)], some)
+            parts.append(of_draws - (noise * centre).sum(-1) - centre.square().sum(-1) / 2)
+            first += len(mean)
+        return torch.cat(parts, 1)
+
+    def _standardised(
+        self, normals: PointNormals, start: int
+    ) -> Iterator[tuple[Float[Tensor, "n C"], Float[Tensor, "n C C"], Float[Tensor, "k n C"]]]:
+        """Yield the mean, a root of the covariance, and standard normal numbers, at some points at a time."""
         covariances, means = self.covariance().to_dense(), self.linear_mean
         step = max(1, DRAWN_NUMBERS // (OUTPUT_DRAWS * covariances.shape[-1]))
         first = start * self.lin.num_outputs // self.lin.output_shape[-1]
         for mean, covariance in zip(means.split(step), covariances.split(step)):
-            yield gaussian_draws(mean, covariance, OUTPUT_DRAWS, normals, first)
+            yield mean, symmetric_root(covariance), gaussian_noise(mean, OUTPUT_DRAWS, normals, first)
             first += len(mean)
 
     def uncertainty_of_labels(self, likelihood: Bernoulli) -> Uncertainty:
@@ -236,6 +268,12 @@ class DrawnOutputs(OutputDistribution):
         root = last.flatten(0, 1)
         return LowRank(root, root.new_full(root.shape[1:], 1 / root.shape[1]))
 
+    def log_likelihoods_of_draws(
+        self, likelihood: Likelihood, targets: Tensor, normals: PointNormals | None, start: int
+    ) -> Float[Tensor, "k N"]:
+        """Return log p(y | f_k) at the functions."""
+        return log_likelihoods(likelihood, self.draws(normals, start), targets)
+
     def drawn_moments(
         self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
     ) -> OutputMoments:
@@ -258,17 +296,49 @@ def normals_for(outputs: OutputDistribution, generator: torch.Generator | None) 
 
 
 def gaussian_draws(
-    mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], k: int, normals: PointNormals, start: int = 0
+    mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], k: int, normals: PointNormals
 ) -> Float[Tensor, "k N C"]:
-    """Draw k logits of each point, through the eigenvectors of its C × C covariance (which may be singular).
+    """Draw k logits of each point."""
+    return mean + root_times(symmetric_root(covariance), gaussian_noise(mean, k, normals, 0))
+
+
+def symmetric_root(covariance: Float[Tensor, "n C C"]) -> Float[Tensor, "n C C"]:
+    """Return a root R of C × C covariances R Rᵀ, which may be singular, from their eigenvectors."""
+    values, vectors = torch.linalg.eigh(covariance)
+    return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+
+
+def root_times(root: Float[Tensor, "n C C"], z: Float[Tensor, "k n C"]) -> Float[Tensor, "k n C"]:
+    """Return R z_k at each point."""
+    return torch.einsum("nij,knj->kni", root, z)
+
+
+def gaussian_noise(mean: Float[Tensor, "n C"], k: int, normals: PointNormals, start: int) -> Float[Tensor, "k n C"]:
+    """Draw k standard normal numbers for each output.
 
     A point's numbers depend on its position, counted from `start`, whatever the ranks and the points at a time.
     """
-    values, vectors = torch.linalg.eigh(covariance)
-    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     n, C = mean.shape
-    noise = normals.block(range(1), slice(start, start + n), k * C, mean).view(n, k, C)
-    return mean + torch.einsum("nij,nkj->kni", root, noise)
+    return normals.block(range(1), slice(start, start + n), k * C, mean).view(n, k, C).transpose(0, 1)
+
+
+@torch.no_grad()
+def likely_noise(
+    likelihood: Likelihood, mean: Float[Tensor, "n C"], root: Float[Tensor, "n C C"], targets: Tensor
+) -> Float[Tensor, "n C"]:
+    """Return the z that maximises p(y | mean + R z) N(z; 0, I), by the longest steps of Fisher scoring that go up."""
+    z, identity = torch.zeros_like(mean), torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+    shares = mean.new_tensor([1, 0.5, 0.25, 0.125, 0]).view(-1, 1, 1)
+    for _ in range(10):
+        outputs = mean + root_times(root, z.unsqueeze(0)).squeeze(0)
+        slope = z.unsqueeze(-1) + root.mT @ likelihood.residual(outputs, targets).unsqueeze(-1)
+        curved = likelihood.hessian_product(outputs, root.movedim(-1, 0), targets).movedim(0, -1)
+        step = torch.linalg.solve_ex(identity + root.mT @ curved, slope).result.squeeze(-1).nan_to_num(0, 0, 0)
+        tried = z - shares * step
+        values = log_likelihoods(likelihood, [mean + root_times(root, tried)], targets) - tried.square().sum(-1) / 2
+        first = (values >= values[-1] - 1e-6).byte().argmax(0)  # within rounding counts as not going down
+        z = tried[first, torch.arange(len(mean), device=mean.device)]
+    return z
 
 
 def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:

@@ -290,7 +290,8 @@ class Predictive(ABC):
                 two points in all (the dyadic score of Osband et al. 2022), which measures whether predictions vary
                 together as they should.
             samples: draws (k, D) of the weights. By default each point's own covariance is used (exactly for a Gaussian
-                likelihood and for a single output, otherwise by 1000 draws); with joint=True, 100 draws of the weights.
+                likelihood and for a single output, otherwise by 1000 draws around the outputs that make the target
+                likely); with joint=True, 100 draws of the weights.
             generator: the source of the draws, and of the pairs.
             gather: as in `predict`.
             link: "mc" averages over the draws; "probit", for classes and labels, scores the `probabilities` of that
@@ -452,7 +453,7 @@ class Predictions:
             return self._by_point(split, Estimate.exact(likelihood.log_prob(logits, targets)))
         if isinstance(outputs, NormalOutputs) and is_exact:
             return self._by_point(split, Estimate.exact(outputs.log_likelihoods_of(likelihood, targets)))
-        log_p = answers.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
+        log_p = outputs.log_likelihoods_of_draws(likelihood, targets, normals, split.start)
         if joint:
             return answers.dyadic_score(log_p, generator, outputs.error)
         return self._by_point(split, answers.log_mean_exp(log_p, outputs.error))
