@@ -113,7 +113,8 @@ def likelihood_at(
         return _several_at(model, few, specs, targets)
     interpretation = interpretation_of(spec)
     class_dim = -1 if interpretation is None else interpretation.class_dim
-    numbers = interpretation is not None and not interpretation.indices
+    of_classes = spec == "classification" or isinstance(spec, Categorical)
+    numbers = not (of_classes if interpretation is None else interpretation.indices)
     layout, outputs = checked_layout(model, few, partial(layout_of, class_dim=class_dim, numbers=numbers))
     likelihood, layout = at_positions(as_likelihood(spec, layout.shape), layout)
     model.layout = layout  # a noise may have placed the outputs along another dimension
