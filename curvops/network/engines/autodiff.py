@@ -21,7 +21,7 @@ from curvops.network.engines.replay import EagerMode, Recorder, Replay, bytes_be
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.model import PROCESS_LOCK, Model
-from curvops.network.model.parameters import Blocks, FlatLayout, OneBlock, as_stored
+from curvops.network.model.parameters import Blocks, as_stored
 
 Pushes = Literal["forward mode", "double backward", "rows"]
 """The ways to compute J v from a model's derivatives."""
@@ -160,7 +160,7 @@ class KeptRows:
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Blocks:
         """Return Jᵀ L U for K cotangents, by name, (K, *shape) each."""
         with torch.no_grad():
-            return OneBlock(self._layout, cotangents.flatten(1) @ self._rows.flatten(0, 1))
+            return self._layout.named(cotangents.flatten(1) @ self._rows.flatten(0, 1))
 
 
 def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | None:
@@ -193,22 +193,13 @@ class _Graph:
         leaves = [*self._leaves.values()]
         if not self.outputs.requires_grad:
             return {name: leaf.new_zeros(len(cotangents), *leaf.shape) for name, leaf in self._leaves.items()}
-        layout = FlatLayout(self.names, tuple(leaf.shape for leaf in leaves))
         rows: list[list[Tensor]] = []
         with self.model.differentiating(), self.model.holding(self._leaves):
-            block = OneBlock.if_large(layout, len(cotangents), leaves[0].detach())
             for k, u in enumerate(cotangents):
                 retain = keep or k + 1 < len(cotangents)
                 # A copy: a custom backward that writes into its argument would write into the caller's vector.
                 options: dict[str, Any] = {"retain_graph": retain, "materialize_grads": True}
-                row = [g.detach() for g in torch.autograd.grad(self.outputs, leaves, u.clone(), **options)]
-                if block is None:
-                    rows.append(row)
-                    continue
-                for target in block.values():
-                    target[k] = row.pop(0)
-        if block is not None:
-            return block
+                rows.append([g.detach() for g in torch.autograd.grad(self.outputs, leaves, u.clone(), **options)])
         return {name: _stack([row.pop(0) for row in rows]) for name in self.names}  # freed as they are stacked
 
     def pull_together(self, cotangents: Float[Tensor, "K n C"], most: int) -> Blocks:

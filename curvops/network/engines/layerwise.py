@@ -12,11 +12,9 @@ columns of L, not unit vectors. For a Fisher from residuals, R is one per sample
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +33,7 @@ from curvops.network.engines.layer_calls import (
 from curvops.network.engines.rules import Local
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import MAPPED_BYTES, Blocks, FlatLayout, OneBlock
+from curvops.network.model.parameters import Blocks, FlatLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,19 +54,6 @@ class Part(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """The bytes that are kept."""
-
-    @cached_property
-    def work(self) -> int:
-        """The numbers that a product makes for each vector."""
-        return self.layer.output.numel()
-
-
-def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
-    """Return ranges of a block's vectors, each as wide as fits into memory that is used again."""
-    if is_cuda or columns * column_bytes < MAPPED_BYTES:
-        return [slice(0, columns)]
-    width = math.ceil(columns / math.ceil(columns * column_bytes / (MAPPED_BYTES - 1)))
-    return [slice(start, start + width) for start in range(0, columns, width)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,11 +131,6 @@ class Factors(Part):
     def nbytes(self) -> int:
         return self.delta.nbytes + self.layer_input.nbytes
 
-    @cached_property
-    def work(self) -> int:
-        # Through a weight nothing is read again for some of the vectors, so that fewer of them stay in a cache.
-        return self.layer.output.numel() * (1 if self.weight is None else 8)
-
 
 @dataclass(frozen=True, eq=False)
 class Rows(Part):
@@ -176,10 +156,6 @@ class Rows(Part):
     @property
     def nbytes(self) -> int:
         return self.jacobian.nbytes
-
-    @cached_property
-    def work(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +219,6 @@ class Layerwise:
         self.num_columns = root.num_columns(outputs.shape[1])
         self.parts = _layer_jacobians(model, outputs, calls, chunk_bytes, root)
         self.nbytes = sum(jacobian.nbytes for jacobian in self.parts) + (rest.nbytes if rest is not None else 0)
-        self._layout = model.selection
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
 
     @property
@@ -257,13 +232,7 @@ class Layerwise:
         with torch.no_grad():
             total = None if self.rest is None else self.rest.push(tangents)
             for jacobian in self.parts:
-                names = jacobian.layer.names.values()
-                block = tangents[next(iter(names))]
-                some = in_parts(len(block), jacobian.work * block.element_size(), block.is_cuda)
-                if len(some) == 1:
-                    pushed = jacobian.push(tangents)
-                else:
-                    pushed = torch.cat([jacobian.push({name: tangents[name][k] for name in names}) for k in some])
+                pushed = jacobian.push(tangents)
                 total = pushed if total is None else total + pushed
         if total is None:
             columns = next(iter(tangents.values())).shape[0]
@@ -273,28 +242,15 @@ class Layerwise:
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Blocks:
         """Return Jᵀ L U for K cotangents, by name, (K, *shape) each."""
         with torch.no_grad():
-            block = OneBlock.if_large(self._layout, len(cotangents), cotangents)
             total = Blocks() if self.rest is None else self.rest.pull(cotangents)
-            if block is not None:
-                total = {name: block[name].copy_(gradient) for name, gradient in total.items()}
             for jacobian in self.parts:
-                some = in_parts(len(cotangents), jacobian.work * cotangents.element_size(), cotangents.is_cuda)
-                if len(some) == 1:
-                    pulled = jacobian.pull(cotangents)
-                else:
-                    pieces = [jacobian.pull(cotangents[k]) for k in some]
-                    pulled = {local: torch.cat([piece[local] for piece in pieces]) for local in jacobian.layer.names}
-                for local, gradient in pulled.items():
+                for local, gradient in jacobian.pull(cotangents).items():
                     name = jacobian.layer.names[local]
-                    if name in total:
-                        total[name] = total[name] + gradient if block is None else total[name].add_(gradient)
-                    else:
-                        total[name] = gradient if block is None else block[name].copy_(gradient)
+                    total[name] = total[name] + gradient if name in total else gradient
             for name, value in self._zero.items():
                 if name not in total:  # a layer whose branch does not reach the outputs
-                    shape = cotangents.shape[0], *value.shape
-                    total[name] = value.new_zeros(shape) if block is None else block[name].zero_()
-        return total if block is None else block
+                    total[name] = value.new_zeros(cotangents.shape[0], *value.shape)
+        return total
 
 
 def _layer_jacobians(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root) -> list[Part]:

@@ -61,24 +61,6 @@ class FlatLayout:
         )
 
 
-class OneBlock(Blocks):
-    """Tensors by name, (K, *shape) each, as views of one `block` (K, d), which is filled as they are found.
-
-    Tensors that are joined later would all be in memory beside their block, or in freed memory that is not given back.
-    """
-
-    def __init__(self, layout: FlatLayout, block: Float[Tensor, "K d"]) -> None:
-        super().__init__(layout.named(block))
-        self.block = block
-
-    @classmethod
-    def if_large(cls, layout: FlatLayout, columns: int, like: Tensor) -> OneBlock | None:
-        """Return a new block of a tensor's kind, not filled; None if a copy of its tensors takes little memory."""
-        if type(like) is not Tensor or columns * layout.size * like.element_size() < MAPPED_BYTES:
-            return None
-        return cls(layout, like.new_empty(columns, layout.size))
-
-
 @dataclass(frozen=True, eq=False)
 class Selection(FlatLayout):
     """The selected parameters, by name, as one vector of length D.
@@ -135,19 +117,8 @@ class Selection(FlatLayout):
         return self.named(rows)
 
     def join(self, blocks: Blocks) -> Float[Tensor, "D K"]:
-        """Join `{name: (K, *shape)}` into a block of vectors, stored as `(K, D).mT`; this empties a large mapping.
-
-        Each tensor is freed once it is copied, so that the tensors and the block are never in memory together.
-        """
-        first = blocks[self.names[0]]
-        if isinstance(blocks, OneBlock) and tuple(blocks) == self.names:
-            rows = blocks.block
-        elif len(first) * self.size * first.element_size() < MAPPED_BYTES or first.requires_grad:
-            rows = self.concatenate([blocks[name] for name in self.names], 1)
-        else:
-            rows = first.new_empty(len(first), self.size)
-            for name, target in self.named(rows).items():
-                target.copy_(blocks.pop(name))
+        """Join `{name: (K, *shape)}` into a block of vectors, stored as `(K, D).mT`."""
+        rows = self.concatenate([blocks[name] for name in self.names], 1)
         return (rows if self.index is None else rows[:, self.index]).mT
 
 
