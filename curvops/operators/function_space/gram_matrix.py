@@ -5,8 +5,7 @@ product Σ_tu (δ_t·δ'_u)(a_t·a'_u), which takes less work than the rows do i
 Two points with t positions, p × q weights and C columns each take
 
 - by rows: C²pq multiply-adds, after each row has been formed once, in tpq;
-- by pairs of positions, Σ_tu (δ_t·δ'_u)(a_t·a'_u): t²q + C²t²p, and passes over C²t² numbers;
-- by images, Σ_t δ_t·(Σ_u (a_t·a'_u) δ'_u): t²q + Ct²p + C²tp, and passes over Ctp numbers.
+- by pairs of positions, Σ_tu (δ_t·δ'_u)(a_t·a'_u): t²q + C²t²p, and passes over C²t² numbers.
 
 Matrix products of a few columns run more slowly than large ones, which constants take into account.
 
@@ -159,15 +158,14 @@ def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tens
     if layer is None or one is None or other is None:
         _add_by_all_rows(target, group, partner, scales, most_bytes // 3, same)
         return
-    scale, form = matrix_of_scales(layer, scales), form_of(one, other)
-    if form == "rows" or any(scales[name].ndim for name in group.names):
+    scale = matrix_of_scales(layer, scales)
+    if form_of(one, other) == "rows" or any(scales[name].ndim for name in group.names):
         add_row_products(target, one, one if same else other, scale, most_bytes)
         return
     piece_bytes = most_bytes // 4  # for a on each side, while one is made contiguous, and for products
     one = one.held(piece_bytes, contiguous=True)
     other = one if same else other.held(piece_bytes, contiguous=True)
-    add = _add_by_images if form == "images" else _add_by_pairs
-    add(target, one, other, scale[0, 0], piece_bytes, same)
+    _add_by_pairs(target, one, other, scale[0, 0], piece_bytes, same)
 
 
 def sides_of(group: Group) -> Sides | None:
@@ -247,59 +245,7 @@ def _add_by_pairs(
                 here += outer.view(here.shape) if single else outer.sum((0, 3))
 
 
-def _add_by_images(
-    target: Float[Tensor, "nr ms"], one: Sides, other: Sides, scale: Float[Tensor, " q"], most_bytes: int, half: bool
-) -> None:
-    """Add to target Σ_t δ_t·(Σ_u (a_t·a'_u) δ'_u): images of some points x' and output channels, for one point x."""
-    (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
-    size, limit = one.left.element_size(), most_bytes if one.left.is_cuda else min(most_bytes, CACHE_BYTES)
-    most = max(1, limit // 4 // max(1, s * t * size))
-    across = max(1, min(m, max(most // p, min(most, 16))))  # fewer points x' make slow products
-    channels = -(-p // -(-p * across // most))
-    images = target.new_empty(across * channels * s * t)
-    step = max(1, min(-(-2 * n // STRIPES) if half else n, limit // max(1, t * across * u * size)))
-    for start in range(0, n, step):
-        some = slice(start, min(n, start + step))
-        a, mine = _by_position(one.right(some) * scale), one.left[some].mT.contiguous()
-        for column in range(start if half else 0, m, across):
-            against = slice(column, min(m, column + across))
-            b, others = _by_position(other.right(against)), other.left[against].mT
-            for i in range(g):
-                products = _inner_products(b[i], a[i]).flatten(0, -2).mT.contiguous()
-                weights = products.view(-1, u, len(others), t).transpose(1, 2)
-                _add_images(
-                    target[some.start * r : some.stop * r, column * s : against.stop * s],
-                    mine[:, :, i], others[:, :, i], weights, channels, images, column - start if half else n,
-                )  # fmt: skip
-
-
-def _add_images(
-    target: Float[Tensor, "kr as"],
-    left: Float[Tensor, "k r p t"],
-    right: Float[Tensor, "a s p u"],
-    weights: Float[Tensor, "k a u t"],
-    channels: int,
-    images: Float[Tensor, " most"],
-    below: int,
-) -> None:
-    """Add a tile of points k by points a, some output channels at a time, whose images of one k fit into `images`.
-
-    Points a before k − `below` are left out: their inner products stand in the other half of a symmetric matrix.
-    """
-    r, (_, s, p, _) = left.shape[1], right.shape
-    for block in (slice(first, first + channels) for first in range(0, p, channels)):
-        deltas = right[:, :, block].flatten(1, 2).contiguous()
-        for k, weight in enumerate(weights):
-            first = max(0, k - below)
-            if first >= len(deltas):
-                break
-            some = deltas[first:]
-            out = images[: some.shape[0] * some.shape[1] * weight.shape[-1]].view(*some.shape[:2], -1)
-            image = torch.bmm(some, weight[first:], out=out).view(len(some) * s, -1)
-            target[k * r : (k + 1) * r, first * s :].addmm_(left[k, :, block].flatten(1), image.mT)
-
-
-RowForm = Literal["rows", "pairs", "images"]
+RowForm = Literal["rows", "pairs"]
 
 
 class Sizes(NamedTuple):
@@ -316,17 +262,15 @@ class Sizes(NamedTuple):
     def work(self, n: int, m: int) -> dict[RowForm, float]:
         """Return the multiply-adds, or their time's worth, of the rows of n points with those of m by each form."""
         g, t, u, p, q, r, s = self
-        inner = n * m * t * u * q
         return {
             "rows": g * p * q * (n * m * r * s + n * r * (SLOWER * t + TOUCHED) + m * s * (SLOWER * u + TOUCHED)),
-            "pairs": g * (inner + n * m * t * u * r * s * (p + 2 * TOUCHED)),
-            "images": g * (inner + n * m * s * p * (t * (SLOWER * u + r) + 2 * TOUCHED)),
+            "pairs": g * n * m * t * u * (q + r * s * (p + 2 * TOUCHED)),
         }
 
     def form(self, n: int, m: int) -> RowForm:
-        """Return the form that takes least; with one position each, images of δ' are of no use."""
+        """Return the form that takes least."""
         work = self.work(n, m)
-        return min(("rows", "pairs") if self.t * self.u == 1 else work, key=work.__getitem__)
+        return min(work, key=work.__getitem__)
 
 
 def gram_cost(plan: Plan, points: int) -> float:

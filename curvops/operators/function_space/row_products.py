@@ -72,15 +72,13 @@ def add_row_products(
     same, side_bytes = one is other, most_bytes // (2 if one is other else 4)
     one = one.held(side_bytes)
     other = one if same else other.held(side_bytes)
-    reused: list[Tensor | None] = [None, None]
     for block in _blocks(one, other, most_bytes):
-        rows = reused[0] = _rows(one, block, most_bytes, reused[0])
+        rows = _rows(one, block, most_bytes)
         if same:
             rows.mul_(block.of(scale).sqrt())
             add_gram(target, rows, rows, half=True)
         else:
-            others = reused[1] = _rows(other, block, most_bytes, reused[1])
-            target.addmm_(rows.mul_(block.of(scale)), others.mT)
+            target.addmm_(rows.mul_(block.of(scale)), _rows(other, block, most_bytes).mT)
 
 
 def row_products(
@@ -147,17 +145,12 @@ def _blocks(one: Sides, other: Sides, most_bytes: int) -> Iterator[Block]:
         yield from (Block(some, slice(first, first + many)) for first in range(0, p, many))
 
 
-def _rows(sides: Sides, block: Block, most_bytes: int, reused: Tensor | None = None) -> Float[Tensor, "nr pq"]:
-    """Return these entries of all rows, in the memory of an earlier result if it is large enough.
-
-    They are formed for some points at a time.
-    """
+def _rows(sides: Sides, block: Block, most_bytes: int) -> Float[Tensor, "nr pq"]:
+    """Return these entries of all rows, formed for some points at a time."""
     n, r, *_ = sides.left.shape
     left = sides.left
     size = left[0, 0, block.groups, 0, block.channels].numel() * sides.width
-    if reused is None or reused.numel() < n * r * size:
-        reused = left.new_empty(n * r, size)
-    rows = reused.flatten()[: n * r * size].view(n, r, -1)
+    rows = left.new_empty(n, r, size)
     most = most_bytes // 4 if left.is_cuda else min(most_bytes // 4, CACHE_BYTES)
     step = max(1, most // max(1, sides.point_bytes))
     for points in (slice(start, start + step) for start in range(0, n, step)):
