@@ -30,6 +30,7 @@ from tests.times import a_minute_between_saves  # noqa: E402
 
 
 def pytest_configure() -> None:
+    gc.disable()  # until all tests are collected
     os.fsync = lambda fd: None  # no file of a test need outlive a loss of power: 8 ms each, and as many to remove it
     torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # two test processes share the two cores
     if not torch.cuda.is_available():  # torch's own notes the stack for each kind of device that might come: 1 ms
@@ -52,6 +53,7 @@ def pytest_collection_finish() -> None:
     """What is there before the first test stays: the garbage collector need not look at 800,000 objects each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
