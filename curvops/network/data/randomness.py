@@ -122,16 +122,18 @@ class PointNormals:
         """
         count = points.stop - points.start
         numbers = torch.empty(len(draws), count * outputs, dtype=like.dtype, device=like.device)
-        for row, draw in zip(numbers, draws):
-            self._fill(row, draw, points.start * outputs)
+        together = max(1, 2**15 // max(1, count * outputs))  # stays in a CPU's cache
+        for start, rows in zip(range(0, len(draws), together), numbers.split(together)):
+            self._fill(rows, draws[start : start + together], points.start * outputs)
         return numbers.unflatten(1, (count, outputs))
 
-    def _fill(self, row: Float[Tensor, " m"], draw: int, first: int) -> None:
-        """Fill a row with the numbers of a draw from `first` on, by the inverse of the distribution function."""
+    def _fill(self, rows: Float[Tensor, "k m"], draws: range, first: int) -> None:
+        """Fill rows with the numbers of these draws from `first` on, by the inverse of the distribution function."""
         counter, earlier = divmod(first, 4)  # each counter stands for four numbers
-        source = np.random.Philox(key=self.seed, counter=[counter, draw, 0, 0])
-        source.random_raw(earlier)
-        for chunk in row.split(2**15):  # stays in a CPU's cache
-            bits = source.random_raw(len(chunk)) >> np.uint64(12)
+        sources = [np.random.Philox(key=self.seed, counter=[counter, draw, 0, 0]) for draw in draws]
+        for source in sources:
+            source.random_raw(earlier)
+        for chunk in rows.split(2**15, 1):
+            bits = np.stack([source.random_raw(chunk.shape[1]) for source in sources]) >> np.uint64(12)
             uniform = torch.from_numpy(bits.view(np.int64)).to(chunk.device).double().add_(0.5).mul_(2.0**-51).sub_(1)
             chunk.copy_(uniform.erfinv_().mul_(math.sqrt(2)))  # all steps except these are exact, and ±1 cannot occur
