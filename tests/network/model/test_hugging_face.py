@@ -12,15 +12,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFOR
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+import transformers  # which imports a model where it is named: in one of the test processes
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-)
 from transformers.pytorch_utils import Conv1D
 
 import curvops as co
@@ -67,7 +60,7 @@ def bare(name: str, attention: str) -> nn.Module:
             "bos_token_id": 1,
             "eos_token_id": 1,
         }
-        model: nn.Module = GPT2ForSequenceClassification(GPT2Config(**sizes, **heads))
+        model: nn.Module = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes, **heads))
     else:
         heads = {
             "hidden_size": 16,
@@ -75,7 +68,8 @@ def bare(name: str, attention: str) -> nn.Module:
             "num_attention_heads": 2,
             "intermediate_size": 32,
         }
-        model = BertForSequenceClassification(BertConfig(**sizes, **heads, max_position_embeddings=8))
+        config = transformers.BertConfig(**sizes, **heads, max_position_embeddings=8)
+        model = transformers.BertForSequenceClassification(config)
     return strong(model)
 
 
@@ -89,6 +83,8 @@ def strong(model: nn.Module) -> nn.Module:
 @functools.cache
 def adapted(name: str, attention: str, **options: Any) -> nn.Module:
     """A bfloat16 base under a float32 adapter of rank 2. Do not write into it."""
+    from peft import LoraConfig, get_peft_model  # here, for the same reason
+
     config = LoraConfig(r=2, target_modules=ADAPTED[name], fan_in_fan_out=name == "gpt2", **options)
     return Logits(strong(get_peft_model(bare(name, attention).bfloat16(), config))).eval()
 
@@ -245,7 +241,8 @@ def test_the_last_layer_of_a_masked_language_model_is_the_innermost() -> None:
     """The module around the decoder owns a bias, too, which is the decoder's; the weight is that of the embeddings."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
-    model = Logits(strong(BertForMaskedLM(BertConfig(vocab_size=TOKENS, max_position_embeddings=8, **sizes)))).eval()
+    config = transformers.BertConfig(vocab_size=TOKENS, max_position_embeddings=8, **sizes)
+    model = Logits(strong(transformers.BertForMaskedLM(config))).eval()
     tokens = sentences()["input_ids"]
     lin = co.linearize(model.double(), ({"input_ids": tokens}, tokens), "classification", "last_layer")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
