@@ -16,20 +16,25 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pytest
-import torch
 
 from tests import shape_checks
+from tests.times import a_minute_between_saves
 
 collect_ignore = ["any_machine.py", "another_rounding.py", "cuda/stand_in.py"]  # a script, and plugins
 shape_checks.install()  # before any module of the library is imported
 # Whatever the environment says, the two test processes and those that tests start compile each module once.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-from tests.threads import using_threads  # noqa: E402
-from tests.times import a_minute_between_saves  # noqa: E402
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    global torch, using_threads
+    if config.getoption("dist", "no") != "no":
+        return  # the process that hands out the tests, which begin when it has been through: torch takes it seconds
+    import torch
+
+    from tests.threads import using_threads
+
     gc.disable()  # until all tests are collected
     os.fsync = lambda fd: None  # no file of a test need outlive a loss of power: 8 ms each, and as many to remove it
     torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # two test processes share the two cores
