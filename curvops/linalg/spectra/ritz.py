@@ -248,19 +248,17 @@ def _rounding(T: Tensor, nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunctio
     m, level = T.shape[1], ROUNDING * f.eps * size
     signs, at_zero = random_signs(m), f.at_zero()
     E = level * tridiagonal(signs[0], signs[1, : m - 1])
-    moved = [torch.linalg.eigh(T + E), torch.linalg.eigh(T - E), (nodes + level, V), (nodes - level, V)]
-    change = torch.stack([_change(nodes, V, y, f, size) for nodes, V in moved]).amax(0) + f.eps * y.norm(dim=1)
+    shifted, turned = torch.linalg.eigh(torch.stack([T + E, T - E]))
+    moved = torch.cat([shifted, torch.stack([nodes + level, nodes - level])])
+    values = f.unchecked(moved)
+    near = moved.abs() <= NEAR_ZERO * f.eps * size
+    values = torch.where(~torch.isfinite(values) & near, at_zero, values)
+    bases = torch.cat([turned, V.expand_as(turned)])
+    changes = torch.einsum("...ij,...j->...i", bases, values * bases[..., 0, :]) - y
+    change = changes.norm(dim=-1).amax(0) + f.eps * y.norm(dim=1)
     if not math.isfinite(at_zero):
         change = torch.where(nodes.abs().amin(1) <= 2 * level, math.inf, change)
     return torch.where(torch.isfinite(change), change, math.inf)
-
-
-def _change(nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
-    """Return ‖f(T) e₁ − y‖ for the T of these eigenpairs."""
-    values = f.unchecked(nodes)
-    near = nodes.abs() <= NEAR_ZERO * f.eps * size
-    values = torch.where(~torch.isfinite(values) & near, f.at_zero(), values)
-    return (torch.einsum("kij,kj->ki", V, values * V[:, 0]) - y).norm(dim=1)
 
 
 def random_signs(m: int) -> Float[Tensor, "2 m"]:
