@@ -34,7 +34,7 @@ from curvops.linalg import Diagonal, Inverse, Operator
 from curvops.linalg.core.matrix_identity import spaces_of
 from curvops.linalg.core.structure import is_psd
 from curvops.linalg.operators.closed_form import Eigenbasis
-from curvops.linalg.operators.draws import draw
+from curvops.linalg.operators.draws import dense_spectrum, draw
 from curvops.network import TangentSpace
 from curvops.ranks.process_group import Ranks, Spread
 from curvops.sampling.log_density import Evaluation, LogDensity, LogPosterior
@@ -182,10 +182,13 @@ class OperatorMetric(Isotropic):
 
     @cached_property
     def _basis(self) -> Eigenbasis | None:
-        """The eigenbasis of D, if its closed form has one: drift and noise then share one rotation back."""
+        """The eigenbasis of D, if it has a closed form or is at hand: drift and noise then share one rotation back."""
         inverse = isinstance(self.D, Inverse)
         form = (self.D.base if inverse else self.D)._closed_form()
         basis = None if form is None else form.eigenbasis()
+        if basis is None and self.D._is_formed:
+            values, vectors = dense_spectrum(self.D)
+            return Eigenbasis(values, vectors.matmul, vectors.mT.matmul)
         if form is None or basis is None or not inverse:
             return basis
         form.require_definite()
@@ -204,7 +207,10 @@ class OperatorMetric(Isotropic):
         return self.D.inverse()._matmul(torch.atleast_2d(v).mT).mT.reshape(v.shape)
 
     def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        return source.per_chain(lambda generator: draw(self.D, 1, generator).squeeze(-1))
+        if self._basis is None:
+            return source.per_chain(lambda generator: draw(self.D, 1, generator).squeeze(-1))
+        rows = torch.atleast_2d(source.normal(like)) * self._root
+        return self._basis.rotate(rows.mT).mT.reshape(like.shape)
 
     def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
         basis = self._basis

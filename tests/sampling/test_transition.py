@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -189,6 +190,14 @@ def test_a_random_state_is_left_alone() -> None:
     state = sampler.init(log_posterior.params, seeded(0))
     sampler.update(state, batches[0])
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("method", [S.sgld, S.baoa])
+def test_chains_decompose_a_dense_preconditioner_once(method: Any) -> None:
+    sampler = S.chains(method(log_density(H), 0.1, data_size=3, preconditioner=preconditioners(4)["dense"]), 3)
+    with patch.object(torch.linalg, "eigh", wraps=torch.linalg.eigh) as decomposed:
+        S.run(sampler, START, steps=4)
+    assert decomposed.call_count == 1
 
 
 def test_a_new_preconditioner_and_a_new_step_take_the_state_on() -> None:
