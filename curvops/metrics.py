@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from curvops.checks import check_choice, check_shape, check_tensor, checked_whole, refuse
@@ -209,14 +209,14 @@ def ece(probabilities: Float[Tensor, "N ..."], labels: Int[Tensor, "N ..."], *, 
     return (gap * table.count / table.count.sum()).sum()
 
 
-def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor, " N"]) -> Float[Tensor, ""]:
+def auroc(scores: Shaped[Tensor, "N *T"], positive: Int[Tensor, "N *T"] | Bool[Tensor, "N *T"]) -> Float[Tensor, ""]:
     """Return the area under the ROC curve: P(score of a positive > score of a negative) + ½ P(they are equal).
 
     The area is the Mann–Whitney statistic over the number of pairs, by SciPy on the CPU, in O(N log N).
 
     Args:
-        scores: a number for each point, (N,), larger for positive ones.
-        positive: a mask (boolean, or 0 and 1) of the positive points, (N,).
+        scores: a number for each point or position, (N, ...), larger for positive ones.
+        positive: a mask (boolean, or 0 and 1) of the positive ones, (N, ...).
 
     Returns:
         The area, a number between 0 and 1.
@@ -242,8 +242,9 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
     refuse(n1 == 0 or n0 == 0, f"AUROC needs both classes: {n1} positive and {n0} negative points were given")
     from scipy.stats import rankdata  # a slow import
 
-    ranks = rankdata(scores.detach().double().cpu().numpy())[mask.cpu().numpy()]
-    return scores.new_tensor(float(ranks.sum() - n1 * (n1 + 1) / 2) / (n1 * n0))
+    ranks = rankdata(scores.detach().double().flatten().cpu().numpy())[mask.flatten().cpu().numpy()]
+    dtype = scores.dtype if scores.is_floating_point() else None
+    return torch.tensor(float(ranks.sum() - n1 * (n1 + 1) / 2) / (n1 * n0), dtype=dtype, device=scores.device)
 
 
 def predictive_entropy(probabilities: Float[Tensor, "*N C"]) -> Float[Tensor, "*N"]:

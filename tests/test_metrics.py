@@ -63,6 +63,8 @@ def test_auroc_against_scikit_learn_and_pairs(levels: int) -> None:
     assert value == pytest.approx(expected, abs=1e-10) == pytest.approx(sum(pairs) / len(pairs), abs=1e-10)
     assert float(metrics.auroc(scores, positive.long())) == value
     assert float(metrics.auroc(-scores, positive)) == pytest.approx(1 - value, abs=1e-10)
+    counts, maps = (scores * levels).round().long(), positive.view(3, 5, 6)
+    assert float(metrics.auroc(counts.view(3, 5, 6), maps)) == pytest.approx(value, abs=1e-6), "whole numbers"
 
 
 def test_entropy_bounds_and_value(problem: tuple[torch.Tensor, torch.Tensor]) -> None:
