@@ -335,6 +335,7 @@ def temperature(
         tensor(True)
     """
     logits, labels = _by_position(logits, labels)
+    refuse(not logits.isfinite().all(), "logits must be finite: give classes that cannot occur a logit of -1e9.")
     if len(logits) > 1 and bool((logits > 0).all() & ((logits.double().sum(-1) - 1).abs() <= 1e-5).all()):
         raise ValueError("these are probabilities: pass temperature the logits, or probabilities.log().")
     f = logits.to(torch.float64)

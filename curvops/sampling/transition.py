@@ -339,6 +339,7 @@ class Transition(Summarised, ABC):
             TypeError, RuntimeError: the log posterior is not one number per chain, or does not depend on the
                 parameters.
         """
+        check_kind("state", state, self.state_type, f"a {self.state_type.__name__}: make it with init(state.params)")
         if (state.theta.ndim == 1) != (self.chains is None):
             raise ValueError("the state has chains, or none: make it with init of this sampler.")
         new = state if inplace else state.clone()

@@ -198,6 +198,10 @@ DOORS = [
                 r"model.load_state_dict\(weights\)",
             ),
             "a noise in words": (lambda: co.likelihoods.Gaussian(noise="0.1"), TypeError, "a variance.*got '0.1'"),
+            "a temperature of masked classes": (
+                lambda: metrics.temperature(torch.tensor([[0.0, -torch.inf]]), torch.tensor([0])),
+                "logits must be finite.*a logit of -1e9",
+            ),
             "a temperature of probabilities": (
                 lambda: metrics.temperature(X[:, :3].softmax(-1), Y),
                 r"pass temperature the logits, or probabilities.log\(\)",
@@ -258,6 +262,13 @@ DOORS = [
                 ),
                 TypeError,
                 r"got TensorDataset. Pass torch.utils.data.DataLoader\(dataset",
+            ),
+            "the state of another sampler": (
+                lambda: co.sampling.baoa(sum, 0.1, data_size=1).update(
+                    co.sampling.sgld(sum, 0.1, data_size=1).init(torch.zeros(2))
+                ),
+                TypeError,
+                r"state must be a MomentumState: make it with init\(state.params\), got State",
             ),
             "a network": (
                 lambda: co.sampling.sgld(net(), 1e-3),
