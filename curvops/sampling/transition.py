@@ -34,7 +34,7 @@ from curvops.linalg import Diagonal, Inverse, Operator
 from curvops.linalg.core.matrix_identity import spaces_of
 from curvops.linalg.core.structure import is_psd
 from curvops.linalg.operators.closed_form import Eigenbasis
-from curvops.linalg.operators.draws import dense_spectrum, draw
+from curvops.linalg.operators.draws import dense_eigenpairs, draw
 from curvops.network import TangentSpace
 from curvops.ranks.process_group import Ranks, Spread
 from curvops.sampling.log_density import Evaluation, LogDensity, LogPosterior
@@ -187,7 +187,7 @@ class OperatorMetric(Isotropic):
         form = (self.D.base if inverse else self.D)._closed_form()
         basis = None if form is None else form.eigenbasis()
         if basis is None and self.D._is_formed:
-            values, vectors = dense_spectrum(self.D)
+            values, vectors = dense_eigenpairs(self.D)
             return Eigenbasis(values, vectors.matmul, vectors.mT.matmul)
         if form is None or basis is None or not inverse:
             return basis

@@ -121,12 +121,12 @@ def draw_together(operator: LinearOperator, k: int, generator: torch.Generator |
 
 def draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
     """Draw by the eigenvectors of the dense matrix."""
-    values, vectors = dense_spectrum(operator)
+    values, vectors = dense_eigenpairs(operator)
     noise = normal(len(values), k, values.dtype, values.device, generator)
     return vectors @ (values.sqrt().unsqueeze(-1) * (vectors.mT @ noise))
 
 
-def dense_spectrum(operator: LinearOperator) -> tuple[Tensor, Tensor]:
+def dense_eigenpairs(operator: LinearOperator) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues, at least zero, and eigenvectors of the dense matrix, which must not be indefinite."""
     require_precision(operator.dtype, operator.device)
     values, vectors = torch.linalg.eigh(operator.to_dense())
