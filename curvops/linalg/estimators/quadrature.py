@@ -13,7 +13,7 @@ GGN, signs have 0.1 to 0.9 of the variance of Gaussian probes: a curvature matri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -371,7 +371,7 @@ class Sampler:
     def _collect(self, lanczos: LockStep, before: Sequence[Rules] = ()) -> SpectralQuadrature:
         """Set the rules to those before and those of further probes; return the quadrature."""
         lanczos.check(self.scale)
-        self.rules = [*before, *(rules(lanczos, k, self.scale) for k in range(lanczos.K))]
+        self.rules = [*before, *rules(lanczos, self.scale)]
         return self.quadrature()
 
     def first(self, count: int) -> None:
@@ -507,36 +507,53 @@ class Rules(NamedTuple):
     highest: float
 
 
-def rules(lanczos: LockStep, k: int, scale: float) -> Rules:
-    """Return the rules of Gauss and of Gauss–Radau with a node at 0, for start vector k.
+def rules(lanczos: LockStep, scale: float) -> list[Rules]:
+    """Return the rules of Gauss and of Gauss–Radau with a node at 0, for each start vector.
 
     ``scale`` is the size of the terms of the products; their rounding may look like a negative eigenvalue.
 
     Raises:
         NotPositiveSemidefiniteError: a Ritz value is clearly below zero.
     """
-    T, size = lanczos.tridiagonal(k), float(lanczos.sizes[k]) ** 2
+    found: dict[int, Rules] = {}
+    for m in sorted(set(lanczos.depths.tolist())):
+        for together in (lanczos.depths == m).nonzero().flatten().split(max(1, 2**20 // m**2)):  # 8 MB
+            found.update(zip(together.tolist(), _rules_of_one_depth(lanczos, together, m, scale)))
+    return [found[k] for k in range(lanczos.K)]
+
+
+def _rules_of_one_depth(lanczos: LockStep, k: Tensor, m: int, scale: float) -> Iterator[Rules]:
+    """Yield the rules of these start vectors, which have taken m steps each."""
+    alphas, betas, beta = lanczos.alphas[k, :m], lanczos.betas[k, : m - 1], lanczos.betas[k, m - 1]
+    T = alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1)
+    sizes = lanczos.sizes[k, None].to(T).square()
     nodes, V = torch.linalg.eigh(T)
-    lowest, highest, m = float(nodes[0]), float(nodes.abs().amax()), len(T)
-    beta = float(lanczos.betas[k, m - 1])
-    noise = 1e3 * lanczos.eps * max(scale, highest)
+    lowest, highest = nodes[:, 0], nodes.abs().amax(1)
+    noise = 1e3 * lanczos.eps * highest.clamp_min(scale)
     # ‖Gz‖² ≤ ‖G‖ zᵀGz for a positive semidefinite G; an image of z without curvature along z disproves it.
-    if lowest < -noise or (highest == 0 and beta > noise):
-        raise indefinite(f"A is not positive semidefinite, or lower_bound is too large: {lowest:.3e} is below.")
-    gauss = nodes.clamp_min(0), size * V[0].square()
-    if beta == 0 or highest == 0:
-        return Rules(*gauss, *gauss, lowest, highest)
+    negative = (lowest < -noise) | ((highest == 0) & (beta > noise))
+    if bool(negative.any()):
+        raise indefinite(
+            f"A is not positive semidefinite, or lower_bound is too large: {float(lowest[negative][0]):.3e} is below."
+        )
+    gauss, gauss_weights = nodes.clamp_min(0), sizes * V[:, 0].square()
+    ended = (beta == 0) | (highest == 0)
     # A node slightly below 0 bounds, too, and T minus it stays regular if 0 is itself a Ritz value.
-    below = min(lowest, 0.0) - lanczos.eps * float(nodes[-1].abs())
-    eye, last = torch.eye(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
-    last[-1] = beta**2
-    shifted, info = torch.linalg.solve_ex(T - below * eye, last)
-    if int(info) or not math.isfinite(float(shifted[-1])):
+    below = lowest.clamp_max(0) - lanczos.eps * nodes[:, -1].abs()
+    eye, last = torch.eye(m, dtype=T.dtype), torch.zeros_like(nodes)
+    last[:, -1] = beta**2
+    shifted, info = torch.linalg.solve_ex(T - below[:, None, None] * eye, last)
+    odd = ((info != 0) | ~torch.isfinite(shifted[:, -1])) & ~ended
+    if bool(odd.any()):
         # Rounding in T put a Ritz value there, as in steps within an exact null space: move past it.
-        below -= m * lanczos.eps * highest
-        shifted = torch.linalg.solve(T - below * eye, last)
-    extended = torch.zeros(m + 1, m + 1, dtype=torch.float64)
-    extended[:m, :m], extended[m, m] = T, below + float(shifted[-1])
-    extended[m, m - 1] = extended[m - 1, m] = beta
-    nodes, V = torch.linalg.eigh(extended)
-    return Rules(*gauss, nodes.clamp_min(0), size * V[0].square(), lowest, highest)
+        below = torch.where(odd, below - m * lanczos.eps * highest, below)
+        shifted[odd] = torch.linalg.solve(T[odd] - below[odd, None, None] * eye, last[odd])
+    extended = T.new_zeros(len(T), m + 1, m + 1)
+    extended[:, :m, :m], extended[:, m, m] = T, torch.where(ended, 0.0, below + shifted[:, -1])
+    extended[:, m, m - 1] = extended[:, m - 1, m] = beta
+    radau, V = torch.linalg.eigh(extended)
+    radau_weights = sizes * V[:, 0].square()
+    for i, end in enumerate(ended.tolist()):
+        own = gauss[i], gauss_weights[i]
+        bound = own if end else (radau[i].clamp_min(0), radau_weights[i])
+        yield Rules(*own, *bound, float(lowest[i]), float(highest[i]))
