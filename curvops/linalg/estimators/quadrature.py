@@ -542,12 +542,15 @@ def _rules_of_one_depth(lanczos: LockStep, k: Tensor, m: int, scale: float) -> I
     below = lowest.clamp_max(0) - lanczos.eps * nodes[:, -1].abs()
     eye, last = torch.eye(m, dtype=T.dtype), torch.zeros_like(nodes)
     last[:, -1] = beta**2
-    shifted, info = torch.linalg.solve_ex(T - below[:, None, None] * eye, last)
+    # One at a time: on a CPU torch factorises large matrices of a batch wrongly (see `solve`).
+    pairs = [torch.linalg.solve_ex(matrix, right) for matrix, right in zip(T - below[:, None, None] * eye, last)]
+    shifted, info = map(torch.stack, zip(*pairs))
     odd = ((info != 0) | ~torch.isfinite(shifted[:, -1])) & ~ended
     if bool(odd.any()):
         # Rounding in T put a Ritz value there, as in steps within an exact null space: move past it.
         below = torch.where(odd, below - m * lanczos.eps * highest, below)
-        shifted[odd] = torch.linalg.solve(T[odd] - below[odd, None, None] * eye, last[odd])
+        for i in odd.nonzero().flatten():
+            shifted[i] = torch.linalg.solve(T[i] - below[i] * eye, last[i])
     extended = T.new_zeros(len(T), m + 1, m + 1)
     extended[:, :m, :m], extended[:, m, m] = T, torch.where(ended, 0.0, below + shifted[:, -1])
     extended[:, m, m - 1] = extended[:, m - 1, m] = beta
