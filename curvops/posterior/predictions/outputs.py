@@ -333,8 +333,8 @@ def likely_noise(
         outputs = mean + root_times(root, z.unsqueeze(0)).squeeze(0)
         slope = z.unsqueeze(-1) + root.mT @ likelihood.residual(outputs, targets).unsqueeze(-1)
         curved = likelihood.hessian_product(outputs, root.movedim(-1, 0), targets).movedim(0, -1)
-        step = torch.linalg.solve_ex(identity + root.mT @ curved, slope).result.squeeze(-1).nan_to_num(0, 0, 0)
-        tried = z - shares * step
+        factor = torch.linalg.cholesky_ex(identity + root.mT @ curved).L
+        tried = z - shares * torch.cholesky_solve(slope, factor).squeeze(-1).nan_to_num(0, 0, 0)
         values = log_likelihoods(likelihood, [mean + root_times(root, tried)], targets) - tried.square().sum(-1) / 2
         first = (values >= values[-1] - 1e-6).byte().argmax(0)  # within rounding counts as not going down
         z = tried[first, torch.arange(len(mean), device=mean.device)]
