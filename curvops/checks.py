@@ -77,38 +77,33 @@ def checked_whole(
     return number
 
 
-def check_limits(
-    rtol: float | int | None = None,
-    maxiter: int | None = None,
-    max_matvecs: int | None = None,
-    memory_budget: int | None = None,
-    *,
-    sampled: bool = False,
-) -> None:
-    """Check the tolerance and the budgets of an algorithm, where None means no limit.
+def check_options(**options: object) -> None:
+    """Check options of a public call by their names, which mean the same in every call; None is an option left out.
 
-    ``sampled`` is for estimators, whose error bar reaches 0 on no budget.
+    A name that is not listed here counts something, of which there is at least one.
 
     Raises:
-        TypeError, ValueError: a limit is not a number or is negative, rtol is not finite, or an estimator's rtol is 0.
+        TypeError, ValueError: an option is of another kind, or outside its interval.
     """
-    if rtol is not None:
-        checked_number("rtol", rtol, "(0, inf)" if sampled else "[0, inf)")
-    for name, value in (("maxiter", maxiter), ("max_matvecs", max_matvecs), ("memory_budget", memory_budget)):
-        if value is not None:
+    for name, value in options.items():
+        if name == "generator":
+            check_generator(value)
+        elif value is None:
+            continue
+        elif name in ("rtol", "xtol", "atol", "temperature", "step_size", "bandwidth"):
+            checked_number(name, value)
+        elif name in ("maxiter", "max_matvecs", "memory_budget"):
             checked_number(name, value, "[0, inf]")
+        elif name == "level":
+            checked_number(name, value, "(0, 1)")
+        else:
+            checked_whole(name, value, 0 if name in ("rank", "max_rank", "warmup") else 1)
 
 
 def refuse(is_wrong: object, message: str) -> None:
     """Raise ValueError with this message for arguments that would otherwise be ignored, or end as NaN."""
     if is_wrong:
         raise ValueError(message)
-
-
-def check_callable(name: str, value: object) -> None:
-    """Raise TypeError unless the value is a function or None."""
-    if not (value is None or callable(value)):
-        raise TypeError(f"{name} must be a function or None, got {shown(value)}.")
 
 
 def check_generator(generator: object) -> None:
@@ -125,12 +120,6 @@ def drawn_seed(generator: torch.Generator | None) -> int:
     check_generator(generator)
     device = None if generator is None else generator.device
     return int(torch.randint(2**62, (), generator=generator, device=device))
-
-
-def check_accuracy(rtol: object, generator: object = None, name: str = "rtol") -> None:
-    """Raise TypeError or ValueError unless `rtol` is positive and finite and `generator` a torch.Generator or None."""
-    checked_number(name, rtol)
-    check_generator(generator)
 
 
 def refuse_modes(dtype: torch.dtype, device: torch.device) -> None:
@@ -186,9 +175,8 @@ def check_shape(name: str, value: Any, shape: Sequence[int], hint: str = "") -> 
 def check_like(name: str, value: Any, like: Any, owner: str) -> None:
     """Raise ValueError unless a tensor or an operator has the dtype and the device of the ``owner``'s."""
     if (value.dtype, value.device) != (like.dtype, like.device):
-        raise ValueError(
-            f"{name} is {value.dtype} on {value.device}, but {owner} {like.dtype} on {like.device}: convert it."
-        )
+        given, wanted = (f"{entry.dtype} on {entry.device}" for entry in (value, like))
+        raise ValueError(f"{name} is {given}, but {owner} {wanted}: convert it.")
 
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
@@ -238,3 +226,37 @@ def require_no_graph(tensors: Sequence[Tensor], what: str) -> None:
             f"{what} has no gradient for the tensors inside its matrix, and one of them requires a gradient (the "
             "likelihood's noise or a prior precision, for example): detach it, or build it under torch.no_grad()."
         )
+
+
+def check_limits(
+    rtol: float | int | None = None,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    memory_budget: int | None = None,
+    *,
+    sampled: bool = False,
+) -> None:
+    """Check the tolerance and the budgets of an algorithm, where None means no limit.
+
+    ``sampled`` is for estimators, whose error bar reaches 0 on no budget.
+
+    Raises:
+        TypeError, ValueError: a limit is not a number or is negative, rtol is not finite, or an estimator's rtol is 0.
+    """
+    if rtol is not None:
+        checked_number("rtol", rtol, "(0, inf)" if sampled else "[0, inf)")
+    for name, value in (("maxiter", maxiter), ("max_matvecs", max_matvecs), ("memory_budget", memory_budget)):
+        if value is not None:
+            checked_number(name, value, "[0, inf]")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raise TypeError unless the value is a function or None."""
+    if not (value is None or callable(value)):
+        raise TypeError(f"{name} must be a function or None, got {shown(value)}.")
+
+
+def check_accuracy(rtol: object, generator: object = None, name: str = "rtol") -> None:
+    """Raise TypeError or ValueError unless `rtol` is positive and finite and `generator` a torch.Generator or None."""
+    checked_number(name, rtol)
+    check_generator(generator)

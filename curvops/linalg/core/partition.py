@@ -114,8 +114,6 @@ def _cover(parts: Sequence[Tensor | range], n: int) -> bool:
 def _as_part(positions: Tensor | range, device: torch.device | None) -> range | Tensor:
     if isinstance(positions, range):
         return positions
-    if positions.ndim != 1 or positions.dtype != torch.long:
-        raise ValueError(f"positions must be a LongTensor (p,), got {positions.dtype} of {tuple(positions.shape)}.")
     middle = len(positions) // 2  # excludes most other cases without a pass over them
     start, stop = int(positions[0]), int(positions[-1]) + 1
     consecutive = stop - start == len(positions) and int(positions[middle]) == start + middle

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvops.ambient import columns_at_a_time, current_run, remark
 from curvops.checkpoint import derive_generator
-from curvops.checks import check_choice, check_generator, check_limits, checked_number
+from curvops.checks import check_choice, check_generator, check_options, checked_number
 from curvops.linalg.core.algorithm import Multiply, working
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.solve_routes import DENSE_SIZE
@@ -55,7 +55,7 @@ class Limits:
 
     def check(self, least: int) -> None:
         """Raise ValueError for a tolerance that is not positive, or for a budget too small for an error bar."""
-        check_limits(self.rtol, None, self.matvecs, sampled=True)
+        check_options(rtol=self.rtol, max_matvecs=self.matvecs)
         if self.matvecs is not None and self.matvecs < least:
             raise ValueError(f"max_matvecs must be at least {least} for an error bar, got {self.matvecs}.")
 
@@ -189,7 +189,6 @@ def estimate(
             bar.
     """
     check_choice("method", method, (*families, EXACT))
-    check_limits(limits.rtol, None, limits.matvecs, sampled=True)
     whole, most = describe(A).columns, limits.matvecs
     if limits.rtol is None:
         most = 128 if most is None else most

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.checks import checked_number
+from curvops.checks import check_options
 from curvops.errors import (
     ConvergenceError,
     FunctionConvergenceError,
@@ -278,9 +278,7 @@ class Estimate(Summarised):
         return cls.exact(value, matvecs, error, Reason.CONVERGED if small else Reason.PRECISION_LIMIT)
 
     def __float__(self) -> float:
-        """Return the value of a single number; raise ValueError for an array."""
-        if self.value.ndim:
-            raise ValueError(f"an estimate of shape {tuple(self.value.shape)} is not a single number; use its value.")
+        """Return the value of a single number; torch raises an error for an array."""
         return float(self.value)
 
     def __repr__(self) -> str:
@@ -319,7 +317,7 @@ class Estimate(Summarised):
         """
         from scipy.special import stdtrit  # a slow import that few calls need
 
-        checked_number("level", level, "(0, 1)")
+        check_options(level=level)
         half = torch.as_tensor(self.bias_bound, dtype=self.value.dtype, device=self.value.device)
         if self.samples == 1:
             half = torch.full_like(self.value, math.inf)

@@ -332,7 +332,6 @@ def square_sums(X: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
 
 def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Generator | None = None) -> Int[Tensor, " j"]:
     """Draw k positions in proportion to non-negative weights, not all zero; return the distinct ones."""
-    check_generator(generator)
     home = weights.device if generator is None else generator.device
     cumulative = weights.double().cumsum(0)
     levels = torch.rand(k, dtype=torch.float64, device=home, generator=generator).to(weights.device) * cumulative[-1]

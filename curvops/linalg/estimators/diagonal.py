@@ -18,7 +18,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import Progress
-from curvops.checks import check_generator
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import PROBES_AT_ONCE, Estimator, Limits, Probed, estimate, require_finite
 from curvops.linalg.core.results import Estimate, Reason, caution
@@ -87,7 +86,6 @@ def diagonal(
     A = as_matrix(A)
     describe_square(A)
     limits = Limits(rtol, max_matvecs)
-    check_generator(generator)
     if method is None and (exact := known_diagonal(A)) is not None:
         limits.check(0)
         return Estimate.rounded(*exact, limits.tolerated)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from curvops.ambient import Progress, columns_at_a_time, current_run
-from curvops.checks import check_shape, checked_whole
+from curvops.checks import check_options, check_shape
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import ESTIMATE_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
@@ -216,8 +216,7 @@ def spectral_quadrature(
     G = as_matrix(G)
     mu, limits, n = positive(shift), Limits(rtol, max_matvecs), describe_square(G).rows
     limits.check(LEAST_PRODUCTS)
-    if probes is not None:
-        checked_whole("probes", probes)
+    check_options(probes=probes)
     exact = probes is None and rank is None and n <= min(DENSE_SIZE, limits.products) and memory_budget is None
     current_run().expect(n if exact else max_matvecs)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import Progress, columns_at_a_time, current_run
-from curvops.checks import check_choice, checked_number, checked_whole
+from curvops.checks import check_choice, check_options, checked_whole
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
@@ -125,13 +125,8 @@ def spectral_density(
     """
     A = as_matrix(A)
     check_choice("scale", scale, ("linear", "log"))
-    for name, count, least in (("probes", probes, 1), ("steps", steps, 1), ("grid_size", grid_size, 32)):
-        checked_whole(name, count, least)
-    if bandwidth is not None:
-        checked_number("bandwidth", bandwidth)
-    checked_number("level", level, "(0, 1)")
-    if threshold is not None:
-        checked_number("threshold", threshold, "(-inf, inf)")
+    check_options(probes=probes, steps=steps, bandwidth=bandwidth, level=level)
+    checked_whole("grid_size", grid_size, 32)
     n, S = describe_square(A).rows, narrow_root(A)
     current_run().expect(probes * min(steps, n if S is None else S.shape[1]))
     with (

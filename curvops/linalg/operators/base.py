@@ -22,7 +22,7 @@ from torch import Tensor
 from curvops.ambient import Memories, Progress
 from curvops.argument_types import Mesh
 from curvops.checkpoint import Place
-from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
+from curvops.checks import carries_graph, check_like, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
 from curvops.linalg.core.matrix_identity import Sources, Spaces
@@ -241,11 +241,7 @@ class Operator(LinearOperatorContract):
     def require_fit(self, other: Vectors) -> None:
         """Raise ValueError if this cannot be multiplied."""
         refuse_modes(self.dtype, self.device)
-        if other.dtype != self.dtype or other.device != self.device:
-            raise ValueError(
-                f"{type(self).__name__} holds {self.dtype} on {self.device}, but the right-hand side {other.dtype} on "
-                f"{other.device}; convert one of them with .to(...)."
-            )
+        check_like("the right-hand side", other, self, type(self).__name__)
         if not has_rows(other, self.shape[-1]):
             raise ValueError(f"cannot multiply an operator of shape {tuple(self.shape)} by {tuple(other.shape)}.")
 
@@ -501,8 +497,6 @@ class Operator(LinearOperatorContract):
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
         if isinstance(right_tensor, Tensor) and not has_rows(right_tensor, self.shape[-1]):  # as in linear_operator
             raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
-        if left_tensor is not None:
-            check_tensor("left_tensor", left_tensor)
         solution = solve(self, right_tensor)
         return solution if left_tensor is None else left_tensor @ solution
 

@@ -20,7 +20,6 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import shown
 from curvops.errors import NotPositiveSemidefiniteError, PrecisionWarning, warn
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.vectors import ROUNDING_SEEN, Matrix, ScalarFunction, describe_square
@@ -309,10 +308,8 @@ def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditio
     """
     if isinstance(P, Tensor):
         return block_jacobi(P, describe_square(P).rows)
-    if not isinstance(P, LinearOperator):
-        if isinstance(P, FactoredPreconditioner):
-            return P
-        raise TypeError(f"a preconditioner must be an operator, a tensor, or a FactoredPreconditioner; got {shown(P)}.")
+    if isinstance(P, FactoredPreconditioner) and not isinstance(P, LinearOperator):
+        return P
     describe_square(P)
     form = (P._closed_form() or P.add_diagonal(0.0)._closed_form()) if hasattr(P, "_closed_form") else None
     if form is None:

@@ -10,7 +10,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import carries_graph
+from curvops.checks import carries_graph, check_shape, refuse
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import Sources, Space, scale_sources
@@ -197,10 +197,9 @@ class DirectSum(Operator):
 
 def check_blocks(blocks: Sequence[LinearOperator], positions: Sequence[Tensor | range]) -> Partition:
     """Return the partition for these blocks; raise ValueError if sizes differ."""
-    if len(blocks) != len(positions):
-        raise ValueError(f"{len(blocks)} blocks need as many sets of positions, got {len(positions)}.")
+    unequal = len(blocks) != len(positions)
+    refuse(unequal, f"{len(blocks)} blocks need as many sets of positions, got {len(positions)}.")
     parts = partition(positions, blocks[0].device if blocks else None)
     for i, (block, size) in enumerate(zip(blocks, parts.sizes)):
-        if tuple(block.shape) != (size, size):
-            raise ValueError(f"block {i} has shape {tuple(block.shape)} but {size} positions.")
+        check_shape(f"block {i}", block, (size, size), "It has as many rows as positions.")
     return parts

@@ -148,9 +148,7 @@ def draw_by_products(operator: LinearOperator, k: int, generator: torch.Generato
 def require_not_negative(values: Tensor, rounding: float | Tensor = 0.0) -> None:
     """Raise NotPositiveSemidefiniteError if an eigenvalue is below zero by more than rounding."""
     if bool((values < -rounding).any()):
-        raise NotPositiveSemidefiniteError(
-            f"cannot draw from N(0, A): A has a negative eigenvalue {values.min().item():.3g}."
-        )
+        raise NotPositiveSemidefiniteError(f"cannot draw from N(0, A): negative eigenvalue {values.min().item():.3g}.")
 
 
 def normal(n: int, k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> Tensor:

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.ambient import Progress, current_run
-from curvops.checks import check_choice, check_limits, check_shape, check_tensor, checked_number, checked_whole
+from curvops.checks import check_choice, check_options, check_shape, checked_number
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.results import Reason, indefinite
@@ -151,12 +151,10 @@ def cholesky(
     """
     n, _, dtype, _ = describe_square(A)
     check_choice("pivoting", pivoting, ("greedy", "random"))
-    if rank is not None:
-        checked_whole("rank", rank, 0)
+    check_options(rank=rank)
+    if rtol is not None:
+        checked_number("rtol", rtol, "[0, inf)")
     checked_number("shift", shift, "[0, inf)")
-    if diagonal is not None:
-        check_tensor("diagonal", diagonal)
-    check_limits(rtol)
     size = torch.finfo(dtype).bits // 8
     budget = current_run().room(6 * n * size)  # what a rank of one takes
     room = n if budget is None else budget // max(1, 2 * n * size)

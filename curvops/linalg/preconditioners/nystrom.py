@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.ambient import Progress, current_run
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin
-from curvops.checks import checked_number, checked_whole
+from curvops.checks import check_options, checked_number
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.probed import Limits, Probed, probing
@@ -151,9 +151,7 @@ def nystrom(
     A = as_matrix(A)
     facts = describe_square(A)
     n = facts.rows
-    for name, value in (("rank", rank), ("max_rank", max_rank)):
-        if value is not None:
-            checked_whole(name, value, 0)
+    check_options(rank=rank, max_rank=max_rank)
     checked_number("shift", shift, "[0, inf)")
     checked_number("rhs", rhs, "[0, inf]")
     limit = min(n, SKETCH_RANK if rank is None else rank, n if max_rank is None else max_rank)

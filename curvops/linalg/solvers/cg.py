@@ -19,7 +19,6 @@ from torch import Tensor
 
 from curvops.ambient import Progress, current_run, hold
 from curvops.checkpoint import NOTHING, Place, begin
-from curvops.checks import check_flag, checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.results import Reason, Solution
@@ -137,15 +136,12 @@ def cg(
     A = as_matrix(A, B)
     facts = describe_square(A)
     goal = check(facts, B, rtol, maxiter, x0, callback)
-    check_flag("block", block)
-    if not isinstance(refine, bool) and refine is not torch.float32 and refine is not torch.float64:
+    if refine not in (True, False, torch.float32, torch.float64):
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     if checkpoint is not None and refine is not False:
         raise ValueError(f"cg saves no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
     vectors = 12 if refine is False else 28  # the working vectors of a column; refinement holds them in float64, too
-    if keep_directions is not None:
-        most = checked_whole("keep_directions", keep_directions, 0)
-    else:
+    if (most := keep_directions) is None:
         most = _directions_worth_keeping(facts, vectors * (1 if B.ndim == 1 else B.shape[1])) if block else 0
     precondition = None if preconditioner is None else as_function(preconditioner, facts)
     saved = begin("cg", checkpoint, lambda: problem_of(A), facts.device)

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Shaped
 
 from curvops.ambient import Progress, as_step
-from curvops.checks import check_generator, checked_number, checked_whole
+from curvops.checks import check_options, checked_number
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.structure import rows
@@ -97,10 +97,8 @@ def dual_descent(
     facts = describe_square(K)
     n = facts.rows
     check(facts, B, rtol, maxiter, x0, callback)
+    check_options(batch_size=batch_size, step_size=step_size)
     checked_number("momentum", momentum, "[0, 1)")
-    checked_whole("batch_size", batch_size)
-    if step_size is not None:
-        checked_number("step_size", step_size)
     noise = checked_number("noise", noise, "[0, inf)")
     options = DescentOptions(noise, min(batch_size, n), step_size, momentum, generator)
     goal = Goal(float(rtol), 200 if maxiter is None else maxiter, callback)
@@ -172,7 +170,6 @@ class DualDescent:
     def epoch(self) -> None:
         """Pass once over the rows in random batches."""
         options, n = self.options, self.n
-        check_generator(options.generator)
         home = self.B.device if options.generator is None else options.generator.device
         order = torch.randperm(n, generator=options.generator, device=home).to(self.B.device)
         # ᾱ ← r α + (1 − r) ᾱ with r = 100 / T, at most a tenth.

@@ -32,7 +32,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.ambient import Progress, running
-from curvops.checks import carries_graph, check_choice, check_limits, check_tensor, in_forward_mode, refuse_tangents
+from curvops.checks import (
+    carries_graph,
+    check_choice,
+    check_options,
+    check_tensor,
+    checked_number,
+    in_forward_mode,
+    refuse_tangents,
+)
 from curvops.linalg.core.algorithm import algorithm, longest
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.results import Reason, Solution, accept
@@ -187,12 +195,13 @@ def solve(
     require_precision(A.dtype, A.device)
     if A.ndim < 2 or not A.shape.numel():
         raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
-    check_limits(rtol, maxiter)
+    check_options(maxiter=maxiter)
     if not has_rows(B, A.shape[-2]):
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
     route = _method_for(system_of(A)) if method == "auto" else cast(Method, method)
-    tolerance, tensors = default_rtol(operator.dtype) if rtol is None else float(rtol), operator.representation()
+    tolerance = default_rtol(operator.dtype) if rtol is None else checked_number("rtol", rtol, "[0, inf)")
+    tensors = operator.representation()
     recorded = carries_graph((B, *tensors))
     if route == "closed form" and recorded and hasattr(A, "definite") and System(rows=operator.shape[-1]).small:
         cast(Any, A).require_definite()  # the dense matrix has more gradients, for example those of eigenvectors

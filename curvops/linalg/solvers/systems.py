@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvops.ambient import Groups, as_step, columns_at_a_time, current_run, hold, remark, time_left
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.checks import check_callable, check_tensor, checked_number, refuse_tangents, shown
+from curvops.checks import check_options, check_tensor, checked_number, refuse_tangents, shown
 from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.results import Reason, Solution, join_histories
 from curvops.linalg.core.vectors import (
@@ -98,9 +98,7 @@ def check(
         raise ValueError(f"B must have shape ({m},) or ({m}, K) for A of {m} x {n}, got {tuple(B.shape)}.")
     if x0 is not None and x0.shape != (n, *B.shape[1:]):
         raise ValueError(f"x0 must have shape {(n, *B.shape[1:])}, got {tuple(x0.shape)}.")
-    if maxiter is not None:
-        checked_number("maxiter", maxiter, "[0, inf]")
-    check_callable("callback", callback)
+    check_options(maxiter=maxiter)
     return Goal(checked_number("rtol", rtol, "[0, inf)"), iterations_allowed(min(m, n), maxiter), callback)
 
 

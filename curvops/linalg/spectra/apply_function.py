@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.ambient import Progress, as_step, current_run, remark, running
-from curvops.checks import check_limits, checked_number
+from curvops.checks import check_options, checked_number
 from curvops.errors import PrecisionWarning, warn
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.cache import require_first_derivative
@@ -216,7 +216,7 @@ def _apply(
 ) -> FunctionProduct:
     A = as_matrix(A, B)
     check(describe_square(A), B, rtol, maxiter, callback=callback)
-    check_limits(max_matvecs=max_matvecs)
+    check_options(max_matvecs=max_matvecs)
     current_run().expect(max_matvecs)
     bound = None if lower_bound is None else float(lower_bound)
     with torch.no_grad(), working(A, TWO_STEPS_VECTORS) as (multiply, room):

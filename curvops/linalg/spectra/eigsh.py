@@ -20,7 +20,7 @@ from torch import Tensor
 
 from curvops.ambient import Progress, current_run
 from curvops.checkpoint import Place, begin
-from curvops.checks import check_callable, check_choice, check_limits, check_tensor, checked_number, checked_whole
+from curvops.checks import check_choice, check_options, checked_number, checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
@@ -153,17 +153,13 @@ def eigsh(
     facts = describe_square(A)
     n = facts.rows
     aimed = RTOL if rtol is None else checked_number("rtol", rtol, "[0, inf)")
-    check_limits(None, maxiter, max_matvecs)
-    check_callable("callback", callback)
+    check_options(maxiter=maxiter, max_matvecs=max_matvecs, block_size=block_size)
     checked_whole("k", k, 1, n)
     if which == "SM":
         raise ValueError("eigsh finds the eigenvalues nearest to 0 in magnitude by a shift: pass sigma=0.")
     check_choice("which", which, get_args(Which))
     if sigma is not None and which != "LM":
         raise ValueError(f'sigma finds the pairs nearest to it, which="LM"; got which={which!r} and sigma={sigma}.')
-    checked_whole("block_size", block_size)
-    if start is not None:
-        check_tensor("start", start)
     saved = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device)
     generator = saved.source("generator", generator, facts.device)
     if saved.done:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import Progress, current_run
-from curvops.checks import check_like, check_shape, check_tensor, checked_whole
+from curvops.checks import check_like, check_options, check_shape, checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.structure import MOST_SKEW, most_explained, rounding_of, skew_tolerance
@@ -127,9 +127,8 @@ def lanczos(
     A = as_matrix(A)
     facts = describe_square(A)
     n = facts.rows
-    checked_whole("steps", steps)
+    check_options(steps=steps)
     if start is not None:
-        check_tensor("start", start)
         check_shape("start", start, (n,))
     block = start_block(facts, None if start is None else start.unsqueeze(1), 1, generator)
     current_run().expect(min(steps, n))

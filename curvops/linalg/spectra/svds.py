@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import Progress, current_run
-from curvops.checks import check_callable, check_choice, check_limits, checked_number, checked_whole
+from curvops.checks import check_choice, check_options, checked_number, checked_whole
 from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.results import Reason, SingularTriplets
 from curvops.linalg.core.vectors import (
@@ -110,9 +110,7 @@ def svds(
     checked_whole("k", k, 1, n)
     check_choice("which", which, ("LM", "SM"))
     aimed = RTOL if rtol is None else checked_number("rtol", rtol, "[0, inf)")
-    check_limits(None, maxiter, max_matvecs)
-    check_callable("callback", callback)
-    checked_whole("block_size", block_size)
+    check_options(maxiter=maxiter, max_matvecs=max_matvecs, block_size=block_size)
     least = math.ceil((k + 2 + BLOCK_VECTORS) * facts.pair_bytes / facts.vector_bytes)
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
     current_run().expect(max_matvecs)
