@@ -378,7 +378,7 @@ def _table() -> Iterator[Network]:
 
 
 def _unsupported() -> Iterator[tuple[Network, str]]:
-    row, lost = Network, "lose its gradients: pass use_reentrant=False"
+    row, lost = Network, "loses its gradients: pass use_reentrant=False"
     yield row("clipped_backward", _wired(functions.applied(functions.Clipped)), _vectors), "of Clipped is not linear"
     yield row("backward_over_points", _centred_gradient, _vectors), "of CentredGradient is not linear"
     yield row("checkpoint_reentrant", lambda: parts.Checkpointed(True), _vectors), "use_reentrant=False"

@@ -54,7 +54,7 @@ DOORS = [
             "negative": (lambda: as_batches((X, Y, -W), 4, weights=True), "negative sample weights"),
             "length": (
                 lambda: as_batches((X, Y, W[:5]), 4, weights=True),
-                r"10 points, but the sample weights have shape \(5,\)",
+                r"10 inputs, but the sample weights have shape \(5,\)",
             ),
         },
     ),

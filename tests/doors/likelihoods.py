@@ -122,7 +122,7 @@ DOORS = [
             ),
             "HeteroscedasticGaussian, one dimension": (
                 targets(HeteroscedasticGaussian(), torch.zeros(3)),
-                r"shape \(n, 2\).*given \(3,\)",
+                r"half of the model's 4 outputs; given \(3,\)",
             ),
         },
     ),

@@ -129,7 +129,7 @@ DOORS = [
             ),
             "flatten another shape": (
                 lambda: chosen("head.*").flatten({"head.weight": torch.zeros(2, 3, 1), "head.bias": torch.zeros(3)}),
-                r"'head.bias' has shape \(3,\), expected \(2,\)",
+                r"'head.bias' must have shape \(2,\), got \(3,\)",
             ),
         },
     ),

@@ -341,7 +341,7 @@ DOORS = [
                 TypeError,
                 "shift must be a number, got None",
             ),
-            "a short step": (lambda: lin().push(torch.ones(3).double()), r"expected one vector \(27,\)"),
+            "a short step": (lambda: lin().push(torch.ones(3).double()), r"vector must have shape \(27,\), got"),
             "a step in float32": (lambda: lin().push(torch.ones(27)), "the right-hand side is torch.float32"),
             "named weights for a vector": (
                 lambda: lin().predict(X, weights=lin().unflatten(lin().theta)),

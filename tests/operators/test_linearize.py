@@ -50,7 +50,7 @@ def test_flatten_and_unflatten(parameters: Any) -> None:
         assert torch.equal(lin.flatten(tensors), v)
     for wrong in (v[1:], v.expand(3, -1), v.unsqueeze(1)):
         for unflatten in (lin.unflatten_weights, lin.unflatten_tangent):
-            with pytest.raises(ValueError, match="one vector"):
+            with pytest.raises(ValueError, match="vector must have shape"):
                 unflatten(wrong)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
+from curvops.checks import refuse
 from curvops.errors import MissingLabelsError
 from curvops.network.data.inputs import Inputs, num_points, tensor_of
 from curvops.network.data.objects import Objects
@@ -142,12 +143,10 @@ def _is_named(item: Mapping[Any, Any]) -> bool:
 
 def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
     """Return inputs, targets and perhaps weights of a Hugging Face batch: every entry but the labels is an input."""
-    label_names = [name for name in LABELS if name in item]
-    if len(label_names) > 1:
-        raise TypeError("A batch names both 'labels' and 'label': leave one out, or pass (inputs, targets).")
-    apart = (*label_names, *(("weights",) if weights and "weights" in item else ()))
+    label = next(name for name in LABELS if name in item)
+    apart = (label, *(("weights",) if weights and "weights" in item else ()))
     inputs = {name: value for name, value in item.items() if name not in apart}
-    y, ids = (tensor_of(item.get(name)) for name in (label_names[0], "input_ids"))
+    y, ids = (tensor_of(item.get(name)) for name in (label, "input_ids"))
     alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
     if alike and bool(((y == ids) | (y == -100)).all()):  # Hugging Face ignores this label
         raise ValueError(
@@ -169,15 +168,8 @@ def _describe_undeclared(third: object) -> str:
 def require_aligned(inputs: Inputs, targets: Any, weights: Any) -> None:
     """Raise ValueError unless inputs, targets and weights have the same number of points."""
     n = num_points(inputs)
-    for leaf in [] if targets is None else tree_leaves(targets):  # a tensor is its own leaf
-        if leaf.ndim == 0 or len(leaf) != n:
-            raise ValueError(
-                f"There are {n} inputs, but the targets have shape {tuple(leaf.shape)}. The leading dimension of both "
-                f"counts points.{JOINED if isinstance(inputs, tuple | dict) else ''}"
-            )
-    for leaf in [] if weights is None else tree_leaves(weights):
-        if leaf.ndim == 0 or len(leaf) != n:
-            raise ValueError(
-                f"There are {n} points, but the sample weights have shape {tuple(leaf.shape)}: give one weight per "
-                "point or per position."
-            )
+    hint = JOINED if isinstance(inputs, tuple | dict) else ""
+    for name, parts in (("targets", targets), ("sample weights", weights)):
+        for leaf in [] if parts is None else tree_leaves(parts):  # a tensor is its own leaf
+            count = f"There are {n} inputs, but the {name} have shape {tuple(leaf.shape)}"
+            refuse(leaf.ndim == 0 or len(leaf) != n, f"{count}. The leading dimension of both counts points.{hint}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from curvops.checks import refuse
 from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.batch_parts import (
@@ -181,17 +182,14 @@ class Reading:
     def read_checked(self, item: object, index: int = 0) -> Batch:
         """Read one batch and check its values, too, without copying. Waits for the device once per tensor."""
         batch = self.read(item, index)
-        if batch.num_points == 0:
-            raise ValueError(f"Batch {index} is empty. Leave it out.")
+        refuse(batch.num_points == 0, f"Batch {index} is empty. Leave it out.")
         for name, tensor in [*components(batch.inputs), *batch.named_labels()]:
             if name != "targets":
                 require_finite(f"Batch {index}: {name}", tensor)
             elif not self.missing:  # otherwise `check` looks for Inf
                 require_finite(f"Batch {index}: {name}", tensor, MISSING)
-        if batch.weights is not None and bool((batch.weights < 0).any()):
-            raise ValueError(
-                f"Batch {index} has negative sample weights. They multiply log-likelihoods: use 0 or more."
-            )
+        is_wrong = batch.weights is not None and bool((batch.weights < 0).any())
+        refuse(is_wrong, f"Batch {index} has negative sample weights, which multiply log-likelihoods: use 0 or more.")
         with _in_batch(index):
             if self.check is not None:
                 self.check(batch.any_targets)

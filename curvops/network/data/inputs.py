@@ -73,9 +73,7 @@ def batch_inputs(x: object, n: int, whole: bool | None = None) -> Inputs:
     if whole is False or isinstance(x, Tensor | np.ndarray):
         return normalise(x)
     if isinstance(x, str | bytes) and n > 1:
-        raise TypeError(
-            f"{n} targets have the inputs {x!r:.40}. If the data are one batch, pass it in a list, [batch]."
-        )
+        raise TypeError(f"{n} targets have the inputs {x!r:.40}: if the data are one batch, pass a list, [batch].")
     try:
         inputs = normalise(x)
         if num_points(inputs) == n:
@@ -132,9 +130,8 @@ def num_points(inputs: Inputs) -> int:
     if not first or any(other != first for other in others):
         shapes = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in components(inputs))
         raise ValueError(
-            f"All inputs need the same leading dimension, the number of points; given {shapes}. Keep what does not "
-            "vary between points (masks, positions) inside the model; for points of unequal sizes pass collate= to "
-            "co.linearize."
+            f"All inputs need one leading dimension, the number of points; given {shapes}. Keep what does not vary "
+            "between points inside the model; for points of unequal sizes pass collate= to co.linearize."
         )
     return first[0]
 

@@ -215,9 +215,7 @@ class NamedLayout(Layout):
         names = [member.name for member in self.members]
         if isinstance(y, Tensor):
             form = "a mapping with these keys" if isinstance(names[0], str) else "a tuple in this order"
-            raise TypeError(
-                f"the model's outputs are {names}, so targets are {form}; given one tensor of shape {tuple(y.shape)}."
-            )
+            raise TypeError(f"the outputs are {names}, so targets are {form}; given one tensor {tuple(y.shape)}.")
         targets = []
         for member, name in zip(self.members, names):
             assert name is not None

@@ -129,8 +129,7 @@ def stacked_items(items: list[Any]) -> Any:
         return default_collate(items)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"the items of the Dataset cannot be stacked ({error}). Pass collate=, a function of a list of points that "
-            "returns what the model takes."
+            f"the items of the Dataset cannot be stacked ({error}): pass collate=, a function of a list of points."
         ) from error
 
 
@@ -236,9 +235,8 @@ class OfLoader:
                 return (point[0], *self.item[1:]) if self.alone else point  # test points may have None for a label
         if not self.alone:
             raise TypeError(
-                "points are here items of the dataset of the training data's DataLoader, with their labels: the inputs "
-                "that its collate_fn makes depend on more than the first entry of an item, or all labels seen are "
-                f"equal. Given {point!r:.60}."
+                "points are here items of the DataLoader's dataset, with their labels, since the inputs that its "
+                f"collate_fn makes depend on more than an item's first entry. Given {point!r:.60}."
             )
         return (point, *self.item[1:])
 
@@ -310,8 +308,7 @@ def with_collate(data: Any, collate: Collate | None) -> Any:
     if isinstance(data, Dataset | list) and hasattr(data, "__len__"):
         return PointPairs(data, collate)
     raise TypeError(
-        "with collate= data are (points, targets), a list of (point, target) or a Dataset of these with a length; got "
-        f"{type(data).__name__}."
+        f"with collate= data are (points, targets), or a list or Dataset of (point, target); got {type(data).__name__}."
     )
 
 

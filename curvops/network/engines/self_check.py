@@ -85,10 +85,9 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
     del scaled, graph
     if not linear or (custom and not _adds_points(Streamed(model, inputs, names), u, pulled, generator)):
         raise ValueError(
-            f"the backward pass of {where} is not linear in its "
-            "incoming gradient (it clips, rounds or normalises it, or mixes the points of a batch), so there is "
-            "no Jacobian: give it a linear backward, remove hooks that change gradients, or leave the "
-            "parameters before it out of the selection."
+            f"the backward pass of {where} is not linear in its incoming gradient (it clips, rounds or normalises it, "
+            "or mixes the points of a batch), so there is no Jacobian: give it a linear backward, remove hooks that "
+            "change gradients, or leave the parameters before it out of the selection."
         )
     v = _revealing(pulled, generator)
     saved, made, work = (total // num_points(inputs) for total in (saved, seen.nbytes, seen.multiply_adds))
@@ -115,9 +114,7 @@ def _refuse_lost_gradients(model: Model, inputs: Any, names: Sequence[str]) -> N
         warnings.simplefilter("always")
         record_graph(model, inputs, names)
     if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
-        raise ValueError(
-            "a block under checkpoint(use_reentrant=True) would lose its gradients: pass use_reentrant=False."
-        )
+        raise ValueError("a block under checkpoint(use_reentrant=True) loses its gradients: pass use_reentrant=False.")
 
 
 def _adds_points(engine: Streamed, u: Tensor, pulled: Blocks, generator: torch.Generator) -> bool:
@@ -254,9 +251,7 @@ def require_symmetric(model: Model, inputs: Any) -> None:
     form = vectors.mT @ products
     scale = vectors.norm() * products.norm()
     if not bool((form[0, 1] - form[1, 0]).abs() <= tolerance(theta.dtype) * scale):
-        raise RuntimeError(
-            "the model's second derivatives are not symmetric: write that operation out, or use co.GGN(lin)."
-        )
+        raise RuntimeError("the model's second derivatives are not symmetric: write them out, or use co.GGN(lin).")
 
 
 # Custom functions

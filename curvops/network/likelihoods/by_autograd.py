@@ -151,9 +151,8 @@ class FromLoss(ByAutograd):
             slack = slack.maximum(_slack(losses))
             if alone.shape[1] != losses.shape[1] or not bool((alone[0] - losses[0]).abs().max() <= slack):
                 raise ValueError(
-                    f"{self!r}: the loss of a point depends on the other points of its batch. Do the targets "
-                    f"{tuple(y.shape)} broadcast against the outputs {tuple(f.shape)}? For one output use "
-                    "y.unsqueeze(-1); do not average over points."
+                    f"{self!r}: the loss of a point depends on the other points of its batch (targets "
+                    f"{tuple(y.shape)}, outputs {tuple(f.shape)}). For one output use y.unsqueeze(-1); do not average."
                 )
         random = torch.randn(f.shape, dtype=f.dtype, generator=torch.Generator().manual_seed(0)).to(f.device)
         if not any(bool(self.residual(at, y.clone()).any()) for at in (f, random)):
@@ -189,9 +188,9 @@ class FromLoss(ByAutograd):
         lowest = (torch.linalg.eigvalsh(H.detach())[:, 0] if len(H) else H.new_zeros(1)).min()
         if not bool(lowest >= -_slack(H)) and not bool(lowest >= -self._rounding(f, y)):
             raise ValueError(
-                f"{self!r} is not convex in the outputs: its Hessian has an eigenvalue of {float(lowest):.3g} at "
-                "a training point, so there is no GGN. Use co.Hessian(lin), with a prior above its lowest "
-                f"eigenvalue, or co.EmpiricalFisher(lin).{getattr(self.function, 'remedy', '')}"
+                f"{self!r} is not convex in the outputs (its Hessian has an eigenvalue of {float(lowest):.3g}): there "
+                "is no GGN. Use co.Hessian(lin), with a prior above its lowest eigenvalue, or co.EmpiricalFisher(lin)."
+                f"{getattr(self.function, 'remedy', '')}"
             )
         return H
 
@@ -402,14 +401,11 @@ class FromDistribution(ByAutograd):
         margin = 6 * squares.std(0) / draws**0.5 + slack * size.clamp_min(slack)
         if bool((spread > slack * size).any()):
             raise ValueError(
-                f"{self!r}: the Hessian of -log p depends on the target, so it is not the output Fisher (the outputs "
-                f"are not natural parameters), and the support is not finite. {MONTE_CARLO}; or make the outputs "
-                "natural parameters (a mean at a fixed variance, a log rate)."
+                f"{self!r}: the Hessian of -log p depends on the target, so is not the output Fisher. {MONTE_CARLO}; "
+                "or make the outputs natural parameters (a mean at a fixed variance, a log rate)."
             )
         if bool((excess > margin).any()):
-            raise ValueError(
-                f"{self!r}: the Hessian of -log p is not the output Fisher (log p has a kink). {MONTE_CARLO}."
-            )
+            raise ValueError(f"{self!r}: log p has a kink, so its Hessian is not the output Fisher. {MONTE_CARLO}.")
         return bool((targets.unflatten(0, (draws + 1, -1)) != targets[: len(y)]).any())
 
 

@@ -19,6 +19,7 @@ from curvops.network.likelihoods.likelihood import (
     Outputs,
     RootBlock,
     Weights,
+    check_rows,
     weight_of,
 )
 
@@ -143,8 +144,7 @@ class Categorical(Likelihood):
             return
         if y.is_floating_point() or y.dtype == torch.bool:
             raise TypeError(
-                f"Categorical targets are class indices, or floating-point probabilities (n, C); given {y.dtype}. "
-                "Labels become y.long(), one-hot rows y.float()."
+                f"targets are class indices, or probabilities (n, C), not {y.dtype}: pass y.long(), one-hot y.float()."
             )
         if y.ndim != 1:
             hint = "Use y.squeeze(-1)." if y.ndim == 2 and y.shape[1] == 1 else "One-hot rows become y.argmax(-1)."
@@ -153,12 +153,11 @@ class Categorical(Likelihood):
         if labels.numel() == 0:
             return
         low, high = torch.stack(labels.aminmax()).tolist()
-        if low < 0 or (num_outputs is not None and high >= num_outputs):
-            top = "C - 1" if num_outputs is None else f"{num_outputs - 1}"
+        last = high if num_outputs is None else num_outputs - 1
+        if low < 0 or high > last:
             raise ValueError(
-                f"Categorical targets must lie in 0 .. {top} (the model has C = {num_outputs or 'unknown'} outputs) "
-                f"or equal ignore_index = {self.ignore_index}; given values from {low} to {high}. "
-                "Renumber the classes from 0, or give the model more outputs."
+                f"Categorical targets must lie in 0 .. {last} or equal ignore_index = {self.ignore_index}; given "
+                f"values from {low} to {high}. Renumber the classes from 0, or give the model more outputs."
             )
 
     def any_targets(self, f: Outputs) -> Tensor:
@@ -179,8 +178,7 @@ class Categorical(Likelihood):
     def _check_classes(self, num_outputs: int) -> None:
         if num_outputs < 2:
             raise ValueError(
-                f"A categorical likelihood needs 2 outputs or more, not {num_outputs}: for two classes from one logit "
-                "f, use co.likelihoods.Bernoulli() with targets (n, 1), or the logits (0, f)."
+                f"Categorical needs 2 outputs or more, not {num_outputs}: for one logit, Bernoulli() with y (n, 1)."
             )
         if self.weight is not None and len(self.weight) != num_outputs:
             raise ValueError(f"{len(self.weight)} class weights were given, but the model has {num_outputs} outputs.")
@@ -235,13 +233,11 @@ def _zero_sum(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _check_probabilities(y: Tensor, num_outputs: int | None) -> None:
-    if num_outputs is not None and y.shape[1] != num_outputs:
-        raise ValueError(f"The model has {num_outputs} outputs, but the targets have shape {tuple(y.shape)}.")
+    check_rows(y, num_outputs, "Categorical")
     slack = max(1e-4, 8 * torch.finfo(y.dtype).eps)
     if y.numel() and not bool((y >= 0).all() & ((y.sum(-1) - 1).abs() <= slack).all()):
         raise ValueError(
-            "Categorical targets of floats are class probabilities, whose rows sum to 1. Labels become y.long(), "
-            "logits y.softmax(-1)."
+            "float targets are class probabilities, whose rows sum to 1: labels become y.long(), logits y.softmax(-1)."
         )
 
 

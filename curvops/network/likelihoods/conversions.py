@@ -169,9 +169,7 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     module = next((module for function, module in FUNCTIONS.items() if function is spec), None)
     if module is not None:
         remedy = REMEDIES.get(module, f"Pass nn.{module.__name__}(), whose reduction is not used.")
-        raise TypeError(
-            f"{getattr(spec, '__name__', spec)} averages over the points, and likelihoods are sums. {remedy}"
-        )
+        raise TypeError(f"{getattr(spec, '__name__', spec)} averages over the points, and likelihoods sum. {remedy}")
     if callable(spec) and not isinstance(spec, nn.Module | type):
         names = required_names(spec)
         if names is None or not 1 <= len(names) <= 2:

@@ -73,9 +73,7 @@ class Gaussian(Independent):
             self.estimated, noise = noise or "one", 1.0
         noise = tensor_of(noise)
         if isinstance(noise, bool) or not isinstance(noise, Tensor | numbers.Real):
-            raise TypeError(
-                f"Gaussian noise must be a variance, as a number or a tensor, None or 'per_output'; got {noise!r}."
-            )
+            raise TypeError(f"Gaussian noise is a variance, a number or a tensor, None or 'per_output'; got {noise!r}.")
         tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)
         one = sum(length != 1 for length in tensor.shape) <= 1
         if not one or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):

@@ -61,8 +61,6 @@ class Bernoulli(Independent):
             if tensor is not None and not (tensor.ndim <= 2 and tensor.is_floating_point() and within(tensor, 0.0)):
                 raise ValueError(f"Bernoulli {name} must be 0-d, (C,) or (T, C), finite, at least 0; given {tensor}.")
         lengths = {len(tensor) for tensor in (weight, pos_weight) if tensor is not None and tensor.ndim == 2}
-        if len(lengths) > 1:
-            raise ValueError(f"Bernoulli weight and pos_weight have different numbers of positions, {lengths}.")
         self.positions = next(iter(lengths), None)
         self.weight, self.pos_weight = weight, pos_weight
 
@@ -253,13 +251,9 @@ class HeteroscedasticGaussian(Independent):
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if not y.is_floating_point():
             raise TypeError(f"HeteroscedasticGaussian targets must be floating-point; given {y.dtype}. Use y.float().")
-        if num_outputs is not None and num_outputs % 2:
-            raise ValueError(
-                f"HeteroscedasticGaussian needs as many means as variances; the model has {num_outputs} outputs."
-            )
         if y.ndim != 2 or (num_outputs is not None and 2 * y.shape[1] != num_outputs):
-            m = "m" if num_outputs is None else str(num_outputs // 2)
-            raise ValueError(f"HeteroscedasticGaussian targets have shape (n, {m}); given {tuple(y.shape)}.")
+            half = f"(n, m), half of the model's {num_outputs or '2 m'} outputs"
+            raise ValueError(f"HeteroscedasticGaussian targets have shape {half}; given {tuple(y.shape)}.")
         require_known(y, self.missing)
 
     def any_targets(self, f: Outputs) -> Tensor:

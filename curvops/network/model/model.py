@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from curvops.checkpoint import digest, identify, settings_of
-from curvops.checks import refuse_modes
+from curvops.checks import refuse, refuse_modes
 from curvops.network.data.inputs import Inputs, components, copy, first_of, is_finite, map_inputs, value_of
 from curvops.network.data.layouts import Layout, checked_outputs, layout_of
 from curvops.network.data.objects import Objects, digest_of
@@ -262,9 +262,8 @@ class Model:
         if read:
             raise ValueError(
                 f"the model's forward reads {sorted(read)} from elsewhere than the modules that own them (a tuple, a "
-                "global name, a scope around its class, a tensor computed from them before), so they cannot be given "
-                "other values. Read them from self in forward, as self.layer.weight, and store constants detached; of "
-                "a library that caches, empty the cache, in GPyTorch by model.train() and then model.eval()."
+                "global name, a tensor computed from them before): read them from self in forward, as "
+                "self.layer.weight, and store constants detached; empty caches, in GPyTorch by model.train().eval()."
             )
         self._writes = _differ(inputs_copy, inputs)
         self.layout = (layouts or layout_of)(outputs)
@@ -285,10 +284,9 @@ class Model:
                 self.raw(self.values, few)
         except (TypeError, ValueError) as error:
             if isinstance(inputs, Tensor) and ((("inputs", inputs.dtype, inputs.shape),) in self._admitted):
-                shape = tuple(inputs.shape)
                 raise ValueError(
-                    f"inputs {shape} have the shape of a single point, and their first dimension was read as "
-                    f"{len(inputs)} points: pass x[None], of shape {(1, *shape)}."
+                    f"inputs {tuple(inputs.shape)} have the shape of a single point, and were read as {len(inputs)} "
+                    "points: pass x[None]."
                 ) from error
             raise
         self._admitted.add(form)
@@ -478,15 +476,13 @@ def slots_of(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks
 
 
 def _require_deterministic(module: Any, name: str) -> None:
-    if module.training and getattr(module, "p", 1) > 0:
-        raise ValueError(
-            f"{name or 'the model'} ({type(module).__name__}) is in train mode, and its outputs would be random or "
-            "depend on the other points of a batch; call model.eval()."
-        )
+    what = f"{name or 'the model'} ({type(module).__name__})"
+    random = module.training and getattr(module, "p", 1) > 0
+    refuse(random, f"{what} is in train mode, so outputs are random or depend on their batch; call model.eval().")
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
         raise ValueError(
-            f"{name or 'the model'} ({type(module).__name__}) keeps no running statistics, so each point's output "
-            "depends on its batch: use track_running_stats=True, or another normalisation."
+            f"{what} keeps no running statistics, so each point's output depends on its batch: use "
+            "track_running_stats=True, or another normalisation."
         )
 
 
@@ -523,8 +519,7 @@ def _read_source(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | No
     elif isinstance(source, torch.export.ExportedProgram):
         hint = " Pass program.module()."
     raise TypeError(
-        "model must be an nn.Module or a pair (function(params, inputs), params mapping), got "
-        f"{type(source).__name__}.{hint}"
+        f"model must be an nn.Module or a pair (function(params, inputs), params), got {type(source).__name__}.{hint}"
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from curvops.checks import checked_indices, in_functorch, refuse_tangents, shown
+from curvops.checks import check_like, check_shape, checked_indices, in_functorch, refuse, refuse_tangents, shown
 from curvops.fingerprints import fingerprint, in_single
 from curvops.network.data.inputs import copy_unless_recorded, is_finite, tensor_of, within
 
@@ -96,10 +96,8 @@ class Selection(FlatLayout):
         if not isinstance(tensors, Mapping):
             raise TypeError(f"expected a mapping from the names {list(self.names)} to tensors, got {shown(tensors)}.")
         for name, shape in zip(self.names, self.shapes):
-            if name not in tensors:
-                raise ValueError(f"the mapping lacks {name!r}; it must name {list(self.names)}.")
-            if tensors[name].shape != shape:
-                raise ValueError(f"{name!r} has shape {tuple(tensors[name].shape)}, expected {tuple(shape)}.")
+            refuse(name not in tensors, f"the mapping lacks {name!r}; it must name {list(self.names)}.")
+            check_shape(repr(name), tensors[name], shape)
         vector = self.concatenate([tensors[name] for name in self.names])
         return vector if self.index is None else vector[self.index]
 
@@ -153,14 +151,8 @@ def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any
         raise ValueError(f"parameters={spec!r} selects nothing; {hint}the model has {_some(parameters)}.")
     shapes = []
     for name in names:
-        tensor, first = parameters[name], parameters[names[0]]
-        for what in ("device", "dtype"):
-            kind, other = getattr(tensor, what), getattr(first, what)
-            if kind != other:
-                raise ValueError(
-                    f"the selected parameters mix {what}s: {other} ({names[0]!r}), {kind} ({name!r}); convert them, or "
-                    "select fewer."
-                )
+        tensor = parameters[name]
+        check_like(f"parameter {name!r}", tensor, parameters[names[0]], f"parameter {names[0]!r}")
         if not tensor.is_floating_point():
             raise TypeError(f"parameter {name!r} is {tensor.dtype}; only floating-point ones can be selected.")
         shapes.append(tensor.shape)
@@ -364,8 +356,7 @@ def read_mean(value: Any, selection: Selection, theta: Tensor) -> Tensor:
     """Read a prior mean, 0-d or (D,). Raises TypeError or ValueError unless it is finite."""
     hint = "lin.flatten(mapping) makes a vector of named tensors"
     mean = _read_vector("prior_mean", value, selection, theta, "a number", "", hint)
-    if not is_finite(mean):
-        raise ValueError("prior_mean holds NaN or Inf.")
+    refuse(not is_finite(mean), "prior_mean holds NaN or Inf.")
     return mean
 
 
@@ -401,15 +392,13 @@ def _by_parameter(
         if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
             raise TypeError(f"{what}[{glob!r}] must be a number, got {value!r}.")
         matched = matching(selection.names, glob)
-        if not matched:
-            raise ValueError(f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")
+        refuse(not matched, f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")
         for name in matched:
             if name in entries:
                 raise ValueError(f"{what}: {name!r} is matched by {entries[name][0]!r} and {glob!r}; name it once.")
             entries[name] = glob, value
     left = [name for name in selection.names if name not in entries]
-    if left:
-        raise ValueError(f"{what}: no glob matches {left}; each selected parameter needs one.")
+    refuse(left, f"{what}: no glob matches {left}; each selected parameter needs one.")
     tensors = {}
     for name, shape in zip(selection.names, selection.shapes):
         glob, value = entries[name]

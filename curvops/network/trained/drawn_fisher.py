@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint
-from curvops.checks import check_choice, check_generator, checked_whole
+from curvops.checks import check_choice, check_options
 from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import (
@@ -30,8 +30,7 @@ class DrawnFisher(FromColumns):
     def __init__(
         self, passes: Walk, num_data: int, likelihood: Likelihood, mc_samples: int, generator: torch.Generator | None
     ) -> None:
-        checked_whole("mc_samples", mc_samples, kind="a whole number of targets per point")
-        check_generator(generator)
+        check_options(mc_samples=mc_samples, generator=generator)
         self.passes, self.num_data, self.likelihood = passes, num_data, likelihood
         self.mc_samples, self.generator = mc_samples, generator
         self.draws: Tensor | None = None
@@ -74,7 +73,6 @@ def output_fisher(
     Raises ValueError for another name, for `mc_samples` below 1, and for more than 1 if nothing is drawn.
     """
     check_choice("fisher", kind, get_args(FisherKind))
-    checked_whole("mc_samples", mc_samples, kind="a whole number of targets per point")
     if kind != "mc" and mc_samples != 1:
         raise ValueError(f"mc_samples={mc_samples} with fisher={kind!r}, which draws nothing; use fisher='mc'.")
     if kind == "mc":

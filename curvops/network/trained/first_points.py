@@ -177,10 +177,7 @@ def likelihood_for(spec: Any, layout: Layout) -> Likelihood:
         return as_likelihood(spec, layout.shape)
     specs, names = likelihoods_by_name(spec), [member.name for member in layout.members]
     if specs is None or set(specs) != set(names):
-        description = repr(spec) if specs is None else f"those of {list(specs)}"
-        raise ValueError(
-            f"the outputs are {names}: pass a likelihood for each, under these names; given {description}."
-        )
+        raise ValueError(f"the outputs are {names}: pass a likelihood for each, under these names; given {spec!r}.")
     ordered = {name: specs[name] for name in sorted(specs, key=names.index)}
     members = {name: likelihood for name, (likelihood, _) in _members(ordered, layout).items()}
     return Multitask(members, [member.output_shape.numel() for member in layout.members], layout.forms)
@@ -464,9 +461,8 @@ def _outputs_alone(model: Model, point: Inputs) -> Tensor:
     if graph and not outputs.requires_grad:
         names = model.selection.names
         raise ValueError(
-            f"the outputs have no gradient in the {len(names)} selected parameters ({names[0]!r}, ...), so that they "
-            "would have no uncertainty: leave torch.no_grad, inference_mode, detach and NumPy out of the model's "
-            "forward, or select parameters that it uses."
+            f"the outputs have no gradient in the {len(names)} selected parameters ({names[0]!r}, ...): leave "
+            "torch.no_grad, inference_mode, detach and NumPy out of forward, or select parameters that it uses."
         )
     return outputs.detach()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvops.ambient import Progress, check_progress
 from curvops.argument_types import Collate
-from curvops.checks import check_limits
+from curvops.checks import check_options, refuse
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Reading, as_source
 from curvops.network.data.inputs import Inputs, as_inputs, batch_inputs, first_of, num_points
@@ -111,7 +111,7 @@ def recorded_network(
     if the model, the data or the likelihood are not those of the record.
     """
     check_progress(progress)
-    check_limits(memory_budget=memory_budget)
+    check_options(memory_budget=memory_budget)
     held = tensors_of(model)
     stored: Mapping[str, Tensor] = record["weights"]
     require_same_network(record["tensors"], held, stored if load_weights else {})
@@ -155,8 +155,7 @@ def _tried_points(record: Mapping[str, Any], few: Inputs | None, inputs: Any) ->
     if not isinstance(points, Objects) or points.prints().tolist() != tried["prints"]:
         raise ValueError(
             "the points at which the model was tried are objects, which are not saved, and not those given: pass the "
-            "training data in the order in which co.linearize had them, or inputs=, the first two training points (or "
-            "those of post.save(path, inputs=)), with collate= if that was given."
+            "training data in their order, or inputs=, the first two points or those of post.save(path, inputs=)."
         )
     return points
 
@@ -200,15 +199,13 @@ def _same_data(saved: Mapping[str, Any], data: Any, reading: Reading, network: M
     theta, dtype = network.theta, _dtype(saved)
     reading = replace(reading, dtype=dtype, admit=network.admit if dtype == theta.dtype else None)
     batches = Batches(as_source(data, saved["largest_batch"], saved["weighted"]), reading)
-    if batches.num_data != saved["points"]:
-        raise ValueError(
-            f"the data have {batches.num_data:,} points, but those of the saved posterior were {saved['points']:,}."
-        )
-    by_batches = "contents" not in saved  # saved by an earlier version
-    if by_batches and batches.print_of_batches != saved["fingerprint"]:
-        raise ValueError("the data are not those of the saved posterior: they have other values, or another order.")
-    if not by_batches and batches.prints.contents != saved["contents"]:
-        raise ValueError("the data are not those of the saved posterior: they have other values.")
+    counts = f"{batches.num_data:,} points, but those of the saved posterior were {saved['points']:,}"
+    refuse(batches.num_data != saved["points"], f"the data have {counts}.")
+    wrong = "the data are not those of the saved posterior: they have other values"
+    if "contents" in saved:
+        refuse(batches.prints.contents != saved["contents"], f"{wrong}.")
+    else:  # saved by an earlier version
+        refuse(batches.print_of_batches != saved["fingerprint"], f"{wrong}, or another order.")
     return batches if dtype in (None, theta.dtype) else batches.to(dtype=theta.dtype)
 
 
@@ -319,8 +316,7 @@ def require_same_network(
     if other:
         raise ValueError(
             f"the model has other values than when it was saved in {len(other)} of {len(saved)} tensors: "
-            f"{_some(other)}. Load the weights at which it was linearised (model.load_state_dict); load_weights=True "
-            "restores those of the parameters that were linearised, which are saved with the posterior."
+            f"{_some(other)}. Load the weights (model.load_state_dict); load_weights=True restores those linearised."
         )
 
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from curvops.ambient import Progress
 from curvops.argument_types import Collate
 from curvops.checkpoint import identify
-from curvops.checks import check_tensor
+from curvops.checks import check_shape, check_tensor
 from curvops.errors import MissingLabelsError
 from curvops.network.data.batches import AbsentBatches, Batch, Batches, LabelledSource
 from curvops.network.data.inputs import (
@@ -468,9 +468,7 @@ class TrainedNetwork(NetworkOnData):
         `unflatten_tangent` instead.
         """
         if self.model.selection.index is not None:
-            raise ValueError(
-                "a subnetwork's vector lacks entries: see unflatten_weights(vector) and unflatten_tangent(vector)."
-            )
+            raise ValueError("a subnetwork's vector lacks entries: use unflatten_weights or unflatten_tangent.")
         return self.unflatten_tangent(vector)
 
     def unflatten_weights(self, weights: Float[Tensor, " D"]) -> dict[str, Tensor]:
@@ -492,8 +490,7 @@ class TrainedNetwork(NetworkOnData):
         if isinstance(vector, Mapping):
             raise TypeError("expected one vector, got a mapping: join its tensors by lin.flatten(mapping).")
         check_tensor("vector", vector)
-        if vector.shape != (self.num_parameters,):
-            raise ValueError(f"expected one vector ({self.num_parameters},), got {tuple(vector.shape)}.")
+        check_shape("vector", vector, (self.num_parameters,))
         return vector
 
     def with_likelihood(self: N, likelihood: Likelihood) -> N:

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
+from curvops.checks import refuse
 from curvops.network.data.inputs import Inputs, components, first_of, join, move, num_points, replace_tensors, take
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layer_calls import Call, sensitivities
@@ -55,9 +56,7 @@ class _ThroughInputs(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph: without a graph the second derivative would count as zero
-            raise RuntimeError(
-                "predictions and Jacobians have only first derivatives in their inputs: no create_graph=True."
-            )
+            raise RuntimeError("there are only first derivatives in the inputs: no create_graph=True.")
         model: Model = ctx.model
         wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
         leaf_gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
@@ -73,8 +72,8 @@ def outputs_at(model: Model, inputs: Inputs, values: Blocks) -> Float[Tensor, "n
 
     def compute(x: Inputs) -> Tensor:
         outputs = model(values, x)
-        if not outputs.requires_grad:
-            raise ValueError("an input requires a gradient, but the model cuts it off: pass x.detach().")
+        cut = not outputs.requires_grad
+        refuse(cut, "an input requires a gradient, but the model cuts it off: pass x.detach().")
         return outputs
 
     return through_inputs(model, inputs, compute)
@@ -243,7 +242,7 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
     if input_names in engines.differentiated:
         return
 
-    def refuse(why: str) -> ValueError:
+    def refusal(why: str) -> ValueError:
         return ValueError(
             f"an input requires a gradient, but J has no derivative in the inputs: {why}. Pass x.detach(), or call "
             "this under torch.no_grad()."
@@ -254,7 +253,7 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
         leaf_inputs = replace_tensors(few, leaves)
         outputs = model(model.leaves(), leaf_inputs)
         if names := custom_functions(outputs):
-            raise refuse(f"the second derivatives of {names} are not known to be right")
+            raise refusal(f"the second derivatives of {names} are not known to be right")
         rows = GraphRows(engines, leaf_inputs)
         try:
             sums = [
@@ -264,7 +263,7 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
                 with model.holding(model.leaves()):
                     torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
         except (RuntimeError, NotImplementedError) as error:
-            raise refuse(f"the model has no second derivatives ({str(error).splitlines()[0]})") from error
+            raise refusal(f"the model has no second derivatives ({str(error).splitlines()[0]})") from error
     engines.differentiated.add(input_names)
 
 

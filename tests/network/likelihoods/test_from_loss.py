@@ -155,7 +155,7 @@ def test_what_needs_a_distribution_is_refused_by_name() -> None:
         "KFAC": (lambda: co.KFAC(lin, fisher="mc"), TypeError, "nothing to draw"),
         "probabilities": (lambda: post.probabilities(x), ValueError, "no class probabilities; use predict or func"),
         "uncertainty": (lambda: post.uncertainty(x), ValueError, "no decomposition"),
-        "noise": (lambda: post.predict(x, noise=True), ValueError, "observation noise of real targets"),
+        "noise": (lambda: post.predict(x, noise=True), ValueError, "is for real targets"),
         "tuning": (lambda: co.evidence.maximize(post, "noise"), ValueError, "no noise that is one number"),
     }
     for call, kind, message in asked.values():
@@ -181,12 +181,12 @@ def divided(f: Tensor, y: Tensor) -> Tensor:
 def test_a_loss_that_is_not_convex_or_does_not_curve_says_so() -> None:
     model, x = net(C), normal(N, 2)
     lin = co.linearize(model, (x, reals(C)), divided)
-    with pytest.raises(ValueError, match="is not convex in the outputs: its Hessian has an eigenvalue of -"):
+    with pytest.raises(ValueError, match="is not convex in the outputs .its Hessian has an eigenvalue of -"):
         co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(x).variance.sum()
     assert co.Hessian(lin).to_dense().isfinite().all()
     signs = torch.ones(N, dtype=x.dtype).index_fill(0, torch.tensor(1), -1.0)
     at_one_point = co.linearize(model, (x, signs), lambda f, y: y * f.square().sum(-1))
-    with pytest.raises(ValueError, match="has an eigenvalue of -2 at a training point"):
+    with pytest.raises(ValueError, match="has an eigenvalue of -2"):
         co.GGN(at_one_point).to_dense()
     with pytest.warns(co.errors.NoCurvatureWarning, match="linear in the outputs"):
         co.linearize(model, (x, reals(C)), nn.L1Loss())

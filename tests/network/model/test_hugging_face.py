@@ -231,7 +231,7 @@ def test_a_model_output_is_no_tensor_of_outputs() -> None:
 
 def test_a_head_that_peft_trains_in_half_precision_is_named() -> None:
     model = adapted("bert", "sdpa", task_type="SEQ_CLS")
-    message = r"torch.float32 \('.*lora_.*'\), torch.bfloat16 \('.*classifier.*'\); convert them, or select fewer"
+    message = r"classifier.*' is torch.bfloat16 on cpu, but parameter '.*lora_.*' torch.float32 on cpu: convert it"
     with pytest.raises(ValueError, match=message):
         linearized(model)
     assert linearized(model, parameters="*lora_*").num_parameters == 128

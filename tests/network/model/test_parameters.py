@@ -49,8 +49,8 @@ def test_positions_are_those_of_the_trainable_vector(positions: Tensor) -> None:
 @pytest.mark.parametrize(
     ("tensor", "error", "message"),
     [
-        (torch.zeros(2, dtype=torch.float64), ValueError, r"mix dtypes: torch.float32 \('one'\), torch.float64"),
-        (torch.zeros(2, device="meta"), ValueError, r"mix devices: cpu .*, meta \('other'\); convert them, or"),
+        (torch.zeros(2, dtype=torch.float64), ValueError, "'other' is torch.float64 on cpu, but parameter 'one'"),
+        (torch.zeros(2, device="meta"), ValueError, "'other' is torch.float32 on meta, but .* convert it"),
         (torch.tensor([0.0, torch.nan]), ValueError, "'other' holds NaN or Inf; train again, or leave it out"),
         (torch.tensor([0.0, -torch.inf]), ValueError, "'other' holds NaN or Inf"),
     ],
