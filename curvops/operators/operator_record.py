@@ -85,9 +85,7 @@ def _operator(record: Mapping[str, Any], lin: Linearization) -> Any:
             raise ValueError(f"co.{name} walks over the training points: pass them, co.load(path, model, data).")
         options = {key: value_of_record(value, lin) for key, value in record["options"].items()}
         if options.get("draws") is not None and record.get("order", lin.data.prints.order) != lin.data.prints.order:
-            raise ValueError(
-                f"targets of co.{name} were drawn for each point: pass the data in the order they had then."
-            )
+            raise ValueError(f"co.{name} drew targets for each point: pass the data in the order they had then.")
         hyperparameters = [value_of_record(tensor, lin) for tensor in record["hyperparameters"]]
         operator = DATA_OPERATORS[name].build_at(lin, hyperparameters, **options)
         return operator.detached_from_weights() if record["detached"] else operator

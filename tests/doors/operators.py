@@ -47,7 +47,6 @@ DOORS = [
             "blocks that overlap": (lambda: co.BlockDiagonal(lin(), blocks=[["0.*"], ["*.bias"]]), "overlap"),
             "blocks of nothing": (lambda: co.BlockDiagonal(lin(), blocks=[["1.*"]]), "matches no parameter"),
             "a matrix as KFAC's prior": (lambda: co.KFAC(lin()).add_diagonal(torch.eye(26).double()), r"\(D,\)"),
-            "a number for a mesh": (lambda: co.GGN(lin()).sharded(2), TypeError, "device mesh.*int"),
             "a number": (lambda: co.KFAC(lin()) + 0.5, TypeError, r"add_diagonal\(0.5\)"),
             "a Jacobian by its class": (lambda: co.Jacobian(lin()), TypeError, r"lin.jacobian\(x\) makes the Jacobian"),
             "gradients by their class": (lambda: co.Gradients(lin()), TypeError, r"lin.gradients\(\) makes"),

@@ -398,7 +398,7 @@ def test_a_posterior_with_functions_is_loaded_with_its_likelihoods(tmp_path: Any
     for wrong, message in (
         (None, "cannot be saved"),
         (given["value"], r"outputs are \['tags', 'value'\]: pass a likelihood for each, .*; given <function"),
-        ({"tags": given["tags"]}, r"given those of \['tags'\]"),
+        ({"tags": given["tags"]}, r"given {'tags'"),
         (other, "is not that of the saved posterior"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import carries_graph, check_flag
+from curvops.checks import carries_graph
 from curvops.linalg import Dense, Diagonal
 from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.cache import Cache
@@ -404,7 +404,6 @@ class EmpiricalFisher(Curvature):
     OPTIONS = ("per_token",)
 
     def __init__(self, lin: Linearization, per_token: bool = False) -> None:
-        check_flag("per_token", per_token)
         lin.require_labels("the empirical Fisher")
         super().__init__(lin.theta, *lin.likelihood.hyperparameters, lin=lin, per_token=per_token)
 

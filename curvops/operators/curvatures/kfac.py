@@ -101,10 +101,7 @@ class LayerBlocks(DirectSum):
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         if isinstance(diag, Tensor) and diag.ndim == 2 and diag.shape == self.shape and len(diag) > 1:
-            raise ValueError(
-                f"the diagonal is a matrix {tuple(diag.shape)}: give a number or a vector (D,). To add a matrix, write "
-                f"{type(self).__name__} + prior, which is solved by conjugate gradients."
-            )
+            raise ValueError(f"the diagonal is a matrix {tuple(diag.shape)}: give a vector (D,), or write KFAC + A.")
         return super().add_diagonal(diag)
 
 

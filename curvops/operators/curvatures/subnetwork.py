@@ -12,7 +12,15 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import BlockChoice, Positions
-from curvops.checks import carries_graph, check_choice, check_kind, check_shape, checked_indices, require_no_graph
+from curvops.checks import (
+    carries_graph,
+    check_choice,
+    check_kind,
+    check_shape,
+    checked_indices,
+    refuse,
+    require_no_graph,
+)
 from curvops.linalg import Damped, Dense, DirectSum
 from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.cache import Cache
@@ -112,9 +120,7 @@ class BlockDiagonal(UserOperator, DirectSum):
         positions = tuple(_partition(lin, blocks))
         needed = sum(len(index) ** 2 for index in positions) * 8  # single precision stores two parts per number
         if needed > lin.memory_budget:
-            raise ValueError(
-                f"the dense blocks need {needed:,} bytes, the budget is {lin.memory_budget:,}: use co.KFAC(lin)."
-            )
+            raise ValueError(f"the dense blocks need {needed:,} bytes of {lin.memory_budget:,}: use co.KFAC(lin).")
         exact = Exact(lin.likelihood)
         parts = (round_with_rest(block, lin.theta.dtype) for block in fisher_blocks(lin, exact, positions))
         dense = (Dense(tensor, psd=True, rest=rest) for tensor, rest in parts)
@@ -228,8 +234,7 @@ def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
     check_kind("blocks", blocks, Iterable, "'layer', or a list of groups of names or positions")
     groups = [_group(lin, group, of_name) for group in blocks]
     grouped = torch.cat(groups) if groups else torch.empty(0, dtype=torch.long)
-    if len(grouped.unique()) != len(grouped):
-        raise ValueError("the groups of blocks= overlap: put each weight into one group.")
+    refuse(len(grouped.unique()) != len(grouped), "the groups of blocks= overlap: put each weight into one group.")
     free = torch.ones(lin.num_parameters, dtype=torch.bool)
     free[grouped] = False
     layers: dict[str, list[Tensor]] = {}

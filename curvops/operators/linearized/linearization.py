@@ -22,9 +22,10 @@ from curvops.checks import (
     check_flag,
     check_generator,
     check_kind,
-    check_limits,
+    check_options,
     checked_indices,
     checked_whole,
+    refuse,
     rounds_to_tf32,
 )
 from curvops.errors import warn
@@ -92,12 +93,8 @@ class Linearization(TrainedNetwork):
                 gradient without `differentiable=True`, or if J has no gradient in the inputs (a
                 custom `autograd.Function`, an operation without a second derivative).
         """
-        check_flag("differentiable", differentiable)
         if x is None:
-            if differentiable:
-                raise ValueError(
-                    "the inputs are None: pass x; only lin.jacobian() without x is at the training inputs."
-                )
+            refuse(differentiable, "the inputs are None: pass x; only lin.jacobian() is at the training inputs.")
             return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
         # Copy x: the operator is lazy, and a later change of x must not affect half of a prediction.
         walk, points, graph = self.walk_at(x, differentiable)
@@ -237,13 +234,10 @@ def linearize(
     """
     check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)
-    check_limits(memory_budget=memory_budget)
+    check_options(memory_budget=memory_budget)
     check_flag("weights", weights, "Pass them with the data, (X, y, w), and weights=True.")
     if isinstance(likelihood, Tensor | np.ndarray):
-        raise TypeError(
-            "likelihood is an array of numbers. Inputs and targets are one argument: co.linearize(model, (X, y), "
-            "likelihood)."
-        )
+        raise TypeError("inputs and targets are one argument: co.linearize(model, (X, y), likelihood).")
     if memory_budget is not None:
         memory_budget = int(min(memory_budget, sys.maxsize))  # 1e9 is also a number of bytes
     arguments: dict[str, Any] = {"model": model, "data": data, "likelihood": likelihood, "parameters": parameters}

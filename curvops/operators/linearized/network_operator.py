@@ -37,10 +37,7 @@ class NetworkOperator(Operator):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.MADE_BY and args and not isinstance(args[0], Tensor):  # a copy is made without arguments
-            raise TypeError(
-                f"{cls.MADE_BY} makes the {cls.__name__} of a linearised network, "
-                "lin = co.linearize(model, data, likelihood); its class is not called."
-            )
+            raise TypeError(f"{cls.MADE_BY} makes the {cls.__name__} of a linearised network; its class is not called.")
         return super().__new__(cls)
 
     @property

@@ -66,9 +66,7 @@ class UserOperator(LinearOperator):
             bound = cls._bound(args, kwargs)
             cls._require_equal_on_ranks(bound)
             if cls not in SHARDED:
-                raise ValueError(
-                    f"co.{cls.__name__} is not available for a model sharded over ranks: {KNOWN_OF_SHARDS}."
-                )
+                raise ValueError(f"co.{cls.__name__} is not available for sharded models: {KNOWN_OF_SHARDS}.")
             return SHARDED[cls](**bound.arguments)
         scaled = None if cls.CARRIED or cls._is_stored(args, kwargs) else scale_by_noise(cls, *args, **kwargs)
         return super().__new__(cls) if scaled is None else scaled
@@ -201,7 +199,6 @@ def require_no_gradient(likelihood: likelihoods.Likelihood, what: str) -> None:
     """Raise ValueError if `what` lacks a gradient that is needed, which would silently be zero."""
     if carries_graph(likelihood.hyperparameters):
         raise ValueError(
-            f"{what} has no gradient for the hyperparameters of {likelihood!r}, which require one: detach them "
-            "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have this "
-            "gradient, and co.evidence.maximize(post, 'noise') needs none."
+            f"{what} has no gradient for the hyperparameters of {likelihood!r}, which require one: detach them, or use "
+            "torch.no_grad(). co.GGN and co.EmpiricalFisher have it; co.evidence.maximize(post, 'noise') needs none."
         )
