@@ -14,7 +14,7 @@ import torch
 from linear_operator.operators import LinearOperator
 
 from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
-from curvops.checks import check_flag, refuse
+from curvops.checks import refuse
 from curvops.errors import MissingLabelsError, UndeterminedWarning
 from curvops.evidence.maximize import maximize, secant_step
 from curvops.evidence.validate import validate
@@ -115,7 +115,6 @@ def laplace(
     Source: MacKay 1992; the predictions of the linearised network as in Immer, Korzepa & Bauer 2021.
     """
     check_linearization(lin)
-    check_flag("check_mode", check_mode)
     if prior_precision is not None and validation is not None:
         raise ValueError("prior_precision and validation both give the prior precision: leave one of them out.")
     chosen = default_curvature(lin) if curvature is None else curvature

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from curvops.ambient import Memories, as_step, hold, remark, running
 from curvops.checkpoint import Checkpoint, current, named_part
-from curvops.checks import carries_graph, check_choice, checked_number, checked_whole, drawn_seed, refuse
+from curvops.checks import carries_graph, check_choice, check_options, checked_number, drawn_seed, refuse
 from curvops.errors import DivergenceError, NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
 from curvops.linalg.core.algorithm import PRODUCT_VECTORS, solve_width
@@ -175,7 +175,7 @@ class Systems:
 LOSSES = ("low_variance", "standard")
 GROWN = 100.0
 """The factor by which the gradient exceeds the right-hand side once a descent has diverged."""
-RANGES = {"step_size": "(0, inf)", "momentum": "[0, 1)", "final": "(0, 1]", "averaging": "(0, 1]", "clip": "(0, inf)"}
+RANGES = {"momentum": "[0, 1)", "final": "(0, 1]", "averaging": "(0, 1]", "clip": "(0, inf)"}
 
 
 @dataclass(frozen=True)
@@ -211,11 +211,9 @@ class StochasticDescent:
 
     def __post_init__(self) -> None:
         check_choice("loss", self.loss, LOSSES)
-        for name in ("batch_size", "epochs"):
-            checked_whole(name, getattr(self, name))
+        check_options(batch_size=self.batch_size, epochs=self.epochs, step_size=self.step_size)
         for name, interval in RANGES.items():
-            if name != "step_size" or self.step_size is not None:
-                checked_number(name, getattr(self, name), interval)
+            checked_number(name, getattr(self, name), interval)
 
     def solve(self, systems: Systems, x0: Float[Tensor, "D k"] | None, rtol: float) -> Solution:
         """Find the minimiser for each column; a checkpoint is written after an epoch."""

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import part_of_whole
-from curvops.checks import carries_graph, checked_number
+from curvops.checks import carries_graph, check_options
 from curvops.errors import MaxStepsWarning, NotPositiveSemidefiniteError, warn
 from curvops.linalg import Damped, Estimate, effective_dimension, logdet, spectral_quadrature, trace
 from curvops.linalg.core import solve_routes as routes
@@ -495,9 +495,7 @@ class Tuning(Tabular):
         self._warn_of_intervals()
         last = self.steps[-1]
         if last.noise is None or isinstance(last.noise, Tensor) or self.targets is None:
-            raise ValueError(
-                "no single noise was tuned, as by mackay(post, tune_noise=True) or maximize(post, 'noise')."
-            )
+            raise ValueError("no single noise was tuned: see mackay(post, tune_noise=True), maximize(post, 'noise').")
         low, high = _chi_squared(self.targets - last.effective_parameters.sum(), level)
         return last.noise / float(high), last.noise / float(low)
 
@@ -554,7 +552,7 @@ def _chi_squared(freedom: Tensor, level: float) -> tuple[Tensor, Tensor]:
     """Return the quantiles of χ² for its degrees of freedom that enclose the level."""
     from scipy.special import chdtri  # a slow import that few calls need
 
-    checked_number("level", level, "(0, 1)")
+    check_options(level=level)
     tail, degrees = (1 - level) / 2, freedom.detach().double().cpu().clamp_min(1e-3)
     low, high = (degrees.new_tensor(chdtri(degrees.numpy(), q)) / degrees for q in (1 - tail, tail))
     return low.to(freedom.device), high.to(freedom.device)

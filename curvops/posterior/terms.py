@@ -148,10 +148,8 @@ class CurvatureCache:
         if now and not all(torch.equal(tensor, old) for (_, tensor), old in zip(now, self._seen)):
             for likelihood, tensor in now:
                 if not self._is_held(tensor):
-                    raise ValueError(
-                        f"{likelihood!r} has changed since {type(self.curvature).__name__} was built, which does not "
-                        "follow it, as co.GGN does: build the posterior again, co.laplace(lin, ...)."
-                    )
+                    kind = type(self.curvature).__name__
+                    raise ValueError(f"{likelihood!r} has changed since {kind} was built: build the posterior again.")
             self._seen = [tensor.detach().clone() for _, tensor in now]
             self._values.clear()
         return now
@@ -473,8 +471,7 @@ def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior:
 def _checked_operator(prior: LinearOperator, network: Model, definite: bool) -> LinearOperator:
     """Return a precision operator (D, D), after checking that it belongs to these weights or to none."""
     kind = type(prior).__name__
-    if not isinstance(prior, Operator):
-        raise TypeError(f"prior_precision is a {kind}; pass an operator of curvops, or co.linalg.Dense(matrix).")
+    check_kind("prior_precision", prior, Operator, "an operator of curvops, such as co.linalg.Dense(matrix)")
     check_operator("prior_precision", prior, network)
     if not (definite or is_psd(prior)):
         raise ValueError(
@@ -520,9 +517,7 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
             hint = f"; a prior precision is named: co.laplace(lin, prior_precision={operator})"
         elif callable(operator):
             hint = "; of a function, pass what it makes: curvature(lin)"
-        raise TypeError(
-            f"curvature must be a name ('kfac', …), a class (co.KFAC, …) or an operator, got {shown(operator)}{hint}."
-        )
+        raise TypeError(f"curvature must be a name, a class (co.KFAC, …) or an operator, got {shown(operator)}{hint}.")
     check_operator("curvature", operator, lin.model)
     if not is_symmetric(operator):
         raise ValueError(

@@ -251,7 +251,6 @@ def test_arguments_of_another_kind_are_refused(tmp_path, annotations_unchecked):
     assert "No likelihood for" in refusal(co.load, path, model, likelihood=3)
     assert "memory_budget must not be negative, got -1" in refusal(co.load, path, model, memory_budget=-1)
     assert "progress must be" in refusal(co.load, path, model, progress="yes")
-    assert "load_weights must be True or False" in refusal(co.load, path, model, load_weights="yes")
     assert "cannot be read" in refusal(co.load, path, model, 3)
 
 

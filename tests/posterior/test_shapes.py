@@ -152,7 +152,7 @@ def test_channels_first_or_last_are_the_same_numbers_and_metrics_take_both():
         metrics.predictive_entropy(P)
     with pytest.raises(ValueError, match="may have their classes at dimension 1 or last"):
         metrics.nll(Q[:, :3, 0], y[:, :3, 0])
-    with pytest.raises(ValueError, match=r"those of positions, \(N, ..., C\)"):
+    with pytest.raises(ValueError, match=r"\(N, ..., C\) or \(N, C, ...\) values"):
         metrics.nll(Q, y[:, :3])
 
 

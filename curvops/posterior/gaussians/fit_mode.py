@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.ambient import Progress, Steps, check_progress, progress_bar
 from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
-from curvops.checks import checked_number, checked_whole
+from curvops.checks import check_options
 from curvops.errors import ConvergenceError, ModeWarning, warn
 from curvops.linalg import Reason
 from curvops.network import tensors_of
@@ -118,7 +118,7 @@ def fit_mode(
 
     Source: Nocedal & Wright 2006, algorithms 3.5 and 7.5, in `torch.optim.LBFGS`.
     """
-    atol, most = checked_number("atol", atol), checked_whole("maxiter", maxiter)
+    check_options(atol=atol, maxiter=maxiter)
     check_progress(progress)
     if holds_shards(model):
         raise ValueError("fit_mode trains on one process, and this model is sharded by fully_shard: pass a whole copy.")
@@ -140,7 +140,7 @@ def fit_mode(
         of_head = lin.plan.is_last_layer or (isinstance(parameters, str) and parameters == "last_layer")
         mode = _mode_of_head(post, atol) if of_head else None
         if mode is None:
-            theta, reason, losses = _minimise(objective, loss, atol, most, keep, bar)
+            theta, reason, losses = _minimise(objective, loss, atol, maxiter, keep, bar)
         else:
             theta, reason, losses = mode.theta, mode.reason, [loss, objective(mode.theta)[0]]
             keep(theta)

@@ -16,7 +16,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor, nn
 
 from curvops import storage
-from curvops.checks import carries_graph, check_accuracy, check_kind, check_like, checked_whole
+from curvops.checks import carries_graph, check_kind, check_like, check_options, refuse
 from curvops.linalg import Damped, Dense, Estimate, Inverse, LowRank, logdet, low_rank
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.matrix_identity import sources_of
@@ -162,7 +162,7 @@ class GaussianWeights(Predictive):
             TypeError, ValueError: weights are of another kind or shape, a name is missing, or a gradient is required
                 that the log-determinant does not have.
         """
-        check_accuracy(rtol, generator)
+        check_options(rtol=rtol, generator=generator)
         gap = flatten_weights(self.lin, weights, rows=True) - self.mean
         constant = gap.shape[-1] * math.log(2 * math.pi * self.temperature) / 2
         half = self._logdet(rtol, generator) * 0.5
@@ -206,10 +206,8 @@ class GaussianWeights(Predictive):
     ) -> tuple[LinearOperator, Estimate | None]:
         """Return P / T as the precision of a prior for other data, and the error of its form."""
         sources = sources_of(self.precision)
-        if lin is not None and (lin.source == self.lin.source or (sources and lin.source in sources.counts)):
-            raise ValueError(
-                "the earlier posterior has these data, which would count twice: linearise with the new data."
-            )
+        known = lin is not None and (lin.source == self.lin.source or (sources and lin.source in sources.counts))
+        refuse(known, "the earlier posterior has these data, which would count twice: linearise with the new data.")
         compressed, error = compress_precision(form, self.precision.detached_from_weights(), rank, generator)
         return (compressed if self.temperature == 1 else compressed * (1 / self.temperature)), error
 
@@ -281,8 +279,8 @@ class GaussianPosterior(GaussianWeights):
         return self._deviations(k, generator, 1e-3)
 
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
-        check_accuracy(rtol, generator)
-        return draw(self.covariance, checked_whole("k", k), generator, frozenset((self.lin.memory,))).mT
+        check_options(k=k, rtol=rtol, generator=generator)
+        return draw(self.covariance, k, generator, frozenset((self.lin.memory,))).mT
 
     def _outputs(self) -> NormalOutputs:
         return NormalOutputs(self.lin, lambda *_: self.covariance, self.temperature)

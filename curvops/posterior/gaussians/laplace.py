@@ -21,7 +21,7 @@ from torch import Tensor
 from curvops.ambient import Progress
 from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import Place, begin
-from curvops.checks import check_accuracy, check_choice, check_kind, check_tensor, checked_number, checked_whole
+from curvops.checks import check_choice, check_kind, check_options, checked_number, checked_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.matrix_identity import problem_of
@@ -185,8 +185,7 @@ class Laplace(GaussianWeights):
         raise ValueError(
             f"{likelihood!r} has no noise that is one number, as co.likelihoods.Gaussian(variance) has: read several "
             f"as post.lin.likelihood.{member}of_position.noise, set them by post.with_noise(tensor), those of several "
-            "outputs by their names, post.with_noise({'value': variance}), estimate them by "
-            "Gaussian(noise='per_output'), or tune them by co.evidence.maximize(post, 'noise')."
+            "outputs by post.with_noise({'value': variance})."
         )
 
     @algorithm
@@ -238,8 +237,7 @@ class Laplace(GaussianWeights):
         Cost: a pull of J and the products that the result reports. Memory: the draws, the right-hand sides, and the
         method's working vectors within `lin.memory_budget`.
         """
-        k = checked_whole("k", k)
-        check_accuracy(rtol, generator)
+        check_options(k=k, rtol=rtol, generator=generator)
         self.cache.require_gradients()
         start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
         if noise is not None:
@@ -295,18 +293,15 @@ class Laplace(GaussianWeights):
 
         Cost: the products that the result reports, and a pass over the data for each Newton step.
         """
-        check_accuracy(rtol)
-        if x0 is not None:
-            check_tensor("x0", x0)
+        check_options(rtol=rtol, maxiter=maxiter)
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
-        most = checked_whole("maxiter", maxiter)
         saved = begin(
             "linear_mode", checkpoint, partial(problem_of_mode, self.terms), self.mean.device, True, self.lin.ranks
         )
         self.cache.keep_in(saved)
         if saved.done:
             return saved.result(LinearMode)
-        return saved.finish(find_mode(self.terms, start, float(rtol), most))
+        return saved.finish(find_mode(self.terms, start, float(rtol), maxiter))
 
     def plan(self, columns: int = 1) -> SolvePlan:
         """Return how draws, rows of J in predictions, and the evidence would be computed, and why.
@@ -419,7 +414,7 @@ class Laplace(GaussianWeights):
                 evenly (GGN(lin) + GGN(lin), 0.5 * GGN(lin_a) + GGN(lin_b)); or an operator in a sum does not record
                 its data.
         """
-        check_accuracy(rtol, generator)
+        check_options(rtol=rtol, generator=generator)
         at = checked_mode(mode, self.lin)
         evidence = find_evidence(self.terms, None, rtol, generator, at)
         if at == "map":
@@ -443,7 +438,7 @@ class Laplace(GaussianWeights):
         Raises:
             ValueError: a gradient is required, and P has no closed form.
         """
-        check_accuracy(rtol, generator)
+        check_options(rtol=rtol, generator=generator)
         return count_parameters(self.terms, rtol, generator)
 
     def update(

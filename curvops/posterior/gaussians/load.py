@@ -14,7 +14,7 @@ from torch import Tensor
 from curvops import storage
 from curvops.ambient import Progress
 from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, Points
-from curvops.checks import check_flag, check_kind
+from curvops.checks import check_kind
 from curvops.network import record_of_network, recorded_network
 from curvops.operators import Linearization
 from curvops.operators.operator_record import operator_of_record, record_of_operator, value_of_record
@@ -121,7 +121,6 @@ def load(
         >>> co.load(folder, model, (x, y)).prior_precision
         tensor(1.)
     """
-    check_flag("load_weights", load_weights)
 
     def network(record: Any) -> Linearization:
         return recorded_network(

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.argument_types import Points, PriorPrecision
-from curvops.checks import check_choice, check_generator, checked_indices, checked_number, checked_whole, refuse
+from curvops.checks import check_choice, check_options, checked_indices, checked_whole, refuse
 from curvops.errors import InertWeightsWarning, warn
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.core import solve_routes as routes
@@ -151,7 +151,7 @@ def select(
         (5, 5)
     """
     check_linearization(lin)
-    check_generator(generator)
+    check_options(generator=generator)
     check_choice("score", score, SCORES)
     prior = read_prior(prior_precision, 0.0, lin.model).diagonal
     if prior is None:
@@ -234,9 +234,8 @@ def wasserstein(
         True
     """
     check_posterior(post, "wasserstein")
-    check_generator(generator)
+    check_options(rtol=rtol, generator=generator)
     check_choice("method", method, ("exact", "diagonal"))
-    checked_number("rtol", rtol)
     P, T = post.precision, post.temperature
     chosen = checked_indices(indices, P.shape[-1]).to(P.device)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
+from curvops.checks import check_choice, check_generator, checked_number, checked_whole, refuse
 from curvops.errors import NoiseWarning, warn
 from curvops.linalg.core.matrix_identity import form_of
 from curvops.network import Model, estimated_noise, gaps_and_weights, gaussians_with_sums, mean_squares, needs_noise
@@ -92,16 +92,13 @@ def replace_noise(post: Updated, noise: Any, generator: torch.Generator | None) 
 
 def _with_noise(likelihood: Likelihood, noise: Any, num_outputs: int, theta: Tensor) -> Likelihood:
     """Return a Gaussian likelihood with another noise, a number or a tensor with one for each output."""
-    if not isinstance(likelihood.of_position, Gaussian):
-        raise ValueError(f"{likelihood!r} has no noise.")
+    refuse(not isinstance(likelihood.of_position, Gaussian), f"{likelihood!r} has no noise.")
     if isinstance(noise, Tensor):
-        if noise.shape not in ((), (1,), (num_outputs,)):
-            shape = tuple(noise.shape)
-            raise ValueError(f"noise must be a number or a tensor ({num_outputs},), got one of shape {shape}.")
+        unfit = noise.shape not in ((), (1,), (num_outputs,))
+        refuse(unfit, f"noise must be a number or a tensor ({num_outputs},), got one of shape {tuple(noise.shape)}.")
         variance = Gaussian(noise).noise
     else:
-        check_accuracy(noise, name="noise")
-        variance = torch.tensor(float(noise), dtype=torch.float64)
+        variance = torch.tensor(checked_number("noise", noise), dtype=torch.float64)
     return likelihood.with_hyperparameters([variance.detach().to(theta)])
 
 
@@ -234,7 +231,6 @@ def remake_curvature(
 
 def checked_posterior(post: Updated, check_mode: bool) -> Updated:
     """Return the posterior; raise as `laplace` does. Its evidences warn of weights that are no mode with check_mode."""
-    check_flag("check_mode", check_mode)
     require_equal_on_ranks(post)
     require_usable(post.terms)
     post.cache.checks_mode &= check_mode  # False if it has warned

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import checked_number
+from curvops.checks import check_options
 from curvops.linalg import Dense
 from curvops.summary import FIRST
 
@@ -117,7 +117,7 @@ class SampledNormal(Normal):
         """Return the exact interval of each variance from quantiles of χ²; `level` is in (0, 1)."""
         from scipy.special import chdtri  # a slow import that few calls need
 
-        checked_number("level", level, "(0, 1)")
+        check_options(level=level)
         k, tail = self._known_draws(), (1 - level) / 2
         low, high = (k / float(chdtri(k, q)) for q in (tail, 1 - tail))
         return self.variance * low, self.variance * high
@@ -126,6 +126,4 @@ class SampledNormal(Normal):
 def _check_event(value: Tensor, event: torch.Size) -> None:
     """Raise ValueError if gpytorch would broadcast (N, 1) against N, or reshape (C, N) to (N, C)."""
     if value.shape[-len(event) :] != event:
-        raise ValueError(
-            f"values must end with the event's shape {tuple(event)}, got {tuple(value.shape)}: transpose them."
-        )
+        raise ValueError(f"values must end with {tuple(event)}, got {tuple(value.shape)}: transpose them.")

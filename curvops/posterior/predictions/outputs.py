@@ -388,6 +388,17 @@ WHOLE_BLOCKS = 64
 """Up to this many outputs per point, variances are read from the blocks, which cost little more."""
 
 
+def require_room(covariance: Operator, budget: int, what: str) -> None:
+    """Raise ValueError, with what needs it, if the dense covariance takes more than the memory budget."""
+    needed = covariance.shape.numel() * covariance.dtype.itemsize
+    if needed > max(budget, SMALL_BYTES):
+        raise ValueError(
+            f"{what} {needed:,} bytes, and the memory budget is {budget:,}. Variances do not need them (.variance, "
+            "link='probit'), nor draws, samples=post.sample(k) and post.functions(x, k). Or pass fewer points, "
+            "joint=False, or co.linearize a larger memory_budget."
+        )
+
+
 class PointBlocks(Operator):
     """A C × C covariance for each of N points, (N, C, C), without covariances between points.
 
@@ -403,14 +414,8 @@ class PointBlocks(Operator):
 
     def to_dense(self) -> Tensor:
         """Return all blocks; raise ValueError if they take more than the memory budget."""
-        budget, needed = self._kwargs["memory_budget"], self.shape.numel() * self.dtype.itemsize
-        if needed > max(budget, SMALL_BYTES):
-            n, c = self.shape[:2]
-            raise ValueError(
-                f"the {c:,} × {c:,} covariances of {n:,} points need {needed:,} bytes, and the memory budget is "
-                f"{budget:,}. Variances do not need them (.variance, link='probit'), nor draws of the weights, "
-                "samples=post.sample(k). Or pass fewer points, or co.linearize a larger memory_budget."
-            )
+        n, c = self.shape[:2]
+        require_room(self, self._kwargs["memory_budget"], f"the {c:,} × {c:,} covariances of {n:,} points need")
         cache: Cache = self._kwargs["cache"]
         return cache.get_or_compute("blocks", self.representation(), partial(self._compute, False))
 
@@ -516,13 +521,8 @@ class JointCovariance(Product):
 
     def to_dense(self) -> Tensor:
         """Form the matrix; raise ValueError if it exceeds the memory budget."""
-        jacobian, needed = self.factors[0], self.shape.numel() * self.dtype.itemsize
-        if needed > max(jacobian.passes.memory_budget, SMALL_BYTES):
-            raise ValueError(
-                f"the joint covariance of {self.shape[-1]:,} outputs needs {needed:,} bytes, and the memory budget is "
-                f"{jacobian.passes.memory_budget:,}. Use joint draws, post.functions(x, k), samples=post.sample(k), "
-                "joint=False, fewer points, or a larger memory_budget of co.linearize."
-            )
+        jacobian = self.factors[0]
+        require_room(self, jacobian.passes.memory_budget, f"the joint covariance of {self.shape[-1]:,} outputs needs")
         return row_covariances(jacobian, self.factors[1], self.shape[-1])[0]
 
     def _diagonal(self) -> Tensor:

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Points
-from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole, refuse
+from curvops.checks import check_choice, check_flag, check_options, checked_whole, refuse
 from curvops.linalg import Estimate
 from curvops.linalg.core.cache import Cache
 from curvops.network import PointNormals
@@ -120,9 +120,7 @@ class Predictive(ABC):
         Raises:
             TypeError, ValueError: draws have another size, dtype or device, or rtol is not a positive number.
         """
-        if rtol is not None:
-            check_accuracy(rtol)
-        check_flag("gather", gather)
+        check_options(rtol=rtol)
         outputs = self._outputs() if samples is None else self._outputs_at(checked_draws(samples, self.mean))
         whole = Predictions(self, x, samples, rtol, gather, outputs)
         if not isinstance(self.lin.likelihood, Multitask):
@@ -202,7 +200,6 @@ class Predictive(ABC):
 
         Cost: that of `sample(k)`, and k products with J(x).
         """
-        k = checked_whole("k", k)
         samples = self.sample(k, generator, rtol) if samples is None else checked_draws(samples, self.mean)
         refuse(len(samples) != k, f"k is {k}, but there are {len(samples)} samples; pass k=len(samples).")
         return self.at(x, samples, gather=gather).functions()
@@ -344,10 +341,7 @@ class Predictions:
         check_flag("noise", noise)
         likelihood = self._target if noise else None
         if likelihood is not None and likelihood.form != "numbers":
-            raise ValueError(
-                f"noise=True adds the observation noise of real targets, but this is {likelihood!r}: uncertainty(x) "
-                "has the variance, or the entropy, of targets."
-            )
+            raise ValueError(f"noise=True is for real targets, and this is {likelihood!r}: use uncertainty(x).")
         refuse(joint and groups is not None, "joint=True makes a single group: pass groups or joint=True, not both.")
         together = None if joint else 1 if groups is None else checked_whole("groups", groups)
         call, lin = f"predictions, joint within {together or 'all'} points", self.lin
@@ -410,7 +404,7 @@ class Predictions:
         likelihood = self._target
         if likelihood.form is None:
             raise ValueError(f"{likelihood!r} has no decomposition of its uncertainty; use predict or functions(x, k).")
-        check_generator(generator)
+        check_options(generator=generator)
         has_integral = isinstance(likelihood, Bernoulli) and isinstance(self._outputs, NormalOutputs)
         by_draws = not has_integral and not isinstance(likelihood, NUMBERS)
         normals = normals_for(self._outputs, generator) if by_draws else None
@@ -431,7 +425,7 @@ class Predictions:
     ) -> Estimate:
         """Return log p(y | x, data) in nats; see `log_likelihood` of the posterior."""
         check_flag("joint", joint)
-        check_generator(generator)
+        check_options(generator=generator)
         check_choice("link", link, ("mc", "probit"))
         likelihood = self._target
         by_probit = link == "probit"
