@@ -144,11 +144,8 @@ class Hyperparameters:
             return at_once, 0
         mode = self.posterior.linear_mode(start, rtol)
         if not mode.converged:
-            raise ValueError(
-                f"the linear model's mode was not found at prior precisions {summary(self.alpha)}. "
-                f"{REMEDIES.get(mode.reason, mode.reason.value)} With mode='map', maximize uses the network's own "
-                "weights."
-            )
+            remedy = f"{REMEDIES.get(mode.reason, mode.reason.value)} Or use the network's own weights, mode='map'."
+            raise ValueError(f"no mode of the linear model at prior precisions {summary(self.alpha)}: {remedy}")
         return mode.theta, mode.matvecs
 
     def exact_counts(
@@ -191,9 +188,8 @@ class Hyperparameters:
             below, above = (log_ratio(post.terms, rtol) for post in around)
             if float(below.stderr + above.stderr):
                 raise ValueError(
-                    "several noises are tuned where log det P is exact: under a curvature of closed form, such as "
-                    "co.KFAC, or up to 1,024 weights. Here tune them from draws, co.evidence.mackay(post, "
-                    "tune_noise=True), or set them, post.with_noise({'value': variance})."
+                    "several noises are tuned where log det P is exact: by co.KFAC and other closed forms, or up to "
+                    "1,024 weights. Here use co.evidence.mackay(post, tune_noise=True), or post.with_noise."
                 )
             counts.append((below.value - above.value) / (2 * STEP))
         return torch.stack(counts)
@@ -228,11 +224,7 @@ class Hyperparameters:
         lost = [(name, by) for name, by in zip(names, (self.logs - start.logs).tolist()) if not abs(by) < edge]
         if not lost:
             return
-        why = {
-            True: "it still rises as {} grows (the data favour the prior's mean there)",
-            False: "it still rises as {} falls (the data do not determine it)",
-        }
-        listed = "; ".join(why[by > 0].format(name) for name, by in lost)
+        listed = "; ".join(f"it still rises as {name} {'grows' if by > 0 else 'falls'}" for name, by in lost)
         raise ValueError(
             f"the log evidence has no maximum within a factor {FURTHEST:.0g} of the start: {listed}; or the start is "
             "too far from it: search from another, post.with_prior(value) or post.with_noise(value)."

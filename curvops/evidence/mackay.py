@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, digest
-from curvops.checks import check_accuracy, check_choice, check_flag, checked_whole
+from curvops.checks import check_choice, check_options, refuse
 from curvops.errors import OscillationWarning, warn
 from curvops.evidence.hyperparameters import (
     Hyperparameters,
@@ -113,19 +113,14 @@ def mackay(
         'CONVERGED'
     """
     check_posterior(post, "mackay")
-    check_accuracy(rtol, generator)
-    check_accuracy(xtol, name="xtol")
-    check_flag("tune_noise", tune_noise)
-    count = None if samples is None else checked_whole("samples", samples, kind="a whole number of draws")
-    if count == 1:
-        raise ValueError("samples=1 gives no standard error: use two or more.")
-    checked_whole("steps", steps)
+    check_options(samples=samples, steps=steps, rtol=rtol, xtol=xtol, generator=generator)
+    refuse(samples == 1, "samples=1 gives no standard error: use two or more.")
     check_choice("prior", prior, PRIORS)
     check_choice("update", update, ("mackay", "em"))
     present = post.prior.diagonal
     if present is None:
         raise ValueError("mackay scales a prior precision that is a number or a vector: use post.with_prior(1.0).")
-    if count is None and (noise is not None or method is not None):
+    if samples is None and (noise is not None or method is not None):
         raise ValueError("samples=None computes γ exactly, without draws: leave noise and method out.")
     if tune_noise:
         check_noise_scales(post)
@@ -146,7 +141,7 @@ def mackay(
         groups = precision_groups(post.lin, PRIORS[prior], base)
         first = noises_of(post.lin.likelihood) if tune_noise else None
         start = Hyperparameters(post, groups, groups.start(present), first)
-        run = _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), source, saved)
+        run = _FixedPoint(start, samples, update, noise, method, float(rtol), float(xtol), source, saved)
         return run.result() if saved.done else run.run(int(steps))
 
 
@@ -236,9 +231,7 @@ class _FixedPoint:
         if self.samples is None:
             exact = self.now.exact_counts(self.xtol, self.generator)
             if exact is None:
-                raise ValueError(
-                    "samples=None needs a closed form of P, or few weights and prior='iso'; give a number."
-                )
+                raise ValueError("samples=None needs a closed form of P, or few weights and prior='iso'.")
             return *exact, None
         groups, post = self.now.groups, self.now.posterior
         start = None if post.precision._closed_form() is not None else self.draws

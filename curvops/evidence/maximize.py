@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_accuracy, check_kind, checked_whole, drawn_seed
+from curvops.checks import check_kind, check_options, drawn_seed
 from curvops.errors import UndeterminedWarning, warn
 from curvops.evidence.hyperparameters import (
     FURTHEST,
@@ -104,7 +104,7 @@ def grid(
         0
     """
     check_posterior(post, "grid")
-    check_accuracy(rtol, generator)
+    check_options(rtol=rtol, generator=generator)
     at = checked_mode(mode, post.lin)
     values = checked_precisions(prior_precisions)
     if at == "map":
@@ -191,10 +191,7 @@ def maximize(
         True
     """
     check_posterior(post, "maximize")
-    check_accuracy(rtol, generator)
-    check_accuracy(xtol, name="xtol")
-    for name, number in (("probes", probes), ("steps", steps)):
-        checked_whole(name, number, 1)
+    check_options(probes=probes, steps=steps, rtol=rtol, xtol=xtol, generator=generator)
     groups, noise = _read(over)
     at = checked_mode(mode, post.lin)
     present = post.prior.diagonal
@@ -300,8 +297,7 @@ class Ascent:
                 if not bool(((start.noise / FURTHEST < noise) & (noise < start.noise * FURTHEST)).all()):
                     raise ValueError(
                         f"the log evidence has no maximum in the noise within a factor {FURTHEST:.0g} of "
-                        f"{summary(start.noise)}: this start is too far from it (search from another, "
-                        "post.with_noise(value)), or the network fits its targets exactly (keep the noise fixed)."
+                        f"{summary(start.noise)}, too far from it: try post.with_noise(value), or keep the noise fixed."
                     )
             self.now = self.now.with_values(alpha, noise)
             if largest <= self.xtol and of_mode <= finest:

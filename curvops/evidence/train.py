@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from curvops.argument_types import Collate, CurvatureChoice, Data, LikelihoodChoice, PriorPrecision
 from curvops.checkpoint import digest
-from curvops.checks import checked_whole, refuse
+from curvops.checks import check_options, refuse
 from curvops.errors import MaxStepsWarning, ModeWarning, warn
 from curvops.evidence.maximize import maximize
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
@@ -103,9 +103,7 @@ def train(
         >>> post.tuning.groups
         ('weight', 'bias')
     """
-    for name, number in (("epochs", epochs), ("every", every), ("batch_size", batch_size), ("steps", steps)):
-        if number is not None:
-            checked_whole(name, number)
+    check_options(epochs=epochs, every=every, batch_size=batch_size, steps=steps)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError("optimizer must be a function, such as functools.partial(torch.optim.Adam), got an instance.")
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])

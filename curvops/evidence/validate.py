@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvops.argument_types import Points
-from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed, refuse
+from curvops.checks import check_choice, check_options, drawn_seed, refuse
 from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
 from curvops.evidence.hyperparameters import gaussians, named_noises, noises_of, why_it_does_not_scale
 from curvops.evidence.maximize import checked_precisions
@@ -100,8 +100,7 @@ def validate(
         True
     """
     check_posterior(post, "validate")
-    check_accuracy(xtol, generator, "xtol")
-    check_flag("joint", joint)
+    check_options(xtol=xtol, generator=generator)
     check_choice("link", link, ("probit", "mc"))
     parts = (over,) if isinstance(over, str) else over
     if not isinstance(parts, Sequence) or tuple(parts) not in PARTS:
