@@ -20,7 +20,7 @@ from torch import Tensor
 
 from curvops.argument_types import Density, Draws, GivenBatch
 from curvops.checkpoint import digest
-from curvops.checks import check_choice, check_generator, check_kind, checked_number, checked_whole, refuse
+from curvops.checks import check_choice, check_kind, check_options, checked_number, refuse
 from curvops.linalg import Estimate
 from curvops.ranks.process_group import Spread
 from curvops.sampling.log_density import Evaluation, LogPosterior
@@ -176,8 +176,7 @@ def random_projections(draws: Draws, count: int = 100, generator: torch.Generato
         >>> projections.series.shape
         torch.Size([2, 100, 10])
     """
-    count = checked_whole("count", count)
-    check_generator(generator)
+    check_options(count=count, generator=generator)
     spread = draws.spread if isinstance(draws, Chain) else None
     checked = checked_draws(draws.params if isinstance(draws, Chain) and spread is not None else draws, least=2)
     series = project(checked, count, generator, spread)

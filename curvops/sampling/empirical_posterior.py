@@ -12,7 +12,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import Draws
-from curvops.checks import check_accuracy, check_choice, check_like, checked_whole, refuse
+from curvops.checks import check_choice, check_like, check_options, refuse
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
@@ -69,9 +69,9 @@ class EmpiricalPosterior(Predictive):
         Raises:
             TypeError, ValueError: k is not a whole number of draws, or generator is not a torch.Generator.
         """
-        check_accuracy(rtol, generator)
+        check_options(k=k, rtol=rtol, generator=generator)
         device = None if generator is None else generator.device
-        chosen = torch.randint(len(self.draws), (checked_whole("k", k),), generator=generator, device=device)
+        chosen = torch.randint(len(self.draws), (k,), generator=generator, device=device)
         return self.draws[chosen.to(self.draws.device)]
 
     def _outputs(self) -> EmpiricalOutputs:

@@ -66,9 +66,7 @@ class Feed:
 def require_repeatable(batches: Any) -> None:
     """Raise ValueError if passes are shuffled by a generator that a later run cannot restore."""
     if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler) and batches.generator is None:
-        raise ValueError(
-            "a checkpoint needs the same batches again: build the DataLoader with generator=torch.Generator()."
-        )
+        raise ValueError("a checkpoint needs the same batches again: give the DataLoader a generator=.")
 
 
 def _checked(batches: Any) -> Iterable[Any] | None:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Density, Preconditioning, StepSizes
-from curvops.checks import check_flag, checked_number
+from curvops.checks import checked_number
 from curvops.sampling.state import Info, MomentumState, NoiseSource, State
 from curvops.sampling.transition import Transition, common_arguments
 
@@ -224,7 +224,6 @@ def sghmc(
         torch.Size([1, 5, 17])
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    check_flag("momentum_first", momentum_first)
     shared |= friction(alpha, sigma) | {"beta": checked_number("beta", beta, "[0, inf)")}
     return SGHMC(**shared, momentum_first=momentum_first)
 

@@ -423,8 +423,7 @@ def _owned(likelihood: Any) -> Any:
     new = as_likelihood(likelihood).snapshot()
     if needs_noise(new):
         raise ValueError(
-            "the noise of this regression is unknown: pass co.likelihoods.Gaussian(noise=variance), or a "
-            "linearisation, co.linearize(model, data, 'regression'), which estimates it."
+            "the noise of this regression is unknown: pass Gaussian(noise=variance), or a linearisation, which has it."
         )
     return new
 
@@ -443,8 +442,7 @@ def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Flo
     if set(named) != set(selection.names) or selection.index is not None:
         wanted = "vectors of a subnetwork" if selection.index is not None else list(selection.names)
         raise ValueError(
-            f"{what} have the names {list(named)}, but the linearisation selects {wanted}: linearise with the "
-            "parameters that were sampled, parameters=[...]."
+            f"{what} have the names {list(named)}, not {wanted}: linearise with the parameters that were sampled."
         )
     for name, shape in zip(selection.names, selection.shapes):
         check_shape(f"{what}[{name!r}]", named[name], (*named[name].shape[:leading], *shape))
@@ -462,8 +460,7 @@ def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:
     check_like("the linearisation", lin.theta, mean, "the state")
     if not torch.equal(lin.theta, mean):
         raise ValueError(
-            f"the linearisation has other weights than the mean (they differ by up to "
-            f"{float((lin.theta - mean).abs().max()):.3g}): put the mean into the model, "
-            "model.load_state_dict(state.params, strict=False), and linearise again."
+            f"the linearisation has other weights than the mean, by {float((lin.theta - mean).abs().max()):.3g}: "
+            "put the mean into the model, model.load_state_dict(state.params, strict=False), and linearise again."
         )
     return order

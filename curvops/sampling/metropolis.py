@@ -18,7 +18,7 @@ from curvops.linalg import Diagonal, Inverse
 from curvops.posterior.terms import Prior
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Info, MomentumState, NoiseSource, State, flatten, long_dot
-from curvops.sampling.transition import Constant, Transition, as_metric, common_arguments
+from curvops.sampling.transition import Transition, as_metric, common_arguments
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -240,8 +240,7 @@ class CrankNicolson(Metropolis):
     def _step(self, state: MetropolisState, batch: Any, noise: NoiseSource) -> Info:
         self._refresh(state, batch)
         eps, T = self._now(state)
-        if eps > 1:
-            raise ValueError(f"step_size must lie in (0, 1] for pcn, got {eps:g}.")
+        refuse(eps > 1, f"step_size must lie in (0, 1] for pcn, got {eps:g}.")
         tau, C, c = T * self.data_size, self.metric, self.mean.to(state.theta)
         gap = state.theta - c
         moved = C.noise(noise, gap).mul_(eps * math.sqrt(tau)).add_(gap, alpha=math.sqrt(1 - eps**2))
@@ -308,8 +307,6 @@ def pcn(
         mean = prior.mean if mean is None else mean
     shared = common_arguments(log_posterior, step_size, temperature, data_size, None)
     shared["metric"] = as_metric(covariance, "covariance")
-    step = shared["step_size"]
-    refuse(isinstance(step, Constant) and step.value > 1, f"step_size must lie in (0, 1] for pcn, got {step_size}.")
     if mean is None or isinstance(mean, int | float):
         centre = torch.as_tensor(0.0 if mean is None else float(mean), dtype=torch.float64)
     else:

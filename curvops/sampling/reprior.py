@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, PriorPrecision
 from curvops.checks import (
     check_choice,
-    check_generator,
     check_kind,
     check_like,
+    check_options,
     check_shape,
     checked_number,
     checked_whole,
@@ -187,7 +187,6 @@ class Reprior:
             ValueError: the form is another one, whose exact log-determinant is free.
             ConvergenceError: a solve failed.
         """
-        check_generator(generator)
         if not isinstance(self._change, TangentMap):
             raise ValueError(f"form={self.form!r} has its log-determinant in closed form: use logdet(phi).")
         estimate = self._change.estimated_logdet(self._checked(phi), rtol, max_matvecs, generator)
@@ -209,8 +208,8 @@ class Reprior:
 
     def normal(self, k: int, generator: torch.Generator | None = None) -> Blocks:
         """Draw k times φ ~ N(0, I), {name: (k, *shape)}."""
-        check_generator(generator)
-        k, theta = checked_whole("k", k), self._problem.model.theta
+        check_options(k=k, generator=generator)
+        theta = self._problem.model.theta
         options: dict[str, Any] = {"dtype": theta.dtype, "device": theta.device, "generator": generator}
         return {name: torch.randn(k, *scale.shape, **options) for name, scale in self._problem.scale.items()}
 
@@ -392,8 +391,8 @@ def reprior(
     level = None if reg is None else checked_number("reg", reg, "(0, inf)" if form == "ntk" else "(0, inf]")
     chosen_likelihood = _likelihood(likelihood, stated)
     lin = linearize(model, data, chosen_likelihood, weights=weights, collate=collate)
-    if stated is not None and chosen_likelihood is likelihood and isinstance(lin.likelihood, Gaussian):
-        raise ValueError("likelihood and noise both give a variance: leave out one of them.")
+    twice = stated is not None and chosen_likelihood is likelihood and isinstance(lin.likelihood, Gaussian)
+    refuse(twice, "likelihood and noise both give a variance: leave out one of them.")
     variance = _variance(lin, stated)
     level = (variance if stated is None else stated) if level is None else level
     if level is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvops.ambient import Progress, as_step, check_progress, progress_bar
 from curvops.argument_types import GivenBatch, SamplingMethod, Start
 from curvops.checkpoint import Checkpoint, Place, begin, identify, seed_of
-from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole, refuse
+from curvops.checks import check_kind, check_options, checked_number, refuse
 from curvops.errors import DivergenceError
 from curvops.linalg.core.algorithm import algorithm
 from curvops.ranks.process_group import Ranks, Spread
@@ -176,9 +176,8 @@ def run(
         torch.Size([1, 10, 17])
     """
     check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
-    steps, warmup, thin = checked_whole("steps", steps), checked_whole("warmup", warmup, 0), checked_whole("thin", thin)
+    check_options(steps=steps, warmup=warmup, thin=thin, generator=generator)
     refuse(thin > steps, f"thin={thin} is more than steps={steps}: no draw would be kept.")
-    check_generator(generator)
     check_progress(progress)
     adaptation = _adaptation(sampler, target_acceptance, warmup)
     given_twice = isinstance(start, State) and generator is not None
@@ -302,8 +301,7 @@ def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepS
     checked_number("target_acceptance", target, "(0, 1)")
     if not sampler.metropolis or not warmup or not isinstance(sampler.step_size, Constant):
         raise ValueError(
-            "target_acceptance sets the step size of a Metropolis sampler (hmc, lmc, pcn), which must be a number, in "
-            "a warm-up: pass warmup=, some hundred steps."
+            "target_acceptance is for Metropolis samplers (hmc, lmc, pcn) whose step size is a number, with a warmup=."
         )
     return StepSizeSearch.start(sampler.step_size.value, float(target), sampler.largest_step)
 
@@ -426,13 +424,11 @@ def chains(
     refuse(sampler.chains is not None, f"the sampler already runs {sampler.chains} chains; pass that of one.")
     refuse(not gather and process_group is None, "gather=False is for chains that the ranks of a process_group share.")
     refuse(sampler.alone, sampler.alone)
-    count = checked_whole("k", k, kind="a whole number of chains")
-    if vectorized is not None:
-        check_flag("vectorized", vectorized)
+    check_options(k=k)
     if process_group is not None:
-        spread = Spread(Ranks(process_group), count, gather)
+        spread = Spread(Ranks(process_group), k, gather)
         if isinstance(sampler.log_posterior, LogPosterior) and sampler.log_posterior.ranks is not None:
             spread.require_apart(sampler.log_posterior.ranks)
         sampler = replace(sampler, spread=spread)
     density = replace(sampler.density, vectorized=vectorized, _together=[vectorized is not False])
-    return replace(sampler, chains=count, density=density)
+    return replace(sampler, chains=k, density=density)

@@ -20,15 +20,7 @@ from torch import Tensor, nn
 
 from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
 from curvops.checkpoint import digest
-from curvops.checks import (
-    check_generator,
-    check_kind,
-    check_like,
-    check_shape,
-    checked_number,
-    checked_whole,
-    refuse,
-)
+from curvops.checks import check_kind, check_like, check_options, check_shape, checked_number, checked_whole, refuse
 from curvops.errors import DivergenceError
 from curvops.linalg import Diagonal, Inverse, Operator
 from curvops.linalg.core.matrix_identity import spaces_of
@@ -72,7 +64,7 @@ class RobbinsMonro:
         gamma: γ, the exponent.
 
     Raises:
-        TypeError, ValueError: a number is of another kind or out of range.
+        TypeError, ValueError: gamma is of another kind or out of range.
 
     Examples:
         >>> schedule = co.sampling.RobbinsMonro(a=1e-2, b=10.0)
@@ -85,8 +77,6 @@ class RobbinsMonro:
     gamma: float = 0.55
 
     def __post_init__(self) -> None:
-        checked_number("a", self.a)
-        checked_number("b", self.b)
         checked_number("gamma", self.gamma, "(0.5, 1]")  # at ½ or below, the squared steps add up to ∞
 
     def __call__(self, step: int) -> float:
@@ -111,11 +101,6 @@ class Cosine:
     first: float
     period: int
     last: float = 0.0
-
-    def __post_init__(self) -> None:
-        checked_number("first", self.first)
-        checked_number("last", self.last, "[0, inf)")
-        checked_whole("period", self.period, kind="a whole number of steps")
 
     def __call__(self, step: int) -> float:
         share = (1 + math.cos(math.pi * (step % self.period) / self.period)) / 2
@@ -296,7 +281,7 @@ class Transition(Summarised, ABC):
             TypeError, ValueError: params have another form, are integer or not finite, or do not fit the
                 preconditioner.
         """
-        check_generator(generator)
+        check_options(generator=generator)
         if isinstance(self.log_posterior, LogPosterior):
             listed = isinstance(params, list)
             params = [self.log_posterior.ordered(start) for start in (params if listed else [params])]

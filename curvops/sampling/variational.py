@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Density, GivenBatch, OptimizerChoice, StepSizes
-from curvops.checks import check_choice, check_flag, checked_number, checked_whole
+from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.errors import UnsettledWarning, warn
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
 from curvops.operators import Linearization
@@ -494,7 +494,6 @@ def vi(
         tensor(20)
     """
     check_choice("family", family, FAMILIES)
-    check_flag("stick_the_landing", stick_the_landing)
     shared = common_arguments(log_posterior, 1.0, temperature, data_size, None)
     inner = in_torch(optimizer, log_posterior, data_size=shared["data_size"], **options)
     return Variational(

@@ -113,7 +113,10 @@ DOORS = [
         rows={
             "no size of the data": (lambda: S.sgld(F, 0.1), "data_size is missing"),
             "no covariance": (lambda: S.pcn(F, 0.1, data_size=1), "covariance is missing"),
-            "a step beyond one": (lambda: S.pcn(F, 1.1, covariance=1.0, data_size=1), r"\(0, 1\]"),
+            "a step beyond one": (
+                lambda: S.run(S.pcn(F, 1.1, covariance=1.0, data_size=1), ZERO, steps=1),
+                r"\(0, 1\]",
+            ),
             "a mean of NaN": (lambda: S.pcn(F, 0.1, covariance=1.0, mean=float("nan"), data_size=1), "mean"),
             "a slow schedule": (lambda: S.RobbinsMonro(0.1, gamma=0.5), "gamma must lie in"),
             "a negative preconditioner": (
