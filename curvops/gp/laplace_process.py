@@ -13,7 +13,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.argument_types import PriorMean, PriorPrecision
-from curvops.checks import carries_graph, check_accuracy, checked_whole, refuse
+from curvops.checks import carries_graph, check_options, refuse
 from curvops.errors import ModeNotFoundError
 from curvops.linalg import Estimate, Reason
 from curvops.linalg.core.algorithm import keep
@@ -106,8 +106,7 @@ class LaplaceProcess(Summarised, Predictive):
             ConvergenceError: rtol was not reached.
             TypeError, ValueError: k is not a whole number of draws, or rtol is not a positive number.
         """
-        k = checked_whole("k", k)
-        check_accuracy(rtol, generator)
+        check_options(k=k, rtol=rtol, generator=generator)
         noise, terms = Noise.draw(self.lin, k, generator), self._terms
         if self._dual is None:
             return self.theta + draw_deviations(terms, 1.0, k, noise, None, None, float(rtol)).draws
@@ -132,7 +131,7 @@ class LaplaceProcess(Summarised, Predictive):
         Raises:
             TypeError, ValueError: rtol is not a positive number, or generator is not a torch.Generator.
         """
-        check_accuracy(rtol, generator)
+        check_options(rtol=rtol, generator=generator)
         if self._dual is None:
             arguments = self._terms, rtol, generator
             ratio, count = log_ratio(*arguments), partial(count_parameters, *arguments)
@@ -207,8 +206,7 @@ def laplace_gp(
     """
     check_linearization(lin)
     rtol = default_rtol(lin.theta.dtype) if rtol is None else rtol
-    check_accuracy(rtol)
-    most = checked_whole("maxiter", maxiter, 1)
+    check_options(rtol=rtol, maxiter=maxiter)
     require_no_gradient(lin.likelihood, "laplace_gp")
     lin = with_left_out_noise(lin)
     prior = read_prior(prior_precision, prior_mean, lin.model)
@@ -216,7 +214,7 @@ def laplace_gp(
     if A is None:
         raise ValueError("laplace_gp needs a prior_precision that is a number, a vector or a mapping {glob: number}.")
     refuse(carries_graph((A, prior.mean)), "laplace_gp has no gradient for prior_precision or prior_mean: detach it.")
-    mode, dual = _find_mode(lin, prior, A, float(rtol), most)
+    mode, dual = _find_mode(lin, prior, A, float(rtol), maxiter)
     if not math.isfinite(mode.gradient):
         raise ModeNotFoundError(Reason.NON_FINITE, mode.gradient, mode.steps, rtol, NOT_FINITE)
     if mode.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvops.ambient import SMALL_BYTES, columns_at_a_time
 from curvops.argument_types import Points, PriorMean, PriorPrecision
-from curvops.checks import check_choice, check_generator, checked_number, checked_whole, refuse
+from curvops.checks import check_choice, check_options, checked_whole, refuse
 from curvops.linalg import Diagonal, Estimate, LowRank, Operator, cholesky, nystrom
 from curvops.linalg.core.vectors import combine, gram, independent_basis, part, rounding_level
 from curvops.linalg.operators.algebra import Product
@@ -198,8 +198,7 @@ def reduced_posterior(
         torch.Size([8, 2])
     """
     check_linearization(lin)
-    check_generator(generator)
-    checked_number("temperature", temperature)
+    check_options(temperature=temperature, generator=generator)
     check_choice("features", features, FEATURES)
     prior = read_precision("prior_precision", prior_precision, lin.model.selection, lin.theta)
     choice = FeatureChoice(
