@@ -19,7 +19,6 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.ambient import SMALL_BYTES
-from curvops.checks import check_flag
 from curvops.linalg import Diagonal
 from curvops.network import Passes
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
@@ -230,7 +229,6 @@ def _ggn(
 
 @builds_sharded(EmpiricalFisher)
 def _empirical_fisher(lin: ShardedLinearization, per_token: bool = False) -> LinearOperator:
-    check_flag("per_token", per_token)
     lin.require_labels("the empirical Fisher")
     return ShardedCurvature.with_output(lin, Empirical(lin.likelihood, lin.positions_apart(per_token)))
 

@@ -54,8 +54,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup) -> None:
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise TypeError(
-                "process_group must be a process group of torch.distributed that this process is in, such as "
-                f"torch.distributed.group.WORLD after init_process_group, got {group!r}."
+                f"process_group must be one with this process, such as torch.distributed.group.WORLD, got {group!r}."
             )
         self.group: dist.ProcessGroup = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -72,8 +71,8 @@ class Ranks:
         ours, theirs = (dist.get_process_group_ranks(ranks.group) for ranks in (self, other))
         if ours != theirs:
             raise ValueError(
-                f"the data are shared among the processes {ours}, but the vectors among {theirs}: use the process "
-                "group of the vectors' mesh for the data, co.linearize(..., process_group=mesh.get_group())."
+                f"the data are shared among the processes {ours}, but the vectors among {theirs}: linearise with the "
+                "process group of the vectors' mesh, process_group=mesh.get_group()."
             )
 
     def add_up(self, local_sum: Tensor) -> Tensor:
@@ -349,9 +348,8 @@ def require_whole(source: Any) -> None:
         for path, module in source.named_modules():
             if isinstance(module, _class_of(FSDP, "FullyShardedDataParallel")):
                 raise ValueError(
-                    f"{f'the module {path!r}' if path else 'the model'} is a FullyShardedDataParallel, which keeps the "
-                    "parameters of all its layers as one vector: linearise the module inside, on each process, with a "
-                    "shard of the data and process_group=."
+                    f"{f'the module {path!r}' if path else 'the model'} is a FullyShardedDataParallel: linearise the "
+                    "module inside, on each process, with a shard of the data and process_group=."
                 )
         named = {**dict(source.named_parameters()), **dict(source.named_buffers())}
     elif isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping):
@@ -359,7 +357,6 @@ def require_whole(source: Any) -> None:
     for name, tensor in named.items():
         if is_dtensor(tensor):
             raise ValueError(
-                f"parameter {name!r} is a DTensor, and each process of its mesh holds a part of it: linearise a model "
-                "of whole tensors (tensor.full_tensor()), on each process, with a shard of the data and "
-                "process_group=. (co.linearize itself takes a whole model that fully_shard has sharded.)"
+                f"parameter {name!r} is a DTensor: linearise a model of whole tensors (tensor.full_tensor()) on each "
+                "process, with process_group=, or pass co.linearize a whole model that fully_shard has sharded."
             )

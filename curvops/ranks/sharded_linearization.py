@@ -189,9 +189,7 @@ class ShardedLinearization(NetworkOnData):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("jacobian", "push", "gradients") or (not name.startswith("_") and hasattr(TrainedNetwork, name)):
-            raise AttributeError(
-                f"lin.{name} is not available for a model whose parameters are sharded over ranks: {KNOWN_OF_SHARDS}."
-            )
+            raise AttributeError(f"lin.{name} is not available for models sharded over ranks: {KNOWN_OF_SHARDS}.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:

@@ -169,9 +169,7 @@ class ShardedParameters:
             held: Any = tensor
             kinds = [(type(placement).__name__, getattr(placement, "dim", None)) for placement in held.placements]
             if held.device_mesh != self.mesh or kinds != [("Shard", dim)]:
-                raise ValueError(
-                    f"{name!r} has placements {list(held.placements)}: redistribute it like the parameter."
-                )
+                raise ValueError(f"{name!r} has placements {held.placements}: redistribute it like the parameter.")
         return tensor.shape[0] if extra else None
 
 
@@ -319,9 +317,7 @@ class ShardedModel(Model):
                 continue
             mesh, kinds = tensor.device_mesh, [type(placement).__name__ for placement in tensor.placements]
             if mesh.ndim != 1 or kinds != ["Shard"]:
-                raise ValueError(
-                    f"parameter {name!r}: only meshes of one dimension are supported, fully_shard(model, mesh=)."
-                )
+                raise ValueError(f"parameter {name!r}: only meshes of one dimension are supported.")
             theirs = dist.get_process_group_ranks(mesh.get_group())
             if theirs != ours:
                 raise ValueError(f"parameter {name!r} is sharded over {theirs}, not {ours}: see process_group=.")
@@ -335,9 +331,7 @@ class ShardedModel(Model):
         for what in ("param_dtype", "output_dtype"):
             policy_dtype = getattr(policy, what, None)
             if policy_dtype is not None and {policy_dtype} != dtypes:
-                raise ValueError(
-                    f"{where} has MixedPrecisionPolicy({what}={policy_dtype}): shard it without mp_policy."
-                )
+                raise ValueError(f"{where} has MixedPrecisionPolicy({what}={policy_dtype}): leave mp_policy out.")
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for group in groups:
             if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":

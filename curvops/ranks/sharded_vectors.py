@@ -21,6 +21,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.ambient import SMALL_BYTES
+from curvops.checks import refuse
 from curvops.fingerprints import fingerprint
 from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description, Vectors
@@ -46,16 +47,8 @@ class RowLayout:
 
     @classmethod
     def on(cls, mesh: Any, length: int) -> RowLayout:
-        """Return the layout of `Shard(0)` on a device mesh.
-
-        Raises TypeError for anything else, and ValueError if the mesh has several dimensions.
-        """
-        if not hasattr(mesh, "get_group"):
-            raise TypeError(f"mesh must be a device mesh (torch.distributed.device_mesh), got {type(mesh).__name__}.")
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"vectors are sharded over a device mesh of one dimension, such as mesh[name], not {mesh}."
-            )
+        """Return the layout of `Shard(0)` on a device mesh; raise ValueError for one of several dimensions."""
+        refuse(mesh.ndim != 1, f"vectors are sharded over a mesh of one dimension, such as mesh[name], not {mesh}.")
         ranks = _ranks_of(mesh)
         if mesh.mesh.tolist() != sorted(mesh.mesh.tolist()):  # with the same outcome on all ranks
             raise ValueError(f"the processes of a mesh of sharded vectors must come in ascending order, got {mesh}.")
@@ -79,9 +72,7 @@ class RowLayout:
     def require(self, other: RowLayout) -> None:
         """Raise ValueError unless another block lies on the same ranks, row by row."""
         if other is not self and (other.ranks is not self.ranks or other.counts != self.counts):
-            raise ValueError(
-                "sharded vectors lie on different ranks: use one device mesh for all (see tensor.redistribute)."
-            )
+            raise ValueError("sharded vectors lie on different ranks: use one device mesh for all.")
 
     def stacked(self, tensor: Float[Tensor, "*s"]) -> Float[Tensor, "ranks *s"]:
         """Return a small tensor from each rank, stacked. One all-reduce."""
@@ -499,14 +490,10 @@ def unwrapped(tensor: Any) -> Sharded:
         raise TypeError("no gradient passes through sharded vectors: detach() them, or use torch.no_grad().")
     layout = RowLayout.on(tensor.device_mesh, tensor.shape[0]) if tensor.ndim in (1, 2) else None
     if layout is None or tuple(tensor.placements) != (Shard(0),):
-        raise ValueError(
-            "vectors (n,) or blocks (n, K) must be sharded by rows: tensor.redistribute(placements=[Shard(0)])."
-        )
+        raise ValueError("vectors and blocks are sharded by rows: tensor.redistribute(placements=[Shard(0)]).")
     local = tensor.to_local().detach()
     if len(local) != layout.counts[layout.ranks.rank]:
-        raise ValueError(
-            f"rank {layout.ranks.rank} holds {len(local)} rows, not those of Shard(0): use distribute_tensor."
-        )
+        raise ValueError(f"rank {layout.ranks.rank} holds {len(local)} rows, unlike Shard(0): see distribute_tensor.")
     return Sharded(local, layout)
 
 

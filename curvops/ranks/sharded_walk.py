@@ -301,9 +301,7 @@ class ShardedLayers:
         _refuse_if(bad, "have gradients that differ from those of their layers' rules")
         path = path_of(self.model, recording)
         if path is None:
-            raise ValueError(
-                "the model moves points of a batch, which cannot be checked if its parameters are sharded."
-            )
+            raise ValueError("the model moves points within a batch, which a sharded model must not do.")
         return path
 
     def _together(self) -> Iterator[set[str]]:

@@ -95,10 +95,7 @@ def split_points(
     shard = lin.passes.shard
     if shard is None:
         if gather:
-            raise ValueError(
-                "gather=True collects the predictions of several ranks, but this linearisation has only one: omit "
-                "it, or pass process_group= to co.linearize."
-            )
+            raise ValueError("gather=True is for linearisations over several ranks, by process_group=: omit it.")
         return SplitPoints(x, targets=None if targets is None else targets())
     inputs, labels, error = x, None, None
     try:
@@ -127,9 +124,8 @@ def split_points(
     for rank, (_, others, _) in enumerate(every):
         if others[1] != points[1]:
             raise RanksDifferError(
-                f"the test points of rank {rank} are of {others[1]}, those of rank {shard.ranks.rank} of {points[1]}, "
-                "and this posterior's predictions need the training data of all ranks, for all points: pass inputs of "
-                "one form, or samples=post.sample(k), with which each rank predicts by itself."
+                f"the test points of rank {rank} are of {others[1]}, those of rank {shard.ranks.rank} of {points[1]}: "
+                "pass inputs of one form, or samples=post.sample(k), with which each rank predicts by itself."
             )
     whole = over_ranks(shard.ranks, inputs)
     labels = None if labels is None else shard.ranks.line_up(labels)

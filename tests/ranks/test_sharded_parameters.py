@@ -290,7 +290,7 @@ REFUSED = {
     "another engine": "engine='streamed' would gather all parameters",
     "a subnetwork": "a subnetwork: name a sharded model's parameters",
     "a bar": "progress= is not supported",
-    "lin.jacobian": "lin.jacobian is not available for a model whose parameters are sharded",
+    "lin.jacobian": "lin.jacobian is not available for models sharded over ranks",
     "KFAC": "co.KFAC is not available",
     "Subnetwork": "sharded",
     "laplace": "co.linearize of an unsharded copy of the model. Of the sharded one available are its gradient",
