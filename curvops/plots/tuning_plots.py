@@ -296,7 +296,5 @@ def _checked(draws: Mapping[str, Chains], what: str) -> dict[str, np.ndarray]:
     arrays = {name: style.as_array(chains) for name, chains in draws.items()}
     if not arrays or any(chains.ndim != 2 or not chains.size for chains in arrays.values()):
         shapes = {name: chains.shape for name, chains in arrays.items()}
-        raise ValueError(
-            f"{what} draws numbers, each an array (chains, draws), such as draws[name][..., i]; got {shapes}."
-        )
+        raise ValueError(f"{what} draws numbers, each an array (chains, draws), as draws[name][..., i]; got {shapes}.")
     return arrays
