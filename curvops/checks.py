@@ -226,37 +226,3 @@ def require_no_graph(tensors: Sequence[Tensor], what: str) -> None:
             f"{what} has no gradient for the tensors inside its matrix, and one of them requires a gradient (the "
             "likelihood's noise or a prior precision, for example): detach it, or build it under torch.no_grad()."
         )
-
-
-def check_limits(
-    rtol: float | int | None = None,
-    maxiter: int | None = None,
-    max_matvecs: int | None = None,
-    memory_budget: int | None = None,
-    *,
-    sampled: bool = False,
-) -> None:
-    """Check the tolerance and the budgets of an algorithm, where None means no limit.
-
-    ``sampled`` is for estimators, whose error bar reaches 0 on no budget.
-
-    Raises:
-        TypeError, ValueError: a limit is not a number or is negative, rtol is not finite, or an estimator's rtol is 0.
-    """
-    if rtol is not None:
-        checked_number("rtol", rtol, "(0, inf)" if sampled else "[0, inf)")
-    for name, value in (("maxiter", maxiter), ("max_matvecs", max_matvecs), ("memory_budget", memory_budget)):
-        if value is not None:
-            checked_number(name, value, "[0, inf]")
-
-
-def check_callable(name: str, value: object) -> None:
-    """Raise TypeError unless the value is a function or None."""
-    if not (value is None or callable(value)):
-        raise TypeError(f"{name} must be a function or None, got {shown(value)}.")
-
-
-def check_accuracy(rtol: object, generator: object = None, name: str = "rtol") -> None:
-    """Raise TypeError or ValueError unless `rtol` is positive and finite and `generator` a torch.Generator or None."""
-    checked_number(name, rtol)
-    check_generator(generator)

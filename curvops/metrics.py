@@ -390,10 +390,7 @@ def _check_shapes(values: Tensor, labels: Tensor, kept: str) -> None:
         )
     if values.ndim != 2 or labels.shape != values.shape[:1]:
         shapes = f"{tuple(values.shape)} and {tuple(labels.shape)}"
-        raise ValueError(
-            f"expected (N, C) values and (N,) labels, or those of positions, (N, ..., C) or (N, C, ...) and (N, ...), "
-            f"not {shapes}{remedy}"
-        )
+        raise ValueError(f"expected (N, C), (N, ..., C) or (N, C, ...) values, (N, ...) labels, not {shapes}{remedy}")
     refuse(labels.is_floating_point(), f"labels must be integers, not {labels.dtype}{remedy}")
     if labels.numel() and (labels.min() < 0 or labels.max() >= values.shape[1]):
         beyond = labels[(labels < 0) | (labels >= values.shape[1])].unique().tolist()

@@ -12,7 +12,7 @@ from curvops.checks import (
     check_choice,
     check_flag,
     check_generator,
-    check_limits,
+    check_options,
     checked_number,
     checked_whole,
     in_forward_mode,
@@ -27,9 +27,9 @@ RIGHT = {
     "infinity": (lambda: checked_number("a", math.inf, "(0, inf]"), math.inf),
     "a count": (lambda: checked_whole("k", np.int64(3)), 3),
     "the most": (lambda: checked_whole("k", 5, 1, 5), 5),
-    "no limits": (lambda: check_limits(), None),
-    "zeros": (lambda: check_limits(0.0, 0, 0, 0), None),
-    "bytes as a float": (lambda: check_limits(memory_budget=1e9), None),
+    "no options": (lambda: check_options(rtol=None, maxiter=None, steps=None, generator=None), None),
+    "zeros": (lambda: check_options(maxiter=0, max_matvecs=0, memory_budget=0, rank=0), None),
+    "bytes as a float": (lambda: check_options(memory_budget=1e9), None),
 }
 
 
@@ -57,10 +57,11 @@ WRONG = {
     "a true count": (lambda: checked_whole("k", True), TypeError, "k must be a whole number, got True"),
     "none": (lambda: checked_whole("k", 0), ValueError, "k must be at least 1, got 0"),
     "too many": (lambda: checked_whole("k", 6, 1, 5), ValueError, "k must lie between 1 and the 5 there are, got 6"),
-    "rtol": (lambda: check_limits(math.inf), ValueError, "rtol must be finite and not negative, got inf"),
-    "an estimator's rtol": (lambda: check_limits(0.0, sampled=True), ValueError, "rtol must be positive and finite"),
-    "iterations": (lambda: check_limits(maxiter=-1), ValueError, "maxiter must not be negative, got -1"),
-    "bytes": (lambda: check_limits(memory_budget=-1), ValueError, "memory_budget must not be negative, got -1"),
+    "rtol": (lambda: check_options(rtol=0.0), ValueError, "rtol must be positive and finite, got 0.0"),
+    "a level": (lambda: check_options(level=95), ValueError, "level must lie strictly between 0 and 1, got 95"),
+    "steps": (lambda: check_options(steps=0), ValueError, "steps must be at least 1, got 0"),
+    "iterations": (lambda: check_options(maxiter=-1), ValueError, "maxiter must not be negative, got -1"),
+    "bytes": (lambda: check_options(memory_budget=-1), ValueError, "memory_budget must not be negative, got -1"),
     "a seed": (lambda: check_generator(0), TypeError, "manual_seed"),
     "a vector for a flag": (
         lambda: check_flag("w", torch.ones(2), "See X."),
