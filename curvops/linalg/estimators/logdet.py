@@ -166,11 +166,8 @@ def _bound_and_levels(
     if isinstance(lower_bound, str):
         check_choice("lower_bound", lower_bound, ("estimate",))
         lower_bound = None
-    if isinstance(shift, Tensor):
-        if shift.requires_grad and torch.is_grad_enabled():
-            raise ValueError("shift has no gradient here; use logdet(A.add_diagonal(shift)) or detach it.")
-        if shift.ndim > 1 or not shift.numel():
-            raise ValueError(f"shift must be a number or a tensor (m,), got shape {tuple(shift.shape)}.")
+    if isinstance(shift, Tensor) and shift.requires_grad and torch.is_grad_enabled():
+        raise ValueError("shift has no gradient here; use logdet(A.add_diagonal(shift)) or detach it.")
     shifts = shift.reshape(-1).tolist() if isinstance(shift, Tensor) else [shift]
     for name, value in (*(("shift", s) for s in shifts), ("lower_bound", lower_bound)):
         if value is not None:

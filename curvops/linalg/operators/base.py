@@ -401,8 +401,7 @@ class Operator(LinearOperatorContract):
         """Raise ValueError if `purpose` needs a dense matrix of more than `DENSE_SIZE` columns."""
         if self.shape[-1] > routes.DENSE_SIZE:
             raise ValueError(
-                f"{purpose} of a {tuple(self.shape)} {type(self).__name__} needs the dense matrix; {instead}call "
-                ".to_dense() yourself if it fits in memory."
+                f"{purpose} of a matrix {tuple(self.shape)} is dense; {instead}call .to_dense() if it fits in memory."
             )
 
     def _dense(self) -> Tensor:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from curvops.ambient import Progress, current_run
 from curvops.checks import checked_number
-from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.results import indefinite
@@ -226,9 +225,7 @@ def _group(A: Matrix, positions: Tensor, shift: float) -> EqualBlocks:
     values = values + shift
     rounding = s * torch.finfo(dense.dtype).eps * values.abs().amax(1)
     worst = int((values[:, 0] - rounding).argmin())
-    if not bool(values[worst, 0] > rounding[worst]):
-        raise NotPositiveSemidefiniteError(
-            f"the block that starts at position {int(positions[worst, 0])} has an eigenvalue "
-            f"{float(values[worst, 0]):.3e}: pass a larger shift (the prior precision)."
-        )
+    start, lowest = int(positions[worst, 0]), float(values[worst, 0])
+    if not lowest > float(rounding[worst]):
+        raise indefinite(f"the block that starts at position {start} has an eigenvalue {lowest:.3e}.")
     return EqualBlocks(positions, vectors.to(dense), values.to(dense))
