@@ -136,7 +136,6 @@ def refusals(mesh: Any, lin: co.operators.Linearization) -> None:
         K.formed(of_two_dimensions(mesh))
     recorded = co.TangentKernel(lin, torch.tensor(2.0, requires_grad=True))
     for call, error, match in (
-        (lambda: K.formed(None), TypeError, "a device mesh"),
         (lambda: linalg.BlockRows.of(whole), TypeError, "a DTensor"),
         (lambda: linalg.BlockRows.of(distribute_tensor(whole[:, 0], mesh, [Shard(0)])), TypeError, "a DTensor"),
         (lambda: linalg.BlockRows.of(distribute_tensor(whole, mesh, [Shard(1)])), ValueError, "sharded by rows"),

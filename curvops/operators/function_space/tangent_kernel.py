@@ -129,7 +129,6 @@ class TangentKernel(UserOperator, Operator):
             The matrix, as BlockRows.
 
         Raises:
-            TypeError: `mesh` is not a mesh.
             ValueError: the mesh has several dimensions or other ranks than the data, the kernel has two sets of
                 inputs, or a gradient in the inputs or in A is required.
         """
