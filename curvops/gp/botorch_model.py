@@ -158,7 +158,8 @@ class LaplaceModel(Model, FantasizeMixin):
         Args:
             X: the points, *b x n x d.
             Y: the targets, *b' x n x m; those of a `subset_output` are targets of its outputs.
-            noise: the variance of the targets, in a shape that expands to theirs; None uses the likelihood's.
+            noise: the variance of the targets, in a shape that expands to theirs; None uses the likelihood's. With an
+                outcome transform it is that of the transformed targets, as in BoTorch's models.
             kwargs: options of BoTorch, which are not used.
 
         Returns:

@@ -190,7 +190,7 @@ def convergence(solutions: Mapping[str, Solution], *, rtol: float | None = None,
         residual = style.as_array(solution.history).max(1)
         products = np.linspace(0, solution.matvecs, len(residual))
         axes.plot(products, residual, label=f"{name}: {solution.matvecs:,} products", linewidth=2, **look.line)
-        axes.plot(products[-1], residual[-1], markersize=8, **look.dots)
+        axes.plot(products[-1:], residual[-1:], markersize=8, **look.dots)
     if rtol is not None:
         axes.axhline(rtol, linewidth=1.4, label=f"tolerance {rtol:.0e}", **style.REFERENCE)
     axes.set_yscale("log")

@@ -87,7 +87,7 @@ def training_spectra() -> np.ndarray:
 def solutions() -> dict[str, Any]:
     A = co.linalg.Dense(torch.diag(torch.linspace(1, 30, 40).double()), psd=True)
     B = torch.randn(40, 4, generator=seeded()).double()
-    return {"plain": A.cg(B, block=False), "block": A.cg(B)}
+    return {"plain": A.cg(B, block=False), "block": A.cg(B), "zero": A.cg(0 * B)}
 
 
 def convergence(**options: Any) -> Axes:
@@ -153,7 +153,7 @@ FIGURES = [
     (reliability, 1, 1 + 2, ["largest probability", "fraction of points"]),
     (spectral_density, 1, 1 + 1 + 1, ["eigenvalue λ", "per unit of λ"]),
     (training_spectra, 2, 4 + 2 + 3 + 1, ["eigenvalue λ", "per unit of λ", "step of training", "trace"]),
-    (convergence, 1, 2 * (1 + 1) + 1, ["products with single vectors", "relative residual"]),
+    (convergence, 1, 3 * (1 + 1) + 1, ["products with single vectors", "relative residual"]),
     (evidence, 1, 1 + 1 + 1, ["log evidence (nats)", "prior precision"]),
     (evidence_trace, 3, (4 + 2) + 4 + 2, ["prior precision", "effective parameters", "products with single vectors"]),
     (ray, 1, 2 + 1, ["distance along the ray", "largest probability"]),
