@@ -459,8 +459,10 @@ def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:
     mean = state.theta[order]
     check_like("the linearisation", lin.theta, mean, "the state")
     if not torch.equal(lin.theta, mean):
+        part = lin.model.selection.index is not None
+        weights = "lin.unflatten_weights(state.theta)" if part else "state.params"
         raise ValueError(
             f"the linearisation has other weights than the mean, by {float((lin.theta - mean).abs().max()):.3g}: "
-            "put the mean into the model, model.load_state_dict(state.params, strict=False), and linearise again."
+            f"put the mean into the model, model.load_state_dict({weights}, strict=False), and linearise again."
         )
     return order

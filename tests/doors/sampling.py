@@ -75,8 +75,14 @@ def linear() -> tuple[nn.Linear, tuple[Tensor, Tensor], Any]:
     return model, (x, x[:, :2]), S.log_posterior(model, likelihood, prior_precision=2.0, data_size=24)
 
 
-def gaussian(model: nn.Module) -> co.operators.Linearization:
-    return co.linearize(model, linear()[1], co.likelihoods.Gaussian(0.5))
+def gaussian(model: nn.Module, parameters: Any = None) -> co.operators.Linearization:
+    return co.linearize(model, linear()[1], co.likelihoods.Gaussian(0.5), parameters)
+
+
+def moved_subnetwork() -> Any:
+    lin = gaussian(MODEL, torch.tensor([0]))
+    method = S.vi(S.log_posterior(lin), lr=1e-2)
+    return method.posterior(method.update(method.init({"subnetwork": lin.theta}), BATCH)[0], lin)
 
 
 MODEL, BATCH, LOG_POSTERIOR = linear()
@@ -279,8 +285,9 @@ DOORS = [
             ),
             "a posterior at other weights": (
                 lambda: VI.posterior(VI.update(STATE, BATCH)[0], gaussian(MODEL)),
-                "has other weights than the mean",
+                r"has other weights than the mean.*load_state_dict\(state.params",
             ),
+            "a subnetwork at other weights": (moved_subnetwork, r"load_state_dict\(lin.unflatten_weights\(state.theta"),
             "NaN at the start": (
                 lambda: S.vi(lambda params, batch: params["weight"].sum() * torch.nan, data_size=3, lr=1e-2).update(
                     S.vi(lambda params, batch: 0.0, data_size=3, lr=1e-2).init({"weight": torch.zeros(2)})

@@ -1,4 +1,4 @@
-"""The Gram matrix of J's rows: in each of three forms, in sets of layers, pieces and panels, against J Jᵀ.
+"""The Gram matrix of J's rows: in both forms, in sets of layers, pieces and panels, against J Jᵀ.
 
 Tests `gram_matrix.py`.
 """
