@@ -1,7 +1,6 @@
 """Checks at the door: what is right comes back as plain numbers, what is wrong is refused by name."""
 
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -21,14 +20,11 @@ from curvops.checks import (
 
 RIGHT = {
     "an integer": (lambda: checked_number("a", 2), 2.0),
-    "a fraction": (lambda: checked_number("a", Fraction(1, 2)), 0.5),
     "NumPy's": (lambda: checked_number("a", np.float32(0.5)), 0.5),
     "a closed end": (lambda: checked_number("a", 0, "[0, 1)"), 0.0),
-    "infinity": (lambda: checked_number("a", math.inf, "(0, inf]"), math.inf),
     "a count": (lambda: checked_whole("k", np.int64(3)), 3),
     "the most": (lambda: checked_whole("k", 5, 1, 5), 5),
     "no options": (lambda: check_options(rtol=None, maxiter=None, steps=None, generator=None), None),
-    "zeros": (lambda: check_options(maxiter=0, max_matvecs=0, memory_budget=0, rank=0), None),
     "bytes as a float": (lambda: check_options(memory_budget=1e9), None),
 }
 
@@ -43,12 +39,6 @@ def test_what_is_right_passes(case):
 WRONG = {
     "text": (lambda: checked_number("a", "1"), TypeError, "a must be a number, got '1'"),
     "a flag": (lambda: checked_number("a", True), TypeError, "a must be a number, got True"),
-    "a tensor": (
-        lambda: checked_number("a", torch.ones(()), kind="one number"),
-        TypeError,
-        "a must be one number, got tensor",
-    ),
-    "complex": (lambda: checked_number("a", 1j), TypeError, "a must be a number"),
     "NaN": (lambda: checked_number("a", math.nan, "[0, inf]"), ValueError, "got nan"),
     "an open end": (lambda: checked_number("a", 0), ValueError, "a must be positive and finite, got 0"),
     "the other end": (lambda: checked_number("a", 1, "[0, 1)"), ValueError, r"a must lie in \[0, 1\), got 1"),
@@ -70,7 +60,6 @@ WRONG = {
     ),
     "one for a flag": (lambda: check_flag("w", 1), TypeError, "w must be True or False, got 1"),
     "a choice": (lambda: check_choice("c", "z", ("x", "y")), ValueError, "c must be one of 'x', 'y', got 'z'"),
-    "no name": (lambda: check_choice("c", ["x"], ("x", "y")), ValueError, "c must be one of"),
 }
 
 

@@ -15,9 +15,6 @@ DOUBLE = torch.float64
 
 
 NETWORKS = {
-    "convolution": lambda: nn.Sequential(
-        nn.Unflatten(1, (8, 2, 2)), nn.Conv2d(8, 16, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)
-    ),
     "grouped": lambda: nn.Sequential(
         nn.Unflatten(1, (16, 2)), nn.Conv1d(16, 48, 3, padding=1, groups=2, bias=False), nn.Tanh(), nn.Flatten(),
         nn.Linear(96, 3),

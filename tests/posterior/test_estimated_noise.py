@@ -172,17 +172,6 @@ def test_an_exact_fit_warns_and_left_out_points_show_the_noise():
     assert "(estimated)" in repr(post)
 
 
-def test_it_is_printed():
-    (x, y), model = data(), network()
-    lin = co.linearize(model, (x, y), "regression")
-    assert f"Gaussian with noise {float(noise(lin)):.4g} (estimated)" in repr(lin)
-    post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
-    assert f"noise {post.observation_noise:.4g} (estimated)" in repr(post)
-    assert "noise 0.3," in repr(post.with_noise(0.3))
-    assert "noise 0.5," in repr(co.laplace(co.linearize(model, (x, y), nn.MSELoss()), co.KFAC, 1.0, check_mode=False))
-    assert repr(GAUSSIAN()) == "Gaussian()" and repr(GAUSSIAN(noise="per_output")) == "Gaussian(noise='per_output')"
-
-
 @pytest.mark.parametrize("times", [0.2, 5.0])
 def test_a_given_noise_that_is_far_off_warns_at_the_posterior(times):
     (x, y), model = data(outputs=2), network(2)
