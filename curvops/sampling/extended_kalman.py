@@ -165,8 +165,8 @@ class ExtendedKalmanFilter(Transition):
 
         Args:
             state: the result of `init` or `update` of this filter.
-            lin: the network linearised at the mean: `model.load_state_dict(state.params, strict=False)`, then
-                `co.linearize(model, data, likelihood)`.
+            lin: the network linearised at the mean: `model.load_state_dict(state.params, strict=False)` (for a
+                subnetwork, of `lin.unflatten_weights(state.theta)`), then `co.linearize(model, data, likelihood)`.
 
         Returns:
             The posterior.
