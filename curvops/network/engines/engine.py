@@ -32,7 +32,7 @@ from curvops.network.engines.self_check import (
 )
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import MAPPED_BYTES, Blocks
+from curvops.network.model.parameters import PIECE_BYTES, Blocks
 
 # On a CPU passes without a graph are over at least so many points at a time, for which weights are read only once.
 FORWARD_POINTS = 32
@@ -298,7 +298,7 @@ class Engines:
         On a CPU, where the results of all operations then fit into memory that is used again.
         """
         made = self.plan.routes.made_bytes
-        return 0 if self.model.theta.is_cuda else max(FORWARD_POINTS, (MAPPED_BYTES - 1) // max(1, made))
+        return 0 if self.model.theta.is_cuda else max(FORWARD_POINTS, PIECE_BYTES // max(1, made))
 
     def _build_streamed(self, inputs: Any) -> Streamed:
         return Streamed(self.model, inputs, self.model.selection.names, self.plan.routes.pushes, self.forward_points)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from curvops.network.engines.layer_calls import (
 from curvops.network.engines.rules import Local
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import Blocks, FlatLayout
+from curvops.network.model.parameters import PIECE_BYTES, Blocks, FlatLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,17 @@ class Part(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """The bytes that are kept."""
+
+    @cached_property
+    def work(self) -> int:
+        """The numbers that a product makes for each vector."""
+        return self.layer.output.numel()
+
+
+def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
+    """Return ranges of a block's vectors, on a CPU so wide that what a product makes of each takes `PIECE_BYTES`."""
+    width = max(1, columns if is_cuda else PIECE_BYTES // max(1, column_bytes))
+    return [slice(start, start + width) for start in range(0, max(1, columns), width)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +143,11 @@ class Factors(Part):
     def nbytes(self) -> int:
         return self.delta.nbytes + self.layer_input.nbytes
 
+    @cached_property
+    def work(self) -> int:
+        # Through a weight nothing is read again for some of the vectors, so that fewer of them stay in a cache.
+        return self.layer.output.numel() * (1 if self.weight is None else 8)
+
 
 @dataclass(frozen=True, eq=False)
 class Rows(Part):
@@ -156,6 +173,10 @@ class Rows(Part):
     @property
     def nbytes(self) -> int:
         return self.jacobian.nbytes
+
+    @cached_property
+    def work(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +253,13 @@ class Layerwise:
         with torch.no_grad():
             total = None if self.rest is None else self.rest.push(tangents)
             for jacobian in self.parts:
-                pushed = jacobian.push(tangents)
+                names = jacobian.layer.names.values()
+                block = tangents[next(iter(names))]
+                some = in_parts(len(block), jacobian.work * block.element_size(), block.is_cuda)
+                if len(some) == 1:
+                    pushed = jacobian.push(tangents)
+                else:
+                    pushed = torch.cat([jacobian.push({name: tangents[name][k] for name in names}) for k in some])
                 total = pushed if total is None else total + pushed
         if total is None:
             columns = next(iter(tangents.values())).shape[0]
@@ -244,7 +271,13 @@ class Layerwise:
         with torch.no_grad():
             total = Blocks() if self.rest is None else self.rest.pull(cotangents)
             for jacobian in self.parts:
-                for local, gradient in jacobian.pull(cotangents).items():
+                some = in_parts(len(cotangents), jacobian.work * cotangents.element_size(), cotangents.is_cuda)
+                if len(some) == 1:
+                    pulled = jacobian.pull(cotangents)
+                else:
+                    pieces = [jacobian.pull(cotangents[k]) for k in some]
+                    pulled = {local: torch.cat([piece[local] for piece in pieces]) for local in jacobian.layer.names}
+                for local, gradient in pulled.items():
                     name = jacobian.layer.names[local]
                     total[name] = total[name] + gradient if name in total else gradient
             for name, value in self._zero.items():

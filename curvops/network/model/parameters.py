@@ -24,8 +24,8 @@ from curvops.fingerprints import fingerprint, in_single
 from curvops.network.data.inputs import copy_unless_recorded, is_finite, tensor_of, within
 
 Blocks = dict[str, Tensor]
-MAPPED_BYTES = 2**25
-"""Tensors of so many bytes are allocated anew each time on a CPU, page by page, and are not copied without need."""
+PIECE_BYTES = 2**25
+"""The bytes that a pass or a product makes at a time on a CPU, where larger ones save no time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +115,17 @@ class Selection(FlatLayout):
         return self.named(rows)
 
     def join(self, blocks: Blocks) -> Float[Tensor, "D K"]:
-        """Join `{name: (K, *shape)}` into a block of vectors, stored as `(K, D).mT`."""
-        rows = self.concatenate([blocks[name] for name in self.names], 1)
+        """Join `{name: (K, *shape)}` into a block of vectors, stored as `(K, D).mT`; this empties the mapping.
+
+        Each tensor is freed once it is copied, so that the tensors and the block are never in memory together.
+        """
+        first = blocks[self.names[0]]
+        if first.requires_grad:
+            rows = self.concatenate([blocks[name] for name in self.names], 1)
+        else:
+            rows = first.new_empty(len(first), self.size)
+            for name, target in self.named(rows).items():
+                target.copy_(blocks.pop(name))
         return (rows if self.index is None else rows[:, self.index]).mT
 
 

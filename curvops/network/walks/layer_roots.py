@@ -29,7 +29,7 @@ from curvops.network.engines.layer_calls import (
     positions_of_rows,
     sensitivities,
 )
-from curvops.network.engines.layerwise import Factors, Features
+from curvops.network.engines.layerwise import Factors, Features, in_parts
 from curvops.network.likelihoods.likelihood import HessianParts
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.model import Model
@@ -42,10 +42,15 @@ def _push(factors: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K 
     """Return the rows of one call times K tangents by name, in whichever way takes fewer multiply-adds."""
     layer, delta = factors.layer, factors.delta
     count, columns = delta.shape[1], len(tangents[next(iter(layer.names.values()))])
+    outputs, size = delta[0, 0].numel(), layer.size * delta.element_size()
     by_rows = count * (layer.multiply_adds + layer.size * columns)
-    if by_rows < columns * (layer.multiply_adds + count * delta[0, 0].numel()):
-        return _push_rows(factors.rows(slice(None)), tangents)
-    return factors.push(tangents)
+    if by_rows < columns * (layer.multiply_adds + count * outputs):
+        pieces = in_parts(len(delta), count * size, delta.is_cuda)
+        return torch.cat([_push_rows(factors.rows(points), tangents) for points in pieces], 1)
+    # A layer's part of a vector is scattered over it and has to be copied: some vectors at a time.
+    some = in_parts(columns, max(size, factors.work * delta.element_size()), delta.is_cuda)
+    pushed = [factors.push({name: tangents[name][k] for name in layer.names.values()}) for k in some]
+    return pushed[0] if len(pushed) == 1 else torch.cat(pushed)
 
 
 def _push_rows(rows: Blocks, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K m r"]:

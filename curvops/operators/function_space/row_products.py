@@ -79,6 +79,7 @@ def add_row_products(
             add_gram(target, rows, rows, half=True)
         else:
             target.addmm_(rows.mul_(block.of(scale)), _rows(other, block, most_bytes).mT)
+        del rows  # before the next ones are made
 
 
 def row_products(
