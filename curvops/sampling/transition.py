@@ -167,13 +167,10 @@ class OperatorMetric(Isotropic):
 
     @cached_property
     def _basis(self) -> Eigenbasis | None:
-        """The eigenbasis of D, if it has a closed form or is at hand: drift and noise then share one rotation back."""
+        """The eigenbasis of D, if its closed form has one: drift and noise then share one rotation back."""
         inverse = isinstance(self.D, Inverse)
         form = (self.D.base if inverse else self.D)._closed_form()
         basis = None if form is None else form.eigenbasis()
-        if basis is None and self.D._is_formed:
-            values, vectors = dense_eigenpairs(self.D)
-            return Eigenbasis(values, vectors.matmul, vectors.mT.matmul)
         if form is None or basis is None or not inverse:
             return basis
         form.require_definite()
@@ -185,6 +182,12 @@ class OperatorMetric(Isotropic):
         assert self._basis is not None
         return self._basis.values.clamp_min(0).sqrt()
 
+    @cached_property
+    def _dense_root(self) -> Float[Tensor, "d d"]:
+        """The symmetric root of D, whose draws do not depend on how rounding turns the eigenvectors."""
+        values, vectors = dense_eigenpairs(self.D)
+        return (vectors * values.sqrt()) @ vectors.mT
+
     def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         return self.D._matmul(torch.atleast_2d(v).mT).mT.reshape(v.shape)
 
@@ -193,6 +196,8 @@ class OperatorMetric(Isotropic):
 
     def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         if self._basis is None:
+            if self.D._is_formed:
+                return source.normal(like) @ self._dense_root
             return source.per_chain(lambda generator: draw(self.D, 1, generator).squeeze(-1))
         rows = torch.atleast_2d(source.normal(like)) * self._root
         return self._basis.rotate(rows.mT).mT.reshape(like.shape)

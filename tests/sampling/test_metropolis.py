@@ -54,7 +54,7 @@ def test_energy_error_acceptance_and_the_flip(steps: int) -> None:
     state = sampler.init(torch.full((d,), 0.3, dtype=torch.float64), seeded(3))
     accepted = rejected = 0
     values, vectors = torch.linalg.eigh(matrix(D, d))
-    root = vectors * values.sqrt()
+    root = (vectors * values.sqrt()) @ vectors.mT
     for _ in range(40):
         source = torch.Generator()
         source.set_state(state.random)
