@@ -20,7 +20,7 @@ from torch import Tensor
 from curvops.ambient import as_step
 from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.vectors import Matrix, Vectors, columns, norm, product, unit_columns
+from curvops.linalg.core.vectors import Description, Matrix, Vectors, columns, norm, product, unit_columns
 
 MOST_SKEW = 0.1
 """A difference of more than this share of the images is not rounding: such products are random."""
@@ -117,6 +117,15 @@ def require_symmetric(
         explained = 0.0 if rounding is None else most_explained(rounding(), X.shape[-1])
         if bool((gap > (MOST_SKEW * torch.as_tensor(size)).clamp(max=explained)).any()):
             raise ValueError(Reason.NOT_SYMMETRIC.value)
+
+
+def formed(multiply: Multiply, facts: Description) -> Float[Tensor, "n n"]:
+    """Form A in float64 by n products; raise ValueError if it is not symmetric. A non-finite one passes."""
+    n, _, dtype, device = facts
+    dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
+    start = torch.ones(n, 1, dtype=dtype, device=device)
+    require_symmetric(dense, torch.finfo(dtype).eps, rounding=lambda: rounding_of(multiply, start))
+    return dense
 
 
 def most_explained(rounding: float, products: int) -> float:

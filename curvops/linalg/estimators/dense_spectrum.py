@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.results import Estimate, Reason, indefinite
-from curvops.linalg.core.structure import require_symmetric, rounding_of
+from curvops.linalg.core.structure import formed
 from curvops.linalg.core.vectors import Description, ScalarFunction, check_finite
 
 ROUNDING_UNITS = 2.0
@@ -122,13 +122,10 @@ class DenseSpectrum:
 
 def dense_spectrum(multiply: Multiply, facts: Description, bound: float) -> DenseSpectrum:
     """Form A by n products and decompose it; raise ValueError if it is not finite or not symmetric."""
-    n, _, dtype, device = facts
-    dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
+    dense = formed(multiply, facts)
     check_finite(dense)
-    start = torch.ones(n, 1, dtype=dtype, device=device)
-    require_symmetric(dense, torch.finfo(dtype).eps, rounding=lambda: rounding_of(multiply, start))
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
-    return DenseSpectrum(values - bound, vectors, bound, torch.finfo(dtype).eps)
+    return DenseSpectrum(values - bound, vectors, bound, torch.finfo(facts.dtype).eps)
 
 
 def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:

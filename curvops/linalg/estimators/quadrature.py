@@ -523,8 +523,7 @@ def rules(lanczos: LockStep, scale: float) -> list[Rules]:
 
 def _rules_of_one_depth(lanczos: LockStep, k: Tensor, m: int, scale: float) -> Iterator[Rules]:
     """Yield the rules of these start vectors, which have taken m steps each."""
-    alphas, betas, beta = lanczos.alphas[k, :m], lanczos.betas[k, : m - 1], lanczos.betas[k, m - 1]
-    T = alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1)
+    T, beta = torch.stack([lanczos.tridiagonal(i) for i in k.tolist()]), lanczos.betas[k, m - 1]
     sizes = lanczos.sizes[k, None].to(T).square()
     nodes, V = torch.linalg.eigh(T)
     lowest, highest = nodes[:, 0], nodes.abs().amax(1)

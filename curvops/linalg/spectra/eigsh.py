@@ -27,9 +27,9 @@ from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
 from curvops.linalg.core.solve_routes import DENSE_BLOCK, FORMED_COPIES
 from curvops.linalg.core.structure import (
     MOST_SKEW,
+    formed,
     most_explained,
     narrow_root,
-    require_symmetric,
     rounding_of,
     skew_tolerance,
 )
@@ -182,7 +182,7 @@ def eigsh(
             most = math.inf if max_matvecs is None else max_matvecs - last
             if most < k + b:
                 raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {last + k + b}.")
-            if sigma is not None and solver is None and start is None and _is_formed(A, n, most, room):
+            if sigma is not None and solver is None and start is None and _chooses_among_all(A, n, most, room):
                 return saved.finish(_of_formed(multiply, facts, k, float(sigma), rtol))
             inverse = None if sigma is None else ShiftInverse(A, float(sigma), aimed, most, solver)
             process = BlockLanczos(inverse or CountedProduct(multiply), block, capacity, generator)
@@ -230,7 +230,7 @@ def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, 
     return torch.cat(values), torch.cat(residuals)
 
 
-def _is_formed(A: Matrix, n: int, most: float, room: int | None) -> bool:
+def _chooses_among_all(A: Matrix, n: int, most: float, room: int | None) -> bool:
     """Return whether pairs in the interior are chosen among all, which takes fewer products than solves of A − σ."""
     fits = room is None or FORMED_COPIES * n * n * torch.float64.itemsize <= room
     return n <= min(DENSE_BLOCK, most) and fits and getattr(A, "layouts", None) is None
@@ -238,14 +238,11 @@ def _is_formed(A: Matrix, n: int, most: float, room: int | None) -> bool:
 
 def _of_formed(multiply: Multiply, facts: Description, k: int, sigma: float, rtol: float | None) -> Eigenpairs:
     """Return the k pairs nearest to σ among all pairs of A, formed by n products."""
-    n, _, dtype, device = facts
-    dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
-    history = torch.zeros(0, k, dtype=torch.float64)
+    n, dense, history = facts.rows, formed(multiply, facts), torch.zeros(0, k, dtype=torch.float64)
     if not bool(dense.isfinite().all()):
         return _non_finite_pairs(facts, k, n, history)
-    require_symmetric(dense, torch.finfo(dtype).eps, rounding=lambda: rounding_of(multiply, dense[:, :1].to(dtype)))
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
-    vectors = columns(vectors, (values - sigma).abs().argsort()[:k]).to(dtype)
+    vectors = columns(vectors, (values - sigma).abs().argsort()[:k]).to(facts.dtype)
     size, (values, residuals) = float(values.abs().amax()), rayleigh(vectors, multiply, k)
     return _certify(vectors, values, residuals, "LM", sigma, rtol, size, Reason.CONVERGED, n + k, history)
 
