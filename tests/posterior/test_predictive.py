@@ -200,14 +200,15 @@ def test_mutual_information_of_nearly_equal_draws_is_that_of_second_order(dtype,
 def test_the_stderr_of_mutual_information_covers(classes):
     """200 seeds: two standard errors hold the value of 200,000 draws for 95 %; fewer than 180 has odds of 1 in 300."""
     predicted = classes.predict(X[:1])
-    moments = predicted.mean, predicted.covariance_matrix
-    many = outputs.gaussian_draws(*moments, 200_000, PointNormals.drawn(seeded(99))).softmax(-1)
+    mean, root = predicted.mean, outputs.covariance_root(predicted.covariance_matrix)
+
+    def draws(k, seed):
+        return mean + outputs.root_times(root, outputs.gaussian_noise(mean, k, PointNormals.drawn(seeded(seed)), 0))
+
+    many = draws(200_000, 99).softmax(-1)
     exact = torch.special.entr(many.mean(0)).sum(-1) - torch.special.entr(many).sum(-1).mean(0)
     hits = 0
-    for seed in range(200):
-        found = answers.decompose_labels(
-            classes.lin.likelihood, outputs.gaussian_draws(*moments, 1000, PointNormals.drawn(seeded(seed)))
-        )
+    for found in (answers.decompose_labels(classes.lin.likelihood, draws(1000, seed)) for seed in range(200)):
         hits += bool(((found.epistemic - exact).abs() <= 2 * found.stderr).all())
     assert hits >= 180
 

@@ -205,7 +205,7 @@ class NormalOutputs(OutputDistribution):
         step = max(1, DRAWN_NUMBERS // (OUTPUT_DRAWS * covariances.shape[-1]))
         first = start * self.lin.num_outputs // self.lin.output_shape[-1]
         for mean, covariance in zip(means.split(step), covariances.split(step)):
-            yield mean, symmetric_root(covariance), gaussian_noise(mean, OUTPUT_DRAWS, normals, first)
+            yield mean, covariance_root(covariance), gaussian_noise(mean, OUTPUT_DRAWS, normals, first)
             first += len(mean)
 
     def uncertainty_of_labels(self, likelihood: Bernoulli) -> Uncertainty:
@@ -295,14 +295,7 @@ def normals_for(outputs: OutputDistribution, generator: torch.Generator | None) 
     return PointNormals.drawn(generator) if isinstance(outputs, NormalOutputs) else None
 
 
-def gaussian_draws(
-    mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], k: int, normals: PointNormals
-) -> Float[Tensor, "k N C"]:
-    """Draw k logits of each point."""
-    return mean + root_times(symmetric_root(covariance), gaussian_noise(mean, k, normals, 0))
-
-
-def symmetric_root(covariance: Float[Tensor, "n C C"]) -> Float[Tensor, "n C C"]:
+def covariance_root(covariance: Float[Tensor, "n C C"]) -> Float[Tensor, "n C C"]:
     """Return a root R of C × C covariances R Rᵀ, which may be singular, from their eigenvectors."""
     values, vectors = torch.linalg.eigh(covariance)
     return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
