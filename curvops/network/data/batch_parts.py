@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from curvops.checks import refuse
 from curvops.errors import MissingLabelsError
 from curvops.network.data.inputs import Inputs, num_points, tensor_of
 from curvops.network.data.objects import Objects
@@ -171,5 +170,6 @@ def require_aligned(inputs: Inputs, targets: Any, weights: Any) -> None:
     hint = JOINED if isinstance(inputs, tuple | dict) else ""
     for name, parts in (("targets", targets), ("sample weights", weights)):
         for leaf in [] if parts is None else tree_leaves(parts):  # a tensor is its own leaf
-            count = f"There are {n} inputs, but the {name} have shape {tuple(leaf.shape)}"
-            refuse(leaf.ndim == 0 or len(leaf) != n, f"{count}. The leading dimension of both counts points.{hint}")
+            if leaf.ndim == 0 or len(leaf) != n:
+                count = f"There are {n} inputs, but the {name} have shape {tuple(leaf.shape)}"
+                raise ValueError(f"{count}. The leading dimension of both counts points.{hint}")
