@@ -170,10 +170,13 @@ class Hyperparameters:
             gamma, spread, error = (number.reshape(1).to(counts) for number in parts)
             lins = post.cache.known_data("the log evidence")
             counts = counts.clamp_max(sum(lin.num_data * lin.num_outputs for lin in lins))
-        # Fifty units of rounding per weight of a group count as zero, and so does a millionth if the error exceeds it.
-        rounding = 50 * torch.finfo(post.mean.dtype).eps * counts
-        rounding = torch.maximum(rounding, torch.minimum(error, 1e-6 * counts))
+        # A millionth counts as zero, too, if the error exceeds it.
+        rounding = torch.maximum(self.rounding(counts), torch.minimum(error, 1e-6 * counts))
         return torch.where(gamma > rounding, gamma, 0.0), spread
+
+    def rounding(self, counts: Float[Tensor, " G"]) -> Float[Tensor, " G"]:
+        """Return the γ that may be rounding alone: fifty units for each of these numbers of weights."""
+        return 50 * torch.finfo(self.origin.mean.dtype).eps * counts
 
     def counts_of_noises(self, gamma: Float[Tensor, " G"], rtol: float) -> Float[Tensor, "*K"]:
         """Return the effective parameters that the targets of each noise determine, −∂ log det P / ∂ log σ².

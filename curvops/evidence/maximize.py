@@ -177,8 +177,9 @@ def maximize(
             matrix of your own), or there are several noises and log det P is an estimate (the full GGN of many
             weights).
 
-    Warns with `UndeterminedWarning` if the precision of single weights ends at 1e-6 or 1e6 times its start, for example
-    those that no output depends on; with `MaxStepsWarning` if the steps ran out before the hyperparameters stopped
+    Warns with `UndeterminedWarning` if a group's precision grew until its weights were practically fixed (a layer whose
+    features the others replace), or that of single weights ends at 1e-6 or 1e6 times its start, for example of those
+    that no output depends on; with `MaxStepsWarning` if the steps ran out before the hyperparameters stopped
     changing.
 
     Cost with several noises: two curvatures for each, and one more, in every step.
@@ -273,6 +274,7 @@ class Ascent:
         theta = post.mean
         scatter, data = self._at(theta)
         ending, finest, largest = Ending.STEPS_SPENT, 0.1 * self.xtol, math.inf
+        fixed = torch.zeros_like(start.alpha, dtype=torch.bool)
         for _ in range(steps):
             alpha, noise = self.now.alpha, self.now.noise
             spent, of_mode = 0, finest
@@ -283,7 +285,9 @@ class Ascent:
             gamma = self._count(spent)
             change = torch.zeros_like(alpha)
             if self.over:
-                change = self._change(gamma, scatter)
+                if self.over != "weights" and len(alpha) > 1:
+                    fixed = self._fixed(start, gamma + alpha * scatter)
+                change = self._change(gamma, scatter).masked_fill(fixed, 0.0)
                 moved = (alpha * change.exp()).clamp(start.alpha / self.furthest, start.alpha * self.furthest)
                 change, alpha = (moved / alpha).log(), moved
             largest = float(change.abs().max())
@@ -303,7 +307,7 @@ class Ascent:
             if largest <= self.xtol and of_mode <= finest:
                 ending = Ending.CONVERGED
                 break
-        self._check_limits(start)
+        self._check_limits(start, fixed)
         targets = None if data is None or data.targets.ndim else float(data.targets)
         tuning = Tuning("gradient", start.groups.names, self.mode, tuple(self.records), ending, targets=targets)
         tuning.warn_of_ending(f"after {len(self.records)} steps of maximize: ")
@@ -321,6 +325,14 @@ class Ascent:
         step = secant_step(self.before, now, first=-1.0, slopes=(-2.0, -0.25), most=math.log(WINDOW))
         self.before = now
         return torch.full_like(share, step)
+
+    def _fixed(self, start: Hyperparameters, at_stake: Float[Tensor, " G"]) -> Tensor:
+        """Return which groups an ever larger precision has fixed: γ + αs is below a tenth, or within rounding of zero.
+
+        The log evidence can rise by half of that, however large the precision becomes.
+        """
+        least = self.now.rounding(self.now.groups.counts).clamp_min(0.1)
+        return (at_stake < least) & (self.now.alpha > start.alpha)
 
     def _at(self, theta: Float[Tensor, " D"]) -> tuple[Float[Tensor, " G"], Misfit | None]:
         """Return the scatter of each group at these weights, and the misfit to the targets."""
@@ -366,9 +378,15 @@ class Ascent:
             alpha, gamma, spread = alpha.log().mean(0, True).exp(), gamma.sum(0, True), spread.norm().reshape(1)
         self.records.append(TuningStep(alpha, gamma, spread, as_recorded(self.now.noise), matvecs))
 
-    def _check_limits(self, start: Hyperparameters) -> None:
+    def _check_limits(self, start: Hyperparameters, fixed: Tensor) -> None:
         if self.over != "weights":
             self.now.require_near(start)
+            if names := [name for name, holds in zip(self.now.groups.names, fixed.tolist()) if holds]:
+                warn(
+                    f"the evidence rises, the larger the prior precision of {', '.join(map(repr, names))} is: these "
+                    "weights are now practically fixed.",
+                    UndeterminedWarning,
+                )
             return
         stuck = (self.now.alpha / start.alpha).log().abs() > math.log(self.furthest) * (1 - 1e-6)
         if bool(stuck.any()):

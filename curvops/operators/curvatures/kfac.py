@@ -159,7 +159,7 @@ class KFAC(KroneckerCurvature):
     graphs, packed sequences, tokens that a mask selects), has A = (1/M) Σ_i a_i a_iᵀ and B = Σ_i Σ_r δ_ir δ_irᵀ, sums
     over its rows i and the root's columns r: those of T positions, with M in place of N·T (Eschenhagen et al. 2023).
 
-    Small eigenvalues are accurate for factors with up to 512 columns, which are summed in float64 whatever the data's
+    Small eigenvalues are accurate for layers with up to 512 inputs, which are summed in float64 whatever the data's
     dtype, and for wider factors that sum fewer rows than columns, whose eigenvalues come from these rows. For other
     factors a `PrecisionWarning` warning is issued if the prior precision is below the rounding of single precision.
 
