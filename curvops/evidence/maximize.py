@@ -274,7 +274,8 @@ class Ascent:
         theta = post.mean
         scatter, data = self._at(theta)
         ending, finest, largest = Ending.STEPS_SPENT, 0.1 * self.xtol, math.inf
-        fixed = torch.zeros_like(start.alpha, dtype=torch.bool)
+        # Where the evidence last rose with α (a γ of zero does not show it), and where nothing is left to gain by that.
+        rises = fixed = torch.zeros_like(start.alpha, dtype=torch.bool)
         for _ in range(steps):
             alpha, noise = self.now.alpha, self.now.noise
             spent, of_mode = 0, finest
@@ -286,7 +287,9 @@ class Ascent:
             change = torch.zeros_like(alpha)
             if self.over:
                 if self.over != "weights" and len(alpha) > 1:
-                    fixed = self._fixed(start, gamma + alpha * scatter)
+                    rises = torch.where(gamma > 0, gamma > alpha * scatter, rises)
+                    least = self.now.rounding(self.now.groups.counts).clamp_min(0.1)
+                    fixed = rises & (gamma + alpha * scatter < least)  # what is left to gain is half of that at most
                 change = self._change(gamma, scatter).masked_fill(fixed, 0.0)
                 moved = (alpha * change.exp()).clamp(start.alpha / self.furthest, start.alpha * self.furthest)
                 change, alpha = (moved / alpha).log(), moved
@@ -325,14 +328,6 @@ class Ascent:
         step = secant_step(self.before, now, first=-1.0, slopes=(-2.0, -0.25), most=math.log(WINDOW))
         self.before = now
         return torch.full_like(share, step)
-
-    def _fixed(self, start: Hyperparameters, at_stake: Float[Tensor, " G"]) -> Tensor:
-        """Return which groups an ever larger precision has fixed: γ + αs is below a tenth, or within rounding of zero.
-
-        The log evidence can rise by half of that, however large the precision becomes.
-        """
-        least = self.now.rounding(self.now.groups.counts).clamp_min(0.1)
-        return (at_stake < least) & (self.now.alpha > start.alpha)
 
     def _at(self, theta: Float[Tensor, " D"]) -> tuple[Float[Tensor, " G"], Misfit | None]:
         """Return the scatter of each group at these weights, and the misfit to the targets."""
