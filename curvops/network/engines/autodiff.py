@@ -16,7 +16,8 @@ from torch.utils.dlpack import from_dlpack
 from torch.utils.flop_counter import flop_registry
 
 from curvops.network.data.batches import Batch
-from curvops.network.data.inputs import components, in_pieces, normalise, num_points, take
+from curvops.network.data.inputs import components, in_pieces, map_inputs, normalise, num_points, take
+from curvops.network.data.objects import Objects
 from curvops.network.engines.replay import EagerMode, Recorder, Replay, bytes_beside, tensors_in
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
@@ -257,6 +258,33 @@ def record_graph(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
         values = model.values
         leaves = {name: values[name].detach().requires_grad_() for name in names}
         return _Graph(model, leaves, model({**values, **leaves}, inputs))
+
+
+def record_each(model: Model, inputs: Any, names: Sequence[str], outputs: Float[Tensor, "n C"]) -> _Graph | None:
+    """Return a pass in which each point has its own copy of these parameters, so that pulls are its rows (n, *shape).
+
+    That of several points is one by `vmap`, and None if it fails or does not give these `outputs`.
+    """
+    with model.differentiating():
+        values, n = model.values, len(outputs)
+        leaves = {name: values[name].detach().expand(n, *values[name].shape).clone().requires_grad_() for name in names}
+        if n == 1:
+            own = {name: leaf[0] for name, leaf in leaves.items()}
+            return _Graph(model, leaves, model({**values, **own}, inputs))
+        if isinstance(inputs, Objects):
+            return None
+
+        def of_one(own: Blocks, point: Any) -> Tensor:
+            return model({**values, **own}, map_inputs(lambda tensor: tensor.unsqueeze(0), point)).squeeze(0)
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # detects operations that vmap runs one by one
+                mapped = torch.func.vmap(of_one)(leaves, inputs)
+        except (RuntimeError, TypeError, ValueError, Warning):  # no rule, control flow by values, randomness
+            return None
+    slack = model.eps**0.5 * outputs.abs().max()
+    return _Graph(model, leaves, mapped) if bool(((mapped - outputs).abs() <= slack).all()) else None
 
 
 def _stack(rows: list[Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from curvops.ambient import SMALL_BYTES
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import num_points, take
-from curvops.network.engines.autodiff import record_graph
+from curvops.network.engines.autodiff import record_each
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layer_calls import (
     Call,
@@ -291,7 +291,7 @@ def each_group(
             if engines.ragged and not sums:
                 yield from _without_rows(engines, calls, deltas, cotangents, start == 0)
             if others:
-                yield from _others(engines, inputs, cotangents, others, start == 0, chunk)
+                yield from _others(engines, inputs, f, cotangents, others, start == 0, chunk)
             del deltas, cotangents  # before the next ones are made
         if advance is not None:
             advance((stop - start) * n)
@@ -386,26 +386,36 @@ def group_calls(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
 def _others(
     engines: Engines,
     inputs: Any,
+    outputs: Float[Tensor, "n C"],
     cotangents: Float[Tensor, "r n C"],
     names: Sequence[str],
     first: bool,
     chunk: int,
 ) -> Iterator[Group]:
-    """Yield rows of the parameters without a layer rule, point by point, a group for each module that owns some."""
+    """Yield rows of the parameters without a layer rule, a group for each module that owns some.
+
+    They come from passes of several points, or of one each, once a pass of several has failed.
+    """
     model, together = engines.model, SMALL_BYTES // max(1, engines.plan.routes.saved_bytes)
     size = sum(model.values[name].numel() for name in names) * len(cotangents) * cotangents.element_size()
     step, total = max(1, chunk // max(1, size)), num_points(inputs)
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
-    for start in range(0, total, step):
-        gradients = []
-        for n in range(start, min(total, start + step)):
-            with model.lock:
-                graph = record_graph(model, take(inputs, slice(n, n + 1)), names)
-                gradients.append(graph.pull_together(cotangents[:, n : n + 1], together))
-        rows = {name: torch.stack([point[name] for point in gradients]) for name in names}
-        for owner in owners:
-            owner_rows = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}
-            yield Group(tuple(owner_rows), (), first, owner_rows, start)
+    width, start, stop, parts = max(1, min(step, together // len(cotangents))), 0, 0, list[Blocks]()
+    while stop < total:
+        points = slice(stop, min(total, stop + width))
+        with model.lock:
+            graph = record_each(model, take(inputs, points), names, outputs[points])
+            if graph is None:
+                width = 1
+                continue
+            parts.append(graph.pull_together(cotangents[:, points], max(1, together // width)))
+        stop = points.stop
+        if stop == total or stop - start + width > step:
+            rows = {name: torch.cat([part[name].transpose(0, 1) for part in parts]) for name in names}
+            for owner in owners:
+                owner_rows = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}
+                yield Group(tuple(owner_rows), (), first, owner_rows, start)
+            start, parts = stop, []
 
 
 class JacobianRows(ABC):
