@@ -279,9 +279,9 @@ def record_each(model: Model, inputs: Any, names: Sequence[str], outputs: Float[
 
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # detects operations that vmap runs one by one
+                warnings.filterwarnings("ignore", "There is a performance drop")  # point by point would be no faster
                 mapped = torch.func.vmap(of_one)(leaves, inputs)
-        except (RuntimeError, TypeError, ValueError, Warning):  # no rule, control flow by values, randomness
+        except (RuntimeError, TypeError, ValueError):  # no rule, control flow by values, randomness
             return None
     slack = model.eps**0.5 * outputs.abs().max()
     return _Graph(model, leaves, mapped) if bool(((mapped - outputs).abs() <= slack).all()) else None
