@@ -4,9 +4,8 @@ from curvops.errors import FewDrawsWarning, NotVectorizedWarning, UnsettledWarni
 from curvops.sampling import diagnostics
 from curvops.sampling.empirical_posterior import EmpiricalPosterior, empirical
 from curvops.sampling.extended_kalman import ExtendedKalmanFilter, KalmanState, ekf
-from curvops.sampling.feed import Minibatches, minibatches
 from curvops.sampling.langevin import baoa, sghmc, sgld, sgnht
-from curvops.sampling.log_density import LogPosterior, log_posterior
+from curvops.sampling.log_density import LogPosterior, Minibatches, log_posterior, minibatches
 from curvops.sampling.metropolis import hmc, lmc, pcn
 from curvops.sampling.reprior import GradientGap, Reprior, reprior
 from curvops.sampling.reprior_problem import ntk_precision

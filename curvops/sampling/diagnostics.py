@@ -198,11 +198,10 @@ def project(
     series = first.new_zeros((*first.shape[:2], count), dtype=torch.float64)
     device = first.device if generator is None else generator.device
     for tensor in checked.values():
-        flat = tensor.flatten(2) if tensor.ndim > 2 else tensor.unsqueeze(2)
-        for entries in flat.split(max(1, AT_A_TIME // (len(flat) * flat.shape[1])), 2):
+        for entries in _some_entries(tensor):
             columns = torch.randn(entries.shape[2], count, generator=generator, device=device, dtype=torch.float64)
             first_draw = entries[:1, :1] if spread is None else spread.ranks.line_up(entries[:1, :1])[:1]
-            moved = entries.double() - first_draw.double()  # weights may be far from zero compared with their spread
+            moved = entries - first_draw  # weights may be far from zero compared with their spread
             series += moved @ columns.to(series.device)
     if spread is None:
         return series
@@ -237,9 +236,8 @@ def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*
     total = within * (draws - 1) / draws + between
     variances = series.var(1, correction=0).unsqueeze(1)
     left = (1 - torch.arange(draws, dtype=series.dtype, device=series.device) / draws).view(1, -1, *[1] * within.ndim)
-    covariances = (
-        (autocorrelation(series) * variances * left).nan_to_num().mean(0)
-    )  # a chain that does not move has no correlation
+    covariances = autocorrelation(series) * variances * left
+    covariances = covariances.nan_to_num().mean(0)  # a chain that does not move has no correlation
     rho = 1 - (within - covariances) / total
     rho = torch.where(total > 0, rho, 0.0)
     rho[0] = 1.0
@@ -351,7 +349,8 @@ def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tup
     n, dimension = first.shape[0] * first.shape[1], 0
     sums = first.new_zeros(3, n, n, dtype=torch.float64)
     for name, tensor in points.items():
-        for x, s in zip(_parts(tensor, n), _parts(slopes[name], n)):
+        for entries, their_slopes in zip(_some_entries(tensor), _some_entries(slopes[name])):
+            x, s = entries.flatten(0, 1), their_slopes.flatten(0, 1)
             x = x - x.mean(0)  # distances lose digits if weights are far from zero
             dimension += x.shape[1]
             sums[0] += x @ x.mT
@@ -360,9 +359,10 @@ def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tup
     return (sums[0], sums[1], sums[2]), dimension
 
 
-def _parts(tensor: Tensor, n: int) -> Iterator[Float[Tensor, "n d"]]:
-    flat = tensor.flatten(0, 1).reshape(n, -1)
-    return (columns.double() for columns in flat.split(max(1, AT_A_TIME // n), 1))
+def _some_entries(tensor: Tensor) -> Iterator[Float[Tensor, "chains draws d"]]:
+    """Yield a few entries of all draws at a time, in float64."""
+    flat = tensor.reshape(*tensor.shape[:2], -1)
+    return (entries.double() for entries in flat.split(max(1, AT_A_TIME // (len(flat) * flat.shape[1])), 2))
 
 
 @torch.no_grad()

@@ -45,15 +45,14 @@ class EmpiricalPosterior(Predictive):
     """All draws, chain by chain."""
     chains: int
     through: str
-    _mean: Tensor
 
     def _facts(self) -> tuple[str, ...]:
         return (f"{len(self.draws)} draws of {self.chains} chains", f"through the {self.through}")
 
-    @property
+    @cached_property
     def mean(self) -> Float[Tensor, " D"]:
         """The mean of the draws, which is not the weights of the linearisation."""
-        return self._mean
+        return self.draws.mean(0)
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
         """Choose k of the draws at random, with replacement: independent draws of the empirical distribution.
@@ -94,11 +93,11 @@ class EmpiricalOutputs(DrawnOutputs):
     correction: ClassVar[int] = 0  # the draws are the whole distribution
 
     def functions(self) -> Float[Tensor, "k N C"]:
-        return self._values
+        return self._of_network if self.through == "network" else super().functions()
 
     @cached_property
-    def _values(self) -> Float[Tensor, "k N C"]:
-        return network_outputs(self.lin, self.x, self.weights) if self.through == "network" else super().functions()
+    def _of_network(self) -> Float[Tensor, "k N C"]:
+        return network_outputs(self.lin, self.x, self.weights)
 
     @property
     def mean(self) -> Float[Tensor, "N C"]:
@@ -149,4 +148,4 @@ def empirical(lin: Linearization, draws: Draws, through: str = "network") -> Emp
     check_like("draws", first, lin.theta, "weights")
     rows = as_vectors(lin, first if isinstance(draws, Tensor) else checked, 2, "draws").flatten(0, 1)
     refuse(len(rows) < 2, "one draw has no spread: pass several, or predict with the network itself, lin.predict(x).")
-    return EmpiricalPosterior(lin, rows, len(first), through, rows.mean(0))
+    return EmpiricalPosterior(lin, rows, len(first), through)

@@ -11,15 +11,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import StepSizes
-from curvops.checks import check_choice, check_kind, checked_number, refuse
-from curvops.linalg import Dense, Diagonal, LowRank, Operator
+from curvops.checks import check_choice, check_kind, refuse
+from curvops.linalg import Dense, Diagonal, LowRank
 from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.curvatures.ggn import root_of
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior, compress_precision
-from curvops.posterior.terms import check_linearization
 from curvops.sampling.log_density import LogPosterior, order_at_mean
-from curvops.sampling.state import Info, NoiseSource, State
+from curvops.sampling.state import Info, NoiseSource, State, identity
 from curvops.sampling.transition import Transition, checked_rank, common_arguments
 
 FORMS = ("diagonal", "dense", "low_rank_diagonal")
@@ -73,19 +72,17 @@ class ExtendedKalmanFilter(Transition):
         return density
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
-        return {"precision": self._prior_precision(state.theta)}
-
-    def _prior_precision(self, theta: Float[Tensor, " d"]) -> PrecisionTensors:
-        prior = self._target.prior
-        if prior.diagonal is None:
+        A, theta = self._target.prior.precision, state.theta
+        if not isinstance(A, Tensor):
             if self.form != "dense":
                 raise ValueError("this form needs a prior precision that is a number or a vector: use form='dense'.")
-            assert isinstance(prior.precision, Operator)
-            return {"matrix": prior.precision.to_dense().clone()}
-        diagonal = prior.diagonal.detach().expand_as(theta).clone()
+            return {"precision": {"matrix": A.to_dense().clone()}}
+        held = {"diagonal": A.detach().expand_as(theta).clone()}
         if self.form == "dense":
-            return {"matrix": torch.diag(diagonal)}
-        return {"diagonal": diagonal} | ({} if self.form == "diagonal" else {"root": theta.new_zeros(len(theta), 0)})
+            held = {"matrix": torch.diag(held["diagonal"])}
+        elif self.form == "low_rank_diagonal":
+            held["root"] = theta.new_zeros(len(theta), 0)
+        return {"precision": held}
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
         rate, _ = self._now(state)
@@ -128,7 +125,7 @@ class ExtendedKalmanFilter(Transition):
     ) -> Moved:
         before = held["matrix"]
         if self.transition_noise:  # (P⁻¹ + q I)⁻¹ = (I + q P)⁻¹ P
-            widened = torch.linalg.solve(self.transition_noise * before + _eye(before), before)
+            widened = torch.linalg.solve(self.transition_noise * before + identity(len(before), before), before)
             before = (widened + widened.mT) / 2
         matrix = before + rate * self._curvature(lin).to_dense()
         factor = torch.linalg.cholesky(matrix)
@@ -143,12 +140,12 @@ class ExtendedKalmanFilter(Transition):
             q, E = self.transition_noise, 1 + self.transition_noise * diagonal
             scaled = W / E.unsqueeze(1)
             inner = q * W.mT @ scaled
-            factor = torch.linalg.cholesky(inner + _eye(inner))
+            factor = torch.linalg.cholesky(inner + identity(len(inner), inner))
             diagonal, W = diagonal / E, torch.linalg.solve_triangular(factor, scaled.mT, upper=False).mT
         root = root_of(self._curvature(lin))
         assert root is not None
         W = torch.cat([W, math.sqrt(rate) * root.to_dense()], 1)
-        precision = LowRank(W, W.new_ones(W.shape[1])).add_diagonal(diagonal)
+        precision = _low_rank_plus(W, diagonal)
         move = precision.solve(slope.unsqueeze(1)).squeeze(1)  # uses the whole batch: only the stored root is truncated
         if W.shape[1] <= self.rank:
             return {"diagonal": diagonal, "root": W}, move
@@ -174,7 +171,6 @@ class ExtendedKalmanFilter(Transition):
         Raises:
             TypeError, ValueError: the state is of another kind, or the linearisation has other parameters or weights.
         """
-        check_linearization(lin)
         order, held = order_at_mean(lin, state), state.precision
         if self.form == "diagonal":
             entries = held["diagonal"][order]
@@ -182,9 +178,7 @@ class ExtendedKalmanFilter(Transition):
         if self.form == "dense":
             matrix = held["matrix"][order][:, order]
             return GaussianPosterior.of(lin, precision=Dense(matrix, psd=True).add_diagonal(0.0))
-        root = held["root"][order]
-        low_rank = LowRank(root, root.new_ones(root.shape[1]))
-        return GaussianPosterior.of(lin, precision=low_rank.add_diagonal(held["diagonal"][order]))
+        return GaussianPosterior.of(lin, precision=_low_rank_plus(held["root"][order], held["diagonal"][order]))
 
 
 def ekf(
@@ -239,14 +233,10 @@ def ekf(
     check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(model, likelihood, ...)")
     shared = log_posterior.ranks is not None
     refuse(shared, "ekf is not for a log posterior over a process group: filter all data in each process.")
-    return ExtendedKalmanFilter(
-        **common_arguments(log_posterior, lr, 1.0, None, None),
-        form=form,
-        fisher=fisher,
-        transition_noise=checked_number("transition_noise", transition_noise, "[0, inf)"),
-        rank=checked_rank(rank, form),
-    )
+    arguments = common_arguments(log_posterior, lr, 1.0, None, None, transition_noise=transition_noise)
+    return ExtendedKalmanFilter(**arguments, form=form, fisher=fisher, rank=checked_rank(rank, form))
 
 
-def _eye(like: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    return torch.eye(len(like), dtype=like.dtype, device=like.device)
+def _low_rank_plus(root: Float[Tensor, "d r"], diagonal: Float[Tensor, " d"]) -> Any:
+    """Return W Wᵀ plus a diagonal, for a root W."""
+    return LowRank(root, root.new_ones(root.shape[1])).add_diagonal(diagonal)

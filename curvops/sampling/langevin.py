@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Density, Preconditioning, StepSizes
-from curvops.checks import checked_number
 from curvops.sampling.state import Info, MomentumState, NoiseSource, State
 from curvops.sampling.transition import Transition, common_arguments
 
@@ -72,8 +71,7 @@ def sgld(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
         torch.Size([1, 5, 17])
     """
-    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    return SGLD(**shared, beta=checked_number("beta", beta, "[0, inf)"))
+    return SGLD(**common_arguments(log_posterior, step_size, temperature, data_size, preconditioner, beta=beta))
 
 
 def deviation(variance: float, beta: float) -> float:
@@ -98,12 +96,9 @@ class MomentumSampler(Transition):
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         _, T = self._now(state)
-        m = (
-            self.metric.noise(noise, state.theta).mul_(self.sigma * math.sqrt(T))
-            if T
-            else torch.zeros_like(state.theta)
-        )
-        return {"momentum": m}
+        if not T:
+            return {"momentum": torch.zeros_like(state.theta)}
+        return {"momentum": self.metric.noise(noise, state.theta).mul_(self.sigma * math.sqrt(T))}
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -116,14 +111,17 @@ class SGHMC(MomentumSampler):
     def _step(self, state: MomentumState, batch: Any, noise: NoiseSource) -> Info:
         value, g = self._gradient(state, batch)
         eps, T = self._now(state)
-        s, alpha, theta, m = self.s, self.alpha, state.theta, state.momentum
-        spread = deviation(T * eps * (2 * alpha - T * eps * self.beta), self.beta)
+        s, theta, m = self.s, state.theta, state.momentum
+        spread = deviation(T * eps * (2 * self.alpha - T * eps * self.beta), self.beta)
         if not self.momentum_first:
             theta.add_(m, alpha=eps * s)
-        self.metric.kick(m.mul_(1 - eps * s * alpha), g, eps, spread, noise)
+        self.metric.kick(m.mul_(1 - eps * s * self._friction(state)), g, eps, spread, noise)
         if self.momentum_first:
             theta.add_(m, alpha=eps * s)
         return Info(value)
+
+    def _friction(self, state: Any) -> Any:
+        return self.alpha
 
     def stability_limit(self, curvature: float) -> float | None:
         h, s, alpha = curvature, self.s, self.alpha
@@ -143,10 +141,9 @@ class ThermostatState(MomentumState):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class SGNHT(MomentumSampler):
+class SGNHT(SGHMC):
     """SGHMC with the thermostat x instead of α in the friction; x += ε(s mᵀD⁻¹m/d − 𝒯)."""
 
-    beta: float = 0.0
     state_type: ClassVar[type[State]] = ThermostatState
     cold: ClassVar[str] = (
         "temperature=0: the thermostat of sgnht would lower the friction until it diverges; use sghmc at "
@@ -158,16 +155,15 @@ class SGNHT(MomentumSampler):
         x = noise.normal(state.theta[..., :1]).squeeze(-1).mul_(math.sqrt(T / state.structure.size)).add_(self.alpha)
         return momenta | {"thermostat": x}
 
-    def _step(self, state: ThermostatState, batch: Any, noise: NoiseSource) -> Info:
-        value, g = self._gradient(state, batch)
-        eps, T = self._now(state)
-        s, alpha, theta, m, x = self.s, self.alpha, state.theta, state.momentum, state.thermostat
-        spread = deviation(T * eps * (2 * alpha - T * eps * self.beta), self.beta)
-        heat = s * (m * self.metric.solve(m)).mean(-1) - T
-        theta.add_(m, alpha=eps * s)
-        self.metric.kick(m.mul_(1 - eps * s * x.unsqueeze(-1)), g, eps, spread, noise)
-        x.add_(heat, alpha=eps)
-        return Info(value)
+    def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
+        (eps, T), m = self._now(state), state.momentum
+        heat = self.s * (m * self.metric.solve(m)).mean(-1) - T
+        info = super()._step(state, batch, noise)
+        state.thermostat.add_(heat, alpha=eps)
+        return info
+
+    def _friction(self, state: Any) -> Any:
+        return state.thermostat.unsqueeze(-1)
 
     def stability_limit(self, curvature: float) -> float | None:
         return self.alpha / curvature if curvature > 0 else None
@@ -223,8 +219,8 @@ def sghmc(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
         torch.Size([1, 5, 17])
     """
-    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    shared |= friction(alpha, sigma) | {"beta": checked_number("beta", beta, "[0, inf)")}
+    options = {"alpha": alpha, "sigma": sigma, "beta": beta}
+    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner, **options)
     return SGHMC(**shared, momentum_first=momentum_first)
 
 
@@ -271,14 +267,8 @@ def sgnht(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
         torch.Size([1, 5, 17])
     """
-    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    shared |= friction(alpha, sigma) | {"beta": checked_number("beta", beta, "[0, inf)")}
-    return SGNHT(**shared)
-
-
-def friction(alpha: Any, sigma: Any) -> dict[str, float]:
-    """Check α and σ and return them by name."""
-    return {"alpha": checked_number("alpha", alpha), "sigma": checked_number("sigma", sigma)}
+    options = {"alpha": alpha, "sigma": sigma, "beta": beta}
+    return SGNHT(**common_arguments(log_posterior, step_size, temperature, data_size, preconditioner, **options))
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -346,5 +336,5 @@ def baoa(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
         torch.Size([1, 5, 17])
     """
-    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    return BAOA(**(shared | friction(alpha, sigma)))
+    options = {"alpha": alpha, "sigma": sigma}
+    return BAOA(**common_arguments(log_posterior, step_size, temperature, data_size, preconditioner, **options))

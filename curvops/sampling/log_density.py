@@ -1,13 +1,13 @@
 """The log posterior of a network in the form of samplers: mean log-likelihood of a batch + log prior / N.
 
 A sampler evaluates it and its gradient at the vectors of a state: one point, or k points together or one by one
-(`Evaluation`).
+(`Evaluation`). Its batches may be `minibatches`, drawn from the points of one process or of all ranks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
@@ -15,16 +15,25 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from curvops.argument_types import GivenBatch, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
+from curvops.argument_types import (
+    Collate,
+    Data,
+    GivenBatch,
+    LikelihoodChoice,
+    Network,
+    ParameterChoice,
+    PriorMean,
+    PriorPrecision,
+)
 from curvops.checkpoint import identify
-from curvops.checks import check_like, check_shape, checked_whole, refuse, shown
+from curvops.checks import check_kind, check_like, check_shape, checked_whole, drawn_seed, refuse, shown
 from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
-from curvops.network.data.batch_parts import parts_of, require_aligned, sizes_of
+from curvops.network.data.batch_parts import parts_of, read_parts, sizes_of
 from curvops.network.data.batches import Batches, Reading
-from curvops.network.data.inputs import Inputs, batch_inputs, move, move_tensor, take
+from curvops.network.data.inputs import Inputs, move, move_tensor, take
+from curvops.network.data.point_sources import with_collate
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
 from curvops.network.likelihoods.conversions import interpretation_of
@@ -39,10 +48,10 @@ from curvops.network.trained.first_points import (
 from curvops.network.walks.engine_cache import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
-from curvops.posterior.terms import Prior
+from curvops.posterior.terms import Prior, check_linearization
 from curvops.ranks.process_group import Ranks
-from curvops.ranks.shard import Shard
-from curvops.sampling.state import State, Structure
+from curvops.ranks.shard import ChosenPoints, Shard
+from curvops.sampling.state import State, Structure, times_rows
 from curvops.summary import summary
 
 LogDensity = Callable[[Any, Any], Tensor]
@@ -119,22 +128,21 @@ class LogPosterior:
 
     def log_likelihood(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return the mean of log p(y | x, params) over the points of the batch, of all ranks."""
-        return self._log_probabilities(self.ordered(params), batch).mean()
+        return self.own_log_likelihood(self.ordered(params), batch)
 
     def _log_probabilities(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, " n"]:
         """Return log p(y | x, params) at each position of the batch, for parameters in order."""
-        points, targets, weights = parts_of(batch, self.weighted)
+        inputs, targets, weights = read_parts(batch, self.weighted, labelled=True)
         first = next(iter(params.values()))
-        place, n = (first.device, first.dtype), max(sizes_of(targets))
-        inputs = move(batch_inputs(points, n), *place)
-        require_aligned(inputs, targets, weights)
+        place = first.device, first.dtype
+        inputs = move(inputs, *place)
         likelihood = self._likelihood[0] if self._likelihood else self._likelihood_at(inputs, targets)
         values = params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
         outputs, layout = self.model(values, inputs), self.model.layout
         assert layout is not None
-        if len(outputs) != n:
-            raise ValueError(f"the model returns {len(outputs)} rows for a batch of {n} points: return one per point.")
         y = move_tensor(layout.targets(targets), *place)
+        if len(outputs) != len(y):
+            raise ValueError(f"the model returns {len(outputs)} rows for {len(y)} points: return one per point.")
         shape = getattr(targets, "shape", torch.Size())
         w = None if weights is None else layout.weights(weights, shape).to(*place)
         return likelihood.log_prob(outputs, y, w)
@@ -143,22 +151,18 @@ class LogPosterior:
         """Return the number of points of a batch, of all ranks."""
         return max(sizes_of(parts_of(batch, self.weighted)[1]))
 
-    # What samplers use: autograd differentiates one part, and the rest is added to value and gradient.
+    # What samplers use: autograd differentiates the likelihood, and the prior is added to value and gradient.
 
-    def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
-        """Return the part of the log posterior that autograd differentiates, without a prior of closed form."""
-        mean = self._log_probabilities(params, batch).mean()
-        in_closed_form = isinstance(self.prior.precision, Tensor)
-        return mean if in_closed_form else mean + self.log_prior(params) / self.data_size
+    def own_log_likelihood(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
+        """Return this process's part of `log_likelihood`, for parameters in order; the parts add up over the ranks."""
+        return self._log_probabilities(params, batch).mean()
 
-    def completed(
+    def with_prior(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
     ) -> tuple[Float[Tensor, "*k"], Any]:
-        """Return the log posterior and its gradient from those of the `differentiated` part at these vectors."""
-        if not isinstance(self.prior.precision, Tensor):
-            return value, gradient
-        gap = theta - self.prior.mean
-        pull = self.prior.precision * gap / self.data_size
+        """Return the log posterior and its gradient from those of `own_log_likelihood` at these vectors."""
+        A, gap = self.prior.precision, theta - self.prior.mean
+        pull = (A * gap if isinstance(A, Tensor) else times_rows(A, gap)) / self.data_size
         value = value - 0.5 * (pull * gap).sum(-1)
         return value, None if gradient is None else gradient.sub_(pull)
 
@@ -258,32 +262,25 @@ class SharedLogPosterior(LogPosterior):
         return self.shard.ranks
 
     def log_likelihood(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
-        points, local = self._of_rank(batch)
         replicas = {name: self.ranks.replicate(value) for name, value in self.ordered(params).items()}
-        return self.ranks.add_up(self._sum(replicas, local)) / points
+        return self.ranks.add_up(self.own_log_likelihood(replicas, batch))
 
-    def differentiated(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
-        """Return this rank's part of the log posterior; the parts add up to the whole over the ranks."""
+    def own_log_likelihood(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         points, local = self._of_rank(batch)
-        params = self.ordered(params)
-        return self._sum(params, local) / points + self.log_prior(params) / (self.data_size * self.ranks.size)
+        if local is not None and super().num_points(local):
+            return self._log_probabilities(params, local).sum() / points
+        return 0 * torch.stack([value.sum() for value in params.values()]).sum()
 
-    def completed(
+    def with_prior(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
     ) -> tuple[Float[Tensor, "*k"], Any]:
         if gradient is None:
-            return self.ranks.add_up(value), None
+            return super().with_prior(self.ranks.add_up(value), None, theta)
         both = self.ranks.add_up(torch.cat([gradient, value.unsqueeze(-1)], -1))  # in one message
-        return both[..., -1].clone(), both[..., :-1]
+        return super().with_prior(both[..., -1].clone(), both[..., :-1], theta)
 
     def num_points(self, batch: GivenBatch) -> int:
         return self._of_rank(batch)[0]
-
-    def _sum(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, ""]:
-        """Return the sum of log p(y | x, params) over the points of a batch, which may have none."""
-        if batch is not None and super().num_points(batch):
-            return self._log_probabilities(params, batch).sum()
-        return 0 * torch.stack([value.sum() for value in params.values()]).sum()
 
     def _of_rank(self, batch: Any) -> tuple[int, Any]:
         """Return the number of points of a batch, of all ranks, and those that this rank holds."""
@@ -306,10 +303,6 @@ class Evaluation:
     def __repr__(self) -> str:
         return summary(self.log_posterior)
 
-    def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
-        """Return the value of log_posterior."""
-        return self.gradient(theta, structure, batch, wanted=False)[0]
-
     def gradient(
         self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any, wanted: bool = True
     ) -> tuple[Float[Tensor, "*k"], Any]:
@@ -317,21 +310,17 @@ class Evaluation:
         if theta.ndim > 1 and not self._together[0]:
             values, gradients = zip(*[self.gradient(row, structure, batch, wanted) for row in theta])
             return torch.stack(values), torch.stack(gradients) if wanted else None
-        f, at_one, leaves = self.log_posterior, partial(self._at_one, structure, batch), structure.parts(theta.detach())
-        for leaf in leaves:
-            leaf.requires_grad_(wanted)
+        f, at_one, point = self.log_posterior, partial(self._at_one, structure, batch), theta.detach()
+        point.requires_grad_(wanted)
         try:
             with torch.set_grad_enabled(wanted):
-                value = at_one(*leaves) if theta.ndim == 1 else torch.vmap(at_one)(*leaves)
+                value = at_one(point) if theta.ndim == 1 else torch.vmap(at_one)(point)
         except (RuntimeError, NotImplementedError) as error:
             self._fall_back(error, theta)
             return self.gradient(theta, structure, batch, wanted)
-        gradient = None
-        if wanted:
-            unused = isinstance(f, LogPosterior)  # the prior, added below, depends on all parameters of a network
-            slopes = torch.autograd.grad(value, leaves, torch.ones_like(value), materialize_grads=unused)
-            value, gradient = value.detach(), structure.concatenate(slopes, theta.ndim - 1)
-        return f.completed(value, gradient, theta) if isinstance(f, LogPosterior) else (value, gradient)
+        gradient = torch.autograd.grad(value, point, torch.ones_like(value))[0] if wanted else None
+        value = value.detach()
+        return f.with_prior(value, gradient, theta) if isinstance(f, LogPosterior) else (value, gradient)
 
     def _fall_back(self, error: Exception, theta: Tensor) -> None:
         """Evaluate k points one by one from now on; raise the error if that is no remedy."""
@@ -345,10 +334,10 @@ class Evaluation:
         )
         self._together[:] = [False]
 
-    def _at_one(self, structure: Structure, batch: Any, *parts: Tensor) -> Tensor:
+    def _at_one(self, structure: Structure, batch: Any, vector: Float[Tensor, " d"]) -> Tensor:
         """Return what is differentiated at one point; raise TypeError unless it is one real number."""
-        f = self.log_posterior.differentiated if isinstance(self.log_posterior, LogPosterior) else self.log_posterior
-        value = f(pytree.tree_unflatten(parts, structure.spec), batch)
+        f = self.log_posterior
+        value = (f.own_log_likelihood if isinstance(f, LogPosterior) else f)(structure.unflatten(vector), batch)
         if not isinstance(value, Tensor) or value.ndim:
             raise TypeError(f"log_posterior must return one number, the mean over the batch, got {shown(value)}.")
         return value
@@ -408,10 +397,7 @@ def log_posterior(
         raise ValueError('for parameters="last_layer" pass co.linearize(model, data, likelihood, "last_layer").')
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
     several = likelihoods_by_name(likelihood)
-    if several is not None:
-        likelihood = {name: _owned(member) for name, member in several.items()}
-    else:
-        likelihood = _owned(likelihood)
+    likelihood = _owned(likelihood) if several is None else {name: _owned(member) for name, member in several.items()}
     network = Model(model, parameters)
     return LogPosterior(network, as_prior(prior_precision, prior_mean, network), size, weights, likelihood)
 
@@ -452,8 +438,9 @@ def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Flo
 def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:
     """Return the position in the state's vector of each weight of the linearisation.
 
-    Raises ValueError if the linearisation has other parameters, or other weights than the state.
+    Raises TypeError if it is not a linearisation, ValueError if it has other parameters or weights than the state.
     """
+    check_linearization(lin)
     positions = torch.arange(state.structure.size, device=state.theta.device, dtype=torch.float64)
     order = as_vectors(lin, state.structure.unflatten(positions), 0, "the state's params").long()
     mean = state.theta[order]
@@ -466,3 +453,85 @@ def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:
             f"put the mean into the model, model.load_state_dict({weights}, strict=False), and linearise again."
         )
     return order
+
+
+class Minibatches:
+    """Passes over the points of all ranks in random order, cut into minibatches; see `co.sampling.minibatches`.
+
+    Args:
+        points: the points, chosen by their index.
+        size: the number of points of a minibatch.
+        seed: the seed of the order.
+        shared: whether the ranks share the points.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> batches = co.sampling.minibatches(density, (x, y), 4)
+        >>> type(batches).__name__
+        'Minibatches'
+    """
+
+    def __init__(self, points: ChosenPoints, size: int, seed: int, shared: bool) -> None:
+        self._points, self._size, self._shared = points, size, shared
+        self.generator = torch.Generator().manual_seed(seed)
+        """The generator of the orders, whose state `co.sampling.run` saves in checkpoints."""
+
+    def __repr__(self) -> str:
+        return f"Minibatches({len(self)} of {self._size} points, {self._points.total} in all)"
+
+    def __len__(self) -> int:
+        """Return the number of minibatches of a pass."""
+        return -(-self._points.total // self._size)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, points in self._points.minibatches(self._size, self.generator):
+            yield Share(batch, points) if self._shared else batch
+
+
+def minibatches(
+    log_posterior: LogPosterior,
+    data: Data,
+    size: int,
+    generator: torch.Generator | None = None,
+    *,
+    collate: Collate | None = None,
+) -> Minibatches:
+    """Shuffle the points of all ranks anew in each pass, and cut them into minibatches; each rank gets its own part.
+
+    Equal seeds give equal minibatches for any number of ranks, which may hold any parts of the data: points are
+    numbered in the order of the ranks. In one process they are minibatches like those of a DataLoader.
+
+    Args:
+        log_posterior: the result of `co.sampling.log_posterior`, for a linearisation over a process group or not.
+        data: the points of this rank: tensors (X, y), as in `co.linearize`, or a Dataset of such points, of which only
+            the chosen ones are read.
+        size: the number of points of a minibatch, on all ranks together; the last one of a pass may have fewer.
+        generator: the source of the orders, with equal seeds on all ranks; None uses torch's default generator.
+        collate: as in `co.linearize`, for data with a list of points.
+
+    Returns:
+        The `batches` for `co.sampling.run`: an iterable that can be read any number of times.
+
+    Raises:
+        TypeError, ValueError: the log posterior or the data are of another kind, the number of points differs from that
+            of the linearisation, or size is not a whole number from 1 to N.
+        RanksDifferError: seeds or sizes differ.
+
+    Cost: no messages after this call; the order of N points on each rank.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> batches = co.sampling.minibatches(density, (x, y), 4, generator=torch.Generator().manual_seed(0))
+        >>> co.sampling.run(co.sampling.sgld(density, 1e-3), density.params, batches, steps=5).theta.shape
+        torch.Size([1, 5, 17])
+    """
+    check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(...)")
+    shard = log_posterior.shard if isinstance(log_posterior, SharedLogPosterior) else None
+    count = log_posterior.data_size
+    size = checked_whole("size", size, 1, count)
+    data = with_collate(data, collate)
+    points = ChosenPoints.of(data, log_posterior.weighted, shard, count)
+    seed = drawn_seed(generator)
+    if shard is not None:
+        shard.ranks.require_equal({"the size of minibatches": size, "the seed of minibatches": seed})
+    return Minibatches(points, size, seed, shard is not None)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvops.argument_types import Covariance, Density, Preconditioning, StepSizes, Tree
-from curvops.checks import checked_number, checked_whole, refuse
-from curvops.linalg import Diagonal, Inverse
+from curvops.checks import checked_whole, refuse
+from curvops.linalg import Inverse
 from curvops.posterior.terms import Prior
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Info, MomentumState, NoiseSource, State, flatten, long_dot
@@ -62,17 +62,19 @@ class Metropolis(Transition):
 
 
 def accept_or_reject(
-    energy_error: Float[Tensor, "*k"], noise: NoiseSource, like: Tensor
-) -> tuple[Tensor, Bool[Tensor, "*k"]]:
-    """Return min(1, e^{−ΔH}), the probability of accepting a proposal (0 if ΔH is NaN), and whether it is accepted."""
+    state: MetropolisState, energy_error: Float[Tensor, "*k"], noise: NoiseSource, **proposal: Tensor
+) -> Info:
+    """Write the proposed fields into the state of each chain that accepts them, with probability min(1, e^{−ΔH}).
+
+    The probability is 0 if ΔH is NaN.
+    """
     probability = (-energy_error).clamp_max(0).exp().nan_to_num(0.0)
-    return probability, noise.uniform(like) < probability
-
-
-def write_accepted(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tensor) -> None:
-    """Write the proposal over the current values of the chains that accept it."""
-    where = accepted if proposal.ndim == accepted.ndim else accepted.unsqueeze(-1)
-    torch.where(where, proposal.to(present), present, out=present)
+    accepted = noise.uniform(state.theta) < probability
+    for name, proposed in proposal.items():
+        present = getattr(state, name)
+        where = accepted if proposed.ndim == accepted.ndim else accepted.unsqueeze(-1)
+        torch.where(where, proposed.to(present), present, out=present)
+    return Info(state.value.clone(), probability, energy_error)
 
 
 def _versions(batch: Any) -> list[int]:
@@ -122,13 +124,8 @@ class Leapfrog(Metropolis):
         # Differences before sums, since the energies themselves may be a million times as large.
         kinetic = long_dot(m - m0, D.solve(m + m0)) * (s / 2)
         energy_error = (kinetic - (value.double() - state.value.double())) / T
-        probability, accepted = accept_or_reject(energy_error, noise, theta)
-        write_accepted(accepted, theta, state.theta)
-        write_accepted(accepted, value, state.value)
-        write_accepted(accepted, g, state.gradient)
         state.momentum.copy_(m0.neg_())
-        write_accepted(accepted, m, state.momentum)
-        return Info(state.value.clone(), probability, energy_error)
+        return accept_or_reject(state, energy_error, noise, theta=theta, value=value, gradient=g, momentum=m)
 
     def stability_limit(self, curvature: float) -> float | None:
         return 2 * self.sigma / math.sqrt(curvature) if curvature > 0 else None
@@ -176,9 +173,8 @@ def hmc(
         >>> bool(co.sampling.run(sampler, density.params, [(x, y)], steps=5).acceptance.mean() > 0.5)
         True
     """
-    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    steps = checked_whole("leapfrog_steps", leapfrog_steps)
-    return Leapfrog(**shared, leapfrog_steps=steps, refreshment=1.0, sigma=checked_number("sigma", sigma))
+    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner, sigma=sigma)
+    return Leapfrog(**shared, leapfrog_steps=checked_whole("leapfrog_steps", leapfrog_steps), refreshment=1.0)
 
 
 def lmc(
@@ -222,9 +218,9 @@ def lmc(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).acceptance.shape
         torch.Size([1, 5])
     """
-    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    share = checked_number("refreshment", refreshment, "(0, 1]")
-    return Leapfrog(**shared, leapfrog_steps=1, refreshment=share, sigma=checked_number("sigma", sigma))
+    options = {"refreshment": refreshment, "sigma": sigma}
+    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner, **options)
+    return Leapfrog(**shared, leapfrog_steps=1)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -235,7 +231,7 @@ class CrankNicolson(Metropolis):
     largest_step: ClassVar[float] = 1.0
 
     def _evaluate(self, state: MetropolisState, batch: Any) -> Tensor:
-        return self.density.value(state.theta, state.structure, batch)
+        return self.density.gradient(state.theta, state.structure, batch, wanted=False)[0]
 
     def _step(self, state: MetropolisState, batch: Any, noise: NoiseSource) -> Info:
         self._refresh(state, batch)
@@ -245,15 +241,12 @@ class CrankNicolson(Metropolis):
         gap = state.theta - c
         moved = C.noise(noise, gap).mul_(eps * math.sqrt(tau)).add_(gap, alpha=math.sqrt(1 - eps**2))
         theta = moved + c
-        value = self.density.value(theta, state.structure, batch)
+        value, _ = self.density.gradient(theta, state.structure, batch, wanted=False)
 
         # log N(·; c, τC) is subtracted from log p/𝒯 at both ends, as a difference before the sum.
         prior = long_dot(moved - gap, C.solve(moved + gap)) / (2 * tau)
         energy_error = -(value.double() - state.value.double()) / T - prior
-        probability, accepted = accept_or_reject(energy_error, noise, theta)
-        write_accepted(accepted, theta, state.theta)
-        write_accepted(accepted, value, state.value)
-        return Info(state.value.clone(), probability, energy_error)
+        return accept_or_reject(state, energy_error, noise, theta=theta, value=value)
 
 
 def pcn(
@@ -298,18 +291,17 @@ def pcn(
         torch.Size([1, 5])
     """
     prior = getattr(log_posterior, "prior", None)
-    if covariance is None and not isinstance(prior, Prior):
-        raise ValueError("covariance is missing: pass a number, a vector (d,) or an operator.")
     if covariance is None:
-        assert isinstance(prior, Prior)
+        if not isinstance(prior, Prior):
+            raise ValueError("covariance is missing: pass a number, a vector (d,) or an operator.")
         A = prior.precision
-        covariance = Inverse(A) if not isinstance(A, Tensor) else float(1 / A) if A.ndim == 0 else Diagonal(1 / A)
+        covariance = Inverse(A) if not isinstance(A, Tensor) else float(1 / A) if A.ndim == 0 else 1 / A
         mean = prior.mean if mean is None else mean
     shared = common_arguments(log_posterior, step_size, temperature, data_size, None)
     shared["metric"] = as_metric(covariance, "covariance")
     if mean is None or isinstance(mean, int | float):
         centre = torch.as_tensor(0.0 if mean is None else float(mean), dtype=torch.float64)
     else:
-        centre = mean.detach().clone() if isinstance(mean, Tensor) and mean.ndim < 2 else flatten(mean)[0]
+        centre = mean.detach().clone() if isinstance(mean, Tensor) and mean.ndim < 2 else flatten([mean])[0][0]
     refuse(not centre.isfinite().all(), "mean holds NaN or Inf.")
     return CrankNicolson(**shared, mean=centre)

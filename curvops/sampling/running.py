@@ -1,9 +1,13 @@
-"""Many steps of a sampler, in one chain or several: warm-up that tunes a step size, thinning, and divergence."""
+"""Many steps of a sampler, in one chain or several: warm-up that tunes a step size, thinning, and divergence.
+
+A run reads its batches in endless passes, each of which a later run can continue.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -11,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
 
 from curvops.ambient import Progress, as_step, check_progress, progress_bar
 from curvops.argument_types import GivenBatch, SamplingMethod, Start
@@ -19,11 +24,58 @@ from curvops.checks import check_kind, check_options, checked_number, refuse
 from curvops.errors import DivergenceError
 from curvops.linalg.core.algorithm import algorithm
 from curvops.ranks.process_group import Ranks, Spread
-from curvops.sampling.feed import Feed, require_repeatable
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.state import Chain, Info, State
 from curvops.sampling.transition import Constant, Transition
 from curvops.storage import from_record
+
+
+class Feed:
+    """An endless sequence of batches; `Feed(batches, position)` continues from a `position`.
+
+    batches: an iterable that can be read again (a list, a DataLoader), or None for a density without data.
+    """
+
+    def __init__(self, batches: Any, position: Any = None) -> None:
+        self._batches = _checked(batches)
+        self.position: dict[str, Any] = position or {"index": 0, "generator": None}
+        """The number of batches used in this pass, and the state of the loader's generator when the pass began."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batches is None:
+            yield from itertools.repeat(None)
+        source = getattr(self._batches, "generator", None)
+        while True:
+            skipped, state = self.position["index"], self.position["generator"]
+            if isinstance(source, torch.Generator):
+                if state is None:
+                    state = source.get_state()
+                else:
+                    source.set_state(state.cpu())
+            for index, batch in enumerate(self._batches, 1):
+                if index > skipped:
+                    self.position = {"index": index, "generator": state}
+                    yield batch
+            empty = not self.position["index"]
+            refuse(empty, f"the data are empty: a pass over this {type(self._batches).__name__} gave no batch.")
+            self.position = {"index": 0, "generator": None}
+
+
+def require_repeatable(batches: Any) -> None:
+    """Raise ValueError if passes are shuffled by a generator that a later run cannot restore."""
+    if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler) and batches.generator is None:
+        raise ValueError("a checkpoint needs the same batches again: give the DataLoader a generator=.")
+
+
+def _checked(batches: Any) -> Any:
+    """Return the batches; raise TypeError unless they can be read again in every pass."""
+    pair = isinstance(batches, tuple) and len(batches) in (2, 3) and isinstance(batches[0], Tensor)
+    if isinstance(batches, Iterator | Tensor | str) or pair or not (batches is None or isinstance(batches, Iterable)):
+        raise TypeError(
+            "batches must be a list of batches, [(inputs, targets)] if each step uses all data, or a DataLoader, got "
+            f"{type(batches).__name__}. Pass torch.utils.data.DataLoader(dataset, batch_size=..., shuffle=True)."
+        )
+    return batches
 
 
 class Watch:
@@ -249,8 +301,7 @@ class _RunState:
 
     def record(self) -> dict[str, Any]:
         """Return the state as plain values and tensors."""
-        state = {f.name: getattr(self.state, f.name) for f in fields(self.state)}
-        state = {name: value for name, value in state.items() if isinstance(value, Tensor | dict)}
+        state = {name: value for name, value in vars(self.state).items() if isinstance(value, Tensor | dict)}
         return vars(self) | {"state": state}
 
     def restore(self, record: Any) -> _RunState:
@@ -272,12 +323,12 @@ def _take_steps(
 ) -> _RunState:
     """Take all remaining steps."""
     total = warmup + now.traces["log_posterior"].shape[1]
-    watch, adapted = Watch(sampler), _with_step_size(sampler, now.adaptation, now.done < warmup)
+    watch, adapted, batches = Watch(sampler), _with_step_size(sampler, now.adaptation, now.done < warmup), iter(feed)
     with progress_bar("sampling", total, progress) as bar:
         bar.done = now.done
         try:
             while now.done < total:
-                batch, warming_up = feed.next(), now.done < warmup
+                batch, warming_up = next(batches), now.done < warmup
                 if sampler.metropolis and feed.position["index"] > 1:
                     raise ValueError("a pass gives several batches, but this sampler needs all data, [(X, y)].")
                 watch.before(now.state, batch)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Float64, Int, UInt8
+from linear_operator import LinearOperator
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -28,45 +29,33 @@ class Structure(FlatLayout):
 
     spec: Any
 
-    def __repr__(self) -> str:
-        return f"Structure({len(self.names)} tensors, d={self.size})"
-
     def unflatten(self, vector: Float[Tensor, "*k d"]) -> Any:
         """Return the user's tree (a mapping by name, a tuple, one tensor, …), whose tensors are views of a vector."""
         return pytree.tree_unflatten(self.parts(vector), self.spec)
 
 
-def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
-    """Copy a tree of parameters into one vector; return it and its layout.
+def flatten(trees: list[Any]) -> tuple[Float[Tensor, "k d"], Structure]:
+    """Copy trees of parameters into vectors, one for each; return them and their layout.
 
     Raises:
         TypeError: a leaf is not a real floating-point tensor.
-        ValueError: tensors differ in dtype or device, or hold NaN or Inf.
+        ValueError: tensors differ in dtype or device, or hold NaN or Inf; or the trees differ in their tensors.
     """
-    paths_and_leaves, spec = pytree.tree_flatten_with_path(params)
-    leaves: dict[str, Tensor] = {}
-    for path, leaf in paths_and_leaves:
-        name = f"params{pytree.keystr(path)}"
-        check_kind(name, leaf, Tensor, "a tensor: params are a tree of tensors, such as dict(model.named_parameters())")
-        if not leaf.is_floating_point():
-            raise TypeError(f"{name} is {leaf.dtype}, which cannot be sampled: keep it inside log_posterior.")
-        leaves[name] = leaf.detach()
-    first_name, first = next(iter(leaves.items()))
-    for name, leaf in leaves.items():
-        check_like(name, leaf, first, first_name)
-        refuse(not leaf.isfinite().all(), f"{name} holds NaN or Inf.")
-    structure = Structure(tuple(leaves), tuple(leaf.shape for leaf in leaves.values()), spec)
-    return structure.concatenate(list(leaves.values())), structure
-
-
-def flatten_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"], Structure]:
-    """Copy a list of trees, one for each chain, into vectors (k, d); return them and their layout.
-
-    Raises:
-        ValueError: the list is longer or shorter than k, or the trees differ in their tensors.
-    """
-    refuse(len(starts) != chains, f"{len(starts)} starts for {chains} chains: pass params that are a list as a tuple.")
-    rows, structures = zip(*[flatten(start) for start in starts])
+    rows, structures = [], []
+    for tree in trees:
+        paths_and_leaves, spec = pytree.tree_flatten_with_path(tree)
+        leaves = {f"params{pytree.keystr(path)}": leaf for path, leaf in paths_and_leaves}
+        first_name, first = next(iter(leaves.items()))
+        for name, leaf in leaves.items():
+            check_kind(
+                name, leaf, Tensor, "a tensor: params are a tree of tensors, such as dict(model.named_parameters())"
+            )
+            if not leaf.is_floating_point():
+                raise TypeError(f"{name} is {leaf.dtype}, which cannot be sampled: keep it inside log_posterior.")
+            check_like(name, leaf, first, first_name)
+            refuse(not leaf.isfinite().all(), f"{name} holds NaN or Inf.")
+        structures.append(Structure(tuple(leaves), tuple(leaf.shape for leaf in leaves.values()), spec))
+        rows.append(structures[-1].concatenate([leaf.detach() for leaf in leaves.values()]))
     if any((other.names, other.shapes) != (structures[0].names, structures[0].shapes) for other in structures):
         raise ValueError("the starts differ in the names or shapes of their tensors: all chains need the same.")
     return torch.stack(rows), structures[0]
@@ -75,6 +64,17 @@ def flatten_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"]
 def long_dot(a: Float[Tensor, "*k d"], b: Float[Tensor, "*k d"]) -> Float64[Tensor, "*k"]:
     """Return Σ a b along the last dimension, summed in float64."""
     return (a * b).sum(-1, dtype=torch.float64)
+
+
+def identity(size: int, like: Tensor) -> Float[Tensor, "n n"]:
+    """Return the identity matrix in the dtype of another tensor."""
+    return torch.eye(size, dtype=like.dtype, device=like.device)
+
+
+def times_rows(A: LinearOperator, rows: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+    """Return A v for one vector, or for each of k."""
+    product: Tensor = A._matmul(torch.atleast_2d(rows).mT)
+    return product.mT.reshape(rows.shape)
 
 
 AnyState = TypeVar("AnyState", bound="State")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.argument_types import Density, OptimizerChoice
 from curvops.sampling.state import Info, NoiseSource, State
-from curvops.sampling.transition import Schedule, Transition, as_schedule, at, common_arguments
+from curvops.sampling.transition import Constant, Transition, at, common_arguments
 
 Slots = dict[str, dict[str, dict[str, Any]]]
 
@@ -29,8 +29,7 @@ class Optimizer(Transition):
     """A torch optimiser, rebuilt in each step around the state's tensors."""
 
     make: Callable[..., torch.optim.Optimizer]
-    options: dict[str, Any] = field(default_factory=dict)
-    scheduled: bool = False
+    options: dict[str, Any]
     state_type: ClassVar[type[State]] = OptimizerState
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
@@ -42,13 +41,11 @@ class Optimizer(Transition):
 
     def with_step_size(self, step_size: Any) -> Optimizer:
         """Return this optimiser with another `lr`; states stay valid."""
-        return replace(self, step_size=as_schedule("lr", step_size), scheduled=True)
+        return replace(self, **descent(self.make, {**self.options, "lr": step_size}))
 
     def step_length(self, step: int) -> tuple[str, float]:
         """Return "lr" and its value, by default the optimiser's own."""
-        if self.scheduled:
-            return "lr", self.step_size(step)
-        return "lr", float(self.make([torch.zeros(1, requires_grad=True)], **self.options).defaults.get("lr", math.nan))
+        return "lr", float(self.step_size(step))
 
     def _step(self, state: OptimizerState, batch: Any, noise: NoiseSource) -> Info:
         value, g = self._gradient(state, batch)
@@ -64,7 +61,8 @@ class Optimizer(Transition):
         self, tensors: Sequence[Tensor], slopes: Sequence[Tensor], held: dict[str, dict[str, Any]], step: int
     ) -> None:
         """Take a step against these gradients, in place; `held` are the optimiser's own values for each tensor."""
-        options = {**self.options, "lr": at("lr", self.step_size, step)} if self.scheduled else self.options
+        lr = self.options.get("lr")
+        options = {**self.options, "lr": at("lr", lr, step)} if callable(lr) else self.options
         leaves = [tensor.detach() for tensor in tensors]
         for leaf, slope in zip(leaves, slopes):
             leaf.requires_grad_().grad = slope
@@ -104,12 +102,14 @@ def optimizer(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
         torch.Size([1, 5, 17])
     """
-    lr = options.get("lr")
-    scheduled = callable(lr)
-    schedule: Schedule | float = as_schedule("lr", lr) if scheduled else 1.0
-    trial = {**options, "lr": schedule(0)} if callable(schedule) else options
-    make([torch.zeros(1, requires_grad=True)], **trial)  # refuses options that it does not have
     if data_size is None:
         data_size = getattr(log_posterior, "data_size", 1)  # at temperature 0 it has no effect
-    shared = common_arguments(log_posterior, schedule, 0.0, data_size, None)
-    return Optimizer(**shared, make=make, options=dict(options), scheduled=scheduled)
+    return Optimizer(**common_arguments(log_posterior, 1.0, 0.0, data_size, None) | descent(make, options))
+
+
+def descent(make: OptimizerChoice, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an `Optimizer` for these options; raise as `make` does for those that it does not have."""
+    lr = options.get("lr")
+    made = make([torch.zeros(1, requires_grad=True)], **{**options, "lr": lr(0)} if callable(lr) else options)
+    schedule = lr if callable(lr) else Constant(made.defaults.get("lr", math.nan))
+    return {"make": make, "options": dict(options), "step_size": schedule}

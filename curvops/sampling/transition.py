@@ -30,7 +30,7 @@ from curvops.linalg.operators.draws import dense_eigenpairs, draw
 from curvops.network import TangentSpace
 from curvops.ranks.process_group import Ranks, Spread
 from curvops.sampling.log_density import Evaluation, LogDensity, LogPosterior
-from curvops.sampling.state import Info, NoiseSource, State, Structure, flatten, flatten_starts, generator_states
+from curvops.sampling.state import Info, NoiseSource, State, Structure, flatten, generator_states, times_rows
 from curvops.summary import Summarised, summary
 
 Schedule = Callable[[int], float]
@@ -189,10 +189,10 @@ class OperatorMetric(Isotropic):
         return (vectors * values.sqrt()) @ vectors.mT
 
     def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        return self.D._matmul(torch.atleast_2d(v).mT).mT.reshape(v.shape)
+        return times_rows(self.D, v)
 
     def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        return self.D.inverse()._matmul(torch.atleast_2d(v).mT).mT.reshape(v.shape)
+        return times_rows(self.D.inverse(), v)
 
     def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         if self._basis is None:
@@ -287,21 +287,19 @@ class Transition(Summarised, ABC):
                 preconditioner.
         """
         check_options(generator=generator)
+        trees, k = [params], self.chains
+        if k is not None and isinstance(params, list):
+            trees = params
+            refuse(len(trees) != k, f"{len(trees)} starts for {k} chains: pass params that are a list as a tuple.")
         if isinstance(self.log_posterior, LogPosterior):
-            listed = isinstance(params, list)
-            params = [self.log_posterior.ordered(start) for start in (params if listed else [params])]
-            params = params if listed else params[0]
-        if self.chains is not None and isinstance(params, list):
-            theta, structure = flatten_starts(params, self.chains)
-        else:
-            theta, structure = flatten(params)
+            trees = [self.log_posterior.ordered(tree) for tree in trees]
+        theta, structure = flatten(trees)
         self.metric.check(structure, theta)
         random = generator_states(generator, theta.device, self.chains)
         if self.ranks is not None:
             starts = {"the params to start from": digest([theta])}
             self.ranks.require_equal(starts | {"the chains' seeds, from generator": digest([random])})
-        if self.chains is not None:
-            theta = theta.expand(self.chains, -1).clone()
+        theta = theta[0] if k is None else theta.expand(k, -1).clone()
         if self.spread is not None:
             theta, random = theta[self.spread.indices].clone(), random[self.spread.indices].clone()
         state = State(theta, torch.zeros((), dtype=torch.int64), random, structure)
@@ -329,7 +327,9 @@ class Transition(Summarised, ABC):
             TypeError, RuntimeError: the log posterior is not one number per chain, or does not depend on the
                 parameters.
         """
-        check_kind("state", state, self.state_type, f"a {self.state_type.__name__}: make it with init(state.params)")
+        if not isinstance(state, self.state_type):
+            kind = self.state_type.__name__
+            raise TypeError(f"state must be a {kind}: make it with init(state.params), got {type(state).__name__}.")
         if (state.theta.ndim == 1) != (self.chains is None):
             raise ValueError("the state has chains, or none: make it with init of this sampler.")
         new = state if inplace else state.clone()
@@ -409,10 +409,14 @@ class Transition(Summarised, ABC):
         )
 
 
+INTERVALS = {"beta": "[0, inf)", "transition_noise": "[0, inf)", "refreshment": "(0, 1]"}
+"""Where the numbers among a method's own options lie; all others are positive."""
+
+
 def common_arguments(
-    log_posterior: Any, step_size: Any, temperature: Any, data_size: Any, preconditioner: Any
+    log_posterior: Any, step_size: Any, temperature: Any, data_size: Any, preconditioner: Any, **options: Any
 ) -> dict[str, Any]:
-    """Check the arguments shared by all samplers, and return their fields."""
+    """Check the arguments shared by all methods and the numbers among a method's own, and return their fields."""
     own_size = getattr(log_posterior, "data_size", None)
     if not callable(log_posterior) or (isinstance(log_posterior, nn.Module) and data_size is None and own_size is None):
         raise TypeError(
@@ -425,10 +429,8 @@ def common_arguments(
             "if N is known. Pass data_size=N (1 for a density that is not a mean over data), or build log_posterior "
             "with co.sampling.log_posterior(...), which carries it."
         )
-    if data_size is None:
-        data_size = own_size
-    size = checked_whole("data_size", data_size, kind="a whole number of points")
-    if own_size is not None and data_size != own_size:
+    size = checked_whole("data_size", own_size if data_size is None else data_size, kind="a whole number of points")
+    if own_size is not None and size != own_size:
         raise ValueError(f"data_size={data_size}, but log_posterior was built for {own_size} points: leave it out.")
     return {
         "density": Evaluation(log_posterior),
@@ -436,6 +438,7 @@ def common_arguments(
         "temperature": as_schedule("temperature", temperature, zero=True),
         "data_size": size,
         "metric": as_metric(preconditioner),
+        **{name: checked_number(name, value, INTERVALS.get(name, "(0, inf)")) for name, value in options.items()},
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -18,16 +18,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Density, GivenBatch, OptimizerChoice, StepSizes
-from curvops.checks import check_choice, checked_number, checked_whole
+from curvops.checks import check_choice, checked_whole
 from curvops.errors import UnsettledWarning, warn
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
 from curvops.operators import Linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
-from curvops.posterior.terms import check_linearization
 from curvops.sampling.log_density import order_at_mean
-from curvops.sampling.state import Info, NoiseSource, State, Structure
-from curvops.sampling.torch_optimizer import Optimizer, OptimizerState
-from curvops.sampling.torch_optimizer import optimizer as in_torch
+from curvops.sampling.state import Info, NoiseSource, State, Structure, identity
+from curvops.sampling.torch_optimizer import Optimizer, OptimizerState, descent
 from curvops.sampling.transition import checked_rank, common_arguments
 
 Tensors = Mapping[str, Tensor]
@@ -136,9 +134,7 @@ class LowRankDiagonalFamily(GaussianFamily):
     def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
         s, U = tensors["log_scale"], tensors["vectors"]
         W, white = U / s.exp().unsqueeze(1), z / s.exp()
-        inner, _ = torch.linalg.cholesky_ex(
-            torch.eye(self.rank, dtype=W.dtype, device=W.device) + W.mT @ W
-        )  # at least 1
+        inner, _ = torch.linalg.cholesky_ex(identity(self.rank, W) + W.mT @ W)  # its eigenvalues are at least 1
         projected = torch.linalg.solve_triangular(inner, (white @ W).mT, upper=False)
         return _standard(white, s.sum() + inner.diagonal().log().sum()) + 0.5 * projected.square().sum(0)
 
@@ -160,12 +156,9 @@ class KroneckerFamily(GaussianFamily):
 
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         tensors = {}
-        for i, p, q, _ in factors(structure):
-            # The right factor of a vector would be 1 × 1, a second scale in addition to the left factor.
-            of_each = math.log(scale) / (1 if q == 1 else 2)
-            tensors[f"left.{i}"] = torch.diag(like.new_full((p,), of_each))
-            if q > 1:
-                tensors[f"right.{i}"] = torch.diag(like.new_full((q,), of_each))
+        for names, *sizes, _ in factors(structure):
+            for name, n in zip(names, sizes):
+                tensors[name] = torch.diag(like.new_full((n,), math.log(scale) / len(names)))
         return tensors
 
     def transform(self, tensors: Tensors, structure: Structure, noise: DrawnNumbers) -> Float[Tensor, "k d"]:
@@ -177,31 +170,28 @@ class KroneckerFamily(GaussianFamily):
 
         white = self._scaled(tensors, structure, z, whiten)
         log_root = z.new_zeros(())
-        for i, p, q, _ in factors(structure):
-            log_root = log_root + q * tensors[f"left.{i}"].diagonal().sum()
-            if q > 1:
-                log_root = log_root + p * tensors[f"right.{i}"].diagonal().sum()
+        for names, p, q, _ in factors(structure):
+            for name, copies in zip(names, (q, p)):
+                log_root = log_root + copies * tensors[name].diagonal().sum()
         return _standard(white, log_root)
 
     def misfits(self, structure: Structure, residual: DrawnNumbers, noise: DrawnNumbers) -> dict[str, Tensor]:
         errors = {}
-        for i, p, q, entries in factors(structure):
+        for (left, *right), p, q, entries in factors(structure):
             u, Z = (rows[:, entries].unflatten(1, (p, q)) for rows in (residual, noise))
-            errors[f"left.{i}"] = (u @ Z.mT).mean(0) / q
-            if q > 1:
-                errors[f"right.{i}"] = (u.mT @ Z).mean(0) / p
+            errors[left] = (u @ Z.mT).mean(0) / q
+            errors.update((name, (u.mT @ Z).mean(0) / p) for name in right)
         return errors
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)  # the new position of each entry of the vector
         blocks, inverses, positions = [], [], []
-        for i, _, q, entries in factors(structure):
-            left = triangle(tensors[f"left.{i}"])
-            right = triangle(tensors[f"right.{i}"]) if q > 1 else left.new_ones(1, 1)
-            blocks.append(Kronecker((left @ left.mT).unsqueeze(0), (right @ right.mT).unsqueeze(0)))
-            inverse_left, inverse_right = (torch.cholesky_inverse(factor).unsqueeze(0) for factor in (left, right))
-            inverses.append(Kronecker(inverse_left, inverse_right))
+        for names, *_, entries in factors(structure):
+            left, *others = (triangle(tensors[name]).unsqueeze(0) for name in names)
+            right = others[0] if others else left.new_ones(1, 1, 1)
+            blocks.append(Kronecker(left @ left.mT, right @ right.mT))
+            inverses.append(Kronecker(torch.cholesky_inverse(left), torch.cholesky_inverse(right)))
             positions.append(place[entries])
         return DirectSum(*blocks, positions=positions), DirectSum(*inverses, positions=positions)
 
@@ -210,10 +200,10 @@ class KroneckerFamily(GaussianFamily):
     ) -> Float[Tensor, "k d"]:
         """Apply L from the left and R from the right, tensor by tensor."""
         blocks = []
-        for i, p, q, entries in factors(structure):
-            block = apply(tensors[f"left.{i}"], rows[:, entries].unflatten(1, (p, q)))
-            if q > 1:
-                block = apply(tensors[f"right.{i}"], block.mT).mT
+        for (left, *right), p, q, entries in factors(structure):
+            block = apply(tensors[left], rows[:, entries].unflatten(1, (p, q)))
+            for name in right:
+                block = apply(tensors[name], block.mT).mT
             blocks.append(block.flatten(1))
         return torch.cat(blocks, 1)
 
@@ -237,12 +227,15 @@ def triangle(factor: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     return factor.tril(-1) + torch.diag(factor.diagonal().exp())
 
 
-def factors(structure: Structure) -> Iterator[tuple[int, int, int, slice]]:
-    """Yield each tensor's number, its shape (p, q) as a matrix (q = 1 for a vector), and its part of the vector."""
+def factors(structure: Structure) -> Iterator[tuple[list[str], int, int, slice]]:
+    """Yield the names of each tensor's factors, its shape (p, q) as a matrix, and its part of the vector.
+
+    A vector (q = 1) has no right factor, which would be 1 × 1, a second scale in addition to the left one.
+    """
     start = 0
     for i, shape in enumerate(structure.shapes):
         p, q = shape[0] if shape else 1, shape[1:].numel()
-        yield i, p, q, slice(start, start + p * q)
+        yield [f"left.{i}", *([f"right.{i}"] if q > 1 else [])], p, q, slice(start, start + p * q)
         start += p * q
 
 
@@ -400,12 +393,8 @@ class Variational(Optimizer):
         numbers = numbers.clone().requires_grad_()
         with torch.enable_grad():
             theta = mean + family.transform(spread, structure, numbers)
-            points = theta.detach()
-            values, slopes = (
-                self.density.gradient(points, structure, batch)
-                if len(points) > 1
-                else tuple(tensor.unsqueeze(0) for tensor in self.density.gradient(points[0], structure, batch))
-            )
+            points = theta.detach() if len(theta) > 1 else theta.detach().squeeze(0)
+            values, slopes = self.density.gradient(points, structure, batch)
             fixed = {name: tensor.detach() for name, tensor in spread.items()} if self.stick_the_landing else spread
             centre = mean.detach() if self.stick_the_landing else mean
             log_q = temperature * family.log_density(fixed, structure, theta - centre)
@@ -433,7 +422,6 @@ class Variational(Optimizer):
         Warns with `UnsettledWarning` if the fit may not be at its optimum; see `ending`.
         """
         ending = self.ending(state)
-        check_linearization(lin)
         covariance, precision = self.family.covariance(state.spread, state.structure, order_at_mean(lin, state))
         if ending is not FitEnding.SETTLED:
             warn(f"after {int(state.step)} steps: {ending.value}", UnsettledWarning)
@@ -494,13 +482,10 @@ def vi(
         tensor(20)
     """
     check_choice("family", family, FAMILIES)
-    shared = common_arguments(log_posterior, 1.0, temperature, data_size, None)
-    inner = in_torch(optimizer, log_posterior, data_size=shared["data_size"], **options)
+    shared = common_arguments(log_posterior, 1.0, temperature, data_size, None, initial_scale=initial_scale)
     return Variational(
-        **{option.name: getattr(inner, option.name) for option in fields(inner)}
-        | {"temperature": shared["temperature"]},
+        **shared | descent(optimizer, options),
         family=family_of(family, rank),
         draws=checked_whole("draws", draws, 1),
         stick_the_landing=stick_the_landing,
-        initial_scale=checked_number("initial_scale", initial_scale),
     )

@@ -1,6 +1,6 @@
 """Samplers whose log posterior is added up over ranks: every chain is that of one process, and equal on all ranks.
 
-Tests `feed.py`.
+Tests `log_density.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`run`: what it keeps, that it goes on after a kill with the same bits, and that divergence is an error.
-
-Tests `feed.py`.
-"""
+"""`run`: what it keeps, that it goes on after a kill with the same bits, and that divergence is an error."""
 
 from __future__ import annotations
 

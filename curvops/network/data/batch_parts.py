@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from curvops.errors import MissingLabelsError
-from curvops.network.data.inputs import Inputs, num_points, tensor_of
+from curvops.network.data.inputs import Inputs, batch_inputs, normalise, num_points, tensor_of
 from curvops.network.data.objects import Objects
 
 ACCEPTED = (
@@ -75,8 +75,12 @@ def parts_of(item: object, weights: bool) -> tuple[object, Any, Any]:
     """Return what `split_batch` does, for a batch that has targets; raise MissingLabelsError for one without."""
     inputs, targets, w = split_batch(item, weights)
     if targets is None:
-        raise MissingLabelsError("this call", "A batch is (inputs, targets); this one has inputs alone. ")
+        raise _unlabelled()
     return inputs, targets, w
+
+
+def _unlabelled() -> MissingLabelsError:
+    return MissingLabelsError("this call", "A batch is (inputs, targets); this one has inputs alone. ")
 
 
 def split_batch(item: object, weights: bool) -> tuple[object, Any, Any]:
@@ -164,12 +168,24 @@ def _describe_undeclared(third: object) -> str:
     )
 
 
-def require_aligned(inputs: Inputs, targets: Any, weights: Any) -> None:
-    """Raise ValueError unless inputs, targets and weights have the same number of points."""
+def read_parts(item: object, weights: bool, whole: bool | None = None, labelled: bool = False) -> BatchParts:
+    """Return the parts of one batch, found by `split_batch`, with its inputs as `batch_inputs` reads them.
+
+    Raises ValueError unless all have the same number of points, MissingLabelsError if targets are missing from a batch
+    that must be `labelled`, and what both functions raise.
+    """
+    x, targets, w = split_batch(item, weights)
+    if labelled and targets is None:
+        raise _unlabelled()
+    if targets is None or (isinstance(x, Tensor) and not whole):
+        inputs = normalise(x)
+    else:
+        inputs = batch_inputs(x, max(sizes_of(targets)), whole)
     n = num_points(inputs)
-    hint = JOINED if isinstance(inputs, tuple | dict) else ""
-    for name, parts in (("targets", targets), ("sample weights", weights)):
+    for name, parts in (("targets", targets), ("sample weights", w)):
         for leaf in [] if parts is None else tree_leaves(parts):  # a tensor is its own leaf
             if leaf.ndim == 0 or len(leaf) != n:
                 count = f"There are {n} inputs, but the {name} have shape {tuple(leaf.shape)}"
+                hint = JOINED if isinstance(inputs, tuple | dict) else ""
                 raise ValueError(f"{count}. The leading dimension of both counts points.{hint}")
+    return BatchParts(inputs, targets, w)

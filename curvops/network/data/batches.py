@@ -25,8 +25,7 @@ from curvops.network.data.batch_parts import (
     ACCEPTED,
     BatchParts,
     holds_all,
-    require_aligned,
-    sizes_of,
+    read_parts,
     split_batch,
     targets_of,
     unlabelled_source,
@@ -34,7 +33,6 @@ from curvops.network.data.batch_parts import (
 from curvops.network.data.inputs import (
     MISSING,
     Inputs,
-    batch_inputs,
     components,
     copy,
     first_of,
@@ -171,13 +169,11 @@ class Reading:
         if isinstance(item, BatchParts):
             return item
         with _in_batch(index):
-            x, targets, w = split_batch(item, self.weights)
-            if self.labelled not in (None, targets is not None):
+            parts = read_parts(item, self.weights, self.whole)
+            if self.labelled not in (None, parts.targets is not None):
                 what = "no labels, and others do" if self.labelled else "labels, and others do not"
                 raise ValueError(f"this batch has {what}: give all of them labels, or none.")
-            inputs = normalise(x) if targets is None else batch_inputs(x, max(sizes_of(targets)), self.whole)
-            require_aligned(inputs, targets, w)
-        return BatchParts(inputs, targets, w)
+        return parts
 
     def read_checked(self, item: object, index: int = 0) -> Batch:
         """Read one batch and check its values, too, without copying. Waits for the device once per tensor."""
@@ -442,10 +438,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     Raises TypeError for data of another form, or that can be read only once.
     """
     if holds_all(data):
-        x, targets, w = split_batch(data, weights)
-        inputs = normalise(x)
-        require_aligned(inputs, targets, w)
-        return _InMemory(BatchParts(inputs, targets, w), batch_size, type(x))
+        return _InMemory(read_parts(data, weights, whole=False), batch_size, type(split_batch(data, weights)[0]))
     if (source := unlabelled_source(data)) is not None:
         return InputsAlone(as_source(source, batch_size))
     if isinstance(data, (tuple, list)) and data and all(isinstance(value, Tensor | np.ndarray) for value in data):

@@ -66,11 +66,9 @@ def batch_inputs(x: object, n: int, whole: bool | None = None) -> Inputs:
 
     Raises TypeError as `normalise` does if `whole` is False, and for one text.
     """
-    if isinstance(x, Objects):
-        return x
-    if whole:
+    if whole and not isinstance(x, Objects):
         return WholeBatch(x, n)
-    if whole is False or isinstance(x, Tensor | np.ndarray):
+    if whole is False or isinstance(x, Tensor | np.ndarray | Objects):
         return normalise(x)
     if isinstance(x, str | bytes) and n > 1:
         raise TypeError(f"{n} targets have the inputs {x!r:.40}: if the data are one batch, pass a list, [batch].")

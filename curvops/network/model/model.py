@@ -312,6 +312,8 @@ class Model:
                 outputs = self._call(values, inputs)
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
         with self.holding(values) as tensors:
+            if self.module is not None and isinstance(inputs, Tensor):
+                return self.module(_recordable(inputs))
             inputs = inputs.value() if isinstance(inputs, Objects) else map_inputs(_recordable, inputs)
             if self._function is not None:
                 return self._function(tensors, self.calls.as_given(inputs))
@@ -355,13 +357,14 @@ class Model:
             if self._written:  # no call may find what another one has computed from its values and cached
                 stack.callback(restore, state_of(self._written))
             # As in `torch.func.functional_call`, which walks to each place by its path.
-            before = [holder[key] for holder, key, _ in self._places]
+            before = []
             try:
                 for holder, key, name in self._places:
+                    before.append((holder, key, holder[key]))
                     holder[key] = tensors[name]
                 yield tensors
             finally:
-                for (holder, key, _), tensor in zip(self._places, before):
+                for holder, key, tensor in before:
                     holder[key] = tensor
 
     def _find_places(self) -> None:
