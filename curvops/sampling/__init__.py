@@ -7,8 +7,7 @@ from curvops.sampling.extended_kalman import ExtendedKalmanFilter, KalmanState, 
 from curvops.sampling.langevin import baoa, sghmc, sgld, sgnht
 from curvops.sampling.log_density import LogPosterior, Minibatches, log_posterior, minibatches
 from curvops.sampling.metropolis import hmc, lmc, pcn
-from curvops.sampling.reprior import GradientGap, Reprior, reprior
-from curvops.sampling.reprior_problem import ntk_precision
+from curvops.sampling.reprior import GradientGap, Reprior, ntk_precision, reprior
 from curvops.sampling.running import chains, run
 from curvops.sampling.state import Chain, Info, MomentumState, State
 from curvops.sampling.torch_optimizer import optimizer

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
@@ -30,19 +30,19 @@ from curvops.linalg.core.results import Reason
 from curvops.network import Blocks, read_precision
 from curvops.network.likelihoods import Categorical, Gaussian
 from curvops.network.likelihoods.gaussian import needs_noise
+from curvops.network.model.model import unwrap
 from curvops.operators import Linearization, linearize
 from curvops.posterior.terms import Prior
 from curvops.sampling.changes_of_weights import (
     Change,
-    DataSpace,
-    FeatureSpace,
-    Identity,
+    DataSpaceMap,
+    FeatureSpaceMap,
     ReadoutMap,
+    RepriorProblem,
     TangentMap,
-    condition,
     find_readout,
+    log_normal,
 )
-from curvops.sampling.reprior_problem import RepriorProblem, log_normal
 from curvops.summary import Summarised
 
 
@@ -233,7 +233,7 @@ class Reprior:
     @torch.no_grad()
     def log_ratio(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return h(φ) = log p̃(φ) − log N(φ; 0, I), a constant if the posterior of φ is its prior; E e^h = p(y)."""
-        return -self.energy(phi) - log_normal(self._checked(phi))
+        return self._ratio(phi)
 
     def divergence(self, samples: int = 1000, generator: torch.Generator | None = None) -> Estimate:
         """Estimate KL(N(0, I) ‖ p̃) = log E e^h − E h ≥ 0 in nats from draws of N(0, I) (Hron et al. 2022, theorem 2.1).
@@ -278,11 +278,8 @@ class Reprior:
         self._checked({name: block[0] for name, block in draws.items()}, "draws (one of them)")
         refuse(min(map(len, draws.values())) < 2, "draws must be at least 2 of each parameter.")
 
-        def ratio(phi: Blocks) -> Tensor:
-            return -self.energy(phi) - log_normal(phi)
-
         def gaps(phi: Blocks) -> tuple[Tensor, Blocks]:
-            slopes, h = grad_and_value(ratio)(phi)
+            slopes, h = grad_and_value(self._ratio)(phi)
             return h, {name: slope.double().square().sum() for name, slope in slopes.items()}
 
         h, squares = self._over(gaps, draws)
@@ -294,6 +291,9 @@ class Reprior:
             return weighted_mean(total, h) if weighted else plain_mean(total)
 
         return GradientGap(mean(list(squares)), mean(self.readout) if self.readout else None)
+
+    def _ratio(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        return -self.energy(phi) - log_normal(phi)
 
     def _checked(self, blocks: Any, what: str = "phi") -> Mapping[str, Tensor]:
         """Check names, shapes and dtype of parameter blocks; raise TypeError or ValueError if they differ."""
@@ -311,7 +311,7 @@ class Reprior:
         It evaluates many at a time by `torch.vmap`, or one by one if the model has an operation that cannot be mapped.
         """
         D = self._problem.model.theta.numel()
-        numbers = self._problem.num_data * D**0.5 + D  # about how many a draw takes in memory
+        numbers = self.data_size * D**0.5 + D  # about how many a draw takes in memory
         try:
             return torch.vmap(function, chunk_size=max(1, int(4e6 / numbers)))(dict(draws))
         except RuntimeError:
@@ -399,32 +399,27 @@ def reprior(
         raise ValueError("classes need reg=λ, or noise= of the regression onto one-hot targets, such as 0.1.")
     precision = read_precision("prior_precision", prior_precision, lin.model.selection, lin.theta)
     problem = RepriorProblem.of(lin, precision)
-    model_of_targets = problem, problem.regression_targets(), problem.root
     if form == "ntk":
-        return Reprior("ntk", level, variance, (), lin.num_data, problem, TangentMap(*model_of_targets, level))
+        return Reprior("ntk", level, variance, (), lin.num_data, problem, TangentMap(problem, level))
     readout = find_readout(lin.model, problem.inputs[0], last)
     for name in readout.names:
         if bool((problem.scale[name] != problem.scale[name][:1]).any()):
             raise ValueError(f"prior_precision differs between the rows of the readout's {name!r}: use form='ntk'.")
-    width = problem.scale[readout.weight].shape[1] + (readout.bias is not None)
+    width = problem.scale[readout.names[0]].shape[1] + len(readout.names) - 1
     chosen: Form = form if form is not None else "feature" if width <= lin.num_data else "data"
-    space = FeatureSpace(level) if chosen == "feature" else DataSpace(level)
-    change = ReadoutMap(*model_of_targets, readout, space if level < math.inf else Identity())
-    _require_precise(change, level)
+    change = (FeatureSpaceMap if chosen == "feature" else DataSpaceMap)(problem, level, readout)
+    _require_precise(change)
     return Reprior(chosen, level, variance, readout.names, lin.num_data, problem, change)
 
 
 def _likelihood(likelihood: Any, noise: float | None) -> Any:
     """Return the likelihood to pass to `linearize`."""
-    if (
-        likelihood is None
-        or likelihood == "regression"
-        or (isinstance(likelihood, Gaussian) and needs_noise(likelihood))
-    ):
-        if noise is None:
-            raise ValueError("noise is missing: pass the variance of the targets, or likelihood='classification'.")
-        return Gaussian(noise)
-    return likelihood
+    unknown = isinstance(likelihood, Gaussian) and needs_noise(likelihood)
+    if not (likelihood is None or likelihood == "regression" or unknown):
+        return likelihood
+    if noise is None:
+        raise ValueError("noise is missing: pass the variance of the targets, or likelihood='classification'.")
+    return Gaussian(noise)
 
 
 def _variance(lin: Linearization, noise: float | None) -> float | None:
@@ -440,17 +435,63 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
 
 
 @torch.no_grad()
-def _require_precise(change: ReadoutMap, level: float) -> None:
+def _require_precise(change: ReadoutMap) -> None:
     """Raise ValueError if features are not finite or the matrix is too ill-conditioned for the dtype."""
-    problem = change.problem
-    features = change.features(problem.white(problem.model.values))
-    if level == math.inf:
-        return
-    in_features = isinstance(change.conjugate, FeatureSpace)
-    kappa, eps = condition(features if in_features else features.mT, level), torch.finfo(features.dtype).eps
+    problem, dtype = change.problem, change.problem.model.theta.dtype
+    kappa, eps = change.condition(problem.white(problem.model.values)), torch.finfo(dtype).eps
     if not kappa * eps <= 0.05:  # above it fewer than two digits would be left; refuses NaN
-        wider = "Compute in float64 (model.double())" if features.dtype != torch.float64 else "Scale the inputs down"
+        wider = "Compute in float64 (model.double())" if dtype != torch.float64 else "Scale the inputs down"
         raise ValueError(
-            f"the regression on the features has condition number {kappa:.1e} at reg={level:g}, beyond "
-            f"{features.dtype} (rounding {eps:.1g}). {wider}, or raise reg: the target of the sampler stays the same."
+            f"the regression on the features has condition number {kappa:.1e} at reg={change.level:g}, beyond "
+            f"{dtype} (rounding {eps:.1g}). {wider}, or raise reg: the target of the sampler stays the same."
         )
+
+
+FAN_IN_FIRST = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *FAN_IN_FIRST)
+
+
+def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float = 1.0) -> dict[str, float]:
+    """Return prior precisions fan_in/σ_w² for weights and 1/σ_b² for biases, by name, to pass as `prior_precision`.
+
+    Under them θ = σ_w v/√fan_in (and σ_b v) with v ~ N(0, I): the tangent-kernel scaling (Jacot et al. 2018) for the
+    weights as the model stores them.
+
+    Args:
+        model: a network of linear and convolutional layers, recognised by their class. Frozen parameters are left out.
+        weight_std: σ_w; √2 keeps the size of activations through rectified layers.
+        bias_std: σ_b.
+
+    Returns:
+        The precision of each parameter by its name.
+
+    Raises:
+        TypeError: the model is not a module, or a standard deviation is not a number.
+        ValueError: a parameter belongs to another layer (a normalisation, an embedding): add {glob: number} for it to a
+            mapping of your own; or a standard deviation is not positive and finite.
+
+    Examples:
+        >>> import curvops as co
+        >>> co.sampling.ntk_precision(nn.Linear(8, 2), weight_std=2.0, bias_std=0.5)
+        {'weight': 2.0, 'bias': 4.0}
+    """
+    precisions: dict[str, float] = {}
+    module: Any = unwrap(model)
+    check_kind("model", module, nn.Module, "an nn.Module; for a function pass a mapping as prior_precision")
+    sw, sb = checked_number("weight_std", weight_std), checked_number("bias_std", bias_std)
+    layers = {id(layer.weight): layer for layer in module.modules() if isinstance(layer, LAYERS)}
+    biases = {id(layer.bias) for layer in layers.values() if layer.bias is not None}
+    others = []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if (layer := layers.get(id(parameter))) is not None:
+            outputs = layer.out_channels if isinstance(layer, FAN_IN_FIRST) else parameter.shape[0]
+            inputs = parameter.numel() // outputs
+            precisions[name] = inputs / sw**2
+        elif id(parameter) in biases:
+            precisions[name] = 1 / sb**2
+        else:
+            others.append(name)
+    refuse(others, f"the fan-in of {others} is unknown: pass prior_precision as a mapping {{glob: number}}.")
+    return precisions

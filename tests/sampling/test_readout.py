@@ -1,6 +1,6 @@
 """What `reprior` finds as a readout, and the precisions of a tangent-kernel prior.
 
-Tests `changes_of_weights.py`, `reprior_problem.py`.
+Tests `changes_of_weights.py`.
 """
 
 from __future__ import annotations
