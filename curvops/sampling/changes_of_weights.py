@@ -110,7 +110,7 @@ def log_normal(white: Mapping[str, Tensor]) -> Float[Tensor, ""]:
 
 def factor(root: Float[Tensor, "m k"], share: float) -> Float[Tensor, "m m"]:
     """Return L with L Lᵀ = I + κAAᵀ, A = root; NaN if it fails, so that a far proposal is rejected without an error."""
-    L, info = torch.linalg.cholesky_ex(identity(len(root), root) + share * (root @ root.mT))
+    L, info = torch.linalg.cholesky_ex(torch.add(identity(len(root), root), root @ root.mT, alpha=share))
     return L.masked_fill((info != 0)[..., None, None], math.nan)
 
 
@@ -276,7 +276,7 @@ class ReadoutMap(Change):
         problem, readout = self.problem, self.readout
         values = problem.theta(white)
         rows = [inputs_of(readout.layer, problem.model, values, inputs)[0][0] for inputs in problem.inputs]
-        scales = [factor * problem.scale[name][0] for name, factor in zip(readout.names, readout.factors)]
+        scales = [s * problem.scale[name][0] for name, s in zip(readout.names, readout.factors)]
         weighted = torch.cat(rows) * scales[0]
         return torch.cat([weighted, *(scale.expand(len(weighted), 1) for scale in scales[1:])], 1)
 
@@ -344,14 +344,14 @@ class DataSpaceMap(ReadoutMap):
     def image(self, L: Tensor, features: ReadoutFeatures, phi: ReadoutWeights) -> ReadoutWeights:
         """Return φ + κΨᵀL⁻ᵀ(L⁻¹Y − B⁻¹Ψφ)."""
         change = solve_triangle(L, self.problem.goal) - solve_triangle(L + identity(len(L), L), features @ phi)
-        return phi + self.share * features.mT @ solve_triangle(L.mT, change, upper=True)
+        return phi + features.mT @ (self.share * solve_triangle(L.mT, change, upper=True))
 
     def preimage(self, L: Tensor, features: ReadoutFeatures, omega: ReadoutWeights) -> ReadoutWeights:
         """Return v + κΨᵀB⁻ᵀΨv for v = ω − κΨᵀS⁻¹Y."""
         mean = solve_triangle(L.mT, solve_triangle(L, self.problem.goal), upper=True)
-        gap = omega - self.share * features.mT @ mean
+        gap = omega - features.mT @ (self.share * mean)
         back = solve_triangle((L + identity(len(L), L)).mT, features @ gap, upper=True)
-        return gap + self.share * features.mT @ back
+        return gap + features.mT @ (self.share * back)
 
 
 class Tangents(NamedTuple):
@@ -489,5 +489,5 @@ class TangentMap(Change):
     def _other_terms(self, v: Float[Tensor, " D"], at: Tangents, solved: Float[Tensor, "D m"]) -> Float[Tensor, ""]:
         """Return −log det(I + κJJᵀ) + log|det(I − κRX)|, with the rows (∇²f_i Jᵀα)ᵀ of R and X = (I + H_α)⁻¹Jᵀ."""
         R: Tensor = jacrev(lambda w: jacrev(self._outputs)(w) @ at.step)(v)
-        mixed = identity(len(R), R) - self.share * R @ solved
+        mixed = identity(len(R), R) - self.share * (R @ solved)
         return log_size(torch.linalg.qr(mixed)[1]) - 2 * log_size(at.L)
