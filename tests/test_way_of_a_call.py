@@ -100,7 +100,7 @@ CALLS = {
     "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 48, 300),
     "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 41, 200),
     "post.sample(4), KFAC": (sample, 26, 95),
-    "sgld.update": (sgld, 11, 41),
+    "sgld.update": (sgld, 11, 40),
 }
 """Each call with the files and functions that its third run enters."""
 

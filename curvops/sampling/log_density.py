@@ -130,8 +130,13 @@ class LogPosterior:
         """Return the mean of log p(y | x, params) over the points of the batch, of all ranks."""
         return self.own_log_likelihood(self.ordered(params), batch)
 
-    def _log_probabilities(self, params: dict[str, Tensor], batch: Any) -> Float[Tensor, " n"]:
-        """Return log p(y | x, params) at each position of the batch, for parameters in order."""
+    def own_log_likelihood(
+        self, params: dict[str, Tensor], batch: GivenBatch, points: int | None = None
+    ) -> Float[Tensor, ""]:
+        """Return this process's part of `log_likelihood`, for parameters in order; the parts add up over the ranks.
+
+        points: the number of points of which these are some; None if these are all.
+        """
         inputs, targets, weights = read_parts(batch, self.weighted, labelled=True)
         first = next(iter(params.values()))
         place = first.device, first.dtype
@@ -145,17 +150,14 @@ class LogPosterior:
             raise ValueError(f"the model returns {len(outputs)} rows for {len(y)} points: return one per point.")
         shape = getattr(targets, "shape", torch.Size())
         w = None if weights is None else layout.weights(weights, shape).to(*place)
-        return likelihood.log_prob(outputs, y, w)
+        terms = likelihood.log_prob(outputs, y, w)
+        return terms.mean() if points is None else terms.sum() / points
 
     def num_points(self, batch: GivenBatch) -> int:
         """Return the number of points of a batch, of all ranks."""
         return max(sizes_of(parts_of(batch, self.weighted)[1]))
 
     # What samplers use: autograd differentiates the likelihood, and the prior is added to value and gradient.
-
-    def own_log_likelihood(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
-        """Return this process's part of `log_likelihood`, for parameters in order; the parts add up over the ranks."""
-        return self._log_probabilities(params, batch).mean()
 
     def with_prior(
         self, value: Float[Tensor, "*k"], gradient: Float[Tensor, "*k d"] | None, theta: Float[Tensor, "*k d"]
@@ -218,7 +220,7 @@ class LogPosterior:
         if self.ranks is not None:
             raise ValueError("over a process group no batch is linearised: use co.linearize(..., process_group=).")
         if not self._likelihood:
-            self._log_probabilities(self.params, batch)
+            self.own_log_likelihood(self.params, batch)
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         return likelihood, network, reading_for(network, likelihood, layout, self.weighted)
@@ -265,10 +267,12 @@ class SharedLogPosterior(LogPosterior):
         replicas = {name: self.ranks.replicate(value) for name, value in self.ordered(params).items()}
         return self.ranks.add_up(self.own_log_likelihood(replicas, batch))
 
-    def own_log_likelihood(self, params: dict[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
+    def own_log_likelihood(
+        self, params: dict[str, Tensor], batch: GivenBatch, points: int | None = None
+    ) -> Float[Tensor, ""]:
         points, local = self._of_rank(batch)
         if local is not None and super().num_points(local):
-            return self._log_probabilities(params, local).sum() / points
+            return super().own_log_likelihood(params, local, points)
         return 0 * torch.stack([value.sum() for value in params.values()]).sum()
 
     def with_prior(

@@ -250,7 +250,10 @@ def run(
     saved = begin("a sampler", checkpoint, problem, device, False, sampler.ranks, **facts)
     record = saved.outcome if saved.done else saved.state
     # Without a checkpoint, no state between two steps is visible: steps are made in place, on a copy.
-    now = _RunState.start(sampler, state if saved else state.clone(), steps // thin, steps, adaptation)
+    theta, traced = state.theta.view(-1, state.theta.shape[-1]), TRACES if sampler.metropolis else TRACES[:1]
+    traces = {name: theta.new_full((len(theta), steps), math.nan, dtype=torch.float64) for name in traced}
+    draws = theta.new_empty(len(theta), steps // thin, theta.shape[-1])
+    now = _RunState(0, state if saved else state.clone(), draws, traces, adaptation)
     if record is not None:
         now = now.restore(record)
     if not saved.done:
@@ -271,17 +274,6 @@ class _RunState:
     traces: dict[str, Tensor]
     adaptation: StepSizeSearch | None
     position: Any = None
-
-    @classmethod
-    def start(
-        cls, sampler: Transition, state: Any, draws: int, steps: int, adaptation: StepSizeSearch | None
-    ) -> _RunState:
-        """Return the state before the first step."""
-        theta = state.theta if state.theta.ndim == 2 else state.theta.unsqueeze(0)
-        k = len(theta)
-        traced = TRACES if sampler.metropolis else TRACES[:1]
-        traces = {name: theta.new_full((k, steps), math.nan, dtype=torch.float64) for name in traced}
-        return cls(0, state, theta.new_empty(k, draws, theta.shape[-1]), traces, adaptation)
 
     def advance(
         self, state: Any, info: Info, warmup: int, thin: int, position: Any, spread: Spread | None
