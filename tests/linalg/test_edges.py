@@ -9,19 +9,7 @@ import pytest
 import torch
 
 from curvops import linalg
-from curvops.linalg import (
-    Dense,
-    Kronecker,
-    Reason,
-    dual_descent,
-    eigsh,
-    inverse_sqrt,
-    lanczos,
-    logdet,
-    nystrom,
-    solve,
-    sqrt,
-)
+from curvops.linalg import Reason, dual_descent, eigsh, inverse_sqrt, lanczos, logdet, nystrom, solve, sqrt
 from tests.linalg.matrices import generator, log_spaced, rotation, symmetric
 from tests.linalg.systems import function_of, right_hand_sides
 
@@ -184,7 +172,7 @@ def test_dual_descent_in_groups():
 
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_the_sketch_of_a_solve_is_kept_within_the_budget():
-    A = Dense(symmetric(log_spaced(300, 1e4)), psd=True)
+    A = linalg.Dense(symmetric(log_spaced(300, 1e4)), psd=True)
     rank, column = 5, 3 * 300 * 8
     capped = (A + A).add_diagonal(torch.tensor(1e-2).double())
     x = solve(capped, torch.ones(300, 8).double(), memory_budget=rank * column)
@@ -210,5 +198,5 @@ def test_a_decomposition_leaves_a_factor_as_it_was():
     X = torch.randn(1, 50, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     A = X @ X.mT
     given = A.clone()
-    Kronecker(torch.ones(1, 1, 1, dtype=torch.float64), given).eigen()
+    linalg.Kronecker(torch.ones(1, 1, 1, dtype=torch.float64), given).eigen()
     assert torch.equal(given, A)

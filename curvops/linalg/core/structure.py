@@ -111,12 +111,18 @@ def require_symmetric(
     The difference to the transpose is compared with ``size``, by default the Frobenius norm, and with the ``rounding``
     of a column, if the dtype does not explain it.
     """
-    gap = torch.linalg.matrix_norm(X - X.mT)
     size = torch.linalg.matrix_norm(X) if size is None else size
-    if bool((gap > skew_tolerance(eps) * size).any()):
-        explained = 0.0 if rounding is None else most_explained(rounding(), X.shape[-1])
-        if bool((gap > (MOST_SKEW * torch.as_tensor(size)).clamp(max=explained)).any()):
-            raise ValueError(Reason.NOT_SYMMETRIC.value)
+    if beyond_rounding(torch.linalg.matrix_norm(X - X.mT), size, eps, rounding or (lambda: 0.0), X.shape[-1]):
+        raise ValueError(Reason.NOT_SYMMETRIC.value)
+
+
+def beyond_rounding(
+    gap: Tensor | float, size: Tensor | float, eps: float, rounding: Callable[[], float], products: int
+) -> bool:
+    """Return whether differences of uᵀAv and vᵀAu are neither the dtype's rounding nor that measured of a product."""
+    gap, size = torch.as_tensor(gap), torch.as_tensor(size)
+    doubtful = bool((gap > skew_tolerance(eps) * size).any())
+    return doubtful and bool((gap > (MOST_SKEW * size).clamp(max=most_explained(rounding(), products))).any())
 
 
 def formed(multiply: Multiply, facts: Description) -> Float[Tensor, "n n"]:

@@ -23,7 +23,7 @@ from curvops.ambient import Progress
 from curvops.checks import checked_number
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.structure import MOST_SKEW, most_explained, rounding_of
+from curvops.linalg.core.structure import beyond_rounding, most_explained, rounding_of
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -134,12 +134,11 @@ def minres(
 
 @dataclass(eq=False)
 class LanczosVectors:
-    """The vectors of the active columns: two Lanczos residuals, M⁻¹ of the last, its vector, W, and a part of x."""
+    """The vectors of the active columns: two Lanczos residuals, M⁻¹ of the last, W, and a part of x."""
 
     before: Float[Vectors, "n k"]
     last: Float[Vectors, "n k"]
     z: Float[Vectors, "n k"]
-    v: Float[Vectors, "n k"]
     wl: Float[Vectors, "n k"]
     w: Float[Vectors, "n k"]
     x: Float[Vectors, "n k"]
@@ -151,7 +150,7 @@ class LanczosVectors:
     def restart(self, index: Tensor, x: Vectors, r: Vectors, z: Vectors) -> None:
         """Restart some columns from x with residual r and z = M⁻¹r."""
         nothing = zero_block(x, len(index))
-        fields = {"before": nothing, "last": r, "z": z, "v": nothing, "wl": nothing, "w": nothing, "x": x}
+        fields = {"before": nothing, "last": r, "z": z, "wl": nothing, "w": nothing, "x": x}
         for name, value in fields.items():
             put_columns(getattr(self, name), index, value)
 
@@ -176,16 +175,15 @@ class MinimalResiduals(ShortRecurrence):
         r = as_block(records.B - multiply(records.X) if records.warm and K else records.B)
         super().__init__(records, norm(r))
         self.origin = as_block(records.X) if records.warm else None
-        self.norm_T = self.asymmetry = self.gap = 0.0
+        self.norm_T = 0.0
         self.near: set[int] = set()
         """Positions whose recurrence is near a null vector."""
         self.spoiled: dict[int, float] = {}
         """‖A z‖/(‖A‖‖z‖) of columns from which so much was removed along z that z is no longer a null vector."""
         z, beta = self.in_metric(r)
-        before, v, wl, w = (zero_block(r, K) for _ in range(4))
-        self.vectors = LanczosVectors(before, r, as_block(z), v, wl, w, as_block(records.X))
+        before, wl, w = (zero_block(r, K) for _ in range(3))
+        self.vectors = LanczosVectors(before, r, as_block(z), wl, w, as_block(records.X))
         self.scalars = QLP.start(beta)
-        self.size = np.ones(K)
         self.parts = torch.zeros(2, K, dtype=self.B.dtype, device=self.B.device)
         """The coefficients of the solution along wl and w."""
         self.metric = to_host(norm(r))[0] / positive(beta)
@@ -196,7 +194,21 @@ class MinimalResiduals(ShortRecurrence):
         if self.precondition is None:
             return r, to_host(norm(r))[0]
         z = self.precondition(r)
-        return z, _root(to_host(inner(r, z))[0])
+        squares = to_host(inner(r, z))[0]
+        return self.in_metric(r) if self.strengthen(self.precondition, r, squares) else (z, np.sqrt(squares))
+
+    def strengthen(self, precondition: Multiply, r: Vectors, squares: Numbers) -> bool:
+        """Add its rounding to a preconditioner with rᵀM⁻¹r < 0; raise ValueError if rounding does not explain that."""
+        if not bool((squares < 0).any()):
+            return False
+        vector = columns(r, torch.tensor([int(squares.argmin())]))
+        size = float(norm(precondition(part(self.B, 0, 1))))
+        explained = most_explained(max(rounding_of(precondition, vector), self.eps * size), 1)
+        if not -float(squares.min()) <= explained * float(inner(vector, vector)):
+            raise ValueError("the preconditioner must be positive definite: a vector r with r'M⁻¹r < 0 was found.")
+        self.precondition = lambda V: precondition(V) + explained * V
+        self.records.reference = [math.inf] * len(self.records.reference)  # columns restart with it
+        return True
 
     def note(self) -> set[int]:
         """Add a row to the history; return positions converged by the recurrence, or near a null vector."""
@@ -211,31 +223,28 @@ class MinimalResiduals(ShortRecurrence):
         p = self.multiply(v)
         self.records.iteration += 1
         self.records.matvecs += len(self.active)
-        watching = self.records.iteration <= 6  # Aᵀ ≠ A shows in the first steps
         image = norm(p)
-        mirrored = inner(p, V.v) if watching else image
         p = plus(p, V.before, -scale)
         alfa = inner(p, v)
         axpy(p, V.last, -alfa.to(scale.dtype) / scale)
         z = p if self.precondition is None else self.precondition(p)
         square = norm(p) if self.precondition is None else inner(p, z)
-        packet = to_host(alfa, square, image, norm(v), mirrored)
+        packet = to_host(alfa, square, image, norm(v))
         broken = not_finite(packet)
         if broken:
             self.near = set()
             return set(), broken
-        a, measure, height, size, reflected = packet
-        before, self.size = self.size, size
-        betan = measure if self.precondition is None else _root(measure)
+        a, measure, height, size = packet
+        if self.precondition is not None:
+            self.strengthen(self.precondition, p, measure)
+        betan = measure if self.precondition is None else np.sqrt(measure.clip(0))
         self.norm_A = max(self.norm_A, float((height / positive(size)).max()))
-        if watching:
-            self.watch(reflected, beta, height * before)
         self.norm_T = max(self.norm_T, float(np.hypot(np.hypot(a, beta * self.scalars.started), betan).max()))
         with np.errstate(all="ignore"):  # true residuals decide
             coefficients, ended = self.scalars.advance(a, betan, self.norm_T, self.eps)
         c = to_device(coefficients, self.B)
         V.turn(v, c)
-        V.before, V.last, V.z, V.v, self.parts = V.last / scale, p, z, v, c[5:]
+        V.before, V.last, V.z, self.parts = V.last / scale, p, z, c[5:]
         # Near a null vector r, x gains errors of eps/rootl along it: earlier solutions must be checked.
         rootl, last_rootl = self.scalars.rootl, self.scalars.last_rootl
         near = (rootl <= math.sqrt(self.eps) * self.norm_T) & (rootl <= 0.1 * last_rootl)
@@ -243,13 +252,6 @@ class MinimalResiduals(ShortRecurrence):
         self.near = marked_positions(near)
         ended |= self.scalars.rootl <= 0.1 * self.records.level * self.norm_T
         return marked_positions(ended), set()
-
-    def watch(self, mirrored: Numbers, beta: Numbers, height: Numbers) -> None:
-        """Keep the largest ⟨v', Av⟩ − ⟨Av', v⟩, alone and relative to ‖v'‖‖Av‖, over clearly orthogonal v', v."""
-        sound = (self.scalars.started > 0) & (beta > 0.01 * self.norm_T) & (height > 0)
-        gaps = np.abs(mirrored - beta)[sound]
-        self.gap = max([self.gap, *gaps.tolist()])
-        self.asymmetry = max([self.asymmetry, *(gaps / height[sound]).tolist()])
 
     def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
         records, V, index = self.records, self.vectors, torch.tensor(positions)
@@ -342,27 +344,26 @@ class MinimalResiduals(ShortRecurrence):
         return image, sizes, heights / positive(self.norm_A * sizes)
 
     def stop(self, column: int, reason: Reason) -> None:
-        skewed = reason in UNDECIDED and self.asymmetry > math.sqrt(self.eps) and self.gap > self.rounding
-        self.records.stop(column, Reason.NOT_SYMMETRIC if skewed else reason)
+        self.records.stop(column, reason)
+        if self.records.reasons[column] in UNDECIDED | {Reason.SINGULAR} and self.skewed:
+            self.records.give(column, Reason.NOT_SYMMETRIC)
 
     @cached_property
-    def rounding(self) -> float:
-        """The largest `gap` that the measured rounding of products explains."""
-        self.records.matvecs += 3
-        return min(most_explained(rounding_of(self.multiply, part(self.B, 0, 1)), 1), MOST_SKEW * self.norm_A)
+    def skewed(self) -> bool:
+        """Whether ⟨r, Av⟩ and ⟨Ar, v⟩, v = Ar, differ by more than rounding explains, r the residual of a column."""
+        column = self.active[0]
+        r = part(self.B, column, column + 1) - self.multiply(part(self.records.X, column, column + 1))
+        v, sizes, _ = self.images(r)
+        image, heights, _ = self.images(v)
+        gap = abs(float(inner(r, image) - inner(v, v))) / float(positive(sizes * heights)[0])
+        self.records.matvecs += 4  # one for r, and three if the rounding is measured
+        return beyond_rounding(gap, self.norm_A, self.eps, lambda: rounding_of(self.multiply, r), 1)
 
     def select(self, remaining: list[int]) -> None:
         where = torch.tensor(remaining, dtype=torch.long)
         self.vectors, self.scalars = self.vectors.select(where), self.scalars.select(remaining)
         self.parts = self.parts[:, where.to(self.B.device)]
-        self.metric, self.size = self.metric[remaining], self.size[remaining]
-
-
-def _root(square: Numbers) -> Numbers:
-    """Return √(rᵀM⁻¹r); raise ValueError if the square is negative."""
-    if bool((square < 0).any()):
-        raise ValueError("the preconditioner must be positive definite: a vector r with r'M⁻¹r < 0 was found.")
-    return np.sqrt(square)
+        self.metric = self.metric[remaining]
 
 
 @dataclass(eq=False)

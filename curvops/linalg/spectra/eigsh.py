@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias, cast, get_args
 
 import torch
@@ -25,14 +26,7 @@ from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
 from curvops.linalg.core.solve_routes import DENSE_BLOCK, FORMED_COPIES
-from curvops.linalg.core.structure import (
-    MOST_SKEW,
-    formed,
-    most_explained,
-    narrow_root,
-    rounding_of,
-    skew_tolerance,
-)
+from curvops.linalg.core.structure import beyond_rounding, formed, narrow_root, rounding_of
 from curvops.linalg.core.vectors import (
     CHUNK,
     NEAR_ZERO,
@@ -310,11 +304,9 @@ class BlockLanczos(Projection):
     @property
     def skewed(self) -> bool:
         """Whether all columns multiplied so far show that A is not symmetric, beyond what rounding explains."""
-        size = self.size * math.sqrt(self.looked)
-        if self.skew <= skew_tolerance(self.eps) * size:
-            return False
-        noise = rounding_of(lambda V: self._in_units(self.multiply(V)), part(self.basis.columns, 0, 1))
-        return self.skew > min(most_explained(noise, self.looked), MOST_SKEW * size)
+        size, start = self.size * math.sqrt(self.looked), part(self.basis.columns, 0, 1)
+        noise = partial(rounding_of, lambda V: self._in_units(self.multiply(V)), start)
+        return beyond_rounding(self.skew, size, self.eps, noise, self.looked)
 
     def step(self) -> None:
         """Multiply the pending block and project, at one product per column of it."""

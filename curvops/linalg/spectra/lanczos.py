@@ -14,7 +14,7 @@ from curvops.ambient import Progress, current_run
 from curvops.checks import check_like, check_options, check_shape, checked_whole
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.structure import MOST_SKEW, most_explained, rounding_of, skew_tolerance
+from curvops.linalg.core.structure import beyond_rounding, rounding_of
 from curvops.linalg.core.vectors import (
     Description,
     Given,
@@ -228,11 +228,7 @@ class LockStep:
     @property
     def skewed(self) -> bool:
         """Whether QᵀAQ of a basis differs from its transpose by more than rounding explains, relative to ‖AQ‖."""
-        gaps, sizes = self.gaps.sqrt(), self.images.sqrt()
-        if not bool((gaps > skew_tolerance(self.eps) * sizes).any()):
-            return False
-        explained = most_explained(self.rounding, int(self.depths.max()))
-        return bool((gaps > (MOST_SKEW * sizes).clamp(max=explained)).any())
+        return beyond_rounding(self.gaps.sqrt(), self.images.sqrt(), self.eps, lambda: self.rounding, self.depth)
 
     @cached_property
     def rounding(self) -> float:
@@ -240,18 +236,13 @@ class LockStep:
         self.matvecs += 3
         return rounding_of(self.multiply, self.vectors(0, 1))
 
-    @property
-    def skew(self) -> float:
-        """The largest difference between QᵀAQ and its transpose in the Frobenius norm, over all bases."""
-        return float(self.gaps.amax().sqrt())
-
     def check(self, scale: float = 0.0) -> None:
         """Raise ValueError if the products were not finite, or not those of a symmetric matrix.
 
         ``scale`` is the size of the terms of the products; if it is larger than the products, rounding grows with it.
         """
         check_finite(torch.cat([self.alphas, self.betas]))
-        if self.skew > 1e3 * self.eps * scale and self.skewed:
+        if float(self.gaps.amax().sqrt()) > 1e3 * self.eps * scale and self.skewed:
             raise ValueError(Reason.NOT_SYMMETRIC.value)
 
     def tridiagonal(self, k: int) -> Float[Tensor, "m m"]:

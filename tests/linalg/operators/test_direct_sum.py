@@ -9,17 +9,7 @@ import torch
 from curvops import linalg
 from curvops.linalg import Dense, Diagonal, DirectSum, draw
 from tests.linalg.known import Rooted
-from tests.linalg.operands import (
-    blocks,
-    close,
-    dense,
-    diagonal,
-    kronecker,
-    low_rank,
-    positive,
-    random,
-    uniform,
-)
+from tests.linalg.operands import blocks, close, dense, diagonal, kronecker, low_rank, positive, random, uniform
 
 
 @pytest.mark.parametrize(

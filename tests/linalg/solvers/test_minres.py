@@ -9,8 +9,8 @@ import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
 
-from curvops.linalg import Reason, minres
-from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
+from curvops.linalg import Reason, minres, nystrom
+from tests.linalg.matrices import SPECTRA, generator, log_spaced, symmetric
 from tests.linalg.systems import right_hand_sides, true_residuals
 
 ALTERNATING = torch.tensor([1.0, -1.0], dtype=torch.float64)
@@ -96,6 +96,14 @@ def test_preconditioners_save_iterations_and_an_indefinite_one_is_an_error():
         assert s.converged.all() and s.iterations < plain.iterations / 3
     with pytest.raises(ValueError, match="positive definite"):
         minres(A, B, preconditioner=-M)
+
+
+@pytest.mark.parametrize(("n", "rank", "shift"), [(4, 4, 1e-8), (40, 3, 1e-6), (40, 20, 1e-8)])
+def test_rounding_of_a_preconditioner_is_not_taken_for_a_fault_of_the_matrix(n, rank, shift):
+    A = symmetric(torch.linspace(0.9, 1, n).double()).float()
+    M = nystrom(A, rank, shift=shift, generator=generator()).preconditioner()
+    s = minres(A, torch.randn(n, generator=generator(1)), shift=shift, preconditioner=M)
+    assert s.reasons[0] is not Reason.NOT_SYMMETRIC
 
 
 def test_the_limit_is_a_reason():
