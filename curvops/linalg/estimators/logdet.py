@@ -290,7 +290,7 @@ def _by_probes(
         P, floor, smallest = preconditioner, preconditioner.floor(mu), preconditioner.bounds()[0]
         lanczos = LockStep(excess.multiply, excess.probes(1), max(1, min(4, budget // 4)))
         lanczos.extend(lanczos.capacity)
-        scale, spent = (bound + lanczos.scale) / smallest if smallest > 0 else 0.0, lanczos.matvecs
+        scale, spent = (bound + mu + lanczos.scale) / smallest if smallest > 0 else 0.0, lanczos.matvecs
     elif preconditioner == "auto":
         P, sampler, scale, spent = _sketched(excess, bound, mu, beside)
     # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for our own P.

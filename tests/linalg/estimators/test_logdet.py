@@ -137,6 +137,9 @@ def test_zero_operator():
     e = logdet(A, shift=0.1, generator=generator())
     torch.testing.assert_close(e.value, torch.tensor(300 * math.log(0.1), dtype=torch.float64), rtol=1e-12, atol=0)
     assert e.stderr == 0 and e.bias_bound == 0
+    P = diagonal_preconditioner(torch.full((300,), 1e-3))
+    e = logdet(A.float(), shift=1e-3, preconditioner=P, max_matvecs=99, generator=generator())
+    assert abs(e.value - 300 * math.log(1e-3)) <= e.bias_bound
     for options in ({}, {"max_matvecs": 300}):
         with pytest.raises(ValueError, match="shift"):
             logdet(A, **options)
