@@ -10,15 +10,7 @@ import torch
 
 from curvops import linalg
 from curvops.errors import NotPositiveSemidefiniteError
-from curvops.linalg import (
-    Damped,
-    Dense,
-    Diagonal,
-    DirectSum,
-    Kronecker,
-    LowRank,
-    draw,
-)
+from curvops.linalg import Damped, Dense, Diagonal, DirectSum, Kronecker, LowRank, draw
 from tests.linalg.operands import OPERANDS, SINGULAR, close, kron, positive, random, uniform
 from tests.linalg.samples import assert_covariance
 
@@ -245,3 +237,5 @@ def test_a_matrix_that_is_not_finite_is_refused_by_name(matrix):
     words = r"Dense \(2, 2\)" if isinstance(matrix, Dense) else "factor of a Kronecker product"
     with pytest.raises(ValueError, match=f"{words} holds NaN or Inf.*range of float32. Scale them"):
         matrix.add_diagonal(1.0).logdet()
+    with pytest.raises(ValueError, match="holds NaN or Inf"):
+        draw(matrix, 1)
