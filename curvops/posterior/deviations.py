@@ -33,11 +33,13 @@ from curvops.linalg.core.solve_routes import CLOSED_FORM, EPOCHS, METHOD_OF, MET
 from curvops.linalg.core.structure import is_psd
 from curvops.linalg.core.vectors import inner, join, norm
 from curvops.linalg.estimators.trace import sample_mean
+from curvops.linalg.operators.damped import Damped
 from curvops.linalg.solvers.solve import solve
 from curvops.linalg.solvers.systems import join_solutions
 from curvops.network import PointNormals
 from curvops.operators import Linearization
 from curvops.operators.curvatures.ggn import CurvatureRoot, root_of
+from curvops.operators.curvatures.subnetwork import Formed
 from curvops.posterior.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
 from curvops.posterior.terms import PrecisionTerms, Prior
 from curvops.ranks.sharded_vectors import SEED
@@ -472,6 +474,9 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
         most = None if directions_pay(getattr(M, "condition", math.inf), rtol) else 0
         solution = cg(P, right, preconditioner=M, rtol=rtol, x0=x0, keep_directions=most)
         return replace(solution, matvecs=solution.matvecs + spent)
+    formed = systems.route == "dense" and isinstance(P, Damped) and is_psd(P.base)
+    if formed and not carries_graph(P.base.representation()):
+        P = Formed(P.base).add_diagonal(P.shift)  # in single precision, sums hide small prior precisions
     z = solve(P, right, rtol=rtol)  # exact if P is small or has a closed form; carries its gradient
     with torch.no_grad():
         residuals = _relative(right - P._matmul(z), right)

@@ -110,6 +110,16 @@ def test_single_precision_reaches_what_it_can():
         assert (gap <= (other.relative_residuals + 3e-5) * size).all()
 
 
+def test_single_precision_does_not_hide_a_small_prior_precision():
+    model, x, y = problem()
+    lin = co.linearize(model.float(), (x[:2].float(), y[:2]), "classification")
+    values, vectors = torch.linalg.eigh(co.GGN(lin).to_dense().double())
+    prior = 1e-11 * float(values[-1])
+    draws = co.laplace(lin, co.GGN, prior, check_mode=False).deviations(40, method="cg", generator=seeded()).draws
+    null = draws.double() @ vectors[:, : len(values) // 2]
+    assert 0.5 <= prior * float(null.square().mean()) <= 2
+
+
 def test_draws_in_groups_are_those_together():
     """Where memory has room for a few columns alone; each has noise of its own."""
     for curvature in (co.GGN, lambda lin: co.GGN(lin) + 0.5 * co.KFAC(lin)):
