@@ -102,8 +102,9 @@ def minres(
         A Solution. Among all solutions (CONVERGED), or all minimisers of the residual (SINGULAR: b is not in the
         range), x is the one nearest to x0 (without x0, of smallest norm) in the preconditioner's metric. Minimisers
         have at least a third of the digits, as ``normal_residuals`` shows. NOT_SYMMETRIC means that ⟨u, Av⟩ = ⟨Au, v⟩
-        does not hold. An iteration costs one product per active column; a check of the true residual, every 50
-        iterations and at the end, costs one more, and one for A r if the residual stagnates.
+        does not hold, which takes three products once a column fails (six in doubt). An iteration costs one product per
+        active column; a check of the true residual, every 50 iterations and at the end, costs one more, and one for A r
+        if the residual stagnates.
 
     Raises:
         TypeError: A, B and x0 do not share one real dtype, float32 or float64.
@@ -356,7 +357,7 @@ class MinimalResiduals(ShortRecurrence):
         v, sizes, _ = self.images(r)
         image, heights, _ = self.images(v)
         gap = abs(float(inner(r, image) - inner(v, v))) / float(positive(sizes * heights)[0])
-        self.records.matvecs += 4  # one for r, and three if the rounding is measured
+        self.records.matvecs += 4  # one for r, and three in which the rounding may be measured
         return beyond_rounding(gap, self.norm_A, self.eps, lambda: rounding_of(self.multiply, r), 1)
 
     def select(self, remaining: list[int]) -> None:
