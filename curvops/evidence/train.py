@@ -36,6 +36,7 @@ from curvops.ranks.shard import ChosenPoints, Shard
 Parameters = Iterable[nn.Parameter]
 
 
+@torch.inference_mode(False)
 def train(
     model: nn.Module,
     data: Data,

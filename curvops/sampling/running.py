@@ -176,6 +176,7 @@ TRACES = ("log_posterior", "acceptance", "energy_error")
 
 
 @algorithm
+@torch.inference_mode(False)
 def run(
     sampler: SamplingMethod,
     start: Start,

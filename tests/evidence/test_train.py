@@ -157,7 +157,8 @@ def test_a_line_search_reaches_the_mode(annotations_unchecked):
         return torch.optim.LBFGS(p, tolerance_grad=1e-13, tolerance_change=1e-15, **options)
 
     options = {"epochs": 12, "every": 1, "over": "scalar", "curvature": co.GGN, "optimizer": lbfgs}
-    post = co.evidence.train(model, (x, y), co.likelihoods.Gaussian(0.09), **options)
+    with torch.inference_mode():
+        post = co.evidence.train(model, (x, y), co.likelihoods.Gaussian(0.09), **options)
     gram, moment, alpha = x.mT @ x / 0.09, x.mT @ y / 0.09, post.prior_precision
     mode = torch.linalg.solve(gram + alpha * torch.eye(5), moment)
     assert torch.allclose(model.weight.mT, mode, rtol=1e-10) and post.mode_gap < 1e-6

@@ -52,7 +52,8 @@ LIKELIHOODS = {
 def test_the_gradient_of_the_log_posterior_vanishes(kind):
     x, y = data(likelihood=kind)
     model = network()
-    fit = co.fit_mode(model, (x, y), LIKELIHOODS[kind], 0.5, 0.1, atol=1e-12)
+    with torch.inference_mode(kind == "poisson"):
+        fit = co.fit_mode(model, (x, y), LIKELIHOODS[kind], 0.5, 0.1, atol=1e-12)
     assert fit.converged and fit.remaining < 1e-12 and fit.gradients < 3000
     assert gradient_of(model, LOSSES[kind](model(x), y), 0.5, 0.1).norm() < 1e-5
     assert bool((fit.losses.diff() < 0).all())

@@ -87,6 +87,7 @@ def test_parameters_that_require_a_gradient_and_gradient_modes() -> None:
     with torch.inference_mode():
         state = S.sgld(F, 0.1, data_size=1).init(leaf, seeded(0))
         state, _ = S.sgld(F, 0.1, data_size=1).update(state)
+        assert not S.run(S.hmc(F, 0.1, data_size=1), leaf, steps=2).theta.is_inference()
     state, info = S.sgld(F, 0.1, data_size=1).update(state)
     assert not state.theta.requires_grad and not info.log_posterior.requires_grad and not state.theta.is_inference()
     tied: Tensor = ZERO.clone()

@@ -236,6 +236,7 @@ def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 # Second derivatives
 
 
+@torch.inference_mode(False)
 def require_symmetric(model: Model, inputs: Any) -> None:
     """Raise RuntimeError unless uᵀHv equals vᵀHu for two random vectors, with H of squared distances to random targets.
 

@@ -61,6 +61,8 @@ class ModeFit(Summarised):
         return self.reason is Reason.CONVERGED
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def fit_mode(
     model: Network,
     data: Data,
