@@ -173,14 +173,13 @@ def reliability_bins(
     edges = torch.linspace(0, 1, bins + 1, dtype=probabilities.dtype, device=probabilities.device)
     where = (torch.bucketize(confidence, edges) - 1).clamp(0, bins - 1)
     count = torch.bincount(where, minlength=bins)
-    correct = (predicted == labels).to(probabilities.dtype)
-    return ReliabilityBins(
-        edges=edges,
-        # 0 / 0 is the NaN that marks an empty bin
-        confidence=torch.bincount(where, weights=confidence, minlength=bins) / count,
-        accuracy=torch.bincount(where, weights=correct, minlength=bins) / count,
-        count=count,
-    )
+
+    def mean(values: Tensor) -> Tensor:
+        # A sum in single precision stands still at 2²⁴ points. 0 / 0 is the NaN that marks an empty bin.
+        total = torch.bincount(where, weights=values.double(), minlength=bins)
+        return (total / count).to(torch.promote_types(probabilities.dtype, torch.float32))
+
+    return ReliabilityBins(edges, confidence=mean(confidence), accuracy=mean(predicted == labels), count=count)
 
 
 def ece(probabilities: Float[Tensor, "N ..."], labels: Int[Tensor, "N ..."], *, bins: int = 15) -> Float[Tensor, ""]:
@@ -335,6 +334,9 @@ def temperature(
         tensor(True)
     """
     logits, labels = _by_position(logits, labels)
+    if not 0 < bounds[0] < bounds[1]:
+        raise ValueError(f"bounds must be two positive numbers, the lesser first, got {bounds}.")
+    refuse(not len(logits), "no data: a temperature of zero points is undefined.")
     refuse(not logits.isfinite().all(), "logits must be finite: give classes that cannot occur a logit of -1e9.")
     if len(logits) > 1 and bool((logits > 0).all() & ((logits.double().sum(-1) - 1).abs() <= 1e-5).all()):
         raise ValueError("these are probabilities: pass temperature the logits, or probabilities.log().")

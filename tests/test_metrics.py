@@ -50,6 +50,11 @@ def test_bins_count_every_point_once_and_mark_empty_ones() -> None:
     assert torch.isnan(table.confidence[:2]).all()
 
 
+def test_more_pixels_than_single_precision_counts() -> None:
+    p = torch.tensor([[0.75, 0.25]]).expand(20_000_000, 2)
+    assert float(metrics.ece(p, torch.zeros(len(p), dtype=torch.long))) == pytest.approx(0.25, abs=1e-6)
+
+
 @pytest.mark.parametrize("levels", [3, 10_000], ids=["ties", "distinct"])
 def test_auroc_against_scikit_learn_and_pairs(levels: int) -> None:
     generator = torch.Generator().manual_seed(levels)

@@ -206,6 +206,8 @@ DOORS = [
                 lambda: metrics.temperature(X[:, :3].softmax(-1), Y),
                 r"pass temperature the logits, or probabilities.log\(\)",
             ),
+            "a temperature of nothing": (lambda: metrics.temperature(X[:0, :3], Y[:0]), "no data"),
+            "bounds in another order": (lambda: metrics.temperature(X[:, :3], Y, bounds=(5, 1)), "the lesser first"),
             "labels that torch ignores": (
                 lambda: metrics.accuracy(torch.full((3, 2), 0.5), torch.tensor([0, -100, 1])),
                 r"keep = labels != -100: score values\[keep\], labels\[keep\]",
