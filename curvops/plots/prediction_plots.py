@@ -20,7 +20,7 @@ from curvops.posterior import Laplace
 from curvops.posterior.predictions.predictive import Predictive
 
 Probabilities = Float[Tensor, "N *C"] | Float[np.ndarray, "N *C"]
-"""Class probabilities (N, C); or the probability of class 1, (N,) or (N, 1)."""
+"""Class probabilities (N, C), or of positions (N, ..., C) or (N, C, ...); or that of class 1, (N,) or (N, 1)."""
 
 
 def regression(
@@ -140,7 +140,7 @@ def _mark_gap(axes: Axes, places: Real[np.ndarray, " N"]) -> None:
 
 def reliability(
     predictions: Mapping[str, Probabilities] | Probabilities,
-    labels: Int[Tensor, " N"] | Int[np.ndarray, " N"],
+    labels: Int[Tensor, "N *T"] | Int[np.ndarray, "N *T"],
     *,
     bins: int = 15,
     title: str = "",
@@ -151,9 +151,9 @@ def reliability(
     The area of a marker grows with the share of the points in its bin. The legend has the expected calibration errors.
 
     Args:
-        predictions: Maps the name of a method to its class probabilities (N, C), or to the probability of class 1, (N,)
-            or (N, 1); or the probabilities of a single method.
-        labels: The true classes (N,), in 0..C − 1.
+        predictions: Maps the name of a method to its class probabilities, (N, C), or of positions (N, ..., C) or (N, C,
+            ...), or to the probability of class 1, (N,) or (N, 1); or the probabilities of a single method.
+        labels: The true classes (N,) or (N, ...), in 0..C − 1.
         bins: The number of equally wide bins of (0, 1].
         title: The panel's title.
         ax: The axes to draw into; None makes a figure.
@@ -175,11 +175,10 @@ def reliability(
     """
     named = predictions if isinstance(predictions, Mapping) else {"predictions": predictions}
     refuse(not named, "reliability draws {name: probabilities (N, C)}, got none.")
-    y = torch.as_tensor(style.as_array(labels)).reshape(-1)
+    y = torch.as_tensor(style.as_array(labels))
     probabilities = {name: _classes(name, values) for name, values in named.items()}
-    counted = [
-        (metrics.reliability_bins(p, y, bins=bins), float(metrics.ece(p, y, bins=bins))) for p in probabilities.values()
-    ]
+    pairs = [(p, y if p.ndim > 2 else y.reshape(-1)) for p in probabilities.values()]
+    counted = [(metrics.reliability_bins(*pair, bins=bins), float(metrics.ece(*pair, bins=bins))) for pair in pairs]
     axes = style.axes_of(ax, 5.6, 5.4)
     axes.plot([0, 1], [0, 1], color=style.GREY, linestyle=":", linewidth=1.5, label="perfect calibration")
     for (name, look), (bin_, error) in zip(style.looks(probabilities).items(), counted):
@@ -203,11 +202,11 @@ def reliability(
 def _classes(name: str, probabilities: Any) -> Float[Tensor, "N C"]:
     """Return class probabilities (N, C) on the CPU, also of the probabilities of class 1."""
     p = torch.as_tensor(style.as_array(probabilities))
-    if not p.is_floating_point() or p.ndim not in (1, 2):
+    if not p.is_floating_point() or not p.ndim:
         kind = f"{p.dtype} of shape {tuple(p.shape)}"
         raise TypeError(f"reliability draws class probabilities (N, C); got {kind} for {name!r}.")
-    p = p.reshape(len(p), -1)
-    return torch.cat([1 - p, p], 1) if p.shape[1] == 1 else p
+    p = p.unsqueeze(1) if p.ndim == 1 else p
+    return torch.cat([1 - p, p], 1) if p.shape[1:] == (1,) else p
 
 
 def ray(
