@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
 
 from curvops.argument_types import Points
 from curvops.checks import check_choice, check_options, drawn_seed, refuse
-from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
+from curvops.errors import MaxStepsWarning, PrecisionWarning, UndeterminedWarning, warn
 from curvops.evidence.hyperparameters import gaussians, named_noises, noises_of, why_it_does_not_scale
 from curvops.evidence.maximize import checked_precisions
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
@@ -24,6 +26,7 @@ from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence import Validation
+from curvops.posterior.precision import require_usable
 from curvops.posterior.predictions.answers import LABELS, targets_by_position
 from curvops.posterior.terms import Prior
 from curvops.ranks.split_points import split_points
@@ -113,7 +116,9 @@ def validate(
         _check_points(post, held_out, [split.targets for split in splits if split.targets is not None])
     by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)
     search = _Search(post, held_out, joint, "mc" if by_draws else link, generator, splits[0].is_split)
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        # Predictions of the posterior that is returned warn, if its own prior is below the rounding.
+        warnings.simplefilter("ignore", PrecisionWarning)
         if prior_precisions is not None:
             refuse(tuple(parts) != ("scalar",), "prior_precisions need over='scalar'; leave them out to search.")
             for value in checked_precisions(prior_precisions):
@@ -177,6 +182,7 @@ class _Search:
     generator: torch.Generator | None
     gather: bool
     trials: list[_Trial] = field(default_factory=list)
+    refusal: NotPSDError = field(default_factory=NotPSDError)
 
     def __post_init__(self) -> None:
         self.seed = drawn_seed(self.generator)
@@ -187,11 +193,16 @@ class _Search:
 
     def score(self, prior: Prior, noise: float = 1.0) -> float:
         """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""
-        post = predicting_at(self.under(prior), noise)
-        device = post.mean.device if self.generator is None else self.generator.device
+        device = self.post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
         arguments = self.joint, None, draws, self.gather, self.link
-        estimates = [post.log_likelihood(x, y, *arguments) for x, y in self.held_out]
+        try:
+            post = predicting_at(self.under(prior), noise)
+            require_usable(post.terms)
+            estimates = [post.log_likelihood(x, y, *arguments) for x, y in self.held_out]
+        except NotPSDError as error:  # a Hessian under a small prior is no precision: there is no such posterior
+            self.refusal = error
+            return -math.inf
         scores = torch.cat([estimate.value for estimate in estimates])
         errors = torch.cat([estimate.stderr for estimate in estimates])
         value = float(scores.mean())
@@ -200,7 +211,9 @@ class _Search:
 
     @property
     def best(self) -> _Trial:
-        """The trial with the largest score so far."""
+        """The trial with the largest score so far; raises the last error if the precision was definite in none."""
+        if not self.trials:
+            raise self.refusal
         return max(self.trials, key=lambda trial: -math.inf if math.isnan(trial.score) else trial.score)
 
     def moves(self) -> Callable[[float, float], float]:
@@ -208,7 +221,7 @@ class _Search:
         prior, noise = (self.best.prior, self.best.noise) if self.trials else (self.post.prior, 1.0)
 
         def score(scale: float, of_noise: float) -> float:
-            scaled = prior if scale == 1 else self.post.with_prior(prior.precision * scale).prior
+            scaled = prior if scale == 1 else replace(prior, precision=prior.precision * scale)
             return self.score(scaled, noise * of_noise)
 
         return score

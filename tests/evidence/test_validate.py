@@ -34,9 +34,8 @@ def test_no_neighbour_scores_better(regression, over, annotations_unchecked):
     assert len(record.scores) == len(record.noises) == len(record.prior_precisions)
     for factor in (0.9, 1.1):
         assert score(best.with_noise(best.observation_noise * factor), x, y) < found
-    assert best.observation_noise == pytest.approx(
-        0.25, rel=0.5
-    )  # the generating variance; 40 targets leave 22 % of it
+    # The generating variance; 40 targets leave 22 % of it.
+    assert best.observation_noise == pytest.approx(0.25, rel=0.5)
 
 
 def test_one_factor_scales_the_noises_of_several_outputs(annotations_unchecked):
@@ -62,10 +61,14 @@ def test_one_factor_scales_the_noises_of_several_outputs(annotations_unchecked):
     assert max(best.tuning.scores) > best.tuning.scores[4] + 100 and score(best, new, y) > score(post, new, y) + 100
 
 
-def test_data_in_any_form_are_those_tensors(regression, annotations_unchecked):
+def test_of_given_precisions_the_best_is_returned_for_data_in_any_form(regression, annotations_unchecked):
     post, x, y = regression
     precisions = [0.1, 1.0, 10.0]
-    expected = co.evidence.validate(post, x, y, prior_precisions=precisions).tuning.scores
+    best = co.evidence.validate(post, x, y, prior_precisions=precisions)
+    expected = best.tuning.scores
+    assert list(expected) == pytest.approx([score(post.with_prior(value), x, y) for value in precisions])
+    assert list(best.tuning.prior_precisions) == precisions
+    assert float(best.prior_precision) == precisions[expected.index(max(expected))]
     dataset = TensorDataset(x, y)
     forms = [
         (x, y),
@@ -107,13 +110,16 @@ def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(annot
     assert best.tuning.noises is None and min(best.tuning.stderrs) > 0
 
 
-def test_of_given_precisions_the_best_is_returned_and_all_are_noted(regression):
-    post, x, y = regression
-    values = [0.1, 1.0, 10.0]
-    best = co.evidence.validate(post, x, y, prior_precisions=values)
-    expected = [score(post.with_prior(value), x, y) for value in values]
-    assert list(best.tuning.prior_precisions) == values and list(best.tuning.scores) == pytest.approx(expected)
-    assert float(best.prior_precision) == values[expected.index(max(expected))]
+def test_priors_under_which_the_precision_is_indefinite_are_passed_over():
+    """The curvature has an eigenvalue of about −2, as a Hessian may."""
+    model, x, y = problem()
+    lin = co.linearize(model, (x, y), "classification")
+    indefinite = co.linalg.Dense(co.GGN(lin).to_dense() - 2 * torch.eye(lin.num_parameters, dtype=DOUBLE))
+    new = torch.randn(20, 4, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    best = co.laplace(lin, indefinite, validation=(new, new[:, :3].argmax(1)))
+    assert 2 < min(best.tuning.prior_precisions) < 11
+    with pytest.raises(co.errors.NotPositiveSemidefiniteError, match="Dense"):
+        co.evidence.validate(best, new, new[:, :3].argmax(1), prior_precisions=[0.1, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +160,6 @@ def test_a_search_over_both_that_ran_out_names_the_call_that_goes_on():
 def test_the_training_data_are_read_once_more_whatever_noises_are_tried():
     """KFAC falls as the noise rises, so that trials need no other; the posterior that is returned has its own."""
     sizes = []
-
     generator = torch.Generator().manual_seed(0)
     x, new = (torch.randn(n, 3, generator=generator, dtype=DOUBLE) for n in (40, 30))
     y, z = (points.sum(1, keepdim=True) + 0.3 * torch.randn(len(points), 1, generator=generator) for points in (x, new))

@@ -125,6 +125,8 @@ def test_wide_sums_in_single_precision_warn_below_what_they_tell() -> None:
         warnings.simplefilter("error", PrecisionWarning)
         A.add_diagonal(1e4).logdet()
         co.KFAC(double).add_diagonal(1e-4).logdet()
+        held_out = torch.rand(20, 64) * 16, torch.arange(20) % 10
+        co.evidence.validate(co.laplace(single, A, 1.0, check_mode=False), *held_out)  # has tried 1e-4, too
     with pytest.warns(PrecisionWarning):
         post = co.laplace(single, A, 1e-4, check_mode=False)
         evidence = post.log_evidence(rtol=1e-9)
