@@ -399,10 +399,10 @@ def log_posterior(
         return LogPosterior(*fields_of) if shard is None else SharedLogPosterior(*fields_of, shard=shard)
     if isinstance(parameters, str) and parameters == "last_layer":
         raise ValueError('for parameters="last_layer" pass co.linearize(model, data, likelihood, "last_layer").')
+    network = Model(model, parameters)
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
     several = likelihoods_by_name(likelihood)
     likelihood = _owned(likelihood) if several is None else {name: _owned(member) for name, member in several.items()}
-    network = Model(model, parameters)
     return LogPosterior(network, as_prior(prior_precision, prior_mean, network), size, weights, likelihood)
 
 

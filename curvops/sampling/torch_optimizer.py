@@ -91,8 +91,7 @@ def optimizer(
         An optimiser with `init(params, generator)` and `update(state, batch)`.
 
     Raises:
-        TypeError, ValueError: `make` does not have these options; in the first step, it calls the model itself
-            (LBFGS).
+        TypeError, ValueError: `make` does not have these options, is an instance, or calls the model itself (LBFGS).
 
     Cost: a gradient and the optimiser's own step; building it again takes some 50 µs.
 
@@ -102,6 +101,8 @@ def optimizer(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
         torch.Size([1, 5, 17])
     """
+    if isinstance(make, torch.optim.Optimizer) or make is torch.optim.LBFGS:  # which calls the model itself
+        raise TypeError("make must be the class of an optimiser with one gradient per step, such as torch.optim.AdamW.")
     if data_size is None:
         data_size = getattr(log_posterior, "data_size", 1)  # at temperature 0 it has no effect
     return Optimizer(**common_arguments(log_posterior, 1.0, 0.0, data_size, None) | descent(make, options))

@@ -118,6 +118,13 @@ DOORS = [
         "samplers",
         rows={
             "no size of the data": (lambda: S.sgld(F, 0.1), "data_size is missing"),
+            "no network": (lambda: S.log_posterior(SGLD), TypeError, "model must be an nn.Module.*got SGLD"),
+            "an optimiser": (
+                lambda: S.optimizer(torch.optim.SGD([ZERO], 0.1), F),
+                TypeError,
+                "the class of an optimiser",
+            ),
+            "a line search": (lambda: S.optimizer(torch.optim.LBFGS, F), TypeError, "one gradient per step"),
             "no covariance": (lambda: S.pcn(F, 0.1, data_size=1), "covariance is missing"),
             "a step beyond one": (
                 lambda: S.run(S.pcn(F, 1.1, covariance=1.0, data_size=1), ZERO, steps=1),
