@@ -118,6 +118,7 @@ DOORS = [
         "samplers",
         rows={
             "no size of the data": (lambda: S.sgld(F, 0.1), "data_size is missing"),
+            "two sizes of the data": (lambda: S.sgld(density(), 0.1, data_size=12), "built for 11 points"),
             "no network": (lambda: S.log_posterior(SGLD), TypeError, "model must be an nn.Module.*got SGLD"),
             "an optimiser": (
                 lambda: S.optimizer(torch.optim.SGD([ZERO], 0.1), F),

@@ -278,8 +278,7 @@ def test_probabilities_in_any_form(device):
     for p in (named["network"].numpy(), named["network"].to(device).requires_grad_()):
         np.testing.assert_array_equal(plots.reliability(p, labels.to(device)).lines[1].get_xydata(), first)
     images = named["network"].unflatten(0, (4, 10, 10)).movedim(-1, 1)
-    shown = plots.reliability(images, labels.view(4, 10, 10)).lines[1].get_xydata()
-    np.testing.assert_array_equal(shown, first)
+    np.testing.assert_array_equal(plots.reliability(images, labels.view(4, 10, 10)).lines[1].get_xydata(), first)
     ones, two = named["network"][:, 0], torch.stack([1 - named["network"][:, 0], named["network"][:, 0]], 1)
     is_zero = (labels == 0).long()
     both = plots.reliability(two, is_zero.numpy()).lines[1].get_xydata()

@@ -122,6 +122,7 @@ def test_a_network_without_vmap_falls_back_to_the_loop() -> None:
     X, y = torch.randn(11, 3), torch.arange(11) % 2
     f = S.log_posterior(Halting(), "classification", data_size=11)
     sampler = S.sgld(f, 0.1)
+    assert sampler.data_size == S.sgld(f, 0.1, data_size=11).data_size == 11
     with pytest.warns(S.NotVectorizedWarning, match="one by one"):
         found = S.run(S.chains(sampler, 3), f.params, [(X, y)], steps=4, generator=seeded(0))
     loop = S.run(S.chains(sampler, 3, vectorized=False), f.params, [(X, y)], steps=4, generator=seeded(0))

@@ -66,14 +66,6 @@ def test_schedules_that_leave_their_range() -> None:
         hot.update(hot.init(ZERO, seeded(0)))
 
 
-def test_data_size_given_twice_must_agree() -> None:
-    model = torch.nn.Linear(2, 1)
-    f = S.log_posterior(model, co.likelihoods.Gaussian(noise=1.0), data_size=10)
-    assert S.sgld(f, 0.1).data_size == 10 and S.sgld(f, 0.1, data_size=10).data_size == 10
-    with pytest.raises(ValueError, match="built for 10 points"):
-        S.sgld(f, 0.1, data_size=11)
-
-
 def test_schedules() -> None:
     decay = S.RobbinsMonro(2.0, b=3.0, gamma=0.6)
     assert decay(7) == pytest.approx(2 * 10**-0.6)
