@@ -61,7 +61,8 @@ def validate(
     """Find the hyperparameters of largest log-likelihood of held-out data, with the weights held fixed.
 
     The search tries factors from 1e-4 to 1e4 of the current value, a decade apart (and beyond, as long as that gains
-    more than 1e-4 nats per point), and then refines the best one.
+    more than 1e-4 nats per point), and then refines the best one. Values under which G + A proves to be indefinite, as
+    for a Hessian, are passed over.
 
     Args:
         post: a posterior from `co.laplace`.
