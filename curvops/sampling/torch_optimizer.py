@@ -101,8 +101,6 @@ def optimizer(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
         torch.Size([1, 5, 17])
     """
-    if isinstance(make, torch.optim.Optimizer) or make is torch.optim.LBFGS:  # which calls the model itself
-        raise TypeError("make must be the class of an optimiser with one gradient per step, such as torch.optim.AdamW.")
     if data_size is None:
         data_size = getattr(log_posterior, "data_size", 1)  # at temperature 0 it has no effect
     return Optimizer(**common_arguments(log_posterior, 1.0, 0.0, data_size, None) | descent(make, options))
@@ -110,6 +108,8 @@ def optimizer(
 
 def descent(make: OptimizerChoice, options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an `Optimizer` for these options; raise as `make` does for those that it does not have."""
+    if isinstance(make, torch.optim.Optimizer) or make is torch.optim.LBFGS:  # which calls the model itself
+        raise TypeError("make must be the class of an optimiser with one gradient per step, such as torch.optim.AdamW.")
     lr = options.get("lr")
     made = make([torch.zeros(1, requires_grad=True)], **{**options, "lr": lr(0)} if callable(lr) else options)
     schedule = lr if callable(lr) else Constant(made.defaults.get("lr", math.nan))
