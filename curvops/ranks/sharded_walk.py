@@ -177,7 +177,7 @@ class ShardedJacobian:
             tangents = self.shards.gather(block[:, columns], names)
             for jacobians, total in zip(self._layer_jacobians(names), pushed.split(self._sizes, 1)):
                 for jacobian in jacobians:
-                    total[columns] += jacobian.push(tangents)
+                    total[columns] += jacobian.times(tangents)
             del tangents  # before the next ones are gathered
         return pushed
 

@@ -12,8 +12,9 @@ columns of L, not unit vectors. For a Fisher from residuals, R is one per sample
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -44,12 +45,16 @@ class Part(ABC):
     layer: Layer
 
     @abstractmethod
-    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
-        """Return the rows times K tangents by parameter name."""
+    def push(self, tangents: Local) -> Float[Tensor, "K n R"]:
+        """Return the rows times K tangents by the layer's own names."""
 
     @abstractmethod
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
-        """Return the adjoint's images by the layer's own names."""
+        """Return the adjoint's images, by the same names."""
+
+    def times(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
+        """Return the rows times K tangents by parameter name."""
+        return self.push({local: tangents[name] for local, name in self.layer.names.items()})
 
     @property
     @abstractmethod
@@ -62,10 +67,15 @@ class Part(ABC):
         return self.layer.output.numel()
 
 
-def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
-    """Return ranges of a block's vectors, on a CPU so wide that what a product makes of each takes `PIECE_BYTES`."""
-    width = max(1, columns if is_cuda else PIECE_BYTES // max(1, column_bytes))
-    return [slice(start, start + width) for start in range(0, max(1, columns), width)]
+def at_once(column_bytes: int, is_cuda: bool) -> int:
+    """Return how many columns are computed at a time, on a CPU such that what is made of them takes `PIECE_BYTES`."""
+    return sys.maxsize if is_cuda else max(1, PIECE_BYTES // max(1, column_bytes))
+
+
+def push_some(push: Callable[[Local], Tensor], block: Local, width: int) -> Tensor:
+    """Return the images of a block of tangents, `width` of them at a time."""
+    pieces = zip(*(tangents.split(width) for tangents in block.values()))
+    return torch.cat([push(dict(zip(block, piece))) for piece in pieces])
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +93,8 @@ class Factors(Part):
     inside: Bool[Tensor, "n T"] | None = None
     positions: Int[Tensor, "n T"] | None = None
 
-    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
-        of_layer = {local: tangents[name] for local, name in self.layer.names.items()}
-        z = self.layer.rule.push(self.layer.module, self.layer_input, of_layer)
+    def push(self, tangents: Local) -> Float[Tensor, "K n R"]:
+        z = self.layer.rule.push(self.layer.module, self.layer_input, tangents)
         if self.weight is None:
             return torch.bmm(self.delta.flatten(2), z.flatten(2).mT).permute(2, 0, 1)
         through = (z * self.delta.unsqueeze(1)).flatten(0, 1)
@@ -155,8 +164,8 @@ class Rows(Part):
 
     jacobian: Tensor
 
-    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
-        v = torch.cat([tangents[name].flatten(1) for name in self.layer.names.values()], 1)
+    def push(self, tangents: Local) -> Float[Tensor, "K n R"]:
+        v = torch.cat([tangents[local].flatten(1) for local in self.layer.names], 1)
         return (v @ self.jacobian.flatten(0, 1).mT).unflatten(1, self.jacobian.shape[:2])
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
@@ -202,9 +211,8 @@ class Features(Part):
         """The number C of outputs per position."""
         return self.layer.output[-1]
 
-    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
-        of_layer = {local: tangents[name] for local, name in self.layer.names.items()}
-        return self.layer.rule.push(self.layer.module, self.layer_input, of_layer).flatten(2).transpose(0, 1)
+    def push(self, tangents: Local) -> Float[Tensor, "K n R"]:
+        return self.layer.rule.push(self.layer.module, self.layer_input, tangents).flatten(2).transpose(0, 1)
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         s = cotangents.transpose(0, 1).unflatten(2, self.layer.output[1:])
@@ -239,7 +247,7 @@ class Layerwise:
         self.outputs = outputs.detach()
         self.num_columns = root.num_columns(outputs.shape[1])
         self.parts = _layer_jacobians(model, outputs, calls, chunk_bytes, root)
-        self.nbytes = sum(jacobian.nbytes for jacobian in self.parts) + (rest.nbytes if rest is not None else 0)
+        self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
 
     @property
@@ -252,14 +260,11 @@ class Layerwise:
         """Return Lᵀ J V for K tangents by name, (K, *shape) each."""
         with torch.no_grad():
             total = None if self.rest is None else self.rest.push(tangents)
-            for jacobian in self.parts:
-                names = jacobian.layer.names.values()
-                block = tangents[next(iter(names))]
-                some = in_parts(len(block), jacobian.work * block.element_size(), block.is_cuda)
-                if len(some) == 1:
-                    pushed = jacobian.push(tangents)
-                else:
-                    pushed = torch.cat([jacobian.push({name: tangents[name][k] for name in names}) for k in some])
+            for part in self.parts:
+                block = {local: tangents[name] for local, name in part.layer.names.items()}
+                first = next(iter(block.values()))
+                width = at_once(part.work * first.element_size(), first.is_cuda)
+                pushed = part.push(block) if len(first) <= width else push_some(part.push, block, width)
                 total = pushed if total is None else total + pushed
         if total is None:
             columns = next(iter(tangents.values())).shape[0]
@@ -270,15 +275,15 @@ class Layerwise:
         """Return Jᵀ L U for K cotangents, by name, (K, *shape) each."""
         with torch.no_grad():
             total = Blocks() if self.rest is None else self.rest.pull(cotangents)
-            for jacobian in self.parts:
-                some = in_parts(len(cotangents), jacobian.work * cotangents.element_size(), cotangents.is_cuda)
-                if len(some) == 1:
-                    pulled = jacobian.pull(cotangents)
+            for part in self.parts:
+                width = at_once(part.work * cotangents.element_size(), cotangents.is_cuda)
+                if len(cotangents) <= width:
+                    pulled = part.pull(cotangents)
                 else:
-                    pieces = [jacobian.pull(cotangents[k]) for k in some]
-                    pulled = {local: torch.cat([piece[local] for piece in pieces]) for local in jacobian.layer.names}
+                    pieces = [part.pull(some) for some in cotangents.split(width)]
+                    pulled = {local: torch.cat([piece[local] for piece in pieces]) for local in part.layer.names}
                 for local, gradient in pulled.items():
-                    name = jacobian.layer.names[local]
+                    name = part.layer.names[local]
                     total[name] = total[name] + gradient if name in total else gradient
             for name, value in self._zero.items():
                 if name not in total:  # a layer whose branch does not reach the outputs

@@ -293,18 +293,18 @@ def mismatches(engine: Layerwise, reference: Pull, names: Iterable[str] = ()) ->
     if wrong:  # by more than the model rounds
         noise = rounding(lambda block: reference(block[""]), {"": u}, expected, generator)
         wrong = {name for name in wrong if not bool(gaps[name] <= allowance(expected[name], noise[name]))}
-    for jacobian in engine.parts:
-        of_layer = jacobian.layer.names
+    for part in engine.parts:
+        layer = part.layer
         tangents = {
-            name: torch.randn(1, *jacobian.layer.shape_of(local), dtype=u.dtype, device=u.device, generator=generator)
-            for local, name in of_layer.items()
+            local: torch.randn(1, *layer.shape_of(local), dtype=u.dtype, device=u.device, generator=generator)
+            for local in layer.names
         }
-        pushed = jacobian.push(tangents)
-        back = jacobian.pull(pushed)  # not relative to u: ⟨u, Jv⟩ may be small by chance and hide a wrong push
+        pushed = part.push(tangents)
+        back = part.pull(pushed)  # not relative to u: ⟨u, Jv⟩ may be small by chance and hide a wrong push
         left = pushed.square().sum()
-        right = torch.stack([(back[local] * tangents[name]).sum() for local, name in of_layer.items()]).sum()
+        right = torch.stack([(back[local] * tangent).sum() for local, tangent in tangents.items()]).sum()
         if not bool((left - right).abs() <= tol * left):
-            wrong |= set(of_layer.values())
+            wrong |= set(layer.names.values())
     return Checked(wrong, all(bool(expected[name].any()) for name in names))
 
 

@@ -194,7 +194,7 @@ class InputGraph:
         def compute(x: Inputs, V: Tensor) -> Tensor:
             tangents, rows = self.engines.model.selection.split(V), GraphRows(self.engines, x)
             if (last := rows.features()) is not None:
-                return torch.cat([features.push(tangents).flatten(1) for features in last], 1).mT
+                return torch.cat([features.times(tangents).flatten(1) for features in last], 1).mT
             (piece,) = rows.jacobian_rows()
             _, count, groups = piece
             pushed: dict[tuple[str, ...], list[Tensor]] = {}

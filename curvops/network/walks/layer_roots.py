@@ -29,7 +29,7 @@ from curvops.network.engines.layer_calls import (
     positions_of_rows,
     sensitivities,
 )
-from curvops.network.engines.layerwise import Factors, Features, in_parts
+from curvops.network.engines.layerwise import Factors, Features, at_once, push_some
 from curvops.network.likelihoods.likelihood import HessianParts
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.model import Model
@@ -41,16 +41,17 @@ Score = Callable[[Float[Tensor, "n C"], Batch], None]
 def _push(factors: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
     """Return the rows of one call times K tangents by name, in whichever way takes fewer multiply-adds."""
     layer, delta = factors.layer, factors.delta
-    count, columns = delta.shape[1], len(tangents[next(iter(layer.names.values()))])
+    block = {local: tangents[name] for local, name in layer.names.items()}
+    (n, count), columns = delta.shape[:2], len(next(iter(block.values())))
     outputs, size = delta[0, 0].numel(), layer.size * delta.element_size()
     by_rows = count * (layer.multiply_adds + layer.size * columns)
     if by_rows < columns * (layer.multiply_adds + count * outputs):
-        pieces = in_parts(len(delta), count * size, delta.is_cuda)
-        return torch.cat([_push_rows(factors.rows(points), tangents) for points in pieces], 1)
+        step = min(n, at_once(count * size, delta.is_cuda))
+        rows = (factors.rows(slice(start, start + step)) for start in range(0, n, step))
+        return torch.cat([_push_rows(some, tangents) for some in rows], 1)
     # A layer's part of a vector is scattered over it and has to be copied: some vectors at a time.
-    some = in_parts(columns, max(size, factors.work * delta.element_size()), delta.is_cuda)
-    pushed = [factors.push({name: tangents[name][k] for name in layer.names.values()}) for k in some]
-    return pushed[0] if len(pushed) == 1 else torch.cat(pushed)
+    width = at_once(max(size, factors.work * delta.element_size()), delta.is_cuda)
+    return factors.push(block) if columns <= width else push_some(factors.push, block, width)
 
 
 def _push_rows(rows: Blocks, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K m r"]:

@@ -201,7 +201,7 @@ def _sum_over_layers(
     by_position = bool(last) and all(features.outputs_each == outputs for features in last)
     if by_position and _sum_of_last(total, ((features.layer, features.inputs()) for features in last), metric):
         if tangents is not None and pushed is not None:
-            pushed += torch.cat([features.push(tangents).flatten(1) for features in last], 1)
+            pushed += torch.cat([features.times(tangents).flatten(1) for features in last], 1)
         return total
     for first, groups in walk.groups_together(outputs):
         while groups:  # none is held while the next is used, or made
