@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -132,21 +132,20 @@ class KeptRows:
     """The engine of few outputs: the rows of J of one batch, or of Lᵀ J for a root L, as a matrix.
 
     Building it costs a forward pass and a backward pass per row for each point alone. Products then take no pass.
-    `at_once` is as in `Streamed`.
+    `at_once` is as in `Streamed`, `together` as in `_Graph.pull`.
     """
 
     kind = "formed"
 
-    def __init__(self, model: Model, inputs: Any, at_once: int, root: Root = IDENTITY) -> None:
+    def __init__(self, model: Model, inputs: Any, at_once: int, together: int, root: Root = IDENTITY) -> None:
         self._layout = model.selection
         self.outputs = Streamed(model, inputs, self._layout.names, at_once=at_once).outputs
         n, columns = len(self.outputs), root.num_columns(self.outputs.shape[1])
         with torch.no_grad():
             cotangents = root.columns(self.outputs, 0, columns)
         self._rows = model.theta.new_empty(n, columns, self._layout.size)
-        for i, rows in enumerate(self._rows):
-            graph = record_graph(model, take(inputs, slice(i, i + 1)), self._layout.names)
-            pulled = graph.pull(cotangents[:, i : i + 1], keep=False)
+        of_points = point_rows(model, inputs, self._layout.names, cotangents, together, outputs=self.outputs)
+        for rows, pulled in zip(self._rows, of_points):
             for name, target in self._layout.named(rows).items():
                 target.copy_(pulled[name])
         self.nbytes = self._rows.nbytes
@@ -189,34 +188,38 @@ class _Graph:
     def __init__(self, model: Model, leaves: Blocks, outputs: Float[Tensor, "n C"]) -> None:
         self.model, self.names, self._leaves, self.outputs = model, tuple(leaves), leaves, outputs
 
-    def pull(self, cotangents: Float[Tensor, "K n C"], keep: bool = True) -> Blocks:
-        """Return Jᵀ U; without `keep` the last backward pass frees the graph behind it, and must be the last one."""
-        leaves = [*self._leaves.values()]
+    def pull(
+        self, cotangents: Float[Tensor, "K n C"], keep: bool = True, together: int = 1, graph: bool = False
+    ) -> Blocks:
+        """Return Jᵀ U, by a backward pass for `together` cotangents, or for each if an operation has no batching rule.
+
+        Without `keep` the last pass frees the graph behind it, and must be the last one. With `graph` the result has
+        its own graph.
+        """
+        leaves, rows = [*self._leaves.values()], list[list[Tensor]]()
         if not self.outputs.requires_grad:
             return {name: leaf.new_zeros(len(cotangents), *leaf.shape) for name, leaf in self._leaves.items()}
-        rows: list[list[Tensor]] = []
         with self.model.differentiating(), self.model.holding(self._leaves):
+            if min(together, len(cotangents)) > 1:
+                with contextlib.suppress(RuntimeError):
+                    return self._pull_batched(cotangents.split(together), leaves)
             for k, u in enumerate(cotangents):
-                retain = keep or k + 1 < len(cotangents)
+                options: dict[str, Any] = {"create_graph": graph, "materialize_grads": True}
+                options["retain_graph"] = graph or keep or k + 1 < len(cotangents)
                 # A copy: a custom backward that writes into its argument would write into the caller's vector.
-                options: dict[str, Any] = {"retain_graph": retain, "materialize_grads": True}
-                rows.append([g.detach() for g in torch.autograd.grad(self.outputs, leaves, u.clone(), **options)])
+                gradients = torch.autograd.grad(self.outputs, leaves, u.clone(), **options)
+                rows.append([gradient if graph else gradient.detach() for gradient in gradients])
         return {name: _stack([row.pop(0) for row in rows]) for name in self.names}  # freed as they are stacked
 
-    def pull_together(self, cotangents: Float[Tensor, "K n C"], most: int) -> Blocks:
-        """Return Jᵀ U by a backward pass for `most` cotangents, or for each if an operation has no batching rule."""
-        leaves = [*self._leaves.values()]
-        if most > 1 and len(cotangents) > 1 and self.outputs.requires_grad:
-            with contextlib.suppress(RuntimeError), self.model.differentiating(), self.model.holding(self._leaves):
-                options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
-                parts = [torch.autograd.grad(self.outputs, leaves, U, **options) for U in cotangents.split(most)]
-                rows = {}
-                for (name, leaf), *gradients in zip(self._leaves.items(), *parts):
-                    if gradients[0] is None:  # the outputs do not depend on it
-                        gradients = [leaf.new_zeros(len(cotangents), *leaf.shape)]
-                    rows[name] = torch.cat(gradients)
-                return rows
-        return self.pull(cotangents)
+    def _pull_batched(self, blocks: Sequence[Float[Tensor, "k n C"]], leaves: list[Tensor]) -> Blocks:
+        """Return Jᵀ U by a backward pass for each block."""
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
+        parts = [torch.autograd.grad(self.outputs, leaves, U, **options) for U in blocks]
+        pulled = {}
+        for (name, leaf), *gradients in zip(self._leaves.items(), *parts):
+            unused = (leaf.new_zeros(len(U), *leaf.shape) for U in blocks)  # the outputs do not depend on it
+            pulled[name] = torch.cat([*unused] if gradients[0] is None else gradients)
+        return pulled
 
     @cached_property
     def _adjoint(self) -> tuple[Tensor, Blocks]:
@@ -260,18 +263,19 @@ def record_graph(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
         return _Graph(model, leaves, model({**values, **leaves}, inputs))
 
 
-def record_each(model: Model, inputs: Any, names: Sequence[str], outputs: Float[Tensor, "n C"]) -> _Graph | None:
+def record_each(model: Model, inputs: Any, names: Sequence[str], outputs: Float[Tensor, "n C"] | None) -> _Graph | None:
     """Return a pass in which each point has its own copy of these parameters, so that pulls are its rows (n, *shape).
 
     That of several points is one by `vmap`, and None if it fails or does not give these `outputs`.
     """
+    n = num_points(inputs)
     with model.differentiating():
-        values, n = model.values, len(outputs)
+        values = model.values
         leaves = {name: values[name].detach().expand(n, *values[name].shape).clone().requires_grad_() for name in names}
         if n == 1:
             own = {name: leaf[0] for name, leaf in leaves.items()}
             return _Graph(model, leaves, model({**values, **own}, inputs))
-        if isinstance(inputs, Objects):
+        if outputs is None or isinstance(inputs, Objects):
             return None
 
         def of_one(own: Blocks, point: Any) -> Tensor:
@@ -285,6 +289,34 @@ def record_each(model: Model, inputs: Any, names: Sequence[str], outputs: Float[
             return None
     slack = model.eps**0.5 * outputs.abs().max()
     return _Graph(model, leaves, mapped) if bool(((mapped - outputs).abs() <= slack).all()) else None
+
+
+def point_rows(
+    model: Model,
+    inputs: Any,
+    names: Sequence[str],
+    cotangents: Float[Tensor, "r n C"],
+    together: int = 1,
+    graph: bool = False,
+    outputs: Float[Tensor, "n C"] | None = None,
+) -> Iterator[Blocks]:
+    """Yield the rows of Jᵀ U point by point, (r, *shape) by name.
+
+    If their `outputs` are there, a pass is one of several points, as many as make `together` backward passes, or of one
+    each, once a pass of several has failed.
+    """
+    start, total, width = 0, num_points(inputs), 1 if outputs is None else max(1, together // max(1, len(cotangents)))
+    while start < total:
+        points = slice(start, min(total, start + width))
+        with model.lock:
+            recorded = record_each(model, take(inputs, points), names, None if outputs is None else outputs[points])
+            if recorded is None:
+                width = 1
+                continue
+            rows = recorded.pull(cotangents[:, points], keep=False, together=max(1, together // width), graph=graph)
+        for n in range(points.stop - start):
+            yield {name: row[:, n] for name, row in rows.items()}
+        start = points.stop
 
 
 def _stack(rows: list[Tensor]) -> Tensor:

@@ -222,7 +222,7 @@ class Engines:
         if kind == "layerwise":
             return self._prove_layerwise(inputs, room, root)
         if kind == "formed":
-            return KeptRows(self.model, inputs, self.forward_points, root)
+            return KeptRows(self.model, inputs, self.forward_points, self.plan.together, root)
         names = self.model.selection.names
         engine = self._build_recorded(inputs, names) if kind == "recorded" else self._build_streamed(inputs)
         return RootJacobian(engine, root) if root is not IDENTITY else engine

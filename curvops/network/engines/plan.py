@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from curvops.ambient import CACHE_BYTES
+from curvops.ambient import CACHE_BYTES, SMALL_BYTES
 from curvops.network.engines.autodiff import Pushes
 from curvops.network.engines.layer_calls import Layer
 from curvops.summary import Table, Tabular
@@ -175,6 +175,11 @@ class Plan(Tabular):
     def most_bytes(self) -> int:
         """The largest number of bytes per point that an engine keeps, among the candidates for any number of points."""
         return max(self.bytes_needed(kind) for kind in self.candidates() if kind != "formed")
+
+    @property
+    def together(self) -> int:
+        """The number of backward passes of a point alone that go together."""
+        return SMALL_BYTES // max(1, self.routes.saved_bytes)
 
     def records(self, kind: EngineKind) -> bool:
         """Return whether an engine keeps a recorded pass, for all parameters or for those without a layer rule."""

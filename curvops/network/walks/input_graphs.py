@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.checks import refuse
-from curvops.network.data.inputs import Inputs, components, first_of, join, move, num_points, replace_tensors, take
+from curvops.network.data.inputs import Inputs, components, first_of, join, move, num_points, replace_tensors
+from curvops.network.engines.autodiff import point_rows, record_graph
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layer_calls import Call, sensitivities
 from curvops.network.engines.layerwise import Features
 from curvops.network.engines.self_check import custom_functions
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
-from curvops.network.walks.layer_roots import Group, JacobianRows, groups_of, groups_of_calls, joined, unlike
+from curvops.network.walks.layer_roots import Group, JacobianRows, groups_of, groups_of_calls, unlike
 
 Compute = Callable[..., Tensor]
 
@@ -115,35 +116,17 @@ class GraphRows(JacobianRows):
             outputs, calls = self._record()
             deltas = sensitivities(model, outputs, calls, units.unsqueeze(1).expand(-1, n, -1), graph=True)
             groups += groups_of_calls(calls, deltas)
-        groups += [self._of_others(others, slice(i, i + 1), units) for i in range(n)] if others else []
+        if others:
+            each = [*point_rows(model, inputs, others, units.unsqueeze(1).expand(-1, n, -1), graph=True)]
+            groups.append(Group(others, (), True, {name: torch.stack([row[name] for row in each]) for name in others}))
         yield 0, n * columns, groups
 
     def by_layer(self) -> list[Group]:
         """Return the rows of all points, one group per layer; for a last layer, from its inputs alone."""
         if (last := self.features()) is not None:
-            groups = [group for features in last for group in groups_of(features, self._engines.plan.num_outputs)]
-        else:
-            ((_, _, groups),) = self.jacobian_rows()
-        return joined(groups)  # point by point without a layer rule
-
-    def _of_others(self, names: tuple[str, ...], point: slice, units: Tensor) -> Group:
-        """Return the rows of one point for parameters without a layer rule."""
-        model, one = self.model, take(self._inputs, point)
-        leaves = {name: model.values[name].detach().requires_grad_() for name in names}
-        outputs = model({**model.values, **leaves}, one)
-
-        def row(unit: Tensor) -> list[Tensor]:
-            gradients = torch.autograd.grad(
-                outputs, [*leaves.values()], unit.unsqueeze(0), create_graph=True, allow_unused=True
-            )
-            return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves.values(), gradients)]
-
-        rows = [[torch.zeros_like(leaf) for leaf in leaves.values()] for _ in units]
-        if outputs.requires_grad:
-            with model.holding(leaves):
-                rows = [row(unit) for unit in units]
-        rows_by_name = {name: torch.stack(gradients).unsqueeze(0) for name, gradients in zip(names, zip(*rows))}
-        return Group(names, (), True, rows_by_name, point.start)
+            return groups_of(last[0], self._engines.plan.num_outputs)
+        ((_, _, groups),) = self.jacobian_rows()
+        return groups
 
 
 class InputGraph:
@@ -195,13 +178,9 @@ class InputGraph:
             tangents, rows = self.engines.model.selection.split(V), GraphRows(self.engines, x)
             if (last := rows.features()) is not None:
                 return torch.cat([features.times(tangents).flatten(1) for features in last], 1).mT
-            (piece,) = rows.jacobian_rows()
-            _, count, groups = piece
-            pushed: dict[tuple[str, ...], list[Tensor]] = {}
-            for group in groups:  # point by point without a layer rule
-                pushed.setdefault(group.names, []).append(group.push(tangents).flatten(1))
-            zero = V.new_zeros(V.shape[1], count)
-            return torch.stack([zero, *(torch.cat(blocks, 1) for blocks in pushed.values())]).sum(0).mT
+            ((_, count, groups),) = rows.jacobian_rows()
+            pushed = [group.push(tangents).flatten(1) for group in groups]
+            return torch.stack([V.new_zeros(V.shape[1], count), *pushed]).sum(0).mT
 
         return through_inputs(self.engines.model, self.inputs, compute, block)
 
@@ -210,10 +189,8 @@ class InputGraph:
         model = self.engines.model
 
         def compute(x: Inputs, U: Tensor) -> Tensor:
-            leaves = model.leaves()
-            outputs = model(leaves, x)
-            gradients = [_pull(model, outputs, leaves, u.view_as(outputs)) for u in U.unbind(1)]
-            return model.selection.join({name: torch.stack([g[name] for g in gradients]) for name in leaves})
+            recorded = record_graph(model, x, model.selection.names)
+            return model.selection.join(recorded.pull(U.mT.unflatten(1, recorded.outputs.shape), graph=True))
 
         return through_inputs(model, self.inputs, compute, block)
 
@@ -265,11 +242,3 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
         except (RuntimeError, NotImplementedError) as error:
             raise refusal(f"the model has no second derivatives ({str(error).splitlines()[0]})") from error
     engines.differentiated.add(input_names)
-
-
-def _pull(model: Model, outputs: Tensor, leaves: Blocks, u: Tensor) -> Blocks:
-    if not outputs.requires_grad:
-        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    with model.holding(leaves):
-        gradients = torch.autograd.grad(outputs, [*leaves.values()], u, create_graph=True, allow_unused=True)
-    return {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), gradients)}

@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import SMALL_BYTES
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import num_points, take
-from curvops.network.engines.autodiff import record_each
+from curvops.network.engines.autodiff import point_rows
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layer_calls import (
     Call,
@@ -393,30 +392,19 @@ def _others(
     first: bool,
     chunk: int,
 ) -> Iterator[Group]:
-    """Yield rows of the parameters without a layer rule, a group for each module that owns some.
-
-    They come from passes of several points, or of one each, once a pass of several has failed.
-    """
-    model, together = engines.model, SMALL_BYTES // max(1, engines.plan.routes.saved_bytes)
+    """Yield rows of the parameters without a layer rule, a group for each module that owns some."""
+    model = engines.model
     size = sum(model.values[name].numel() for name in names) * len(cotangents) * cotangents.element_size()
     step, total = max(1, chunk // max(1, size)), num_points(inputs)
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
-    width, start, stop, parts = max(1, min(step, together // len(cotangents))), 0, 0, list[Blocks]()
-    while stop < total:
-        points = slice(stop, min(total, stop + width))
-        with model.lock:
-            graph = record_each(model, take(inputs, points), names, outputs[points])
-            if graph is None:
-                width = 1
-                continue
-            parts.append(graph.pull_together(cotangents[:, points], max(1, together // width)))
-        stop = points.stop
-        if stop == total or stop - start + width > step:
-            rows = {name: torch.cat([part[name].transpose(0, 1) for part in parts]) for name in names}
-            for owner in owners:
-                owner_rows = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}
-                yield Group(tuple(owner_rows), (), first, owner_rows, start)
-            start, parts = stop, []
+    for start in range(0, total, step):
+        points = slice(start, min(total, start + step))
+        some = take(inputs, points)
+        each = [*point_rows(model, some, names, cotangents[:, points], engines.plan.together, outputs=outputs[points])]
+        rows = {name: torch.stack([point[name] for point in each]) for name in names}
+        for owner in owners:
+            owner_rows = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}
+            yield Group(tuple(owner_rows), (), first, owner_rows, start)
 
 
 class JacobianRows(ABC):
