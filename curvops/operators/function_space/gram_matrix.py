@@ -71,7 +71,9 @@ def gram_terms(left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[
         return mirror(lined_up) if left.passes is right.passes else lined_up
     right = right.gathered()
     passes, most_bytes, same = left.passes, max(0, left.passes.memory.room()), left.passes is right.passes
-    total, scales = left.shape[-2], _scales(passes, prior)
+    total, scales = left.shape[-2], scales_by_name(passes, prior)
+    constant = [name for name, scale in scales.items() if scale.ndim and bool((scale == scale.flatten()[0]).all())]
+    scales |= {name: scales[name].flatten()[0] for name in constant}
     result = left.theta.new_zeros(1 + max(term_of.values()), total, right.shape[-2])
 
     def add(piece: Piece, other: Piece) -> None:
@@ -137,19 +139,12 @@ def _joined(panel: list[Piece]) -> list[Piece]:
     return joined
 
 
-def _scales(passes: Passes, prior: Tensor) -> dict[str, Tensor]:
-    """Return A⁻¹ by name: 0-d if constant on a tensor, otherwise of its shape, with zeros outside the selection."""
+def scales_by_name(passes: Passes, prior: Tensor) -> dict[str, Tensor]:
+    """Return A⁻¹ by parameter name, zero outside a subnetwork; one number for all if A is one and all are selected."""
     selection = passes.model.selection
     if prior.ndim == 0 and selection.index is None:
-        return dict.fromkeys(selection.names, 1 / prior)
-    scales = {}
-    for name, index in selection.positions().items():
-        inside = index >= 0
-        values = prior.expand(int(index.max()) + 1) if prior.ndim == 0 else prior
-        scale = torch.where(inside.to(prior.device), 1 / values[index.clamp_min(0).to(prior.device)], 0)
-        constant = bool((scale == scale.flatten()[0]).all())
-        scales[name] = scale.flatten()[0] if constant else scale
-    return scales
+        return dict.fromkeys(selection.names, prior.reciprocal())
+    return selection.unflatten(prior.reciprocal().expand(selection.num_parameters))
 
 
 def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tensor], most_bytes: int) -> None:

@@ -18,7 +18,7 @@ from curvops.linalg.operators.contract import COLUMN_BLOCK, convert
 from curvops.linalg.operators.draws import normal
 from curvops.network import JacobianRows, read_precision
 from curvops.operators.function_space.function_space import WeightSpaceForm
-from curvops.operators.function_space.gram_matrix import gram_matrix, gram_with_graph
+from curvops.operators.function_space.gram_matrix import gram_matrix, gram_with_graph, scales_by_name
 from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import Jacobian
@@ -206,7 +206,7 @@ class TangentKernel(UserOperator, Operator):
         """Return the Gram matrix; if a gradient for A is needed, by one product per column."""
         left, right, prior = self._args
         if left.is_recorded or right.is_recorded:
-            return gram_with_graph(left, right, _scales(left, prior))
+            return gram_with_graph(left, right, scales_by_name(left.passes, prior))
         if carries_graph((prior,)):
             unit = torch.eye(self.shape[-1], dtype=self.dtype, device=self.device)
             return torch.cat([self._product(columns.mT) for columns in unit.split(COLUMN_BLOCK)], 1)
@@ -215,11 +215,3 @@ class TangentKernel(UserOperator, Operator):
 
 def _jacobian(lin: Linearization, x: Any) -> Jacobian:
     return lin.jacobian() if x is None else lin.jacobian(x, differentiable=True)
-
-
-def _scales(jacobian: Jacobian, prior: Tensor) -> dict[str, Tensor]:
-    """Return A⁻¹ by parameter name; a single number for all if A is one and no entry lies outside a subnetwork."""
-    selection = jacobian.passes.model.selection
-    if prior.ndim == 0 and selection.index is None:
-        return dict.fromkeys(selection.names, prior.reciprocal())
-    return selection.unflatten(prior.reciprocal().expand(selection.num_parameters))
