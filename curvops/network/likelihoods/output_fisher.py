@@ -114,29 +114,6 @@ class Exact(OutputFisher):
         return f if self.shift is None else f + self.shift[batch.start : batch.start + len(f)]
 
 
-@dataclass(frozen=True, eq=False)
-class Unit(OutputFisher):
-    """The identity H = I: the columns are unit vectors, and the rows of Lᵀ J are those of J itself."""
-
-    def num_columns(self, num_outputs: int) -> int:
-        return num_outputs
-
-    def counted(self, batch: Batch) -> None:
-        return None
-
-    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
-        return unit_vectors(f, f.shape[1], start, stop)
-
-    def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return u
-
-    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        return z
-
-    def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return u
-
-
 class FromResiduals(OutputFisher):
     """The sum H_n = Σ_m r_m r_mᵀ over a few residuals, which needs few rows J_nᵀ r_m however many outputs there are."""
 
@@ -159,6 +136,22 @@ class FromColumns(FromResiduals):
 
     def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
         return self.all_columns(f, batch)[start:stop]
+
+
+class Unit(FromColumns):
+    """The identity H = I: the columns are unit vectors, and the rows of Lᵀ J are those of J itself."""
+
+    def num_columns(self, num_outputs: int) -> int:
+        return num_outputs
+
+    def counted(self, batch: Batch) -> None:
+        return None
+
+    def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
+        return self.columns(f, batch, 0, f.shape[1])
+
+    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
+        return unit_vectors(f, f.shape[1], start, stop)
 
 
 class Narrow(FromColumns):
