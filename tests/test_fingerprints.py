@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvops.fingerprints import (
-    CHUNK,
-    _odd_weights,
-    fingerprint,
-    in_64_bits,
-    join_sums,
-    ordered_sum,
-    point_prints,
-)
+from curvops.fingerprints import CHUNK, _odd_weights, fingerprint, in_64_bits, join_sums, ordered_sum, point_prints
 
 DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),

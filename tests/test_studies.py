@@ -10,13 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from benchmarks import (
-    claims,
-    defaults,
-    defaults_settings,
-    report,
-    study_page,
-)
+from benchmarks import claims, defaults, defaults_settings, report, study_page
 from benchmarks.report import filled
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvops.argument_types import Points
 from curvops.checks import check_choice, check_options, drawn_seed, refuse
-from curvops.errors import MaxStepsWarning, PrecisionWarning, UndeterminedWarning, warn
+from curvops.errors import MaxStepsWarning, NotLogitsWarning, PrecisionWarning, UndeterminedWarning, warn
 from curvops.evidence.hyperparameters import gaussians, named_noises, noises_of, why_it_does_not_scale
 from curvops.evidence.maximize import checked_precisions
 from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
@@ -118,8 +118,8 @@ def validate(
     by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)
     search = _Search(post, held_out, joint, "mc" if by_draws else link, generator, splits[0].is_split)
     with torch.no_grad(), warnings.catch_warnings():
-        # Predictions of the posterior that is returned warn, if its own prior is below the rounding.
-        warnings.simplefilter("ignore", PrecisionWarning)
+        for of_predictions in (NotLogitsWarning, PrecisionWarning):  # the posterior that is returned gives its own
+            warnings.simplefilter("ignore", of_predictions)
         if prior_precisions is not None:
             refuse(tuple(parts) != ("scalar",), "prior_precisions need over='scalar'; leave them out to search.")
             for value in checked_precisions(prior_precisions):

@@ -13,16 +13,7 @@ from torch import Tensor, nn
 
 from curvops.network import Model, Passes, squared_columns
 from tests import zoo_modules as parts
-from tests.network.products import (
-    PLENTY,
-    agree,
-    columns,
-    linear_layers_off_by,
-    pull,
-    push,
-    require_products,
-    walk,
-)
+from tests.network.products import PLENTY, agree, columns, linear_layers_off_by, pull, push, require_products, walk
 from tests.zoo import ZOO, batches, dense_jacobian, reference
 from tests.zoo_functions import NothingForZeros
 
