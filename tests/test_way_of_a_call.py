@@ -92,8 +92,8 @@ def linearize() -> Callable[[], Any]:
 
 
 CALLS = {
-    "linearize": (linearize, 31, 243),
-    "G @ v": (product, 13, 50),
+    "linearize": (linearize, 31, 268),
+    "G @ v": (product, 13, 55),
     "P.solve(b)": (solve, 28, 180),
     "co.linalg.cg(P, B)": (block_solve, 22, 142),
     "co.linalg.trace(G)": (trace, 35, 170),

@@ -73,9 +73,9 @@ class Routes:
 
     `replayed` says whether a stored linearisation replays forward mode, `recordable` whether it may be stored at all
     (rows are computed anew at each product). Until recording has been `tried`, both are assumed, with the bytes of the
-    graph alone. `made_bytes` are those of the results of all operations of a pass; of these and of the inputs a graph
-    keeps a part, at most `saved_bytes`. `multiply_adds` (per point) are those of matrix products and convolutions.
-    `why` is the reason why only rows remain, without forward mode and double backward.
+    graph alone. `made_bytes` are those of the results of all operations of a pass, `multiply_adds` (per point) those of
+    its matrix products and convolutions. `why` is the reason why only rows remain, without forward mode and double
+    backward.
     """
 
     pushes: Pushes

@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from curvops.network.data.batches import Batch
-from curvops.network.data.inputs import components, cut, normalise, num_points
+from curvops.network.data.inputs import cut, num_points
 from curvops.network.engines.autodiff import (
     Operations,
     Pushes,
     Recorded,
     Streamed,
+    count_saved,
     hessian_product,
     record_graph,
     record_replay,
@@ -60,7 +61,7 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
     is not linear, so that no J exists.
     """
     with Operations() as seen:
-        graph = record_graph(model, inputs, names)
+        graph, saved = count_saved(model, inputs, names)
     generator = torch.Generator(device=graph.outputs.device).manual_seed(0)
     u = _randn_like(graph.outputs.detach().unsqueeze(0), generator)
     # Far beyond the range in which a backward pass may clip, and exact in floating point.
@@ -89,9 +90,7 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
             "change gradients, or leave the parameters before it out of the selection."
         )
     v = _revealing(pulled, generator)
-    of_inputs = sum([tensor.nbytes for _, tensor in components(normalise(inputs))])
-    totals = seen.nbytes + of_inputs, seen.nbytes, seen.multiply_adds
-    saved, made, work = (total // num_points(inputs) for total in totals)
+    saved, made, work = (total // num_points(inputs) for total in (saved, seen.nbytes, seen.multiply_adds))
     # Forward mode is wrong for a padding row, which later batches may contain even if this one does not.
     streamed = Streamed(model, inputs, names)
     if not seen.looks_up_padding and _try(lambda: is_adjoint(streamed.push, u, v, pulled, generator)):

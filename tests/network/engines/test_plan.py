@@ -74,7 +74,7 @@ def test_keeping_a_pass_is_tried_once_it_is_needed() -> None:
         assert passes.engines.plan.routes.tried is False
     assert counts["auto"] <= counts["streamed"]
     assert passes.plan.routes.tried
-    assert passes.plan.routes.recorded_bytes != passes.plan.routes.saved_bytes
+    assert passes.plan.routes.recorded_bytes > passes.plan.routes.saved_bytes
 
 
 def test_an_algorithm_builds_the_engine_at_its_first_product() -> None:
