@@ -30,7 +30,7 @@ from curvops.checkpoint import identify
 from curvops.checks import check_kind, check_like, check_shape, checked_whole, drawn_seed, refuse, shown
 from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
-from curvops.network.data.batch_parts import parts_of, read_parts, sizes_of
+from curvops.network.data.batch_parts import aligned_parts, parts_of, sizes_of
 from curvops.network.data.batches import Batches, Reading
 from curvops.network.data.inputs import Inputs, move, move_tensor, take
 from curvops.network.data.point_sources import with_collate
@@ -137,7 +137,7 @@ class LogPosterior:
 
         points: the number of points of which these are some; None if these are all.
         """
-        inputs, targets, weights = read_parts(batch, self.weighted, labelled=True)
+        inputs, targets, weights = aligned_parts(*parts_of(batch, self.weighted))
         first = next(iter(params.values()))
         place = first.device, first.dtype
         inputs = move(inputs, *place)

@@ -75,12 +75,8 @@ def parts_of(item: object, weights: bool) -> tuple[object, Any, Any]:
     """Return what `split_batch` does, for a batch that has targets; raise MissingLabelsError for one without."""
     inputs, targets, w = split_batch(item, weights)
     if targets is None:
-        raise _unlabelled()
+        raise MissingLabelsError("this call", "A batch is (inputs, targets); this one has inputs alone. ")
     return inputs, targets, w
-
-
-def _unlabelled() -> MissingLabelsError:
-    return MissingLabelsError("this call", "A batch is (inputs, targets); this one has inputs alone. ")
 
 
 def split_batch(item: object, weights: bool) -> tuple[object, Any, Any]:
@@ -168,19 +164,12 @@ def _describe_undeclared(third: object) -> str:
     )
 
 
-def read_parts(item: object, weights: bool, whole: bool | None = None, labelled: bool = False) -> BatchParts:
-    """Return the parts of one batch, found by `split_batch`, with its inputs as `batch_inputs` reads them.
+def aligned_parts(x: object, targets: Any, w: Any, whole: bool | None = None) -> BatchParts:
+    """Return the parts that `split_batch` finds with their inputs as `batch_inputs` reads them.
 
-    Raises ValueError unless all have the same number of points, MissingLabelsError if targets are missing from a batch
-    that must be `labelled`, and what both functions raise.
+    Raises ValueError unless all have the same number of points, and what `batch_inputs` raises.
     """
-    x, targets, w = split_batch(item, weights)
-    if labelled and targets is None:
-        raise _unlabelled()
-    if targets is None or (isinstance(x, Tensor) and not whole):
-        inputs = normalise(x)
-    else:
-        inputs = batch_inputs(x, max(sizes_of(targets)), whole)
+    inputs = normalise(x) if targets is None else batch_inputs(x, max(sizes_of(targets)), whole)
     n = num_points(inputs)
     for name, parts in (("targets", targets), ("sample weights", w)):
         for leaf in [] if parts is None else tree_leaves(parts):  # a tensor is its own leaf

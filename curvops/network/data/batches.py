@@ -24,8 +24,8 @@ from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.batch_parts import (
     ACCEPTED,
     BatchParts,
+    aligned_parts,
     holds_all,
-    read_parts,
     split_batch,
     targets_of,
     unlabelled_source,
@@ -169,11 +169,11 @@ class Reading:
         if isinstance(item, BatchParts):
             return item
         with _in_batch(index):
-            parts = read_parts(item, self.weights, self.whole)
-            if self.labelled not in (None, parts.targets is not None):
+            x, targets, w = split_batch(item, self.weights)
+            if self.labelled not in (None, targets is not None):
                 what = "no labels, and others do" if self.labelled else "labels, and others do not"
                 raise ValueError(f"this batch has {what}: give all of them labels, or none.")
-        return parts
+            return aligned_parts(x, targets, w, self.whole)
 
     def read_checked(self, item: object, index: int = 0) -> Batch:
         """Read one batch and check its values, too, without copying. Waits for the device once per tensor."""
@@ -438,7 +438,8 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     Raises TypeError for data of another form, or that can be read only once.
     """
     if holds_all(data):
-        return _InMemory(read_parts(data, weights, whole=False), batch_size, type(split_batch(data, weights)[0]))
+        x, targets, w = split_batch(data, weights)
+        return _InMemory(aligned_parts(x, targets, w, whole=False), batch_size, type(x))
     if (source := unlabelled_source(data)) is not None:
         return InputsAlone(as_source(source, batch_size))
     if isinstance(data, (tuple, list)) and data and all(isinstance(value, Tensor | np.ndarray) for value in data):
