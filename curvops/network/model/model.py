@@ -312,8 +312,6 @@ class Model:
                 outputs = self._call(values, inputs)
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
         with self.holding(values) as tensors:
-            if self.module is not None and isinstance(inputs, Tensor):
-                return self.module(_recordable(inputs))
             inputs = inputs.value() if isinstance(inputs, Objects) else map_inputs(_recordable, inputs)
             if self._function is not None:
                 return self._function(tensors, self.calls.as_given(inputs))

@@ -112,11 +112,11 @@ class NetworkOperator(Operator):
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         product = super()._matmul(rhs)
-        return self._attached(product) if self._args[0].requires_grad else product
+        return self._attached(product) if self.theta.requires_grad else product
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         product = super()._t_matmul(rhs)
-        return self._attached(product) if self._args[0].requires_grad else product
+        return self._attached(product) if self.theta.requires_grad else product
 
     def _attached(self, product: Tensor) -> Tensor:
         """Return a product with a zero gradient for θ, which linear_operator differentiates by, too."""
