@@ -357,8 +357,13 @@ class MinimalResiduals(ShortRecurrence):
         v, sizes, _ = self.images(r)
         image, heights, _ = self.images(v)
         gap = abs(float(inner(r, image) - inner(v, v))) / float(positive(sizes * heights)[0])
-        self.records.matvecs += 4  # one for r, and three in which the rounding may be measured
-        return beyond_rounding(gap, self.norm_A, self.eps, lambda: rounding_of(self.multiply, r), 1)
+        self.records.matvecs += 1  # for r
+
+        def rounding() -> float:
+            self.records.matvecs += 3
+            return rounding_of(self.multiply, r)
+
+        return beyond_rounding(gap, self.norm_A, self.eps, rounding, 1)
 
     def select(self, remaining: list[int]) -> None:
         where = torch.tensor(remaining, dtype=torch.long)
