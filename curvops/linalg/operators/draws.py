@@ -13,10 +13,18 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.ambient import Memories, hold
-from curvops.checks import drawn_seed, refuse, refuse_modes
+from curvops.checks import drawn_seed, refuse_modes
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.algorithm import algorithm, memories_of, solve_width
-from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
+from curvops.linalg.core.vectors import (
+    Description,
+    check_finite,
+    empty_block,
+    join,
+    put,
+    random_block,
+    require_precision,
+)
 from curvops.linalg.spectra.apply_function import sqrt
 from curvops.ranks.sharded_vectors import SEED, ranks_together
 
@@ -130,8 +138,7 @@ def dense_eigenpairs(operator: LinearOperator) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues, at least zero, and eigenvectors of the dense matrix, which must not be indefinite."""
     require_precision(operator.dtype, operator.device)
     dense = operator.to_dense()
-    what = f"cannot draw: {type(operator).__name__} {tuple(operator.shape)}"
-    refuse(not bool(dense.isfinite().all()), f"{what} holds NaN or Inf; check the data that it was made from.")
+    check_finite(dense, f"cannot draw: {type(operator).__name__} {tuple(operator.shape)}")
     values, vectors = torch.linalg.eigh(dense)
     require_not_negative(values, rounding=10 * len(values) * torch.finfo(values.dtype).eps * values.abs().max())
     return values.clamp_min(0), vectors

@@ -200,7 +200,7 @@ class _Graph:
         if not self.outputs.requires_grad:
             return {name: leaf.new_zeros(len(cotangents), *leaf.shape) for name, leaf in self._leaves.items()}
         with self.model.differentiating(), self.model.holding(self._leaves):
-            if min(together, len(cotangents)) > 1:
+            if not graph and min(together, len(cotangents)) > 1:
                 with contextlib.suppress(RuntimeError):
                     return self._pull_batched(cotangents.split(together), leaves)
             for k, u in enumerate(cotangents):
