@@ -18,9 +18,9 @@ from curvops.checks import check_choice, check_options, drawn_seed, refuse
 from curvops.errors import MaxStepsWarning, NotLogitsWarning, PrecisionWarning, UndeterminedWarning, warn
 from curvops.evidence.hyperparameters import gaussians, named_noises, noises_of, why_it_does_not_scale
 from curvops.evidence.maximize import checked_precisions
-from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
+from curvops.network.data.batch_parts import aligned_parts, holds_all, parts_of, sizes_of
 from curvops.network.data.batches import Batches, as_source
-from curvops.network.data.inputs import batch_inputs, group_alike, join
+from curvops.network.data.inputs import group_alike, join
 from curvops.network.data.randomness import items
 from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
@@ -160,7 +160,7 @@ def _held_out_data(data: Any, post: Laplace) -> list[tuple[Any, Any]]:
     """Return the inputs and targets of data in any form; those of one form, such as one length of texts, together."""
     data = post.lin.model.calls.read_data(data)
     source = [data] if holds_all(data) else items(as_source(data, post.lin.data.largest), post.mean.device)
-    parts = [(batch_inputs(x, max(sizes_of(y))), y) for x, y, _ in (parts_of(item, False) for item in source)]
+    parts = [aligned_parts(*parts_of(item, False))[:2] for item in source]
     kinds = group_alike(parts) if post.lin.ranks is None else [parts]
     return [(join(inputs), join(labels)) for inputs, labels in (zip(*kind) for kind in kinds)]
 
