@@ -6,6 +6,8 @@ Tests `demo.py`.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +18,9 @@ from typer.testing import CliRunner
 from curvops.cli import app, demo
 from curvops.cli.demo import Row, Size
 from tests import shape_checks
-from tests.ranks.processes import run_programs
 from tests.threads import using_threads
 
+ROOT = Path(__file__).resolve().parents[2]
 SHORT = Size(steps=60, epochs=4)
 
 
@@ -70,5 +72,11 @@ def test_a_wrong_product_or_a_number_that_is_none_does_not_pass():
 
 def test_another_process_prints_the_same(alone, tmp_path):
     folder, text = alone
-    [(_, other)] = run_programs(1, printed, str(tmp_path))
-    assert other.replace(str(tmp_path), str(folder)) == text
+    program = f"""
+import torch
+from tests.cli.test_demo import printed
+torch.set_num_threads(1)
+print(printed({str(tmp_path)!r})[1])
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.replace(str(tmp_path), str(folder)) == text + "\n"
