@@ -28,8 +28,13 @@ def _example() -> dict[str, Any]:
     return {"torch": torch, "nn": nn, "co": co, "model": model, "x": x, "y": y, "lin": lin, "post": post}
 
 
-@pytest.fixture(autouse=True)
-def _names_of_examples(request: pytest.FixtureRequest, doctest_namespace: dict[str, Any]) -> None:
-    if isinstance(request.node, pytest.DoctestItem) and request.node.path.suffix == ".py":
-        doctest_namespace.update(request.getfixturevalue("_example"))
-        doctest_namespace["torch"].manual_seed(0)
+@pytest.fixture
+def _names_of_examples(_example: dict[str, Any], doctest_namespace: dict[str, Any]) -> None:
+    doctest_namespace.update(_example)
+    doctest_namespace["torch"].manual_seed(0)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give the names to docstrings, and to no test, which has fewer fixtures to set up."""
+    if isinstance(item, pytest.DoctestItem) and item.path.suffix == ".py":
+        item.fixturenames.append("_names_of_examples")

@@ -61,12 +61,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
-    torch.manual_seed(0)
-    shape_checks.restart()
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """One thread: a fork waits for ever for those of its parent's pool, which it has not."""
@@ -82,8 +76,10 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _torch_left_as_found() -> Iterator[None]:
-    """The library never changes a global default, so no test may leave one changed."""
+def _torch_as_found() -> Iterator[None]:
+    """Each test has the same seed; the library never changes a global default, so no test may leave one changed."""
+    torch.manual_seed(0)
+    shape_checks.restart()
     before = torch.get_default_dtype(), torch.is_grad_enabled()
     yield
     after = torch.get_default_dtype(), torch.is_grad_enabled()
