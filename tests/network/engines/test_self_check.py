@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -40,42 +38,6 @@ def test_what_rows_serve_says_why_and_names_the_module() -> None:
     push(passes, columns(len(passes.model.theta), 1))
     assert passes.plan.in_use == {"layerwise": 2}
     assert "the layerwise engine, from first derivatives only" in str(passes.plan)
-
-
-PROGRAM = """
-import threading
-
-import torch
-import curvops as co
-
-
-def linearise():
-    model, x = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)), torch.randn(6, 4)
-    together.wait()
-    print(co.linearize(model, (x, torch.arange(6) % 3), "classification").plan.routes.pushes)
-
-
-together = threading.Barrier(4)
-threads = [threading.Thread(target=linearise) for _ in range(4)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-
-model, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Softmax(-1)), torch.randn(6, 4)
-for _ in range(3):
-    _ = co.linearize(model, (x, torch.arange(6) % 3), "classification").plan
-"""
-
-
-def test_threads_that_linearise_first_have_forward_mode_and_a_loop_warns_once() -> None:
-    """Torch prepares forward mode for the process, at the first dual number, of which another thread's is one too many.
-
-    Python forgets which warnings it has shown wherever some are silenced for a while, as these tests' checks do.
-    """
-    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    assert ran.stdout.count("forward mode") == 4
-    assert ran.stderr.count("NotLogitsWarning") == 1
 
 
 def test_what_is_kept_is_proven_on_the_batch_that_it_serves() -> None:
