@@ -23,6 +23,7 @@ from curvops.checks import check_choice, check_generator, check_options, checked
 from curvops.linalg.core.algorithm import Multiply, working
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.solve_routes import DENSE_SIZE
+from curvops.linalg.core.structure import may_be_formed
 from curvops.linalg.core.vectors import (
     ROUNDING_SEEN,
     Description,
@@ -89,6 +90,7 @@ class Probed:
     facts: Description
     generator: torch.Generator | None = None
     limits: Limits = Limits()
+    formable: bool = False
 
     def probes(self, k: int, kind: ProbeKind = "signs") -> Float[Vectors, "n k"]:
         """Draw random signs, or Gaussian columns scaled to length √n, which lowers the variance.
@@ -107,6 +109,11 @@ class Probed:
     def after(self, matvecs: int) -> Probed:
         """Return the matrix with the limits that remain after ``matvecs`` products."""
         return replace(self, limits=replace(self.limits, matvecs=self.limits.products - matvecs))
+
+    def worth(self, spent: int) -> float:
+        """Return the products beyond which forming the matrix takes fewer; infinite if that is not possible."""
+        n = self.facts.rows
+        return n if self.formable and spent + n <= self.limits.products else math.inf
 
     def with_half_memory(self) -> Probed:
         """Return the matrix with half of its memory; the other half is used elsewhere."""
@@ -138,7 +145,8 @@ def probing(
     """Yield A, or ``multiply`` instead of its product, within the given bytes or those that `working` finds."""
     check_generator(generator)
     with working(A, least, multiply) as (multiply, room):
-        yield Probed(multiply, describe(A), generator, replace(limits, memory=room))
+        formable = may_be_formed(A, limits.products, room)
+        yield Probed(multiply, describe(A), generator, replace(limits, memory=room), formable)
 
 
 @runtime_checkable

@@ -20,6 +20,7 @@ from torch import Tensor
 from curvops.ambient import as_step
 from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.results import Reason
+from curvops.linalg.core.solve_routes import DENSE_BLOCK, FORMED_COPIES
 from curvops.linalg.core.vectors import Description, Matrix, Vectors, columns, norm, product, unit_columns
 
 MOST_SKEW = 0.1
@@ -132,6 +133,13 @@ def formed(multiply: Multiply, facts: Description) -> Float[Tensor, "n n"]:
     start = torch.ones(n, 1, dtype=dtype, device=device)
     require_symmetric(dense, torch.finfo(dtype).eps, rounding=lambda: rounding_of(multiply, start))
     return dense
+
+
+def may_be_formed(A: Matrix, products: float, room: int | None) -> bool:
+    """Return whether all eigenpairs of A may be computed, by as many products as rows, within ``room`` bytes."""
+    n = A.shape[0]
+    fits = room is None or FORMED_COPIES * n * n * torch.float64.itemsize <= room
+    return n <= min(DENSE_BLOCK, products) and fits and getattr(A, "layouts", None) is None
 
 
 def most_explained(rounding: float, products: int) -> float:

@@ -75,7 +75,8 @@ def logdet(
         rtol: the goal for standard error and bias bound, each relative to log det(I + (A − lower_bound)/μ),
             μ = shift + lower_bound, at every shift.
         max_matvecs: a limit on products; by default as many as are needed to meet rtol. n or more gives the exact
-            value by a dense eigendecomposition, and so does n ≤ 256 without a limit.
+            value by a dense eigendecomposition, and so do, without a limit, n ≤ 256, and n ≤ 2048 if rtol takes more
+            than n products.
         generator: source of the probes.
         preconditioner: "auto" uses a Nyström preconditioner if the spectrum decays and probes without one have not
             met rtol by the products that it takes, with at most half of the budget and rank 400:
@@ -300,7 +301,11 @@ def _by_probes(
         left = replace(excess.after(spent).with_half_memory(), multiply=whitened)
         sampler = Sampler(left, [log_ratio(floor)], logdet_of_P + beside, scale)
         sampler.first(FIRST_PROBES)
-    sampler.add()
+    if not sampler.add(worth=excess.worth(spent + sampler.matvecs)):
+        spectrum = dense_spectrum(excess.multiply, excess.facts, 0.0)
+        exact = spectrum.logdet(mu, probed.limits.tolerance)
+        exact = replace(exact, matvecs=exact.matvecs + spent + sampler.matvecs)
+        return exact, partial(_dense_pairs, spectrum, mu) if solves else None
     estimate = sampler.quadrature().logdet(floor)
     estimate = replace(estimate + (logdet_of_P + n * math.log(mu)), matvecs=estimate.matvecs + spent)
     return estimate, _solve_pairs(sampler.signs, P, mu - bound) if solves else None

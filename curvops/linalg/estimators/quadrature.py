@@ -28,7 +28,6 @@ from curvops.checks import check_options, check_shape
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import ESTIMATE_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
-from curvops.linalg.core.solve_routes import DENSE_SIZE
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -182,7 +181,8 @@ def spectral_quadrature(
 ) -> SpectralQuadrature:
     """Run Lanczos on positive semidefinite G for sums over its spectrum such as log det(I + G/μ), at every μ.
 
-    A matrix with n ≤ 256 is formed and decomposed instead, unless probes, rank or a smaller budget were given.
+    Unless probes or rank were given, a matrix with n ≤ 256 or n ≤ ``max_matvecs`` is formed and decomposed instead;
+    without a limit also one with n ≤ 2048 if rtol takes more than n products.
 
     Args:
         G: (n, n), positive semidefinite.
@@ -217,13 +217,10 @@ def spectral_quadrature(
     mu, limits, n = positive(shift), Limits(rtol, max_matvecs), describe_square(G).rows
     limits.check(LEAST_PRODUCTS)
     check_options(probes=probes)
-    exact = probes is None and rank is None and n <= min(DENSE_SIZE, limits.products) and memory_budget is None
+    exact = probes is None and rank is None and limits.allow_dense(n)
     current_run().expect(n if exact else max_matvecs)
-    with torch.no_grad():
-        if exact:
-            return decompose(Probed(product(G), describe_square(G), limits=limits))
-        with probing(G, generator, limits, ESTIMATE_VECTORS) as probed:
-            return run(probed, [mu], probes, rank)
+    with torch.no_grad(), probing(G, generator, limits, ESTIMATE_VECTORS) as probed:
+        return decompose(probed) if exact else run(probed, [mu], probes, rank)
 
 
 @algorithm
@@ -245,8 +242,9 @@ def effective_dimension(
         G: (n, n), positive semidefinite.
         prior: the prior precision, a positive number (`logdet` calls it shift) or a vector (n,).
         rtol: the goal for standard error and bias bound, each relative to the value.
-        max_matvecs: a limit on products; by default as many as are needed to meet rtol. With n or more, and for n ≤ 256
-            without a limit, the value is exact by a dense eigendecomposition.
+        max_matvecs: a limit on products; by default as many as are needed to meet rtol. With n or more the value is
+            exact by a dense eigendecomposition; without a limit for n ≤ 256, and for n ≤ 2048 if rtol takes more than
+            n products.
         generator: source of the probes.
         memory_budget: bytes for the Lanczos bases; None is the rest of the budget of the linearisation behind G.
         progress: as in `cg`.
@@ -331,10 +329,14 @@ def run(
         spent = sketch.matvecs
     sampler = Sampler((probed if rank == 0 else half).after(spent), [of_shift(mu) for mu in sorted(shifts)])
     sampler.first(probes or FIRST_PROBES)
-    if rank is None and probes is None and (worth := sampler.sketch_rank()):
-        sketch = grow(apart, worth, min(probed.facts.rows, worth))
-        sampler.budget -= sketch.matvecs
-    sampler.add(probes, sketch)
+    if rank is None and probes is None and (pays := sampler.sketch_rank()):
+        sketch = grow(apart, pays, min(probed.facts.rows, pays))
+        spent = sketch.matvecs
+        sampler.budget -= spent
+    worth = math.inf if probes else probed.worth(spent + sampler.matvecs)
+    if not sampler.add(probes, sketch, worth):
+        exact = decompose(probed)
+        return replace(exact, matvecs=exact.matvecs + spent + sampler.matvecs)
     return sampler.quadrature(sketch, probes is None)
 
 

@@ -25,8 +25,7 @@ from curvops.checks import check_choice, check_options, checked_number, checked_
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
-from curvops.linalg.core.solve_routes import DENSE_BLOCK, FORMED_COPIES
-from curvops.linalg.core.structure import beyond_rounding, formed, narrow_root, rounding_of
+from curvops.linalg.core.structure import beyond_rounding, formed, may_be_formed, narrow_root, rounding_of
 from curvops.linalg.core.vectors import (
     CHUNK,
     NEAR_ZERO,
@@ -176,7 +175,7 @@ def eigsh(
             most = math.inf if max_matvecs is None else max_matvecs - last
             if most < k + b:
                 raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {last + k + b}.")
-            if sigma is not None and solver is None and start is None and _chooses_among_all(A, n, most, room):
+            if sigma is not None and solver is None and start is None and may_be_formed(A, most, room):
                 return saved.finish(_of_formed(multiply, facts, k, float(sigma), rtol))
             inverse = None if sigma is None else ShiftInverse(A, float(sigma), aimed, most, solver)
             process = BlockLanczos(inverse or CountedProduct(multiply), block, capacity, generator)
@@ -222,12 +221,6 @@ def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, 
         values.append(inner(V, W) / inner(V, V))
         residuals.append(norm(W - V * values[-1].to(V.dtype)))
     return torch.cat(values), torch.cat(residuals)
-
-
-def _chooses_among_all(A: Matrix, n: int, most: float, room: int | None) -> bool:
-    """Return whether pairs in the interior are chosen among all, which takes fewer products than solves of A − σ."""
-    fits = room is None or FORMED_COPIES * n * n * torch.float64.itemsize <= room
-    return n <= min(DENSE_BLOCK, most) and fits and getattr(A, "layouts", None) is None
 
 
 def _of_formed(multiply: Multiply, facts: Description, k: int, sigma: float, rtol: float | None) -> Eigenpairs:

@@ -34,10 +34,11 @@ def test_small_matrices_are_exact(name):
 def test_the_tolerance_is_reached(kind):
     G = symmetric(10 * torch.arange(1, 401, dtype=torch.float64) ** -1.0)
     prior = 0.1 if kind == "scalar" else torch.logspace(-1, 1, 400, dtype=torch.float64)
-    for rtol in (0.1, 0.01):
+    for rtol in (0.1, 0.01, 3e-3):
         e = effective_dimension(G, prior, rtol=rtol, generator=generator())
         low, high = e.interval(0.999)
         assert e.reason is Reason.CONVERGED and e.within(rtol) and low <= dense(G, prior) <= high
+        assert e.matvecs < 500 and (e.samples == 0) == (rtol == 3e-3)  # exact: probes would take 1,668 and 6,216
     few = effective_dimension(G, prior, rtol=1e-4, max_matvecs=30, generator=generator())
     assert few.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED) and few.matvecs <= 30
 

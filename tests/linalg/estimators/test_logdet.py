@@ -82,10 +82,12 @@ def test_the_preconditioner_pays_where_the_spectrum_decays():
 def test_the_tolerance_is_reached_at_whatever_budget_it_takes():
     """An interval of 99.9 %: a false alarm in 1,000, if the seed was drawn anew."""
     values = log_spaced(300, 1e6)
-    e = logdet(symmetric(values), lower_bound=1e-6, rtol=0.01, generator=generator())
-    low, high = e.interval(0.999)
-    assert e.reason is Reason.CONVERGED and low <= values.log().sum() <= high
-    assert e.stderr + e.bias_bound <= 0.02 * torch.log1p(values / 1e-6).sum()
+    for options in ({"rtol": 0.01}, {"rtol": 3e-3, "preconditioner": None}):
+        e = logdet(symmetric(values), lower_bound=1e-6, generator=generator(), **options)
+        low, high = e.interval(0.999)
+        assert e.reason is Reason.CONVERGED and low <= values.log().sum() <= high
+        assert e.stderr + e.bias_bound <= 2 * options["rtol"] * torch.log1p(values / 1e-6).sum()
+    assert e.matvecs < 1000 and e.samples == 0  # exact: probes would take 44,118
 
 
 def test_a_budget_that_is_too_small_says_so():
