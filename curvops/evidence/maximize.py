@@ -351,13 +351,12 @@ class Ascent:
         assert self.vectors is not None
         guess = None if self.over == "weights" else self.solutions
         sketch, spent = preconditioner(post.terms, self.probes, generator=self.generator)
-        solved = cg(P, self.vectors, preconditioner=sketch, rtol=1e-3, x0=guess)
-        solved.raise_if_failed(1e-3, REMEDIES)
+        solved = cg(P, self.vectors, preconditioner=sketch, rtol=1e-4, x0=guess)
+        solved.raise_if_failed(1e-4, REMEDIES)
         self.solutions = solved.x
-        A = post.prior.diagonal
-        assert A is not None
-        products = (A.unsqueeze(-1) if A.ndim else A) * self.vectors * solved.x
-        gammas = torch.stack([groups.totals(1 - column) for column in products.mT])
+        # vᵀGP⁻¹v, since v² − vᵀAP⁻¹v, which equals it, has the error of the solve for all weights, determined or not.
+        products = self.vectors * post.curvature._matmul(solved.x)
+        gammas = torch.stack([groups.totals(column) for column in products.mT])
         gamma = gammas.mean(0)
         spread = gammas.std(0) / len(gammas) ** 0.5 if len(gammas) > 1 else torch.full_like(gamma, math.inf)
         if self.over == "weights":
@@ -365,7 +364,7 @@ class Ascent:
             weight = min(1.0, 4 / (count + 1))  # early precisions are far off, late ones similar
             self.average = gamma if self.average is None else self.average + weight * (gamma - self.average)
             gamma = self.average
-        return gamma, spread, solved.matvecs + spent
+        return gamma, spread, solved.matvecs + self.probes + spent
 
     def _note(self, gamma: Tensor, spread: Tensor, matvecs: int) -> None:
         alpha = self.now.alpha

@@ -134,6 +134,12 @@ def test_by_probes_it_comes_near_the_exact_one(network, over, annotations_unchec
     assert best - value < 0.05 * (best - start)
 
 
+def test_where_data_determine_few_of_many_weights_the_solves_do_not_keep_it_from_converging(network):
+    torch.manual_seed(0)
+    x, wide = network[1], nn.Sequential(nn.Linear(network[1].shape[1], 500), nn.Tanh(), nn.Linear(500, 2)).double()
+    assert len(co.evidence.maximize(posterior((wide, x, x[:, :1].sin().expand(-1, 2))), "layers").tuning.steps) < 30
+
+
 def test_weighted_targets_count_by_their_weights():
     """Integer weights are repeated points."""
     torch.manual_seed(0)
