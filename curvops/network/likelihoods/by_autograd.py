@@ -234,7 +234,10 @@ def _describe(function: Any) -> str:
 
 
 CLASSES = distributions.Categorical, distributions.OneHotCategorical
-MONTE_CARLO = "Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...), which needs only samples and residuals"
+MONTE_CARLO = (
+    'Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...) or co.KFAC(lin, fisher="mc"), which needs only samples '
+    "and residuals"
+)
 
 
 class FromDistribution(ByAutograd):

@@ -16,6 +16,7 @@ from curvops.checks import check_options
 from curvops.errors import ConvergenceError, ModeWarning, warn
 from curvops.linalg import Reason
 from curvops.network import tensors_of
+from curvops.network.likelihoods import FromDistribution
 from curvops.operators import GGN, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
@@ -40,7 +41,8 @@ class ModeFit(Summarised):
     """The course of `co.fit_mode`, and the reason why it ended.
 
     ``remaining`` bounds what the log posterior would still gain up to a mode, in nats: ½ gᵀP⁻¹g, for the gradient g at
-    the final weights and P = GGN + A. The log evidence at these weights is too low by this much at most.
+    the final weights and P = GGN + A. The log evidence at these weights is too low by this much at most. (For a
+    distribution without an exact GGN, such as Student's t, P has the Fisher of 16 targets drawn for each point.)
     ``losses`` are minus the log posterior without the prior's constant, in nats, at the start and after every 50 steps;
     ``gradients`` counts gradients over all data (for a last layer, products with its curvature).
 
@@ -164,15 +166,31 @@ def fit_mode(
 def _nats_at(theta: Float[Tensor, " D"], post: Laplace, atol: float) -> float:
     """Return the nats by which the log posterior at these weights is below that of a mode."""
     there = post.lin.with_weights(theta)
-    return nats_below_mode(PrecisionTerms(CurvatureCache(there, GGN(there)), post.prior), atol)[1]
+    draws = None if _has_exact_fisher(there) else 16
+    curvature = GGN(there, draws, torch.Generator(theta.device).manual_seed(0))
+    return nats_below_mode(PrecisionTerms(CurvatureCache(there, curvature), post.prior), atol)[1]
+
+
+def _has_exact_fisher(lin: Linearization) -> bool:
+    """Return whether the likelihood's output Fisher is known; for a user's distribution, the first points tell."""
+    if not any(isinstance(member.of_position, FromDistribution) for member in lin.likelihood.members):
+        return True
+    first = lin.restrict(torch.arange(min(8, lin.num_data)), 1.0)
+    try:
+        _ = GGN(first) @ first.theta
+    except ValueError:  # such as that of Student's t, whose Hessian depends on the target
+        return False
+    return True
 
 
 def _mode_of_head(post: Laplace, atol: float) -> LinearMode | None:
     """Return the mode of a last layer, in which the network is linear; None if rounding stops Newton's method.
 
-    Also None if it proves to be no mode of the network, whose outputs need not be linear in a weight that is tied or
-    normalised.
+    Also None without an exact Fisher, or if it proves to be no mode of the network, whose outputs need not be linear in
+    a weight that is tied or normalised.
     """
+    if not _has_exact_fisher(post.lin):
+        return None
     try:
         mode = post.linear_mode()
     except ConvergenceError:
