@@ -236,23 +236,23 @@ def find_mode(
     del delta  # the model's own alone
     if saved.state is None:
         saved.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
-    few = None if saved or theta.nbytes * SOLVE_VECTORS <= terms.lin.memory_budget else kernel
+    few = not saved and theta.nbytes * SOLVE_VECTORS > terms.lin.memory_budget
 
     def sketched() -> tuple[Any, int]:
         """Return M ≈ P⁻¹ at θ*, and the number of products it took."""
         with saved.name_part("preconditioner"):
-            if kernel is not None:
-                return kernel.inverse_of_weights(float(prior.precision)), 0
             return preconditioner(terms.of_mode, 1)
 
     # A run that goes on has its first step's sketch even where no step is left, since what comes next uses it, too.
-    M = sketched()[0] if saved and steps else None
+    M = sketched()[0] if saved and steps and kernel is None else None
 
     def step_at(model: _LinearModel, steps: int) -> Tensor:
         nonlocal matvecs, M
-        if few is not None:
-            matvecs += 3
-            return few.newton_step(model.parts[0], float(prior.precision), model.gradient)
+        if kernel is not None:
+            M = kernel.inverse_of_weights(model.parts[0], float(prior.precision))
+            if few:
+                matvecs += 3
+                return M(model.gradient.unsqueeze(1)).squeeze(1).neg_()
         # The first step for a Gaussian is its last, and is solved to the end; any other is solved as far as it pays.
         worth = 0.0 if all(isinstance(lin.likelihood, Gaussian) for lin in lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))

@@ -177,7 +177,7 @@ def kernel_of(terms: PrecisionTerms) -> FunctionSpace:
 
 
 def kernel_of_mode(terms: PrecisionTerms) -> FunctionSpace | None:
-    """Return J Jᵀ if it is a possible route to the linear model's mode, and its rounding allows solves with it.
+    """Return J Jᵀ if it is a possible route to the linear model's mode, and its rounding is well below the prior.
 
     The Hessian there is that of the GGN plus the prior, whatever the curvature in P is. The result does not depend on
     earlier calls, so that equal seeds continue to give equal draws.
@@ -185,13 +185,14 @@ def kernel_of_mode(terms: PrecisionTerms) -> FunctionSpace | None:
     if terms.A is None or terms.A.ndim:
         return None
     cache, system = terms.cache, posterior_system(terms, whole=False)
-    cost = min(cache.gram_cost, cache.mode_cost)  # the factors of an exact GGN serve its determinants, too
-    facts = replace(system.posterior or PosteriorFacts(), gram_cost=cost)
+    # The factors of an exact GGN serve its determinants, too.
+    facts = replace(system.posterior or PosteriorFacts(), gram_cost=min(cache.gram_cost, cache.mode_cost))
     table = determinants(replace(system, posterior=facts))
     if not any(route.name == "formed kernel" and route.possible for route in table):
         return None
     kernel = kernel_of(terms)
-    return kernel if kernel.resolves(float(terms.A.detach())) else None
+    # Passes over the data correct what is found with it, so that it needs fewer digits than a solution.
+    return kernel if float(terms.A.detach()) >= 10 * kernel.rounding else None
 
 
 def preconditioner(terms: PrecisionTerms, columns: int, generator: torch.Generator | None = None) -> tuple[Any, int]:

@@ -42,7 +42,7 @@ from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
 from curvops.linalg.spectra.apply_function import inverse_root_product
 from curvops.network import Exact, Passes
-from curvops.operators.curvatures.ggn import GGN, CurvatureRoot, DisplacedGGN
+from curvops.operators.curvatures.ggn import CurvatureRoot, DisplacedGGN
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import Jacobian
@@ -212,24 +212,27 @@ class FunctionSpace:
         """Return (I + SᵀS/α)⁻¹ as a function of blocks (N·R, k)."""
         return partial(_solve_by, self.factor_under(prior)[0])
 
-    def inverse_of_weights(self, prior: float) -> Callable[[Tensor], Tensor]:
-        """Return P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α as a function of blocks (D, k), which takes one product with P."""
-        root, inner = CurvatureRoot.of(GGN(self.lin)), self.inverse(prior)
-
+    def inverse_of_weights(self, displaced: DisplacedGGN, prior: float) -> Callable[[Tensor], Tensor]:
+        """Return P⁻¹ at other outputs as a function of blocks (D, k), which takes one product with P."""
+        _, factor = self.factor(self.outputs + displaced.shift, prior)
+        root, inner = CurvatureRoot.of(displaced), partial(_solve_by, factor)
         return lambda block: woodbury(root, root.theta.new_tensor(prior), inner, block)
 
-    def newton_step(self, displaced: DisplacedGGN, prior: float, gradient: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
-        """Return −(G + α)⁻¹ g with G at other outputs; beside g it takes two vectors, where CG takes a dozen."""
-        _, factor = self.factor(self.outputs + displaced.shift, prior)
-        root, A = CurvatureRoot.of(displaced), gradient.new_tensor(prior)
-        return woodbury(root, A, partial(_solve_by, factor), gradient.unsqueeze(1)).squeeze(1).neg_()
+    def factor(
+        self, f: Float[Tensor, "N C"], prior: float, jitter: float = 0.0
+    ) -> tuple[Float[Tensor, "N C R"], Float[Tensor, "NR NR"]]:
+        """Return L of each point at these outputs, and the Cholesky factor of I + LᵀKL/α.
 
-    def factor(self, f: Float[Tensor, "N C"], prior: float) -> tuple[Float[Tensor, "N C R"], Float[Tensor, "NR NR"]]:
-        """Return L of each point at these outputs, and the Cholesky factor of I + LᵀKL/α."""
+        Where the Fisher is far larger than at the network's own outputs, K may have too few digits for it: then I grows
+        by a jitter, relative to the matrix, from the rounding of K on.
+        """
         L = self.root(f)
         inner = self._dual(L).div_(prior)
-        inner.diagonal().add_(1)
-        return L, torch.linalg.cholesky(inner, out=inner)
+        inner.diagonal().add_(1 + jitter * inner.norm())
+        try:
+            return L, torch.linalg.cholesky(inner, out=inner)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            return self.factor(f, prior, max(10 * jitter, torch.finfo(self.lin.theta.dtype).eps))
 
 
 def _solve_by(factor: Float[Tensor, "NR NR"], block: Float[Tensor, "NR k"]) -> Float[Tensor, "NR k"]:
