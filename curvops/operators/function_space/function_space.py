@@ -213,26 +213,30 @@ class FunctionSpace:
         return partial(_solve_by, self.factor_under(prior)[0])
 
     def inverse_of_weights(self, displaced: DisplacedGGN, prior: float) -> Callable[[Tensor], Tensor]:
-        """Return P⁻¹ at other outputs as a function of blocks (D, k), which takes one product with P."""
-        _, factor = self.factor(self.outputs + displaced.shift, prior)
-        root, inner = CurvatureRoot.of(displaced), partial(_solve_by, factor)
-        return lambda block: woodbury(root, root.theta.new_tensor(prior), inner, block)
+        """Return M ≈ P⁻¹ at other outputs as a function of blocks (D, k), which takes one product with P.
+
+        Where the Fisher there is far larger than at the network's own outputs, K may have too few digits for it: then
+        the identity in I + LᵀKL/α grows by a jitter, from the rounding of K on.
+        """
+        root, jitter, eps = CurvatureRoot.of(displaced), 0.0, torch.finfo(self.lin.theta.dtype).eps
+        while True:
+            try:
+                _, factor = self.factor(self.outputs + displaced.shift, prior, jitter)
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+                if jitter > 1000 * eps:
+                    raise
+                jitter = max(10 * jitter, eps)
+            else:
+                return lambda block: woodbury(root, root.theta.new_tensor(prior), partial(_solve_by, factor), block)
 
     def factor(
         self, f: Float[Tensor, "N C"], prior: float, jitter: float = 0.0
     ) -> tuple[Float[Tensor, "N C R"], Float[Tensor, "NR NR"]]:
-        """Return L of each point at these outputs, and the Cholesky factor of I + LᵀKL/α.
-
-        Where the Fisher is far larger than at the network's own outputs, K may have too few digits for it: then I grows
-        by a jitter, relative to the matrix, from the rounding of K on.
-        """
+        """Return L of each point at these outputs, and the Cholesky factor of (1 + jitter ‖·‖) I + LᵀKL/α."""
         L = self.root(f)
         inner = self._dual(L).div_(prior)
         inner.diagonal().add_(1 + jitter * inner.norm())
-        try:
-            return L, torch.linalg.cholesky(inner, out=inner)
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            return self.factor(f, prior, max(10 * jitter, torch.finfo(self.lin.theta.dtype).eps))
+        return L, torch.linalg.cholesky(inner, out=inner)
 
 
 def _solve_by(factor: Float[Tensor, "NR NR"], block: Float[Tensor, "NR k"]) -> Float[Tensor, "NR k"]:
