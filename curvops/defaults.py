@@ -15,14 +15,14 @@ from linear_operator.operators import LinearOperator
 
 from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
 from curvops.checks import refuse
-from curvops.errors import MissingLabelsError, UndeterminedWarning
+from curvops.errors import ConvergenceError, MissingLabelsError, UndeterminedWarning
 from curvops.evidence.maximize import maximize, secant_step
 from curvops.evidence.validate import validate
 from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
 from curvops.network import needs_noise
 from curvops.network.data.inputs import group_alike, join
 from curvops.network.likelihoods import Gaussian
-from curvops.operators import GGN, KFAC, Linearization
+from curvops.operators import GGN, KFAC, DiagonalGGN, Linearization
 from curvops.posterior import Laplace
 from curvops.posterior.gaussians.laplace import make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice, warn_of_noise
@@ -152,8 +152,7 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
         # That of the linearised network needs no mode of the network, and for a Gaussian likelihood a single solve.
         # Among several outputs, classes need it, too: the evidence at weights that are no mode harms classifiers.
         linear = all(isinstance(target, Gaussian) for target in targets) or len(targets) > 1
-        mode = "linear" if linear else "auto"
-        return maximize(post, generator=_seeded(post), mode=mode)
+        return _maximize(post, "linear" if linear else "auto")
     except MissingLabelsError as error:
         remedy = "Pass prior_precision= (weight decay × N of training on a mean loss), or validation=(x, y). "
         raise MissingLabelsError("the choice of a prior precision by the evidence", remedy) from error
@@ -162,6 +161,22 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
             "the prior precision was left out, and cannot be chosen without held-out data: pass validation=(x, y), or "
             f"prior_precision= (weight decay × N of training on a mean loss). The reason: {error}"
         ) from error
+
+
+def _maximize(post: Laplace, mode: str) -> Laplace:
+    """Return the posterior under the prior precision of largest evidence, searched from 1 or from its own unit.
+
+    Of targets in a unit of their own, the precision has that of their curvature, and a search from 1 may not reach it.
+    """
+    try:
+        return maximize(post, generator=_seeded(post), mode=mode)
+    except MissingLabelsError:
+        raise
+    except (ValueError, ConvergenceError):
+        typical = float(DiagonalGGN(post.lin).entries.double().mean())
+        if not 0 < typical < math.inf:
+            raise
+        return maximize(post.with_prior(typical), generator=_seeded(post), mode=mode)
 
 
 @torch.no_grad()

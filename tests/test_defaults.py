@@ -223,6 +223,17 @@ def test_regression_far_from_a_mode_takes_the_evidence_of_the_linear_model_witho
         assert "by the evidence, noise" in repr(co.laplace(unknown)) and "(estimated)" in repr(co.laplace(unknown))
 
 
+@pytest.mark.parametrize("unit", [1e4, 1e-4])
+def test_numbers_in_another_unit_choose_the_prior_precision_of_that_unit(unit: float) -> None:
+    def chosen(unit: float) -> torch.Tensor:
+        y, model = unit * X[:3, :1].sin().float(), nn.Linear(4, 1)
+        nn.init.zeros_(model.weight)
+        lin = co.linearize(model, (X[:3].float(), y), co.likelihoods.Gaussian(0.01 * unit**2))
+        return co.laplace(lin, check_mode=False).prior_precision * unit**2
+
+    torch.testing.assert_close(chosen(unit), chosen(1.0), rtol=1e-2, atol=0)
+
+
 def test_a_noise_that_held_out_data_choose_is_not_called_far_off() -> None:
     """The network fits its training targets, so that their residuals are far below the noise."""
     torch.manual_seed(0)
