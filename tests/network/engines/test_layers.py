@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from curvops.network.engines import Rule, rule_for, rule_of
@@ -86,6 +87,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "group_norm": (lambda: nn.GroupNorm(2, 4), randn(2, 4, *SIX)),
     "group_norm_flat": (lambda: nn.GroupNorm(2, 4), randn(2, 4)),
     "rms_norm_two": (lambda: nn.RMSNorm((3, 4), eps=0.1), randn(2, 5, 3, 4)),
+    "rms_norm_of_gemma": (lambda: GemmaRMSNorm(4, eps=0.1), randn(2, 5, 4)),
     "instance_norm_1d": (lambda: nn.InstanceNorm1d(4, affine=True), randn(2, 4, 5)),
     "instance_norm_2d_tracked": (
         lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
@@ -189,23 +191,14 @@ def outer(layer: nn.Module, left: Tensor, right: Tensor, names: tuple[str, ...])
     return rows | ({"bias": products[..., -1].flatten(2)} if "bias" in names else {})
 
 
-class Subclass(nn.Linear):
-    """May do anything in its forward."""
-
-
 NOT_SERVED: dict[str, Callable[[], nn.Module]] = {
-    "a subclass": lambda: Subclass(3, 3),
+    "a subclass, which may do anything": lambda: type("Linear", (nn.Linear,), {})(3, 3),
     "batch statistics": lambda: nn.BatchNorm1d(3).train(),
     "no statistics": lambda: nn.BatchNorm1d(3, track_running_stats=False),
     "statistics that change": lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True).train(),
-    "a further parameter": lambda: _with_scale(nn.Linear(3, 3)),
+    "a further parameter": lambda: changed(nn.Linear(3, 3), scale=nn.Parameter(torch.ones(3))),
     "a class that derives from Conv1D": lambda: type("Conv1D", (Conv1D,), {})(3, 3),
 }
-
-
-def _with_scale(layer: nn.Module) -> nn.Module:
-    layer.register_parameter("scale", nn.Parameter(torch.ones(3)))
-    return layer
 
 
 @pytest.mark.parametrize("what", NOT_SERVED)

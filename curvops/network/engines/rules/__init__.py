@@ -1,10 +1,13 @@
 """The table of layer rules; to add a layer, add a row to `RULES`."""
 
+from fnmatch import fnmatchcase
+
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from curvops.network.engines.rules.convolution import ConvolutionRule, TransposedConvolutionRule
 from curvops.network.engines.rules.layer_rules import (
+    AnyScaleRule,
     EmbeddingBagRule,
     EmbeddingRule,
     LinearRule,
@@ -19,7 +22,7 @@ from curvops.ranks.process_group import has_hooks, unsharded_class
 
 __all__ = ["RULES", "Local", "SingleRows", "Rule", "rule_for", "rule_of"]
 
-# A class of a package that need not be installed is listed under its full name.
+# Classes of a package that need not be installed are listed under a glob over their full names.
 RULES: dict[type | str, Rule] = {
     nn.Linear: LinearRule(),
     NonDynamicallyQuantizableLinear: LinearRule(),  # the output projection of attention
@@ -34,7 +37,9 @@ RULES: dict[type | str, Rule] = {
     nn.Embedding: EmbeddingRule(),
     nn.EmbeddingBag: EmbeddingBagRule(),
     nn.LayerNorm: ScaleRule(leading=False),
-    nn.RMSNorm: ScaleRule(leading=False),
+    nn.RMSNorm: AnyScaleRule(leading=False),
+    "transformers.models.*RMSNorm": AnyScaleRule(leading=False),
+    "transformers.models.*T5LayerNorm": AnyScaleRule(leading=False),
     nn.GroupNorm: ScaleRule(leading=True),
     nn.BatchNorm1d: ScaleRule(leading=True),
     nn.BatchNorm2d: ScaleRule(leading=True),
@@ -49,7 +54,9 @@ RULES: dict[type | str, Rule] = {
 def rule_of(kind: type) -> Rule | None:
     """Return the row of `RULES` for exactly this class, not for a base class; None if there is none."""
     kind = unsharded_class(kind)
-    return RULES.get(kind) or RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    named = (rule for known, rule in RULES.items() if isinstance(known, str) and fnmatchcase(name, known))
+    return RULES.get(kind) or next(named, None)
 
 
 def rule_for(layer: nn.Module) -> Rule | None:

@@ -7,7 +7,7 @@ weight: the weight is (V, E), and the matrix Σ_t left ⊗ onehot(right) is (E, 
 
 from __future__ import annotations
 
-import math
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -105,16 +105,12 @@ class LinearRule(Rule):
         else:
             by_column = weight.reshape(-1, weight.shape[-1]).mT
             z = a @ by_column if bias is None else torch.addmm(bias.reshape(-1), a, by_column)
-        if math.prod(positions) == 1:
-            return z.reshape(n, columns, *positions, out)
         return z.reshape(n, -1, columns, out).transpose(1, 2).reshape(n, columns, *positions, out)
 
     def pull(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         a = inputs.reshape(-1, inputs.shape[-1])
         columns, out = s.shape[1], s.shape[-1]
-        if inputs.ndim > 2:
-            s = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2)
-        flat = s.reshape(-1, columns * out)
+        flat = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2).reshape(-1, columns * out)
         gradients: Local = {}
         if "weight" in names:
             gradients["weight"] = (flat.mT @ a).view(columns, out, -1)
@@ -183,26 +179,21 @@ class ScaleRule(Rule):
 
     def supports(self, layer: Any) -> bool:
         tracked = getattr(layer, "running_mean", None) is not None
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            return tracked and not layer.training
-        return not tracked or not layer.training
+        return not layer.training if tracked else not isinstance(layer, nn.modules.batchnorm._BatchNorm)
 
     def keep(self, layer: Any, a: Tensor) -> Tensor:
         if isinstance(layer, nn.GroupNorm):
             return F.group_norm(a, layer.num_groups, eps=layer.eps)
         if isinstance(layer, nn.LayerNorm):
             return F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
-        if isinstance(layer, nn.RMSNorm):
-            return F.rms_norm(a, layer.normalized_shape, eps=layer.eps)
         instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm) and not layer.track_running_stats
         if layer.running_mean is None or instance:
             return F.group_norm(a, a.shape[1], eps=layer.eps)  # groups of one channel each
         return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
 
     def single_rows(self, layer: Any, *args: Tensor) -> SingleRows | None:
-        inputs, last = self.keep(layer, *args), 1
+        inputs, last = self.keep(layer, *args), layer.weight.ndim
         if not self.leading:
-            last = len(layer.normalized_shape)
             return SingleRows(self, inputs.flatten(0, -1 - last), lambda s: s.flatten(1, -1 - last))
         channels_last = ScaleRule(leading=False)
         return SingleRows(
@@ -225,12 +216,19 @@ class ScaleRule(Rule):
         return {name: rows.sum(0) for name, rows in self.rows(layer, inputs, s, names).items()}
 
     def rows(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        weight: Tensor = layer.weight
-        if self.leading:
-            shared = tuple(range(3, s.ndim))
-        else:
-            shared = tuple(range(2, s.ndim - weight.ndim))
+        shared = tuple(range(3, s.ndim) if self.leading else range(2, s.ndim - layer.weight.ndim))
         return {name: _sum_over(s * inputs.unsqueeze(1) if name == "weight" else s, shared) for name in names}
+
+
+class AnyScaleRule(ScaleRule):
+    """The rule of y = x̂ ∘ w or x̂ ∘ (1 + w), whatever normalises: x̂ is the layer with w = 1, less that with w = 0."""
+
+    def keep(self, layer: Any, a: Tensor) -> Tensor:
+        alone = copy.copy(layer)  # a call of the layer itself would be watched
+        alone._parameters = {"weight": a.new_ones(layer.weight.shape)}
+        scaled: Tensor = alone.forward(a)
+        alone._parameters = {"weight": a.new_zeros(layer.weight.shape)}
+        return scaled - alone.forward(a)
 
 
 class SlopeRule(ScaleRule):
