@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from linear_operator.operators import LinearOperator
 
 from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
 from curvops.checks import refuse
@@ -117,7 +116,8 @@ def laplace(
     check_linearization(lin)
     if prior_precision is not None and validation is not None:
         raise ValueError("prior_precision and validation both give the prior precision: leave one of them out.")
-    chosen = default_curvature(lin) if curvature is None else curvature
+    default = KFAC if lin.model.selection.index is None else GGN
+    chosen = default if curvature is None else curvature
     start = 1.0 if prior_precision is None else prior_precision
     post = make_laplace(lin, chosen, start, prior_mean, temperature)
     if prior_precision is None:
@@ -125,12 +125,6 @@ def laplace(
     if check_mode:
         warn_of_noise(lin)
     return checked_posterior(post, check_mode)
-
-
-def default_curvature(lin: Linearization) -> type[LinearOperator]:
-    """Return the class of curvature for a posterior that names none."""
-    whole_parameters = lin.model.selection.index is None
-    return KFAC if whole_parameters else GGN
 
 
 def choose_prior(post: Laplace, validation: Any = None) -> Laplace:

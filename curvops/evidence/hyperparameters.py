@@ -49,18 +49,13 @@ class PrecisionGroups:
     base: Float[Tensor, " D"]
     counts: Float[Tensor, " G"]
 
-    @cached_property
-    def is_one_number(self) -> bool:
-        """Whether all weights have one precision."""
-        return bool((self.base == 1).all())
-
     def totals(self, values: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
         """Return the sum over each group."""
         return torch.zeros_like(self.counts).index_add_(0, self.index, values.to(self.counts))
 
     def precision(self, alpha: Float[Tensor, " G"]) -> Tensor:
         """Return A in the form that a posterior takes: 0-d if it is a single number."""
-        if len(alpha) == 1 and self.is_one_number:
+        if len(alpha) == 1 and bool((self.base == 1).all()):
             return alpha[0].to(self.base.dtype)
         return (alpha.to(self.base.dtype)[self.index]) * self.base
 

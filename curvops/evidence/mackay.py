@@ -244,10 +244,8 @@ class _FixedPoint:
         if bool(few.any()):
             pushed = post.curvature._matmul(z.mT).mT
             of_data = torch.stack([groups.totals(share) for share in (z * pushed).double()])
-            shares_of_draws, drawn = (
-                torch.where(few, of_data, shares_of_draws),
-                replace(drawn, matvecs=drawn.matvecs + len(z)),
-            )
+            shares_of_draws = torch.where(few, of_data, shares_of_draws)
+            drawn = replace(drawn, matvecs=drawn.matvecs + len(z))
         stderr = shares_of_draws.std(0) / math.sqrt(len(shares_of_draws))
         least = torch.finfo(z.dtype).eps * groups.counts
         gamma = shares_of_draws.mean(0).clamp(least, groups.counts - least)

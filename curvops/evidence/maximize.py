@@ -338,7 +338,10 @@ class Ascent:
         """Compute γ of each group, and record the step."""
         exact = self.now.exact_counts(self.rtol, self.generator)
         gamma, spread, matvecs = self._estimate_count() if exact is None else (*exact, 0)
-        self._note(gamma, spread, matvecs + spent)
+        alpha, count = self.now.alpha, gamma
+        if self.over == "weights":
+            alpha, count, spread = alpha.log().mean(0, True).exp(), gamma.sum(0, True), spread.norm().reshape(1)
+        self.records.append(TuningStep(alpha, count, spread, as_recorded(self.now.noise), matvecs + spent))
         return gamma
 
     def _estimate_count(self) -> tuple[Tensor, Tensor, int]:
@@ -365,12 +368,6 @@ class Ascent:
             self.average = gamma if self.average is None else self.average + weight * (gamma - self.average)
             gamma = self.average
         return gamma, spread, solved.matvecs + self.probes + spent
-
-    def _note(self, gamma: Tensor, spread: Tensor, matvecs: int) -> None:
-        alpha = self.now.alpha
-        if self.over == "weights":
-            alpha, gamma, spread = alpha.log().mean(0, True).exp(), gamma.sum(0, True), spread.norm().reshape(1)
-        self.records.append(TuningStep(alpha, gamma, spread, as_recorded(self.now.noise), matvecs))
 
     def _check_limits(self, start: Hyperparameters, fixed: Tensor) -> None:
         if self.over != "weights":

@@ -112,7 +112,7 @@ def train(
         raise ValueError("the optimiser has a weight decay: leave it out, since prior_precision takes its place.")
 
     data = with_collate(data, collate)
-    given_modes = _modes(model)
+    given_modes = [(module, module.training) for module in model.modules()]
     training_modes = given_modes if model.training else [(module, True) for module, _ in given_modes]
     with _restore_on_failure(given_modes):
 
@@ -141,9 +141,8 @@ def train(
     if (nats := nats_below_mode(post.terms, TOLERATED)[0]) > TOLERATED:
         warn(
             f"training ended about {in_words(nats)} nats from a mode of the posterior, so that the evidence by which "
-            "it chose the hyperparameters is too low by as much. Use more epochs, larger batches, or an optimizer with "
-            "a smaller learning rate; or train on to a mode, co.fit_mode(model, data, likelihood, prior_precision). "
-            "A network with kinks (ReLU) may not come closer.",
+            "it chose the hyperparameters is too low by as much. Use more epochs, larger batches or smaller learning "
+            "rates; or train on, co.fit_mode(model, data, likelihood, prior_precision). Kinks (ReLU) limit both.",
             ModeWarning,
         )
     if not record:
@@ -186,10 +185,6 @@ def _loss_with_gradient(
 
 Modes = list[tuple[nn.Module, bool]]
 """The modules, parents first, each with its training flag."""
-
-
-def _modes(model: nn.Module) -> Modes:
-    return [(module, module.training) for module in model.modules()]
 
 
 def _set(modes: Modes) -> None:

@@ -70,14 +70,8 @@ def test_of_given_precisions_the_best_is_returned_for_data_in_any_form(regressio
     assert list(best.tuning.prior_precisions) == precisions
     assert float(best.prior_precision) == precisions[expected.index(max(expected))]
     dataset = TensorDataset(x, y)
-    forms = [
-        (x, y),
-        dataset,
-        DataLoader(dataset, 7),
-        DataLoader(dataset, 7, shuffle=True),
-        [(x[:3], y[:3]), (x[3:], y[3:])],
-    ]
-    forms += [(x.numpy(), y.numpy()), {"inputs": x, "targets": y}]
+    forms = [(x, y), dataset, DataLoader(dataset, 7), DataLoader(dataset, 7, shuffle=True)]
+    forms += [[(x[:3], y[:3]), (x[3:], y[3:])], (x.numpy(), y.numpy()), {"inputs": x, "targets": y}]
     for data in forms:
         assert co.evidence.validate(post, data, prior_precisions=precisions).tuning.scores == expected
     for data, error, message in [
@@ -151,9 +145,8 @@ def test_a_search_over_both_that_ran_out_names_the_call_that_goes_on():
     model.weight.data.copy_(truth @ old.mT @ old.mT.pinverse())
     lin = co.linearize(model, (old, old @ truth.mT), co.likelihoods.Gaussian(0.1))
     post, y = co.laplace(lin, co.GGN, 1.0, check_mode=False), x @ truth.mT + 0.3 * x[:, :1].cos()
-    with pytest.warns(
-        co.evidence.MaxStepsWarning, match=r"again, co.evidence.validate\(post, x, y, \('scalar', 'noise'\)\)"
-    ):
+    words = r"again, co.evidence.validate\(post, x, y, \('scalar', 'noise'\)\)"
+    with pytest.warns(co.evidence.MaxStepsWarning, match=words):
         co.evidence.validate(post, x, y, ("scalar", "noise"), xtol=1e-14)
 
 

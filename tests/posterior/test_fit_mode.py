@@ -71,8 +71,7 @@ def test_the_gradient_of_the_log_posterior_vanishes(kind):
 
 @pytest.mark.parametrize(("gradients", "steps"), [(30, 0), (80, 50)])
 def test_an_interruption_leaves_the_weights_after_the_last_full_50_steps(gradients, steps):
-    x, y = data(likelihood="regression")
-    likelihood = LIKELIHOODS["regression"]
+    (x, y), likelihood = data(likelihood="regression"), LIKELIHOODS["regression"]
 
     def interrupt(description, done, total):
         if done > gradients:

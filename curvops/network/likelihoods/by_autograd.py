@@ -234,10 +234,7 @@ def _describe(function: Any) -> str:
 
 
 CLASSES = distributions.Categorical, distributions.OneHotCategorical
-MONTE_CARLO = (
-    'Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...) or co.KFAC(lin, fisher="mc"), which needs only samples '
-    "and residuals"
-)
+MONTE_CARLO = 'Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...) or co.KFAC(lin, fisher="mc")'
 
 
 class FromDistribution(ByAutograd):

@@ -16,7 +16,6 @@ from curvops.checks import check_options
 from curvops.errors import ConvergenceError, ModeWarning, warn
 from curvops.linalg import Reason
 from curvops.network import tensors_of
-from curvops.network.likelihoods import FromDistribution
 from curvops.operators import GGN, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
@@ -166,21 +165,12 @@ def fit_mode(
 def _nats_at(theta: Float[Tensor, " D"], post: Laplace, atol: float) -> float:
     """Return the nats by which the log posterior at these weights is below that of a mode."""
     there = post.lin.with_weights(theta)
-    draws = None if _has_exact_fisher(there) else 16
-    curvature = GGN(there, draws, torch.Generator(theta.device).manual_seed(0))
-    return nats_below_mode(PrecisionTerms(CurvatureCache(there, curvature), post.prior), atol)[1]
-
-
-def _has_exact_fisher(lin: Linearization) -> bool:
-    """Return whether the likelihood's output Fisher is known; for a user's distribution, the first points tell."""
-    if not any(isinstance(member.of_position, FromDistribution) for member in lin.likelihood.members):
-        return True
-    first = lin.restrict(torch.arange(min(8, lin.num_data)), 1.0)
+    curvature = GGN(there)
     try:
-        _ = GGN(first) @ first.theta
-    except ValueError:  # such as that of Student's t, whose Hessian depends on the target
-        return False
-    return True
+        _ = curvature @ theta
+    except ValueError:  # as for Student's t: the Hessian of −log p depends on the target, and is not the output Fisher
+        curvature = GGN(there, 16, torch.Generator(theta.device).manual_seed(0))
+    return nats_below_mode(PrecisionTerms(CurvatureCache(there, curvature), post.prior), atol)[1]
 
 
 def _mode_of_head(post: Laplace, atol: float) -> LinearMode | None:
@@ -189,11 +179,9 @@ def _mode_of_head(post: Laplace, atol: float) -> LinearMode | None:
     Also None without an exact Fisher, or if it proves to be no mode of the network, whose outputs need not be linear in
     a weight that is tied or normalised.
     """
-    if not _has_exact_fisher(post.lin):
-        return None
     try:
         mode = post.linear_mode()
-    except ConvergenceError:
+    except (ConvergenceError, ValueError):
         return None
     return mode if post.lin.plan.is_last_layer or _nats_at(mode.theta, post, atol) <= atol else None
 
