@@ -67,7 +67,7 @@ def logdet(
             carries gradients for the tensors inside A, from its own probes and solves; the value of a grid does not.
         shift: added to the diagonal. For ``GGN + prior`` pass the GGN and the prior precision: bounds are sharper.
             A tensor (m,) requests a whole grid: value, stderr and interval have shape (m,), all from one run of
-            Lanczos on A itself, without a preconditioner.
+            Lanczos on A itself, with a control variate in place of a preconditioner.
         lower_bound: a known positive lower bound of A's spectrum, such as its prior precision. It is not verified.
             If neither is given, a curvature plus a prior (``G.add_diagonal(prior)``) is split into the two.
             "estimate" uses the smallest Ritz value less its residual, after as many Lanczos steps as it needs: if an

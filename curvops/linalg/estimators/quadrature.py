@@ -190,7 +190,7 @@ def spectral_quadrature(
         probes: their number; None adds probes until the standard error of log det(I + G/shift) is rtol of its value.
         rtol: the relative standard error of log det(I + G/shift) at which no more probes are added.
         max_matvecs: the budget in products, sketch included; by default as many as are needed to meet rtol.
-        rank: the rank of a Nyström control variate, which takes as many products; None and 0 use none.
+        rank: the rank of the Nyström control variate; None uses one if it is expected to save products.
         generator: source of the probes.
         memory_budget: bytes for the Lanczos bases; limits the depth and the number of probes that run in lock-step.
             None is the rest of the budget of the linearisation behind G.
@@ -327,8 +327,12 @@ def run(
         rank = min(rank, probed.limits.products // 2)
         sketch = grow(apart, rank, min(probed.facts.rows, rank))
         spent = sketch.matvecs
-    sampler = Sampler((half if rank else probed).after(spent), [of_shift(mu) for mu in sorted(shifts)])
+    sampler = Sampler((probed if rank == 0 else half).after(spent), [of_shift(mu) for mu in sorted(shifts)])
     sampler.first(probes or FIRST_PROBES)
+    if rank is None and probes is None and (pays := sampler.sketch_rank()):
+        sketch = grow(apart, pays, min(probed.facts.rows, pays))
+        spent = sketch.matvecs
+        sampler.budget -= spent
     worth = math.inf if probes else probed.worth(spent + sampler.matvecs)
     if not sampler.add(probes, sketch, worth):
         exact = decompose(probed)
@@ -423,6 +427,37 @@ class Sampler:
             ratios.append((stderr / goal) ** 2 if goal else math.inf if stderr else 0.0)
         worst = max(ratios)
         return max(TRUSTED_PROBES, count if worst <= 1 else max(count + 1, math.ceil(min(worst * count, 1e9))))
+
+    def sketch_rank(self) -> int:
+        """Return the rank that minimises the expected products, from the spectrum of the first probes; 0 for no sketch.
+
+        A sketch of rank r leaves a variance of about 2 Σ_{i>r} f(λᵢ)². It is compared with the probes' own spread:
+        random signs are better than that bound if the diagonal dominates, and a sketch then saves nothing.
+        """
+        if len(self.rules) < 3:
+            return 0
+        upper, lower = self.quadrature().bracket(self.functions[0])
+        middle = (upper + lower) / 2
+        goal, left, done = self._goal(middle.mean()) ** 2, self.budget - self.matvecs, len(middle) * self.depth
+        nodes, counts = self.eigenvalues()
+        seen, captured = counts.cumsum(0), (counts * self.functions[0](nodes).square()).cumsum(0)
+
+        def error(variance: float, rank: int) -> tuple[float, float]:
+            """Return the error within the budget, if it is above the tolerance, and the products to the tolerance."""
+            if not goal:
+                return math.inf, math.inf
+            reached = variance * self.depth / max(1, left - rank + done)
+            return max(reached / goal, 1.0), max(self.depth * variance / goal - done, 0.0) + rank
+
+        best, choice = error(float(middle.var()), 0), 0
+        for rank in (25, 50, 100, 200, 400, 800):
+            if rank > min(left, self.facts.rows) // 2:
+                break
+            below = float(captured[int((seen <= rank).sum().clamp(1, len(seen))) - 1])
+            expected = error(2 * max(float(captured[-1]) - 0.8 * below, 0.0), rank)
+            if expected < best:
+                best, choice = expected, rank
+        return choice
 
     def eigenvalues_above(self, level: float) -> float:
         """Return the expected number of eigenvalues above a level, at least 1."""
