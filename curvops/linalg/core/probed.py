@@ -111,9 +111,12 @@ class Probed:
         return replace(self, limits=replace(self.limits, matvecs=self.limits.products - matvecs))
 
     def worth(self, spent: int) -> float:
-        """Return the products beyond which forming the matrix takes fewer; infinite if that is not possible."""
+        """Return the further products beyond which the matrix is formed instead; infinite if that is not possible.
+
+        How many are missing is a guess, good to a factor of a few.
+        """
         n = self.facts.rows
-        return n if self.formable and spent + n <= self.limits.products else math.inf
+        return 4 * n if self.formable and spent + n <= self.limits.products else math.inf
 
     def with_half_memory(self) -> Probed:
         """Return the matrix with half of its memory; the other half is used elsewhere."""

@@ -76,7 +76,7 @@ def logdet(
             μ = shift + lower_bound, at every shift.
         max_matvecs: a limit on products; by default as many as are needed to meet rtol. n or more gives the exact
             value by a dense eigendecomposition, and so do, without a limit, n ≤ 256, and n ≤ 2048 if rtol takes more
-            than n products.
+            than 4 n products.
         generator: source of the probes.
         preconditioner: "auto" uses a Nyström preconditioner if the spectrum decays and probes without one have not
             met rtol by the products that it takes, with at most half of the budget and rank 400:

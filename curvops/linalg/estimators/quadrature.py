@@ -182,7 +182,7 @@ def spectral_quadrature(
     """Run Lanczos on positive semidefinite G for sums over its spectrum such as log det(I + G/μ), at every μ.
 
     Unless probes or rank were given, a matrix with n ≤ 256 or n ≤ ``max_matvecs`` is formed and decomposed instead;
-    without a limit also one with n ≤ 2048 if rtol takes more than n products.
+    without a limit also one with n ≤ 2048 if rtol takes more than 4 n products.
 
     Args:
         G: (n, n), positive semidefinite.
@@ -244,7 +244,7 @@ def effective_dimension(
         rtol: the goal for standard error and bias bound, each relative to the value.
         max_matvecs: a limit on products; by default as many as are needed to meet rtol. With n or more the value is
             exact by a dense eigendecomposition; without a limit for n ≤ 256, and for n ≤ 2048 if rtol takes more than
-            n products.
+            4 n products.
         generator: source of the probes.
         memory_budget: bytes for the Lanczos bases; None is the rest of the budget of the linearisation behind G.
         progress: as in `cg`.
