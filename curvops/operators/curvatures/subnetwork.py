@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -34,7 +33,7 @@ from curvops.linalg.operators.algebra import Scaled, Sum, UnaryOperator
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.contract import COLUMN_BLOCK
 from curvops.linalg.operators.given_matrix import DenseForm, round_with_rest
-from curvops.linalg.solvers.solve import certify_dense
+from curvops.linalg.solvers.solve import certify_dense, default_rtol
 from curvops.network import Exact, Group, OutputFisher
 from curvops.operators.curvatures.ggn import Curvature
 from curvops.operators.linearized.linearization import Linearization
@@ -276,15 +275,15 @@ class FormedCholesky(DenseForm):
     def chol(self) -> Tensor:
         """The Cholesky factor, certified by solving for a right-hand side with one of the largest residuals.
 
-        This right-hand side is close to the lowest eigenvector of P. Nobody asked for a tolerance: a residual warns
-        where it has less than half of the dtype's digits, and raises as in every other solve.
+        This right-hand side is close to the lowest eigenvector of P. As in every other solve, a residual above the
+        default tolerance warns or raises.
         """
         L = super().chol
         with torch.no_grad():
             b = L.new_ones(len(L), 1)
             for _ in range(4):  # inverse iterations towards the lowest eigenvector
                 b = torch.cholesky_solve(b / b.norm(), L)
-            rtol = math.sqrt(torch.finfo(self.base.dtype).eps)
+            rtol = default_rtol(self.base.dtype)
             accept(certify_dense(self.dense, torch.cholesky_solve(b, L), b, torch.zeros(()), rtol), rtol)
         return L
 
