@@ -164,8 +164,6 @@ def _maximize(post: Laplace, mode: str) -> Laplace:
     """
     try:
         return maximize(post, generator=_seeded(post), mode=mode)
-    except MissingLabelsError:
-        raise
     except (ValueError, ConvergenceError):
         typical = float(DiagonalGGN(post.lin).entries.double().mean())
         if not 0 < typical < math.inf:
