@@ -200,7 +200,7 @@ def test_a_function_of_parameters_is_trained_in_its_mapping():
     x, y = data(30, "regression")
     params = {"w": torch.zeros(4, 3, dtype=DOUBLE)}
     fit = co.fit_mode(
-        (lambda params, x: x @ params["w"], params), (x, y), co.likelihoods.Gaussian(0.1), 2.0, atol=1e-15
+        (lambda params, x: x @ params["w"], params), (x, y), co.likelihoods.Gaussian(0.1), 2.0, atol=1e-14
     )
     assert fit.converged
     want = torch.linalg.solve(x.mT @ x / 0.1 + 2 * torch.eye(4), x.mT @ y / 0.1)
