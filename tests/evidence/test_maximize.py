@@ -107,6 +107,12 @@ def test_a_start_beyond_the_reach_of_a_search_is_named_as_a_cause(network, prior
         co.evidence.maximize(posterior(network, prior=prior, noise=noise), over)
 
 
+def test_a_scalar_found_with_the_noise_is_that_found_alone_at_this_noise(network):
+    both = co.evidence.maximize(posterior(network), ("scalar", "noise"), xtol=1e-8)
+    alone = co.evidence.maximize(posterior(network, noise=both.observation_noise), xtol=1e-6)
+    torch.testing.assert_close(both.prior_precision, alone.prior_precision, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("over", ["layers", "weights"])
 def test_by_probes_it_comes_near_the_exact_one(network, over, annotations_unchecked):
     """64 probes, fixed seed. Layers: within 4 standard errors of γ, a false alarm once in 8,000 seeds."""

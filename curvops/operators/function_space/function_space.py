@@ -235,7 +235,7 @@ class FunctionSpace:
         """Return L of each point at these outputs, and the Cholesky factor of (1 + jitter ‖·‖) I + LᵀKL/α."""
         L = self.root(f)
         inner = self._dual(L).div_(prior)
-        inner.diagonal().add_(1 + jitter * inner.norm())
+        inner.diagonal().add_(1 + jitter * inner.norm() if jitter else 1)
         return L, torch.linalg.cholesky(inner, out=inner)
 
 

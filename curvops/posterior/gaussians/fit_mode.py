@@ -165,12 +165,14 @@ def fit_mode(
 def _nats_at(theta: Float[Tensor, " D"], post: Laplace, atol: float) -> float:
     """Return the nats by which the log posterior at these weights is below that of a mode."""
     there = post.lin.with_weights(theta)
-    curvature = GGN(there)
+
+    def nats(curvature: GGN) -> float:
+        return nats_below_mode(PrecisionTerms(CurvatureCache(there, curvature), post.prior), atol)[1]
+
     try:
-        _ = curvature @ theta
+        return nats(GGN(there))
     except ValueError:  # as for Student's t: the Hessian of −log p depends on the target, and is not the output Fisher
-        curvature = GGN(there, 16, torch.Generator(theta.device).manual_seed(0))
-    return nats_below_mode(PrecisionTerms(CurvatureCache(there, curvature), post.prior), atol)[1]
+        return nats(GGN(there, 16, torch.Generator(theta.device).manual_seed(0)))
 
 
 def _mode_of_head(post: Laplace, atol: float) -> LinearMode | None:

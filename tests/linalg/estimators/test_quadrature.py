@@ -100,6 +100,11 @@ def test_invariant_subspaces_and_low_rank_close_the_bracket():
     assert sketched.logdet(0.1).stderr < 1e-9
 
 
+def test_zero_operator():
+    e = spectral_quadrature(torch.zeros(300, 300), shift=1.0).logdet(1.0)
+    assert e.value == 0 and e.stderr == 0 and e.bias_bound == 0
+
+
 def test_memory_budget_caps_the_depth_and_says_so():
     G = symmetric(log_spaced(300, 1e8))
     q = spectral_quadrature(G, shift=1e-8, memory_budget=300 * 8 * 3 * 20, generator=generator())
