@@ -172,11 +172,11 @@ def check_shape(name: str, value: Any, shape: Sequence[int], hint: str = "") -> 
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}.{hint and ' '}{hint}")
 
 
-def check_like(name: str, value: Any, like: Any, owner: str) -> None:
+def check_like(name: str, value: Any, like: Any, owner: str, remedy: str = "convert it") -> None:
     """Raise ValueError unless a tensor or an operator has the dtype and the device of the ``owner``'s."""
     if (value.dtype, value.device) != (like.dtype, like.device):
         given, wanted = (f"{entry.dtype} on {entry.device}" for entry in (value, like))
-        raise ValueError(f"{name} is {given}, but {owner} {wanted}: convert it.")
+        raise ValueError(f"{name} is {given}, but {owner} {wanted}: {remedy}.")
 
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:

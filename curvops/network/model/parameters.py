@@ -158,10 +158,11 @@ def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any
     if not names:
         hint = "none requires a gradient: call requires_grad_(), or name parameters; " if spec is None else ""
         raise ValueError(f"parameters={spec!r} selects nothing; {hint}the model has {_some(parameters)}.")
-    shapes = []
+    first, shapes = names[0], []
+    remedy = f"convert it, or select weights of one dtype by patterns of their names, parameters=[{first!r}, ...]"
     for name in names:
         tensor = parameters[name]
-        check_like(f"parameter {name!r}", tensor, parameters[names[0]], f"parameter {names[0]!r}")
+        check_like(f"parameter {name!r}", tensor, parameters[first], f"parameter {first!r}", remedy)
         if not tensor.is_floating_point():
             raise TypeError(f"parameter {name!r} is {tensor.dtype}; only floating-point ones can be selected.")
         shapes.append(tensor.shape)
