@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from types import CodeType, FunctionType
@@ -75,9 +76,15 @@ def _through(*args: Any, **kwargs: Any) -> Any:
     return gate(*args, **kwargs)
 
 
+def _yielding_through(*args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    gate: Any = "a gate"
+    yield from gate(*args, **kwargs)
+
+
 def _calling(gate: _Gate, own: CodeType) -> CodeType:
-    """A code that calls a gate, in place of a function's own."""
-    code = _through.__code__
+    """A code that calls a gate, in place of a function's own, of whose kind it must be from Python 3.13 on."""
+    code = (_yielding_through if own.co_flags & inspect.CO_GENERATOR else _through).__code__
     constants = tuple(gate if constant == "a gate" else constant for constant in code.co_consts)
     return code.replace(co_consts=constants, co_freevars=own.co_freevars, co_name=own.co_name)
 
