@@ -46,7 +46,8 @@ def containers_in(module: nn.Module) -> list[Any]:
 
 def state_of(containers: Sequence[Any]) -> Entries:
     """Return these containers with their present entries."""
-    return [*zip(containers, map(copy, map(entries_of, containers)))]
+    held = [entries_of(container) for container in containers]
+    return [*zip(containers, [[*entries] if isinstance(entries, list) else dict(entries) for entries in held])]
 
 
 def changed_in(state: Entries) -> list[Any]:
