@@ -81,8 +81,8 @@ def laplace(
             whether the first evidence of this posterior that assumes a mode of it warns with `ModeWarning` if the
             weights are none (`log_evidence`, `evidence.maximize`, `evidence.grid`, at mode="map"). Likewise whether a
             given Gaussian noise is compared with the mean squared residual of the training data, at the cost of one
-            forward pass, with a `NoiseWarning` if one is more than three times the other. Without labels, nothing is
-            checked.
+            forward pass, with a `NoiseWarning` if one is more than three times the other, and not by the chance of few
+            points. Without labels, nothing is checked.
         validation: held-out data, (X, y), a Dataset, a DataLoader or batches, as in `co.evidence.validate`: they choose
             the prior precision, whatever training did, as the one under which they are most likely. Some hundred
             points are enough; training points, or points of one class alone, draw an `UndeterminedWarning`.

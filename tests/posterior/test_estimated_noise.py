@@ -191,6 +191,10 @@ def test_a_noise_that_is_near_estimated_learned_or_left_unchecked_does_not_warn(
         for spec in [*fine, GAUSSIAN(noise=torch.tensor(100.0, dtype=DOUBLE, requires_grad=True))]:
             co.laplace(co.linearize(model, (x, y), spec), co.GGN, 1.0)
         co.laplace(co.linearize(model, (x, y), GAUSSIAN(noise=100.0)), co.GGN, 1.0, check_mode=False)
+        few = x[:2], model(x[:2]).detach() + torch.tensor([[0.2], [-0.4]], dtype=DOUBLE)
+        co.laplace(co.linearize(model, few, GAUSSIAN(noise=1.0)), co.GGN, 1.0)  # as small in 2 cases of 100
+    with pytest.warns(NoiseWarning, match="is 50 times"):
+        co.laplace(co.linearize(model, few, GAUSSIAN(noise=5.0)), co.GGN, 1.0)
 
 
 def test_it_is_saved_with_its_value(tmp_path):

@@ -33,7 +33,8 @@ from curvops.posterior.terms import (
 from curvops.summary import summary
 
 FAR_NOISE = 3.0
-"""A given noise that differs by more than this factor from the mean squared residual is named in a warning."""
+"""A given noise that differs by more than this factor from the mean squared residual is named in a warning, unless a
+right one would differ as much for so few residuals in one case of a hundred."""
 
 
 BY_DATA = "curvature= is needed, such as curvature=co.KFAC(lin, ...)."
@@ -171,12 +172,15 @@ def warn_of_noise(lin: Linearization) -> None:
         return
     for member, sums in gaussians_with_sums(lin.likelihood, lin.squared_residuals()):
         squares = None if sums is None else mean_squares(member, sums, torch.finfo(lin.theta.dtype).eps)
-        if squares is not None and is_given(member):
-            _warn_of_one_noise(member.of_position, squares)
+        if sums is not None and squares is not None and is_given(member):
+            counts = sums[2] if len(squares) > 1 else sums[2].sum()
+            _warn_of_one_noise(member.of_position, squares, counts.double())
 
 
-def _warn_of_one_noise(gaussian: Any, squares: Float[Tensor, " C"]) -> None:
+def _warn_of_one_noise(gaussian: Any, squares: Float[Tensor, " C"], counts: Float[Tensor, "*C"]) -> None:
     ratios = (gaussian.noise.detach().double() / squares).nan_to_num(1.0).flatten()  # of outputs that have targets
+    below = torch.special.gammainc(counts / 2, counts / 2 / ratios)  # the chance of residuals that are no larger
+    ratios = ratios.where((below - 0.5).abs() > 0.495, 1.0)
     worst = float(ratios[ratios.log().abs().argmax()])
     if 1 / FAR_NOISE <= worst <= FAR_NOISE:
         return
