@@ -91,6 +91,7 @@ class EmpiricalOutputs(DrawnOutputs):
 
     through: str = field(kw_only=True)
     correction: ClassVar[int] = 0  # the draws are the whole distribution
+    link: ClassVar[str | None] = "mc"
 
     def functions(self) -> Float[Tensor, "k N C"]:
         return self._of_network if self.through == "network" else super().functions()

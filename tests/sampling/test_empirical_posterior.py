@@ -79,9 +79,11 @@ def test_probabilities_average_the_softmax_at_the_draws(through: str) -> None:
     model, lin, draws, (x, y) = setting("classification")
     post = co.sampling.empirical(lin, draws, through)
     p = outputs_of(lin, model, draws, through).softmax(-1)
-    assert torch.allclose(post.probabilities(POINTS, "mc"), p.mean(0), atol=1e-12)
-    if through == "network":
-        assert torch.allclose(post.probabilities(POINTS, "network"), p.mean(0), atol=1e-12)
+    for link in (None, "mc", "network")[: 3 if through == "network" else 2]:
+        assert torch.allclose(post.probabilities(POINTS, link), p.mean(0), atol=1e-12)
+    normal = post.predict(POINTS)
+    scaled = normal.mean / (1 + math.pi / 8 * normal.variance).sqrt()
+    assert torch.allclose(post.probabilities(POINTS, "probit"), scaled.softmax(-1), atol=1e-12)
     parts = post.uncertainty(POINTS)
     mean = p.mean(0)
     assert torch.allclose(parts.total, -(mean * mean.log()).sum(-1), atol=1e-12)

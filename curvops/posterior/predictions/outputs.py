@@ -81,6 +81,8 @@ class OutputDistribution(ABC):
     """The relative residual of exact solves."""
     correction: ClassVar[int] = 1
     """What the variance of a mean of targets lacks in draws, as in `torch.var`: their own mean is a fitted one."""
+    link: ClassVar[str | None] = None
+    """The link of probabilities where the user names none; None is that of the likelihood."""
 
     @cached_property
     def jacobian(self) -> Jacobian:

@@ -219,13 +219,14 @@ class Predictive(ABC):
 
         Args:
             x: inputs as the model takes them.
-            link: None is "probit", and "mc" for a distribution of the user's, whose outputs are not logits. "probit"
-                scales the logits by their variances (under `BradleyTerry`, the difference of the two rewards by its own
-                variance); "mc" averages over draws of the logits (from `samples` of the weights, otherwise 1000 from
-                each point's covariance); "bridge" is the Laplace bridge, and "bridge_norm" the same with normalised
-                variances, which is better if they are large (classes only); "network" averages the network itself over
-                the samples (100 if none are given), for comparison only: the posterior belongs to the linearised
-                network, and the network itself predicts worse at its draws.
+            link: None is "probit", but "mc" for `co.sampling.empirical`, the mean over its draws, and for a
+                distribution of the user's, whose outputs are not logits. "probit" scales the logits by their variances
+                (under `BradleyTerry`, the difference of the two rewards by its own variance); "mc" averages over draws
+                of the logits (from `samples` of the weights, otherwise 1000 from each point's covariance); "bridge" is
+                the Laplace bridge, and "bridge_norm" the same with normalised variances, which is better if they are
+                large (classes only); "network" averages the network itself over the samples (100 if none are given),
+                for comparison only: the posterior belongs to the linearised network, and the network itself predicts
+                worse at its draws.
             samples: draws (k, D) of the weights, from `sample`.
             generator: the source of the draws.
             gather: as in `predict`.
@@ -385,7 +386,7 @@ class Predictions:
     def probabilities(self, link: str | None = None, generator: torch.Generator | None = None) -> Float[Tensor, "N *C"]:
         """Return class probabilities; see `probabilities` of the posterior."""
         likelihood = self._target
-        link = answers.checked_link(link, likelihood)
+        link = answers.checked_link(self._outputs.link if link is None else link, likelihood)
         outputs = self._outputs_by_weights(generator) if link == "network" else self._outputs
         normals = normals_for(outputs, generator) if link == "mc" else None
         outputs, split = self._split(outputs, f"probabilities, link={link!r}", normals)
@@ -396,7 +397,7 @@ class Predictions:
             probabilities = torch.cat([answers.average(likelihood.mean, draws) for draws in drawn])
         else:
             covariance = outputs.covariance()
-            probabilities = answers.normal_probabilities(link, likelihood, lambda: outputs.linear_mean, covariance)
+            probabilities = answers.normal_probabilities(link, likelihood, lambda: outputs.mean, covariance)
         return self.lin.by_point(split.rows_asked_for(probabilities))
 
     def uncertainty(self, generator: torch.Generator | None = None) -> Uncertainty:
@@ -443,7 +444,7 @@ class Predictions:
         if joint and len(targets) == 1:
             raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
         if by_probit:
-            logits = answers.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
+            logits = answers.probit_logits(likelihood, lambda: outputs.mean, outputs.covariance())
             return self._by_point(split, Estimate.exact(likelihood.log_prob(logits, targets)))
         if isinstance(outputs, NormalOutputs) and is_exact:
             return self._by_point(split, Estimate.exact(outputs.log_likelihoods_of(likelihood, targets)))
