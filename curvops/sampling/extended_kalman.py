@@ -151,7 +151,8 @@ class ExtendedKalmanFilter(Transition):
             return {"diagonal": diagonal, "root": W}, move
         seed = int(noise.per_chain(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
         generator = torch.Generator(W.device).manual_seed(seed)
-        compressed: Any = compress_precision("low_rank_diagonal", precision, self.rank, generator)[0]
+        rank = min(self.rank, len(diagonal))
+        compressed: Any = compress_precision("low_rank_diagonal", precision, rank, generator)[0]
         return {"diagonal": compressed.shift, "root": compressed.base.root}, move
 
     def _curvature(self, lin: Linearization) -> GGN | EmpiricalFisher:

@@ -57,7 +57,7 @@ def test_one_pass_is_the_posterior_of_a_linear_model_in_any_order(form: str) -> 
 def test_a_cut_at_the_rank_of_the_data_loses_nothing_and_below_it_keeps_the_diagonal() -> None:
     model, x, y = linear()
     mode, P = exact(model, x, y)
-    whole = co.sampling.ekf(known(model), "low_rank_diagonal", rank=8)
+    whole = co.sampling.ekf(known(model), "low_rank_diagonal")  # rank 10, of 8 weights
     state = filtered(whole, x, y, zeros(whole))
     assert state.precision["root"].shape == (8, 8)
     assert torch.allclose(matrix(whole, state), P, atol=1e-8) and torch.allclose(state.theta, mode, atol=1e-8)
