@@ -81,6 +81,8 @@ class LogPosterior:
     weighted: bool = False
     _spec: Any = field(default=None, repr=False)
     _likelihood: list[Likelihood] = field(default_factory=list, repr=False)
+    _checked: set[Any] = field(default_factory=set, repr=False)
+    """The shapes and dtypes of the targets that were checked, by the first batch that has each."""
     _engines: list[Engines] = field(default_factory=list, repr=False)
     """The engines that `record` made last."""
     ranks: ClassVar[Any] = None
@@ -148,6 +150,10 @@ class LogPosterior:
         y = move_tensor(layout.targets(targets), *place)
         if len(outputs) != len(y):
             raise ValueError(f"the model returns {len(outputs)} rows for {len(y)} points: return one per point.")
+        form = y.shape[1:], y.dtype
+        if form not in self._checked:
+            likelihood.check_targets(y, layout.output_shape.numel())
+            self._checked.add(form)
         shape = getattr(targets, "shape", torch.Size())
         w = None if weights is None else layout.weights(weights, shape).to(*place)
         terms = likelihood.log_prob(outputs, y, w)
@@ -231,15 +237,12 @@ class LogPosterior:
         return default_budget(self.model.theta.device)
 
     def _likelihood_at(self, inputs: Inputs, targets: Any) -> Likelihood:
-        """Return the likelihood for the model's positions, from the first batch, which is checked against it."""
+        """Return the likelihood for the model's positions, from the first batch."""
         device, dtype, few = self.model.theta.device, self.model.theta.dtype, few_of(inputs)
         interpreted, layout, _ = likelihood_at(self.model, take(inputs, few), self._spec, take(targets, few))
         self.model.layout = layout
-        likelihood = interpreted.to(device=device, dtype=dtype)
-        y = move_tensor(layout.targets(targets), device, dtype)
-        likelihood.check_targets(y, layout.output_shape.numel())
-        self._likelihood.append(likelihood)
-        return likelihood
+        self._likelihood.append(interpreted.to(device=device, dtype=dtype))
+        return self._likelihood[0]
 
 
 class Share(NamedTuple):
@@ -376,8 +379,8 @@ def log_posterior(
 
     Raises:
         TypeError, ValueError: N is missing or given twice, a model in train mode is random or uses batch statistics,
-            and everything that `co.linearize` and `co.laplace` reject. Each batch is checked when it is used; targets
-            are checked in the first batch.
+            and everything that `co.linearize` and `co.laplace` reject. Each batch is checked when it is used, the
+            values of its targets only in the first batch whose targets have its shape and dtype.
 
     Cost of a call: a forward pass, and a pass over the parameters for the prior.
 

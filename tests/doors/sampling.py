@@ -52,6 +52,11 @@ X, Y = torch.linspace(-1, 1, 22, dtype=torch.float64).view(11, 2), torch.arange(
 
 
 @cache
+def line() -> co.operators.Linearization:
+    return co.linearize(nn.Linear(2, 1).double(), (X, X[:, :1]), co.likelihoods.Gaussian(1.0))
+
+
+@cache
 def classifier() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
 
@@ -192,6 +197,10 @@ DOORS = [
                 "for parameters=.*pass co.linearize",
             ),
             "fewer targets": (lambda: density()(density().params, (X, Y[:5])), "targets"),
+            "targets that would broadcast": (
+                lambda: S.log_posterior(line()).log_likelihood(line().model.values, (X, X[:, 0])),
+                r"Use y.unsqueeze\(-1\)",
+            ),
             "a parameter alone": (
                 lambda: density()({"0.weight": density().params["0.weight"]}, (X, Y)),
                 "params must have the names",
