@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from curvops.ambient import Progress, as_step, check_progress, progress_bar
 from curvops.argument_types import GivenBatch, SamplingMethod, Start
@@ -44,7 +44,7 @@ class Feed:
     def __iter__(self) -> Iterator[Any]:
         if self._batches is None:
             yield from itertools.repeat(None)
-        source = getattr(self._batches, "generator", None)
+        source = getattr(order_of(self._batches), "generator", None)
         while True:
             skipped, state = self.position["index"], self.position["generator"]
             if isinstance(source, torch.Generator):
@@ -61,10 +61,22 @@ class Feed:
             self.position = {"index": 0, "generator": None}
 
 
+def order_of(batches: Any) -> Any:
+    """Return what has the generator of the order: the sampler of a DataLoader or of its batches, or the batches."""
+    if not isinstance(batches, DataLoader):
+        return batches
+    sampler = getattr(batches.batch_sampler, "sampler", batches.sampler)
+    return sampler if hasattr(sampler, "generator") else batches
+
+
 def require_repeatable(batches: Any) -> None:
     """Raise ValueError if passes are shuffled by a generator that a later run cannot restore."""
-    if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler) and batches.generator is None:
-        raise ValueError("a checkpoint needs the same batches again: give the DataLoader a generator=.")
+    order = order_of(batches)
+    if order is not batches and order.generator is None:
+        raise ValueError(
+            "a checkpoint needs the same batches again, in the same order: give the DataLoader a generator=, or its "
+            f"{type(order).__name__} if you made that."
+        )
 
 
 def _checked(batches: Any) -> Any:

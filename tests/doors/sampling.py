@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import curvops as co
 from curvops.sampling import diagnostics
@@ -243,15 +243,15 @@ DOORS = [
                 lambda: S.run(SGLD, SGLD.init(ZERO), steps=5, generator=seeded(0)),
                 "leave generator out",
             ),
-            "a shuffling loader without a seed that is to be resumed": (
+            "a loader whose sampler has no seed, to be resumed": (
                 lambda: S.run(
                     S.sgld(lambda p, b: -p.square().sum(), 0.1, data_size=1),
                     ZERO,
-                    DataLoader(TensorDataset(torch.ones(4, 1)), 2, shuffle=True),
+                    DataLoader(TensorDataset(torch.ones(4, 1)), 2, sampler=RandomSampler(X), generator=seeded(0)),
                     steps=2,
                     checkpoint=Path("never written"),
                 ),
-                "generator=",
+                "its RandomSampler",
             ),
         },
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import curvops as co
 from curvops.sampling.running import largest_curvature
@@ -71,7 +71,9 @@ def test_a_killed_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> N
     batches = list(regression(10)[1]) if full else loader
 
     def source() -> Any:
-        return batches if full else regression()[1]
+        dataset, by_weight = regression()[1].dataset, WeightedRandomSampler(torch.ones(10), 10, generator=seeded(5))
+        drawn = DataLoader(dataset, 4, sampler=by_weight) if name == "filter" else regression()[1]
+        return batches if full else drawn
 
     def ran(**changed: Any) -> Any:
         return S.run(SAMPLERS[name](f), f.params, source(), **{"generator": seeded(3)} | options | changed)
