@@ -38,7 +38,7 @@ def flatten(trees: list[Any]) -> tuple[Float[Tensor, "k d"], Structure]:
     """Copy trees of parameters into vectors, one for each; return them and their layout.
 
     Raises:
-        TypeError: a leaf is not a real floating-point tensor.
+        TypeError: a leaf is not a real floating-point tensor, or is in half precision.
         ValueError: tensors differ in dtype or device, or hold NaN or Inf; or the trees differ in their tensors.
     """
     rows, structures = [], []
@@ -50,8 +50,11 @@ def flatten(trees: list[Any]) -> tuple[Float[Tensor, "k d"], Structure]:
             check_kind(
                 name, leaf, Tensor, "a tensor: params are a tree of tensors, such as dict(model.named_parameters())"
             )
-            if not leaf.is_floating_point():
-                raise TypeError(f"{name} is {leaf.dtype}, which cannot be sampled: keep it inside log_posterior.")
+            if not leaf.is_floating_point() or torch.finfo(leaf.dtype).bits < 32:
+                raise TypeError(
+                    f"{name} is {leaf.dtype}, and steps are made in float32 or float64, since coarser rounding loses "
+                    "them: convert it, or keep it inside log_posterior."
+                )
             check_like(name, leaf, first, first_name)
             refuse(not leaf.isfinite().all(), f"{name} holds NaN or Inf.")
         structures.append(Structure(tuple(leaves), tuple(leaf.shape for leaf in leaves.values()), spec))

@@ -36,24 +36,11 @@ def read(batches: Any) -> Any:
     return S.run(S.sgld(mean_of_entries, 0.1, data_size=1), PARAMS, batches, steps=4)
 
 
-@cache
-def regression() -> tuple[Any, DataLoader[Any]]:
-    g = seeded(0)
-    x, y = torch.randn(10, 3, dtype=torch.float64, generator=g), torch.randn(10, 1, dtype=torch.float64, generator=g)
-    f = S.log_posterior(nn.Linear(3, 1).double(), co.likelihoods.Gaussian(noise=1.0), data_size=10)
-    return f, DataLoader(TensorDataset(x, y), 4, shuffle=True, generator=seeded(5))
-
-
 def run(**options: Any) -> Any:
     return S.run(SGLD, ZERO, **options)
 
 
 X, Y = torch.linspace(-1, 1, 22, dtype=torch.float64).view(11, 2), torch.arange(11) % 3
-
-
-@cache
-def line() -> co.operators.Linearization:
-    return co.linearize(nn.Linear(2, 1).double(), (X, X[:, :1]), co.likelihoods.Gaussian(1.0))
 
 
 @cache
@@ -149,6 +136,7 @@ DOORS = [
         "params of samplers",
         rows={
             "truths": (lambda: started({"x": torch.ones(2, dtype=torch.bool)}), TypeError, "torch.bool"),
+            "half precision": (lambda: started({"x": torch.ones(2).bfloat16()}), TypeError, "float32 or float64"),
             "NaN": (lambda: started({"x": torch.tensor([1.0, float("nan")])}), "NaN or Inf"),
             "two dtypes": (lambda: started({"x": torch.ones(2), "y": torch.ones(2, dtype=torch.float64)}), "convert"),
             "a module": (lambda: started(torch.nn.Linear(2, 2)), TypeError, r"dict\(model.named_parameters\(\)\)"),
@@ -198,8 +186,8 @@ DOORS = [
             ),
             "fewer targets": (lambda: density()(density().params, (X, Y[:5])), "targets"),
             "targets that would broadcast": (
-                lambda: S.log_posterior(line()).log_likelihood(line().model.values, (X, X[:, 0])),
-                r"Use y.unsqueeze\(-1\)",
+                lambda: S.log_posterior(gaussian(MODEL))(START, (BATCH[0], BATCH[1][:, :1])),
+                r"2 outputs, but the targets have shape \(24, 1\)",
             ),
             "a parameter alone": (
                 lambda: density()({"0.weight": density().params["0.weight"]}, (X, Y)),
@@ -224,16 +212,11 @@ DOORS = [
         rows={
             "batches is empty": (lambda: read([]), "empty"),
             "minibatches of a Metropolis sampler": (
-                lambda: S.run(S.lmc(regression()[0], 0.1), regression()[0].params, regression()[1], steps=2),
-                "4 of the 10 points",
+                lambda: S.run(S.lmc(LOG_POSTERIOR, 0.1), START, BATCHES, steps=2),
+                "8 of the 24 points",
             ),
             "several batches of a Metropolis sampler": (
-                lambda: S.run(
-                    S.hmc(lambda p, b: regression()[0](p, b), 0.1, data_size=10),
-                    regression()[0].params,
-                    regression()[1],
-                    steps=4,
-                ),
+                lambda: S.run(S.hmc(lambda p, b: LOG_POSTERIOR(p, b), 0.1, data_size=24), START, BATCHES, steps=4),
                 "several batches",
             ),
             "thin above the steps": (lambda: run(steps=5, thin=6), "no draw would be kept"),
