@@ -283,8 +283,8 @@ class Transition(Summarised, ABC):
             The state.
 
         Raises:
-            TypeError, ValueError: params have another form, are integer or not finite, or do not fit the
-                preconditioner.
+            TypeError, ValueError: params have another form, are integer, in half precision or not finite, or do not
+                fit the preconditioner.
         """
         check_options(generator=generator)
         trees, k = [params], self.chains
@@ -402,10 +402,9 @@ class Transition(Summarised, ABC):
                 f"log_posterior is {what} at the initial params: start where it is finite, and check the batch."
             )
         name, epsilon = self.step_length(step)
-        measured = " (co.sampling.run measures the curvature and names the limit.)"
         return DivergenceError(
-            f"log_posterior is {what} at step {step} with {name}={epsilon:g}, which is probably beyond stability; "
-            f"try {name}={epsilon / 4:.2g}.{'' if self.stability_limit(1.0) is None else measured}"
+            f"log_posterior is {what} at step {step} with {name}={epsilon:g}: this batch holds NaN or Inf, or the step "
+            f"is beyond stability; try {name}={epsilon / 4:.2g}."
         )
 
 
