@@ -104,7 +104,10 @@ def _operator(record: Mapping[str, Any], lin: Linearization) -> Any:
 def _data_record(operator: Any, lin: Linearization, what: str) -> dict[str, Any]:
     source: Linearization = operator.lin
     if source.source != lin.source or source.tangent_space.difference(lin.tangent_space):
-        raise ValueError(f"{what} holds a curvature of other data or weights: save co.low_rank(op) in its place.")
+        raise ValueError(
+            f"{what} holds a curvature of other data or weights: save co.low_rank(op) in its place, and "
+            "after an update the result of post.update(lin, rank=...)."
+        )
     return {
         "class": type(operator).__name__,
         "hyperparameters": [tensor.detach() for tensor in operator._args[1:]],
