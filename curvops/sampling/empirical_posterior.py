@@ -22,7 +22,7 @@ from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.terms import check_linearization
 from curvops.sampling.diagnostics import effective_size
 from curvops.sampling.log_density import as_vectors
-from curvops.sampling.state import checked_draws
+from curvops.sampling.state import Chain, checked_draws
 
 THROUGH = ("network", "linearization")
 
@@ -131,8 +131,8 @@ def empirical(lin: Linearization, draws: Draws, through: str = "network") -> Emp
         `uncertainty`, `log_likelihood`, `sample`. The draws are copied into one matrix.
 
     Raises:
-        TypeError, ValueError: draws have other parameters, shapes or dtypes, or are not finite, or there is only one
-            draw.
+        TypeError, ValueError: draws have other parameters, shapes or dtypes, are those of a `co.sampling.reprior`, or
+            are not finite, or there is only one draw.
 
     Cost of a prediction: a forward pass for each draw, many draws in one pass if `torch.func.vmap` can run the model
     and memory has room; a product with J(x) for each draw if linearised.
@@ -144,6 +144,8 @@ def empirical(lin: Linearization, draws: Draws, through: str = "network") -> Emp
     """
     check_linearization(lin)
     check_choice("through", through, THROUGH)
+    changed = isinstance(draws, Chain) and hasattr(draws.sampler.log_posterior, "map")  # as a reprior has
+    refuse(changed, "these are draws of φ, and not of the weights: pass torch.vmap(torch.vmap(rep.map))(chain.params).")
     checked = checked_draws(draws)
     first = next(iter(checked.values()))
     check_like("draws", first, lin.theta, "weights")

@@ -430,7 +430,8 @@ def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Flo
     named = tensors if isinstance(tensors, Mapping) else {SUBNETWORK: tensors}
     if list(named) == [SUBNETWORK] and SUBNETWORK not in selection.names and isinstance(named[SUBNETWORK], Tensor):
         vectors = named[SUBNETWORK]
-        check_shape(what, vectors, (*vectors.shape[:leading], lin.num_parameters))
+        hint = "Their dimensions are (chain, draw, weight)." if leading == 2 else ""
+        check_shape(what, vectors, (*vectors.shape[:leading], lin.num_parameters), hint)
         return vectors.clone()
     if set(named) != set(selection.names) or selection.index is not None:
         wanted = "vectors of a subnetwork" if selection.index is not None else list(selection.names)

@@ -263,7 +263,12 @@ DOORS = [
     Door(
         "empirical",
         rows={
+            "vectors of no chain": (lambda: empirical((drawn()["0.bias"][0],)), r"\(chain, draw, weight\)"),
             "a tensor": (lambda: empirical((drawn()["0.bias"],)), r"must have shape \(2, 5, 27\)"),
+            "draws of a reprior": (
+                lambda: S.empirical(lin(), S.run(S.pcn(S.reprior(MODEL, BATCH, 0.5), 0.3), START, steps=2)),
+                "draws of φ",
+            ),
             "some parameters": (lambda: empirical(({"0.bias": drawn()["0.bias"]},)), "linearise with the parameters"),
             "another shape": (
                 lambda: empirical(({**drawn(), "0.bias": drawn()["0.bias"][..., :2]},)),
