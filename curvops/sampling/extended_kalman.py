@@ -73,14 +73,13 @@ class ExtendedKalmanFilter(Transition):
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         A, theta = self._target.prior.precision, state.theta
-        if not isinstance(A, Tensor):
-            if self.form != "dense":
-                raise ValueError("this form needs a prior precision that is a number or a vector: use form='dense'.")
-            return {"precision": {"matrix": A.to_dense().clone()}}
-        held = {"diagonal": A.detach().expand_as(theta).clone()}
         if self.form == "dense":
-            held = {"matrix": torch.diag(held["diagonal"])}
-        elif self.form == "low_rank_diagonal":
+            matrix = torch.diag(A.detach().expand_as(theta)) if isinstance(A, Tensor) else A.to_dense()
+            return {"precision": {"matrix": matrix.clone()}}
+        if not isinstance(A, Tensor):
+            raise ValueError("this form needs a prior precision that is a number or a vector: use form='dense'.")
+        held = {"diagonal": A.detach().expand_as(theta).clone()}
+        if self.form == "low_rank_diagonal":
             held["root"] = theta.new_zeros(len(theta), 0)
         return {"precision": held}
 

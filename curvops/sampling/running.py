@@ -69,16 +69,6 @@ def order_of(batches: Any) -> Any:
     return sampler if hasattr(sampler, "generator") else batches
 
 
-def require_repeatable(batches: Any) -> None:
-    """Raise ValueError if passes are shuffled by a generator that a later run cannot restore."""
-    order = order_of(batches)
-    if order is not batches and order.generator is None:
-        raise ValueError(
-            "a checkpoint needs the same batches again, in the same order: give the DataLoader a generator=, or its "
-            f"{type(order).__name__} if you made that."
-        )
-
-
 def _checked(batches: Any) -> Any:
     """Return the batches; raise TypeError unless they can be read again in every pass."""
     pair = isinstance(batches, tuple) and len(batches) in (2, 3) and isinstance(batches[0], Tensor)
@@ -254,7 +244,10 @@ def run(
     if checkpoint is not None:
         if sampler.spread is not None:
             raise ValueError("checkpoint= is not for chains that ranks share: run them in parts, from chain.state.")
-        require_repeatable(batches)
+        order = order_of(batches)
+        unseeded = order is not batches and order.generator is None
+        whose = f"give the DataLoader a generator=, or its {type(order).__name__} if you made that."
+        refuse(unseeded, f"a checkpoint needs the same batches again, in the same order: {whose}")
 
     facts: dict[str, Any] = {"generator": random, "batches": None}
     if not isinstance(start, State):  # without what `init` draws
