@@ -243,6 +243,9 @@ def sgnht(
     their temperature, whatever the noise of the gradient. The mean is over all d coordinates. D is the inverse mass, as
     in `sghmc`, and must be positive definite.
 
+    Start at a mode. The momentum of a chain on its way there raises x, which then falls by at most 𝒯ε in a step: for
+    many thousand steps variances are too small, by a factor of about α/x (x is `state.thermostat`).
+
     Args:
         log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N.
         step_size: ε, a number or a schedule.
@@ -309,8 +312,7 @@ def baoa(
 
     with s = σ⁻², γ = αs and 𝒯 = τ/N. D is the inverse mass, as in `sghmc`. On a Gaussian with full gradients the
     variance is exactly 𝒯/h at any stable step: ε √(s h) < 2, with h the curvature (of D^½ H D^½). At τ = 0 and m = 0 it
-    is
-    `torch.optim.SGD(lr=½ε²s(1 + μ), momentum=μ)` with μ = e^{−αsε}.
+    is `torch.optim.SGD(lr=½ε²s(1 + μ), momentum=μ)` with μ = e^{−αsε}.
 
     Args:
         log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as

@@ -153,7 +153,9 @@ def hmc(
         log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as
             `co.sampling.log_posterior` returns.
         step_size: ε, a number or a schedule; `run(..., warmup=, target_acceptance=0.7)` finds one.
-        leapfrog_steps: L.
+        leapfrog_steps: L. Along a direction in which a trajectory is nearly a whole number of oscillations (ε L √(s h)
+            near a multiple of 2π, for small ε) it ends where it began, and the chain hardly moves: `ess` and `rhat`
+            show it, another L mends it.
         sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ > 0, a number or a schedule; 1 is the posterior.
         data_size: N, required unless log_posterior carries it.
