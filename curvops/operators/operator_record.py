@@ -105,8 +105,7 @@ def _data_record(operator: Any, lin: Linearization, what: str) -> dict[str, Any]
     source: Linearization = operator.lin
     if source.source != lin.source or source.tangent_space.difference(lin.tangent_space):
         raise ValueError(
-            f"{what} holds a curvature of other data or weights: save co.low_rank(op) in its place, and "
-            "after an update the result of post.update(lin, rank=...)."
+            f"{what} holds a curvature of other data or weights: save co.low_rank(op), or post.update(lin, rank=...)."
         )
     return {
         "class": type(operator).__name__,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float
@@ -67,9 +67,7 @@ class ExtendedKalmanFilter(Transition):
 
     @property
     def _target(self) -> LogPosterior:
-        density = self.log_posterior
-        assert isinstance(density, LogPosterior)
-        return density
+        return cast(LogPosterior, self.log_posterior)
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         A, theta = self._target.prior.precision, state.theta

@@ -245,9 +245,8 @@ def run(
         if sampler.spread is not None:
             raise ValueError("checkpoint= is not for chains that ranks share: run them in parts, from chain.state.")
         order = order_of(batches)
-        unseeded = order is not batches and order.generator is None
-        whose = f"give the DataLoader a generator=, or its {type(order).__name__} if you made that."
-        refuse(unseeded, f"a checkpoint needs the same batches again, in the same order: {whose}")
+        kind, unseeded = type(order).__name__, order is not batches and order.generator is None
+        refuse(unseeded, f"a checkpoint needs the same batches again: give the DataLoader's {kind} a generator=.")
 
     facts: dict[str, Any] = {"generator": random, "batches": None}
     if not isinstance(start, State):  # without what `init` draws

@@ -51,10 +51,7 @@ def flatten(trees: list[Any]) -> tuple[Float[Tensor, "k d"], Structure]:
                 name, leaf, Tensor, "a tensor: params are a tree of tensors, such as dict(model.named_parameters())"
             )
             if not leaf.is_floating_point() or torch.finfo(leaf.dtype).bits < 32:
-                raise TypeError(
-                    f"{name} is {leaf.dtype}, and steps are made in float32 or float64, since coarser rounding loses "
-                    "them: convert it, or keep it inside log_posterior."
-                )
+                raise TypeError(f"{name} is {leaf.dtype}: steps need float32 or float64. Convert it, or leave it out.")
             check_like(name, leaf, first, first_name)
             refuse(not leaf.isfinite().all(), f"{name} holds NaN or Inf.")
         structures.append(Structure(tuple(leaves), tuple(leaf.shape for leaf in leaves.values()), spec))

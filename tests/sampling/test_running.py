@@ -20,12 +20,12 @@ H = curvature(4)
 START = torch.zeros(4, dtype=torch.float64)
 
 
-def regression(batch_size: int = 4, generator: torch.Generator | None = None) -> tuple[Any, DataLoader[Any]]:
+def regression(batch_size: int = 4) -> tuple[Any, DataLoader[Any]]:
     g = seeded(0)
     X, y = torch.randn(10, 3, dtype=torch.float64, generator=g), torch.randn(10, 1, dtype=torch.float64, generator=g)
     model = torch.nn.Linear(3, 1).double()
     f = S.log_posterior(model, co.likelihoods.Gaussian(noise=1.0), data_size=10)
-    loader = DataLoader(TensorDataset(X, y), batch_size, shuffle=True, generator=generator or seeded(5))
+    loader = DataLoader(TensorDataset(X, y), batch_size, shuffle=True, generator=seeded(5))
     return f, loader
 
 
