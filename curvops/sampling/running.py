@@ -246,7 +246,7 @@ def run(
             raise ValueError("checkpoint= is not for chains that ranks share: run them in parts, from chain.state.")
         order = order_of(batches)
         kind, unseeded = type(order).__name__, order is not batches and order.generator is None
-        refuse(unseeded, f"a checkpoint needs the same batches again: give the DataLoader's {kind} a generator=.")
+        refuse(unseeded, f"a checkpoint needs the same batches: give the DataLoader (or your own {kind}) a generator=.")
 
     facts: dict[str, Any] = {"generator": random, "batches": None}
     if not isinstance(start, State):  # without what `init` draws

@@ -232,7 +232,7 @@ DOORS = [
                     steps=2,
                     checkpoint=Path("never written"),
                 ),
-                "DataLoader's RandomSampler a generator=",
+                r"\(or your own RandomSampler\) a generator=",
             ),
         },
     ),
