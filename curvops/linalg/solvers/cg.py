@@ -61,8 +61,8 @@ from curvops.linalg.solvers.systems import (
 from curvops.storage import restore, state_of
 
 STATE = (
-    *("active", "x", "r", "norm_A", "last", "most", "nearest", "checked", "strikes", "drifted", "null_met"),
-    *("renewed", "renewals"),
+    *("active", "x", "r", "norm_A", "last", "most", "nearest", "energies", "checked", "strikes", "drifted"),
+    *("null_met", "renewed", "renewals"),
 )
 DRIFT = 0.1
 """The share of the true residual by which the recursion's residual may differ before it is replaced."""
@@ -115,7 +115,9 @@ def cg(
 
     Returns:
         A Solution; ``x`` has the shape of B. One iteration costs one product per active column. Each column's
-        residual is recomputed every 50 iterations and at its end, by one product each.
+        residual is recomputed every 50 iterations and at its end, by one product each. A column that ends before it
+        converges has the x of smallest residual; at ``maxiter``, or at a direction of negative curvature, that of least
+        energy ½xᵀAx − bᵀx, as a truncated Newton step needs, whose residual may be above 1.
 
     Raises:
         TypeError: A, B and x0 do not share one real dtype, float32 or float64 (half precision is for storage: solve
@@ -205,6 +207,8 @@ class ConjugateGradients:
         state = None if resumption is None else resumption.state
         if records.warm and K and state is None:
             self.r -= multiply(records.X)
+        self.energies: list[float] = (-(inner(records.X, self.B) + inner(records.X, self.r)) / 2).tolist()
+        """The energy ½xᵀAx − bᵀx of each column's best solution."""
         records.start(norm(self.r).tolist())
         records.matvecs = K if records.warm else 0
         self.eps = torch.finfo(self.B.dtype).eps
@@ -397,13 +401,14 @@ class ConjugateGradients:
             gaps = ((gram(x, AW) - gram(image, W)).abs() / torch.where(lengths > 0, lengths, 1.0)).amax(1)
         true = columns(self.B, torch.tensor([self.active[j] for j in positions]))
         true = axpy(true, image, -torch.ones_like(gaps))
-        facts = torch.stack([norm(true), norm(true - r), norm(x), norm(image), gaps]).cpu()
+        energies = -(inner(x, true) + inner(x, image) / 2)
+        facts = torch.stack([norm(true), norm(true - r), norm(x), norm(image), gaps, energies]).cpu()
         del image
         growth = torch.nan_to_num(facts[3] / facts[2], nan=0.0, posinf=0.0)
         self.norm_A = max(self.norm_A, float(growth.max()))
         replaced = []
         for i, j in enumerate(positions):
-            residual, drift, size, _, gap = facts[:, i].tolist()
+            residual, drift, size, _, gap, energy = facts[:, i].tolist()
             column = self.active[j]
             backward = residual / (self.norm_A * size + 1)
             # Above this, a failure is attributed to Aᵀ ≠ A, not to noisy products.
@@ -411,11 +416,15 @@ class ConjugateGradients:
             stopped = failed.get(j) or self.verdict(column, residual, drift, backward)
             if stopped is None and skewed and residual >= records.best[column]:
                 stopped = Reason.STAGNATION
-            self.keep(column, part(x, i, i + 1), residual, backward)
+            self.keep(column, part(x, i, i + 1), residual, backward, energy)
             if stopped is not None:
                 if stopped is Reason.STAGNATION and self.precondition is not None:
                     self.sharpen_norm(column, part(true, i, i + 1), residual)
                 reason = self.classify(column, stopped)
+                # The energy of every iterate is the least so far, while its residual may grow by √κ on the way.
+                truncated = reason in (Reason.ITERATION_LIMIT, Reason.NOT_POSITIVE_DEFINITE)
+                if truncated and energy < self.energies[column]:
+                    records.keep(column, part(x, i, i + 1), residual, backward)
                 records.give(column, Reason.NOT_SYMMETRIC if reason in UNDECIDED and skewed else reason)
             elif drift > DRIFT * residual:
                 replaced.append(i)
@@ -433,7 +442,7 @@ class ConjugateGradients:
             if not self.block:
                 self.last = [columns(V, index) for V in self.last]
 
-    def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float) -> None:
+    def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float, energy: float) -> None:
         """Store the solution if it is the best, and return whether it is an improvement."""
         # The residual may first grow by √κ while the error shrinks: the backward error then shows the progress.
         best = self.records.best[column]
@@ -441,6 +450,7 @@ class ConjugateGradients:
             self.records.gained[column] = self.records.iteration
             self.nearest[column] = min(backward, self.nearest[column])
         if residual <= best:
+            self.energies[column] = energy
             self.records.keep(column, x, residual, backward)
 
     def verdict(self, column: int, residual: float, drift: float, backward: float) -> Reason | None:
