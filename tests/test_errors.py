@@ -52,10 +52,10 @@ def fit() -> Any:
     return method.posterior(state, linearization())
 
 
-def ill_conditioned() -> Tensor:
+def ill_conditioned(digits: int = 5, rtol: float | None = None) -> Tensor:
     Q = torch.linalg.qr(torch.randn(60, 60)).Q
-    A = (Q * torch.logspace(0, -5, 60)) @ Q.mT
-    return co.linalg.solve((A + A.mT) / 2, torch.ones(60), method="cg")
+    A = (Q * torch.logspace(0, -digits, 60)) @ Q.mT
+    return co.linalg.solve((A + A.mT) / 2, torch.ones(60), method="cg", rtol=rtol)
 
 
 def far_noise() -> co.operators.Linearization:
@@ -101,8 +101,12 @@ def test_warnings_point_at_the_line_of_the_user() -> None:
 
 def test_a_limit_of_the_precision_comes_with_the_residual_that_was_reached() -> None:
     torch.manual_seed(0)
-    with pytest.warns(co.errors.PrecisionWarning, match=r"largest true relative residual is \d\.\de-0\d, where rtol="):
-        ill_conditioned()
+    for asked in ((5, None), (3, 1e-6)):
+        with pytest.warns(co.errors.PrecisionWarning, match=r"true relative residual is \d\.\de-0\d, where rtol="):
+            ill_conditioned(*asked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ill_conditioned(3)  # half of the digits, and no tolerance that was missed
 
 
 def test_every_warning_goes_through_one_function() -> None:

@@ -17,8 +17,8 @@ from curvops.checks import carries_graph, check_options, refuse
 from curvops.errors import ModeNotFoundError
 from curvops.linalg import Estimate, Reason
 from curvops.linalg.core.algorithm import keep
+from curvops.linalg.core.results import default_rtol
 from curvops.linalg.core.solve_routes import KERNEL_COPIES
-from curvops.linalg.solvers.solve import default_rtol
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.function_space import DualInverse, FunctionSpace

@@ -195,12 +195,23 @@ class Solution(Summarised, ByColumn):
         raise (NotPositiveDefiniteError if indefinite else ConvergenceError)(self, rtol, remedies)
 
 
-def accept(solution: Solution, rtol: float) -> Vectors:
-    """Return x if every column is accepted, else raise an error; warn if accuracy is limited by the dtype."""
-    if Reason.PRECISION_LIMIT in solution.reasons:
-        reached = f"The largest true relative residual is {float(solution.relative_residuals.max()):.1e}"
-        warn(f"{Reason.PRECISION_LIMIT.value} {reached}, where rtol={rtol:.1e}.", PrecisionWarning)
-    return solution.raise_if_failed(rtol).x
+def default_rtol(dtype: torch.dtype) -> float:
+    """Return the relative residual that solves reach by default: 1e-6, tightened towards √eps in float64."""
+    return min(1e-6, math.sqrt(torch.finfo(dtype).eps))
+
+
+def accept(solution: Solution, rtol: float | None) -> Vectors:
+    """Return x if every column is accepted, else raise an error; warn if accuracy is limited by the dtype.
+
+    Where no `rtol` was asked for, half of the dtype's digits deserve no warning.
+    """
+    dtype = solution.x.dtype
+    goal, enough = (default_rtol(dtype), math.sqrt(torch.finfo(dtype).eps)) if rtol is None else (rtol, rtol)
+    worst = max(solution.relative_residuals.tolist(), default=0.0)
+    if Reason.PRECISION_LIMIT in solution.reasons and worst > enough:
+        reached = f"The largest true relative residual is {worst:.1e}"
+        warn(f"{Reason.PRECISION_LIMIT.value} {reached}, where rtol={goal:.1e}.", PrecisionWarning)
+    return solution.raise_if_failed(goal).x
 
 
 def indefinite(finding: str) -> NotPositiveSemidefiniteError:
@@ -328,10 +339,8 @@ class Estimate(Summarised):
 
     def within(self, rtol: float) -> bool:
         """Return whether inflated standard error and bias bound are each at most rtol of the value (2-norms)."""
-        goal = rtol * float(torch.linalg.vector_norm(self.value))
-        bias = torch.as_tensor(self.bias_bound, dtype=self.value.dtype, device=self.value.device)
-        spread = self.inflation * float(torch.linalg.vector_norm(self.stderr))
-        return spread <= goal and float(torch.linalg.vector_norm(bias.expand_as(self.value))) <= goal
+        goal, bias = rtol * _norm(self.value), torch.as_tensor(self.bias_bound).expand_as(self.value)
+        return self.inflation * _norm(self.stderr) <= goal and _norm(bias) <= goal
 
     def __add__(self, constant: float | Tensor) -> Estimate:
         """Shift the estimate by a known constant, with the same error bar."""

@@ -30,13 +30,13 @@ from curvops.linalg.core.algorithm import holding, memories_of, solve_width
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import spaces_of
 from curvops.linalg.core.partition import Partition
-from curvops.linalg.core.results import indefinite
+from curvops.linalg.core.results import default_rtol, indefinite
 from curvops.linalg.core.structure import clearly_indefinite
 from curvops.linalg.core.vectors import require_precision, unit_columns
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.operators.draws import draw
-from curvops.linalg.solvers.solve import default_rtol, solve
+from curvops.linalg.solvers.solve import solve
 from curvops.linalg.spectra.apply_function import inverse_root, inverse_root_product
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos

@@ -27,7 +27,7 @@ from curvops.errors import RankWarning, warn
 from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.matrix_identity import Sources, Space, problem_of, scale_sources, sources_of, spaces_of
 from curvops.linalg.core.probed import ESTIMATE_VECTORS, Probed
-from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.results import Estimate, default_rtol
 from curvops.linalg.core.solve_routes import SKETCH_RANK
 from curvops.linalg.core.structure import is_psd
 from curvops.linalg.core.vectors import (
@@ -54,7 +54,6 @@ from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
 from curvops.linalg.preconditioners.nystrom import SKETCH_ARRAYS, grow
-from curvops.linalg.solvers.solve import default_rtol
 from curvops.linalg.spectra.apply_function import inverse_root, inverse_root_product
 from curvops.ranks.sharded_vectors import Sharded, block_of, stored
 

@@ -43,7 +43,7 @@ from curvops.checks import (
 )
 from curvops.linalg.core.algorithm import algorithm, longest
 from curvops.linalg.core.cache import require_first_derivative
-from curvops.linalg.core.results import Reason, Solution, accept
+from curvops.linalg.core.results import Reason, Solution, accept, default_rtol
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, SKETCHED, System, chosen, routes
 from curvops.linalg.core.structure import clearly_indefinite, is_psd, is_symmetric
 from curvops.linalg.core.vectors import (
@@ -72,11 +72,6 @@ from curvops.linalg.solvers.systems import Preconditioner, precision_limited
 from curvops.ranks.sharded_vectors import Sharded
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
-
-
-def default_rtol(dtype: torch.dtype) -> float:
-    """Return the relative residual that `solve` guarantees: 1e-6, tightened towards √eps in float64."""
-    return min(1e-6, math.sqrt(torch.finfo(dtype).eps))
 
 
 def method_for(A: Matrix) -> Method:
@@ -162,7 +157,8 @@ def solve(
         A: a tensor or operator; its known properties decide the method, see `method_for`.
         B: the right-hand sides.
         method: "auto", or one of the table.
-        rtol: the true relative residual to reach; None means 1e-6, and 1.5e-8 in float64.
+        rtol: the true relative residual to reach; None means 1e-6, and 1.5e-8 in float64. A PrecisionWarning says that
+            the dtype did not allow it; for None, only if it allowed less than half of its digits.
         maxiter: the maximum number of iterations of an iterative method.
         preconditioner: as in `cg`; by default an `Operator` gives `cg` its own.
         memory_budget: bytes for the working vectors of an iterative method, and as many for the sketch of an
@@ -200,7 +196,7 @@ def solve(
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
     route = _method_for(system_of(A)) if method == "auto" else cast(Method, method)
-    tolerance = default_rtol(operator.dtype) if rtol is None else checked_number("rtol", rtol, "[0, inf)")
+    tolerance = None if rtol is None else checked_number("rtol", rtol, "[0, inf)")
     tensors = operator.representation()
     recorded = carries_graph((B, *tensors))
     if route == "closed form" and recorded and hasattr(A, "definite") and System(rows=operator.shape[-1]).small:
@@ -235,7 +231,7 @@ class Request:
     """The options of a solve; calling it solves without a graph."""
 
     method: Method
-    rtol: float
+    rtol: float | None
     maxiter: int | None = None
     preconditioner: Preconditioner | None = None
     memory_budget: int | None = None
@@ -248,7 +244,8 @@ class Request:
         if rhs.ndim > 2:
             X = self(operator, rhs.movedim(-2, 0).flatten(1))
             return X.reshape(len(X), *rhs.shape[:-2], rhs.shape[-1]).movedim(0, -2)
-        common: dict[str, Any] = {"rtol": self.rtol, "maxiter": self.maxiter}
+        goal = default_rtol(operator.dtype) if self.rtol is None else self.rtol
+        common: dict[str, Any] = {"rtol": goal, "maxiter": self.maxiter}
         if self.method == "closed form":
             exact = operator.exact_solver() if hasattr(operator, "exact_solver") else None
             if exact is None:
@@ -275,7 +272,7 @@ class Request:
             return self(operator, rhs)
 
 
-def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: bool, definite: bool) -> Tensor:
+def solve_dense(operator: LinearOperator, B: Tensor, rtol: float | None, symmetric: bool, definite: bool) -> Tensor:
     """Compute A⁻¹ B (..., n, K) by LU, with gradients; raise ConvergenceError for a numerically singular A.
 
     With ``definite``, for covariances and precisions, an indefinite A raises NotPositiveDefiniteError, as in `cg`, at
@@ -308,7 +305,7 @@ def _solve_by_lu(matrix: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     return x.unflatten(0, batch), info.unflatten(0, batch)
 
 
-def certify_dense(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: float) -> Solution:
+def certify_dense(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: float | None = None) -> Solution:
     """Return x (..., n, K) as the solution for B with its true residuals; a nonzero `info` means that A is singular."""
     r = B - matrix @ x
     sizes = (torch.linalg.vector_norm(V, dim=-2, dtype=torch.float64) for V in (r, x, B.expand_as(r)))
@@ -317,12 +314,13 @@ def certify_dense(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: floa
     backward = torch.where(scale > 0, residual / scale, 0.0).flatten().cpu()
     relative = torch.where(length > 0, residual / length, residual).flatten().cpu()
     level = rounding_level(x.dtype, x.shape[-2])
+    goal = max(default_rtol(x.dtype) if rtol is None else rtol, level)
     singular = bool((info != 0).any())
-    if not singular and bool((relative <= max(rtol, level)).all()):  # a loop over thousands of columns is slow
+    if not singular and bool((relative <= goal).all()):  # a loop over thousands of columns is slow
         reasons = (Reason.CONVERGED,) * len(relative)
     else:
         pairs = zip(relative.tolist(), backward.tolist())
-        reasons = tuple(_dense_reason(r, b, max(rtol, level), level, singular) for r, b in pairs)
+        reasons = tuple(_dense_reason(r, b, goal, level, singular) for r, b in pairs)
     history = relative.unsqueeze(0)
     flat = x.movedim(-2, 0).reshape(x.shape[-2], -1)
     return Solution(flat, reasons, relative, backward, 0, len(reasons), history)
