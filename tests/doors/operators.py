@@ -50,6 +50,11 @@ DOORS = [
             "a number": (lambda: co.KFAC(lin()) + 0.5, TypeError, r"add_diagonal\(0.5\)"),
             "a Jacobian by its class": (lambda: co.Jacobian(lin()), TypeError, r"lin.jacobian\(x\) makes the Jacobian"),
             "gradients by their class": (lambda: co.Gradients(lin()), TypeError, r"lin.gradients\(\) makes"),
+            "a curvature as preconditioner": (
+                lambda: co.linalg.cg(co.GGN(lin()), lin().theta, preconditioner=co.KFAC(lin()).add_diagonal(1.0)),
+                TypeError,
+                r"a Damped of a network approximates A, not A⁻¹: pass as_preconditioner",
+            ),
             "no indices": (lambda: co.Subnetwork(co.GGN(lin())), TypeError, "indices"),
             "a vector for Dense": (lambda: Dense(torch.ones(3)), r"\(3,\)"),
             "a matrix for Diagonal": (lambda: Diagonal(torch.eye(3)), r"\(3, 3\)"),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvops.ambient import Groups, as_step, columns_at_a_time, current_run, hold, remark, time_left
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.checks import check_options, check_tensor, checked_number, refuse_tangents, shown
+from curvops.checks import check_options, check_tensor, checked_number, refuse, refuse_tangents, shown
 from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.results import Reason, Solution, join_histories
 from curvops.linalg.core.vectors import (
@@ -92,10 +92,9 @@ def check(
         refuse_tangents([V])
         if V.dtype != dtype:
             raise TypeError(f"{name} must have A's dtype {dtype}, got {V.dtype}.")
-        if V.device != device:
-            raise ValueError(f"{name} must be on A's device {device}, got {V.device}.")
-    if B.ndim not in (1, 2) or B.shape[0] != m:
-        raise ValueError(f"B must have shape ({m},) or ({m}, K) for A of {m} x {n}, got {tuple(B.shape)}.")
+        refuse(V.device != device, f"{name} must be on A's device {device}, got {V.device}.")
+    fits = B.ndim in (1, 2) and B.shape[0] == m
+    refuse(not fits, f"B must have shape ({m},) or ({m}, K) for A of {m} x {n}, got {tuple(B.shape)}.")
     if x0 is not None and x0.shape != (n, *B.shape[1:]):
         raise ValueError(f"x0 must have shape {(n, *B.shape[1:])}, got {tuple(x0.shape)}.")
     check_options(maxiter=maxiter)
@@ -120,17 +119,20 @@ def as_function(preconditioner: Preconditioner, facts: Description) -> Multiply:
     """Return a preconditioner of the matrix with these facts as a function on blocks, whose products are not counted.
 
     Raises:
-        TypeError: it is an array of NumPy, or a sketch of A, which would be mistaken for its inverse.
+        TypeError: it is an array of NumPy, or a curvature or a sketch of A, which would be mistaken for its inverse.
         ValueError: it has another size or dtype than A, or returns a block unlike the one it was given.
     """
     multiply: Any = preconditioner
+    kind = type(preconditioner).__name__
+    if getattr(preconditioner, "sources", None) is not None:  # a curvature, with or without a diagonal
+        raise TypeError(f"a {kind} of a network approximates A, not A⁻¹: pass as_preconditioner(M).")
     if isinstance(preconditioner, Tensor | LinearOperator):
         if tuple(preconditioner.shape) != (facts.rows, facts.rows) or preconditioner.dtype != facts.dtype:
             given = f"{tuple(preconditioner.shape)} and {preconditioner.dtype}"
             raise ValueError(f"the preconditioner must be {(facts.rows,) * 2} and {facts.dtype}, as A is, got {given}.")
         multiply = product(preconditioner)
     elif callable(getattr(preconditioner, "preconditioner", None)):
-        raise TypeError(f"a {type(preconditioner).__name__} approximates A, not A⁻¹: pass its preconditioner(shift).")
+        raise TypeError(f"a {kind} approximates A, not A⁻¹: pass its preconditioner(shift).")
     elif hasattr(preconditioner, "__array_interface__"):
         raise TypeError(f"preconditioner must be a matrix of torch or a function, got {shown(preconditioner)}.")
     elif isinstance(preconditioner, Multiplies):
