@@ -240,8 +240,8 @@ def not_definite(base: LinearOperator, smallest: float) -> NotPositiveSemidefini
     """Return the error that names the operand, its smallest eigenvalue and the remedy."""
     return NotPositiveSemidefiniteError(
         f"{type(base).__name__} {tuple(base.shape)} + diag(d) is singular or indefinite: its smallest eigenvalue is "
-        f"{smallest:.3g} to working precision. Add a prior precision or a noise (add_diagonal), or use the "
-        "pseudo-inverse."
+        f"{smallest:.3g}, at most 0 to the rounding of {base.dtype}. Add a prior precision or a noise (add_diagonal) "
+        "that is large enough, compute in float64, or use the pseudo-inverse."
     )
 
 
