@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import curvops as co
 from tests.network.definitions import TIGHT
@@ -58,6 +59,16 @@ def test_rows_are_the_points_own_gradients_weights_included(engine: str) -> None
     once = expected[WEIGHTS > 0] / WEIGHTS[WEIGHTS > 0, None].sqrt()  # a weight counts points: not squared
     torch.testing.assert_close(co.EmpiricalFisher(lin) @ v, once.mT @ (once @ v), **TIGHT)
     torch.testing.assert_close(G[1:3].to_dense(), expected[1:3], **TIGHT)
+
+
+def test_all_rows_take_no_more_operations_than_a_few_products() -> None:
+    lin = co.linearize(network(), (normal(80, 3), torch.arange(80) % C), "classification")
+    G, counts = lin.gradients(), []
+    for call in (lambda: G @ lin.theta, G.to_dense):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        counts.append(counter.get_total_flops())
+    assert counts[1] < 10 * counts[0]
 
 
 @pytest.mark.parametrize("per_token", [False, True])

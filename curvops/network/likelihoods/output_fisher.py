@@ -195,10 +195,12 @@ class Empirical(FromResiduals):
     With more than one of `positions` T, a point is a sequence of T tokens, each with its own outer product (R = T). A
     sample weight is a number of points: it multiplies the outer product, and its root multiplies the residual. A point
     with several weights, one for each position or target, counts with the largest; the others are relative to that.
+    With `whole` the rows are the gradients themselves, in which weights multiply the residual.
     """
 
     likelihood: Likelihood
     positions: int = 1
+    whole: bool = False
 
     def num_columns(self, num_outputs: int) -> int:
         return self.positions
@@ -227,7 +229,7 @@ class Empirical(FromResiduals):
         return z if roots is None else z * roots
 
     def _weight_roots(self, batch: Batch) -> Float[Tensor, "n T"] | None:
-        w = self.weights_of_points(batch)
+        w = None if self.whole else self.weights_of_points(batch)
         if w is None:
             return None
         w = w.unsqueeze(1) if w.ndim == 1 else w

@@ -446,37 +446,32 @@ class JacobianRows(ABC):
                 yield first, [group.take(slice(num_points - over)) for group in groups] if over else groups
             del groups  # before the next ones are made
 
-    def selected_rows(self, together: int = 1) -> Iterator[Float[Tensor, "r D"]]:
-        """Yield the rows of J as a matrix, some points at a time, in multiples of `together` rows."""
-        rest: list[Tensor] = []
-        for rows in self._selected_rows():
-            rows = torch.cat([*rest, rows]) if rest else rows
-            over = len(rows) % together
-            rest = [rows[len(rows) - over :]] if over else []
-            yield rows[: len(rows) - over]
+    def selected_rows(self) -> Iterator[Float[Tensor, "r D"]]:
+        """Yield the rows of J as a matrix, some points at a time."""
+        for _, count, groups in self.jacobian_rows():
+            yield self.as_matrix(count, groups)
+            del groups  # before the next ones are made
 
-    def _selected_rows(self) -> Iterator[Float[Tensor, "r D"]]:
-        """Yield the rows of J as a matrix, piece by piece; for a subnetwork only its S columns."""
+    def as_matrix(self, count: int, groups: Iterable[Group]) -> Float[Tensor, "r D"]:
+        """Return `count` rows, given by layer, as a matrix; for a subnetwork only its S columns."""
         selection, theta = self.model.selection, self.model.theta
         positions = selection.positions()
-        for _, count, groups in self.jacobian_rows():
-            rows_by_name: dict[str, list[Tensor]] = {name: [] for name in selection.names}
-            columns: dict[str, Tensor] = {}
-            for group in groups:
-                for name, places, rows in _columns(group, positions, selection.index is not None):
-                    rows_by_name[name].append(rows.flatten(0, 1))
-                    columns[name] = places
-            present = {name: torch.cat(blocks) for name, blocks in rows_by_name.items() if blocks}
-            if selection.index is None:
-                sizes = dict(zip(selection.names, selection.shapes))
-                zeros = (theta.new_zeros(()).expand(count, size.numel()) for size in sizes.values())
-                yield torch.cat([present.get(name, zero) for name, zero in zip(sizes, zeros)], 1)
-                continue
-            total = theta.new_zeros(count, len(theta))
-            if present:
-                index = torch.cat([columns[name] for name in present]).to(theta.device)
-                total = total.index_copy(1, index, torch.cat([*present.values()], 1))
-            yield total
+        rows_by_name: dict[str, list[Tensor]] = {name: [] for name in selection.names}
+        columns: dict[str, Tensor] = {}
+        for group in groups:
+            for name, places, rows in _columns(group, positions, selection.index is not None):
+                rows_by_name[name].append(rows.flatten(0, 1))
+                columns[name] = places
+        present = {name: torch.cat(blocks) for name, blocks in rows_by_name.items() if blocks}
+        if selection.index is None:
+            sizes = dict(zip(selection.names, selection.shapes))
+            zeros = (theta.new_zeros(()).expand(count, size.numel()) for size in sizes.values())
+            return torch.cat([present.get(name, zero) for name, zero in zip(sizes, zeros)], 1)
+        total = theta.new_zeros(count, len(theta))
+        if present:
+            index = torch.cat([columns[name] for name in present]).to(theta.device)
+            total = total.index_copy(1, index, torch.cat([*present.values()], 1))
+        return total
 
 
 def _columns(group: Group, positions: Blocks, some: bool) -> Iterator[tuple[str, Tensor, Float[Tensor, "n r s"]]]:

@@ -177,6 +177,15 @@ class BatchRows(Walk, EngineCache, JacobianRows):
                     else:
                         steps.advance((points.stop - points.start) * columns)
 
+    def root_rows(self, fisher: OutputFisher) -> Float[Tensor, "r D"]:
+        """Return the rows of a square root of the curvature as a matrix, in the order of the points."""
+        before, rows = 0, []
+        width = fisher.num_columns(self.engines.plan.num_outputs)
+        for total, groups in self.root_pieces(fisher, self.chunk_bytes, names=self.model.selection.names):
+            rows.append(self.as_matrix((total - before) * width, groups))
+            before = total
+        return self.line_up(rows or [self.model.theta.new_zeros(0, len(self.model.theta))])
+
     def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, int, list[Group]]]:
         """Yield the rows of J by layer, some points at a time: (first row, how many, groups), all columns of each.
 

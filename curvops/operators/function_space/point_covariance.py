@@ -241,12 +241,12 @@ def _add_last(target: Target, layer: LayerMetric, inputs: Float[Tensor, "m q"]) 
 
 def _sum_by_cholesky(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Target:
     """Compute J P⁻¹ Jᵀ = ‖L⁻¹ Jᵀ‖² from the rows of the selected weights, some points at a time."""
-    total, start = walk.model.theta.new_zeros(shape), 0
-    for rows in walk.selected_rows(together=shape[1]):
+    total = walk.model.theta.new_zeros(shape)
+    for first, groups in walk.groups_together(shape[1]):
+        rows = walk.as_matrix(groups[0].num_rows if groups else 0, groups)
         half = torch.linalg.solve_triangular(form.chol, rows.to(form.chol.dtype).mT, upper=False).mT.to(rows.dtype)
         block = half.unflatten(0, (-1, shape[1]))
-        _add_products(total[start : start + len(block)], block, block)
-        start += len(block)
+        _add_products(total[first // shape[1] :][: len(block)], block, block)
     return total
 
 

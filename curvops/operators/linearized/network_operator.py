@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from curvops.ambient import Memories, Progress
 from curvops.checks import carries_graph
 from curvops.linalg.core.matrix_identity import Sources, Space, Spaces
-from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, unit_columns, zero_block
+from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, zero_block
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.contract import convert
 from curvops.network import Empirical, InputGraph, Passes, at_points, by_points, likelihoods, move
@@ -247,33 +247,26 @@ class Jacobian(NetworkOperator):
             chunk = self.passes.chunk_bytes
             rows_of_J: Tensor = self.graph.by_rows(lambda rows: torch.cat([*rows.selected_rows()]), chunk)
             return rows_of_J.mT
-        return self._formed()
-
-    @torch.no_grad()
-    def _formed(self) -> Float[Tensor, "D NC"]:
-        rows = list(self.passes.selected_rows()) or [self.theta.new_zeros(0, len(self.theta))]
-        return self.passes.line_up(rows).mT
+        with torch.no_grad():
+            rows = list(self.passes.selected_rows()) or [self.theta.new_zeros(0, len(self.theta))]
+            return self.passes.line_up(rows).mT
 
     @torch.no_grad()
     def rows_at(self, index: Int[Tensor, " b"]) -> Float[Tensor, "D b"]:
         """Return Jᵀ e_i for these rows i, from passes over their points only.
 
-        Cost: C backward passes for each point, or one for each pair of b rows if memory has no room for C rows.
+        Cost: C backward passes for each point, as many points at a time as fit into memory, at least one.
         """
         if self.passes.is_shared:
             return self._rows_of_ranks_at(index)
         C, rows_there = self._num_outputs, empty_block(self.theta.unsqueeze(1), len(index))
-        fit = max(0, self.passes.memory.room()) // (2 * C * self.theta.nbytes)
+        fit = max(1, self.passes.memory.room() // (2 * C * self.theta.nbytes))
         start = 0
-        for rows in index.split(fit or C):
+        for rows in index.split(fit):
             points, place = torch.unique(rows // C, return_inverse=True)
             among = place * C + rows % C
             chosen = Jacobian(self.theta, passes=at_points(self.passes, points), rows=len(points) * C)
-            if fit:
-                block = columns(chosen.formed(), among)
-            else:
-                block = chosen._transposed_product(unit_columns(among, len(points) * C, self.theta.dtype))
-            put(rows_there, start, block)
+            put(rows_there, start, columns(chosen.formed(), among))
             start += len(rows)
         return rows_there
 
@@ -364,6 +357,12 @@ class Gradients(NetworkOperator):
 
     def _size(self) -> torch.Size:
         return torch.Size((self.lin.num_data * self._positions, self.theta.shape[-1]))
+
+    def _form_dense(self) -> Float[Tensor, "NT D"]:
+        if carries_graph(self._args[1:]):
+            return super()._form_dense()
+        with torch.no_grad():  # products with unit vectors would take N² D operations
+            return self.lin.passes.root_rows(Empirical(self.likelihood, self._positions, whole=True))
 
     def _walk(self) -> tuple[Passes, Empirical, Empirical | None]:
         """Return the walk over the rows, the root that it multiplies by, and the root that is applied separately."""
