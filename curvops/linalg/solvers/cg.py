@@ -117,7 +117,7 @@ def cg(
         A Solution; ``x`` has the shape of B. One iteration costs one product per active column. Each column's
         residual is recomputed every 50 iterations and at its end, by one product each. A column that ends before it
         converges has the x of smallest residual; at ``maxiter``, or at a direction of negative curvature, that of least
-        energy ½xᵀAx − bᵀx, as a truncated Newton step needs, whose residual may be above 1.
+        energy ½xᵀAx − bᵀx, as a truncated Newton step needs, whose residual may be above 1 (not with ``refine``).
 
     Raises:
         TypeError: A, B and x0 do not share one real dtype, float32 or float64 (half precision is for storage: solve
