@@ -61,14 +61,11 @@ def test_rows_are_the_points_own_gradients_weights_included(engine: str) -> None
     torch.testing.assert_close(G[1:3].to_dense(), expected[1:3], **TIGHT)
 
 
-def test_all_rows_take_no_more_operations_than_a_few_products() -> None:
+def test_all_rows_take_fewer_operations_than_products_with_unit_vectors() -> None:
     lin = co.linearize(network(), (normal(80, 3), torch.arange(80) % C), "classification")
-    G, counts = lin.gradients(), []
-    for call in (lambda: G @ lin.theta, G.to_dense):
-        with FlopCounterMode(display=False) as counter:
-            call()
-        counts.append(counter.get_total_flops())
-    assert counts[1] < 10 * counts[0]
+    with FlopCounterMode(display=False) as counter:
+        lin.gradients().to_dense()
+    assert counter.get_total_flops() < 80 * 80 * lin.num_parameters  # 2 N² D by products with unit vectors
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from curvops.ambient import Memories, Progress
 from curvops.checks import carries_graph
 from curvops.linalg.core.matrix_identity import Sources, Space, Spaces
-from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, zero_block
+from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, unit_columns, zero_block
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.contract import convert
 from curvops.network import Empirical, InputGraph, Passes, at_points, by_points, likelihoods, move
@@ -255,18 +255,22 @@ class Jacobian(NetworkOperator):
     def rows_at(self, index: Int[Tensor, " b"]) -> Float[Tensor, "D b"]:
         """Return Jᵀ e_i for these rows i, from passes over their points only.
 
-        Cost: C backward passes for each point, as many points at a time as fit into memory, at least one.
+        Cost: C backward passes for each point, or one for each pair of b rows if memory has no room for C rows.
         """
         if self.passes.is_shared:
             return self._rows_of_ranks_at(index)
         C, rows_there = self._num_outputs, empty_block(self.theta.unsqueeze(1), len(index))
-        fit = max(1, self.passes.memory.room() // (2 * C * self.theta.nbytes))
+        fit = max(0, self.passes.memory.room()) // (2 * C * self.theta.nbytes)
         start = 0
-        for rows in index.split(fit):
+        for rows in index.split(fit or C):
             points, place = torch.unique(rows // C, return_inverse=True)
             among = place * C + rows % C
             chosen = Jacobian(self.theta, passes=at_points(self.passes, points), rows=len(points) * C)
-            put(rows_there, start, columns(chosen.formed(), among))
+            if fit:
+                block = columns(chosen.formed(), among)
+            else:
+                block = chosen._transposed_product(unit_columns(among, len(points) * C, self.theta.dtype))
+            put(rows_there, start, block)
             start += len(rows)
         return rows_there
 

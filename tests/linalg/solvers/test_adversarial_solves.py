@@ -167,15 +167,8 @@ def test_dual_descent_never_claims_more_than_it_has(name):
     A, B = CASES[name].A, CASES[name].B
     s = dual_descent(A, B, batch_size=16, rtol=1e-3, maxiter=100, generator=torch.Generator().manual_seed(0))
     check_honesty(A, B, s, 1e-3)
-    if name in (
-        "singular consistent",
-        "dependent columns",
-        "n = 1, K = 3",
-        "tiny operator",
-        "huge operator",
-        "every scale",
-    ):
-        assert s.converged.all()
+    easy = {"singular consistent", "dependent columns", "n = 1, K = 3", "tiny operator", "huge operator", "every scale"}
+    assert s.converged.all() or name not in easy
     if name.startswith(("nilpotent", "one eigen", "singular inconsistent", "zero operator")):
         assert not s.converged.all() or name == "nilpotent e1"
 
