@@ -287,6 +287,10 @@ class LinearizedMean(Mean):
         self._outputs = outputs
         self.lin, self._prior_mean = lin, read_mean(prior_mean, lin.model.selection, lin.theta).detach()
 
+    def extra_repr(self) -> str:
+        """Return the linearisation, which torch prints among a module's parts."""
+        return repr(self.lin)
+
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n"] | Float[Tensor, "..."]:
         """Return the mean at x: (*b, n) for one output, else (*b, n, C); for independent outputs (..., C, n)."""
         jacobian = self.lin.jacobian(as_points(self.lin, x), differentiable=True)
