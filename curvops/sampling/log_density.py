@@ -152,6 +152,7 @@ class LogPosterior:
             raise ValueError(f"the model returns {len(outputs)} rows for {len(y)} points: return one per point.")
         form = y.shape[1:], y.dtype
         if form not in self._checked:
+            refuse(len(y) > self.data_size, f"this batch has {len(y)} points, more than data_size={self.data_size}.")
             likelihood.check_targets(y, layout.output_shape.numel())
             self._checked.add(form)
         shape = getattr(targets, "shape", torch.Size())

@@ -185,6 +185,7 @@ DOORS = [
                 "for parameters=.*pass co.linearize",
             ),
             "fewer targets": (lambda: density()(density().params, (X, Y[:5])), "targets"),
+            "more than N": (lambda: density()(density().params, (X.repeat(2, 1), Y.repeat(2))), "data_size=11"),
             "targets that would broadcast": (
                 lambda: S.log_posterior(gaussian(MODEL))(START, (BATCH[0], BATCH[1][:, :1])),
                 r"2 outputs, but the targets have shape \(24, 1\)",

@@ -68,12 +68,11 @@ def test_a_killed_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> N
     options: dict[str, Any] = {"steps": 10, "warmup": 5, "thin": 2}
     if full:
         options["target_acceptance"] = 0.8
-    batches = list(regression(10)[1]) if full else loader
 
     def source() -> Any:
-        dataset, by_weight = regression()[1].dataset, WeightedRandomSampler(torch.ones(10), 10, generator=seeded(5))
-        drawn = DataLoader(dataset, 4, sampler=by_weight) if name == "filter" else regression()[1]
-        return batches if full else drawn
+        by_weight = WeightedRandomSampler(torch.ones(10), 10, generator=seeded(5))
+        drawn = DataLoader(loader.dataset, 4, sampler=by_weight) if name == "filter" else regression()[1]
+        return list(regression(10)[1]) if full else drawn
 
     def ran(**changed: Any) -> Any:
         return S.run(SAMPLERS[name](f), f.params, source(), **{"generator": seeded(3)} | options | changed)
