@@ -177,29 +177,21 @@ class BatchRows(Walk, EngineCache, JacobianRows):
                     else:
                         steps.advance((points.stop - points.start) * columns)
 
-    def root_rows(self, fisher: OutputFisher) -> Float[Tensor, "r D"]:
-        """Return the rows of a square root of the curvature as a matrix, in the order of the points."""
-        before, rows = 0, []
-        width = fisher.num_columns(self.engines.plan.num_outputs)
-        for total, groups in self.root_pieces(fisher, self.chunk_bytes, names=self.model.selection.names):
-            rows.append(self.as_matrix((total - before) * width, groups))
-            before = total
-        return self.line_up(rows or [self.model.theta.new_zeros(0, len(self.model.theta))])
-
-    def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, int, list[Group]]]:
+    def jacobian_rows(self, least: int = 0, root: OutputFisher | None = None) -> Iterator[tuple[int, int, list[Group]]]:
         """Yield the rows of J by layer, some points at a time: (first row, how many, groups), all columns of each.
 
-        Pieces whose first row is below `least` are left out.
+        Pieces whose first row is below `least` are left out. With a `root` L they are the rows of Lᵀ J.
         """
-        C, last, total = self.engines.plan.num_outputs, self.features(), 0
+        fisher, last, total = root or Unit(), self.features() if root is None else None, 0
+        C = fisher.num_columns(self.engines.plan.num_outputs)
 
-        def groups_at(subset: Any) -> list[Group]:
+        def groups_at(subset: Any, labels: Batch) -> list[Group]:
             if last is not None:
                 return groups_of(subset, C if self.model.layout is None else self.model.layout.num_outputs)
-            return list(each_group(self.engines, NO_LABELS, subset, Unit(), others, sys.maxsize))
+            return list(each_group(self.engines, labels, subset, fisher, others, sys.maxsize))
 
         with self._steps("rows of the Jacobian") as steps:
-            for index, (inputs, _) in enumerate(self.source):
+            for index, (inputs, batch) in enumerate(self.source):
                 if last is None:
                     others = self.engines.checked_others(inputs)
                     pieces = self._pieces(inputs, C, self.chunk_bytes, of_others=True)
@@ -208,7 +200,7 @@ class BatchRows(Walk, EngineCache, JacobianRows):
                 for points, subset in pieces:
                     first, count = total + points.start * C, points.stop - points.start
                     if first >= least:
-                        yield first, count * C, groups_at(subset)
+                        yield first, count * C, groups_at(subset, batch.labels(points) if root else NO_LABELS)
                     steps.advance(count)
                 total += num_points(inputs) * C
 

@@ -365,8 +365,9 @@ class Gradients(NetworkOperator):
     def _form_dense(self) -> Float[Tensor, "NT D"]:
         if carries_graph(self._args[1:]):
             return super()._form_dense()
+        passes, root = self.lin.passes, Empirical(self.likelihood, self._positions, whole=True)
         with torch.no_grad():  # products with unit vectors would take N² D operations
-            return self.lin.passes.root_rows(Empirical(self.likelihood, self._positions, whole=True))
+            return passes.line_up([passes.as_matrix(*piece) for _, *piece in passes.jacobian_rows(root=root)])
 
     def _walk(self) -> tuple[Passes, Empirical, Empirical | None]:
         """Return the walk over the rows, the root that it multiplies by, and the root that is applied separately."""
