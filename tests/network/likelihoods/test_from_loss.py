@@ -112,17 +112,17 @@ def dense(case: str) -> tuple[nn.Module, Tensor, Tensor, dict[str, Tensor]]:
 )
 def test_every_operator_is_that_of_the_loss(case: str, engine: Any) -> None:
     model, x, y, known = dense(case)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         lin = co.linearize(model, (x, y), CASES[case][0], engine=engine)
     torch.testing.assert_close(lin.log_likelihood(), -known["loss"], **TIGHT)
     torch.testing.assert_close(lin.gradient(), known["points"].sum(0), **TIGHT)
     torch.testing.assert_close(co.Hessian(lin).to_dense(), known["hessian"], **TIGHT)
     torch.testing.assert_close(co.EmpiricalFisher(lin).to_dense(), known["points"].mT @ known["points"], **TIGHT)
     if case not in CONVEX:
+        instead = r"not convex in the outputs.*EmpiricalFisher.*HeteroscedasticGaussian"
         for make in (co.GGN, co.KFAC, co.DiagonalGGN):
-            with pytest.raises(
-                ValueError, match=r"not convex in the outputs.*EmpiricalFisher.*HeteroscedasticGaussian"
-            ):
+            with pytest.raises(ValueError, match=instead):
                 make(lin).to_dense()
         return
     G = known["J"].mT @ known["H"] @ known["J"]
