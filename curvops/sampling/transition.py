@@ -146,9 +146,9 @@ class Isotropic(Summarised):
 
     def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
         """Add drift · D g + spread · D^½ ξ to target, in place; nothing is drawn if spread is 0."""
-        target.add_(self.product(g), alpha=drift)
+        target.add_(g, alpha=drift * self.scale)
         if spread:
-            target.add_(self.noise(source, g), alpha=spread)
+            target.add_(source.normal(g), alpha=spread * self.scale**0.5)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -205,7 +205,9 @@ class OperatorMetric(Isotropic):
     def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
         basis = self._basis
         if basis is None:
-            super().kick(target, g, drift, spread, source)
+            target.add_(self.product(g), alpha=drift)
+            if spread:
+                target.add_(self.noise(source, g), alpha=spread)
             return
         rotated = basis.rotate_back(g.reshape(-1, g.shape[-1]).mT).mT.mul(basis.values).mul_(drift)
         if spread:
