@@ -40,6 +40,10 @@ def run(**options: Any) -> Any:
     return S.run(SGLD, ZERO, **options)
 
 
+def resumed(**order: Any) -> Any:
+    return run(batches=DataLoader(TensorDataset(X), 2, **order), steps=2, checkpoint=Path("never written"))
+
+
 X, Y = torch.linspace(-1, 1, 22, dtype=torch.float64).view(11, 2), torch.arange(11) % 3
 
 
@@ -227,12 +231,9 @@ DOORS = [
                 lambda: S.run(SGLD, SGLD.init(ZERO), steps=5, generator=seeded(0)),
                 "leave generator out",
             ),
+            "a shuffling loader without a seed that is to be resumed": (lambda: resumed(shuffle=True), "generator="),
             "a loader whose sampler has no seed, to be resumed": (
-                lambda: run(
-                    batches=DataLoader(TensorDataset(X), 2, sampler=RandomSampler(X), generator=seeded(0)),
-                    steps=2,
-                    checkpoint=Path("never written"),
-                ),
+                lambda: resumed(sampler=RandomSampler(X), generator=seeded(0)),
                 r"\(or your own RandomSampler\) a generator=",
             ),
         },
@@ -262,7 +263,7 @@ DOORS = [
     Door(
         "empirical",
         rows={
-            "a tensor": (lambda: empirical((drawn()["0.bias"],)), r"shape \(2, 5, 27\).*\(chain, draw, weight\)"),
+            "a tensor": (lambda: empirical((drawn()["0.bias"],)), r"must have shape \(2, 5, 27\).*\(chain, draw, w"),
             "draws of a reprior": (
                 lambda: S.empirical(lin(), S.run(S.pcn(S.reprior(MODEL, BATCH, 0.5), 0.3), START, steps=2)),
                 "draws of φ",
