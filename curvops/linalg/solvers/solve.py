@@ -210,8 +210,7 @@ def solve(
     if in_forward_mode():
         refuse_tangents((B, *tensors))
     request = Request(route, tolerance, maxiter, preconditioner, memory_budget, progress)
-    square = operator.is_square
-    if not square and (operator.ndim != 2 or B.ndim > 2):
+    if not operator.is_square and (operator.ndim != 2 or B.ndim > 2):
         raise ValueError(f"least squares need one matrix and one block, got {operator.shape}, {tuple(B.shape)}.")
     rhs = B.unsqueeze(-1) if operator.ndim > 2 and B.ndim == 1 else B
     if operator.ndim > 2:
@@ -219,8 +218,7 @@ def solve(
         operator = operator if batch == operator.batch_shape else operator.expand(*batch, *operator.shape[-2:])
         rhs, tensors = rhs.expand(*batch, *rhs.shape[-2:]), operator.representation()
     if recorded:
-        function = _Solve if square else _LeastSquares
-        X = function.apply(operator.representation_tree(), request, rhs, *tensors)  # type: ignore[no-untyped-call]
+        X = _Solve.apply(operator.representation_tree(), request, rhs, *tensors)  # type: ignore[no-untyped-call]
     else:
         X = request(operator, rhs)
     return X if rhs is B or B.ndim > 1 else X.squeeze(-1)
@@ -337,30 +335,11 @@ def _dense_reason(residual: float, backward: float, rtol: float, level: float, s
 
 
 class _Solve(Function):
-    """A⁻¹ B as an autograd function; its backward pass solves Aᵀ y = g once."""
+    """A⁺ B as an autograd function, with gradients as long as the rank does not change.
 
-    @staticmethod
-    def forward(ctx: Any, tree: Any, request: Request, rhs: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.tree, ctx.request = tree, request
-        solution = request(tree(*tensors), rhs)
-        ctx.save_for_backward(solution, *tensors)
-        return solution
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        require_first_derivative()
-        solution, *tensors = ctx.saved_tensors
-        operator = ctx.tree(*tensors)
-        adjoint = ctx.request.in_backward(operator.mT, gradient)
-        inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
-        if any(ctx.needs_input_grad[3:]):
-            columns = [t.unsqueeze(-1) if t.ndim == 1 else t for t in (-adjoint, solution)]
-            inside = operator._bilinear_derivative(*columns)
-        return (None, None, adjoint, *inside)
-
-
-class _LeastSquares(Function):
-    """A⁺ B as an autograd function, with gradients as long as the rank does not change."""
+    dA⁺ = −A⁺ dA A⁺ + A⁺A⁺ᵀ dAᵀ (I − AA⁺) + (I − A⁺A) dAᵀ A⁺ᵀA⁺ (Golub & Pereyra 1973), where only the first term is not
+    zero for a square A.
+    """
 
     @staticmethod
     def forward(ctx: Any, tree: Any, request: Request, rhs: Tensor, *tensors: Tensor) -> Tensor:
@@ -372,14 +351,15 @@ class _LeastSquares(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         require_first_derivative()
-        # dA⁺ = −A⁺ dA A⁺ + A⁺A⁺ᵀ dAᵀ (I − AA⁺) + (I − A⁺A) dAᵀ A⁺ᵀA⁺ (Golub & Pereyra 1973)
         rhs, solution, *tensors = ctx.saved_tensors
         operator = ctx.tree(*tensors)
         adjoint = ctx.request.in_backward(operator.mT, gradient)
         inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
         if any(ctx.needs_input_grad[3:]):
             B, X, G, Y = (t.unsqueeze(-1) if t.ndim == 1 else t for t in (rhs, solution, gradient, adjoint))
-            left = [-Y, B - operator._matmul(X), ctx.request.in_backward(operator.mT, X)]
-            right = [X, ctx.request.in_backward(operator, Y), G - operator._t_matmul(Y)]
-            inside = operator._bilinear_derivative(torch.cat(left, 1), torch.cat(right, 1))
+            left, right = [-Y], [X]
+            if not operator.is_square:
+                left += [B - operator._matmul(X), ctx.request.in_backward(operator.mT, X)]
+                right += [ctx.request.in_backward(operator, Y), G - operator._t_matmul(Y)]
+            inside = operator._bilinear_derivative(torch.cat(left, -1), torch.cat(right, -1))
         return (None, None, adjoint, *inside)
