@@ -164,7 +164,8 @@ def cg(
         def correct(R: Vectors, goal: Goal) -> Solution:
             return ConjugateGradients(multiply, M, block, most, Records(R, None, R, goal)).solve()
 
-        return Refinement(A.to(torch.float64), low, B, X0).solve(correct, goal)
+        exact, B = A.to(torch.float64), B.to(torch.float64)
+        return Refinement(exact, low, Records(B, None if X0 is None else X0.to(torch.float64), B, goal)).solve(correct)
 
     with hold(current_run().memories, 2 * most * facts.vector_bytes):
         solution = solve_in_groups(solve if refine is False else solve_refined, facts, B, x0, vectors, saved)
