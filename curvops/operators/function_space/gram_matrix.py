@@ -10,8 +10,7 @@ Two points with t positions, p × q weights and C columns each take
 Matrix products of a few columns run more slowly than large ones, which constants take into account.
 
 With gradients in x, x' and A, both sets of inputs pass through the network together, once. The inner products of each
-layer's rows are recorded in the graph; rows that have to be formed are formed again in the backward pass, some channels
-at a time.
+layer's rows are recorded in the graph; rows that have to be formed are formed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -27,14 +26,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import CACHE_BYTES
+from curvops.checks import carries_graph
 from curvops.linalg.core.structure import add_gram, mirror
 from curvops.network import Group, Layer, Passes, Plan
-from curvops.operators.function_space.row_products import (
-    Sides,
-    add_row_products,
-    matrix_of_scales,
-    row_products,
-)
+from curvops.operators.function_space.row_products import Sides, add_row_products, matrix_of_scales
 from curvops.operators.linearized.network_operator import Jacobian
 
 STRIPES = 16
@@ -72,8 +67,6 @@ def gram_terms(left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[
     right = right.gathered()
     passes, most_bytes, same = left.passes, max(0, left.passes.memory.room()), left.passes is right.passes
     total, scales = left.shape[-2], scales_by_name(passes, prior)
-    constant = [name for name, scale in scales.items() if scale.ndim and bool((scale == scale.flatten()[0]).all())]
-    scales |= {name: scales[name].flatten()[0] for name in constant}
     result = left.theta.new_zeros(1 + max(term_of.values()), total, right.shape[-2])
 
     def add(piece: Piece, other: Piece) -> None:
@@ -140,11 +133,15 @@ def _joined(panel: list[Piece]) -> list[Piece]:
 
 
 def scales_by_name(passes: Passes, prior: Tensor) -> dict[str, Tensor]:
-    """Return A⁻¹ by parameter name, zero outside a subnetwork; one number for all if A is one and all are selected."""
+    """Return A⁻¹ by parameter name, one number if it is constant there and has no graph; zero outside a subnetwork."""
     selection = passes.model.selection
     if prior.ndim == 0 and selection.index is None:
         return dict.fromkeys(selection.names, prior.reciprocal())
-    return selection.unflatten(prior.reciprocal().expand(selection.num_parameters))
+    scales = selection.unflatten(prior.reciprocal().expand(selection.num_parameters))
+    if carries_graph((prior,)):
+        return scales
+    constant = [name for name, scale in scales.items() if scale.ndim and bool((scale == scale.flatten()[0]).all())]
+    return scales | {name: scales[name].flatten()[0] for name in constant}
 
 
 def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tensor], most_bytes: int) -> None:
@@ -326,28 +323,25 @@ def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor
             group_scales = {name: by_name[name] for name in group.names}
             cut = rows // group.num_columns
             first, second = (group, group) if same else (group.take(slice(cut)), group.take(slice(cut, None)))
-            products = products + _recorded_products(first, second, group_scales, most_bytes)
+            products = products + _recorded_products(first, second, group_scales)
         return products
 
     result: Tensor = points.by_rows(compute, most_bytes, *scales.values())
     return result
 
 
-def _recorded_products(
-    first: Group, second: Group, scales: Mapping[str, Tensor], most_bytes: int
-) -> Float[Tensor, "nr ms"]:
+def _recorded_products(first: Group, second: Group, scales: Mapping[str, Tensor]) -> Float[Tensor, "nr ms"]:
     """Return the inner products of the rows of one layer, by pairs of positions if that is less work."""
     layer, left, right = first.layer, sides_of(first), sides_of(second)
-    if layer is None or left is None or right is None:
+    constant = all(value.ndim == 0 for value in scales.values())
+    if layer is None or left is None or right is None or not constant or form_of(left, right) == "rows":
         from torch.utils.checkpoint import checkpoint  # torch 2.7 imports sympy with it
 
         products: Tensor = checkpoint(_by_all_rows, first, second, scales, use_reentrant=False)
         return products
-    one, scale = (left.left, left.right(slice(None))), matrix_of_scales(layer, scales)
+    one = left.left, left.right(slice(None))
     other = one if second is first else (right.left, right.right(slice(None)))
-    if all(value.ndim == 0 for value in scales.values()) and form_of(left, right) != "rows":
-        return _by_positions(one, other, scale[0, 0])
-    return row_products(one, other, scale, most_bytes)
+    return _by_positions(one, other, matrix_of_scales(layer, scales)[0, 0])
 
 
 def _by_positions(

@@ -1,22 +1,19 @@
 """Inner products of the rows Σ_t δ_t ⊗ a_t of one layer, which are formed for some output channels at a time.
 
-Channels add up independently: however little memory there is, every row is formed once, and once more for the gradient
-in δ, a and the scales of the weights.
+Channels add up independently: however little memory there is, every row is formed once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from curvops.ambient import CACHE_BYTES
-from curvops.linalg.core.structure import add_gram, mirror
+from curvops.linalg.core.structure import add_gram
 from curvops.network import Layer
 
 
@@ -82,56 +79,10 @@ def add_row_products(
         del rows  # before the next ones are made
 
 
-def row_products(
-    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], scale: Float[Tensor, "g p q"], most_bytes: int
-) -> Float[Tensor, "nr ms"]:
-    """Return products of rows given by δ and a, with their gradient; symmetric if both are the same object."""
-    result: Tensor = _RowProducts.apply(most_bytes, scale, *one, *(() if other is one else other))  # type: ignore[no-untyped-call]
-    return result
-
-
-class _RowProducts(Function):
-    """Products whose rows are formed again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, most_bytes: int, scale: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(scale, *tensors)
-        ctx.most_bytes = most_bytes
-        one, other = _sides_of(tensors)
-        result = scale.new_zeros(one.num_rows, other.num_rows)
-        add_row_products(result, one, other, scale, most_bytes)
-        return mirror(result.unsqueeze(0)).squeeze(0) if one is other else result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        scale, *tensors = ctx.saved_tensors
-        one, other = _sides_of(tensors)
-        same, needed = one is other, ctx.needs_input_grad
-        gradient = gradient + gradient.mT if same else gradient
-        gradients = [torch.zeros_like(tensor) if wanted else None for tensor, wanted in zip(tensors, needed[2:])]
-        of_scale = torch.zeros_like(scale) if needed[1] else None
-        for block in _blocks(one, other, ctx.most_bytes):
-            rows, factor = _rows(one, block, ctx.most_bytes), block.of(scale)
-            against = gradient @ (rows if same else _rows(other, block, ctx.most_bytes))
-            if of_scale is not None:
-                view = of_scale[block.groups, block.channels]
-                view += (rows * against).sum(0).view_as(view) / (2 if same else 1)
-            _add_gradient(gradients[:2], tensors[:2], block, against.mul_(factor))
-            if not same:
-                _add_gradient(gradients[2:], tensors[2:], block, (gradient.mT @ rows).mul_(factor))
-        return None, of_scale, *gradients
-
-
 def matrix_of_scales(layer: Layer, scales: Mapping[str, Tensor]) -> Float[Tensor, "g p q"]:
     """Return the scales of a layer's weights, given by parameter name and 0-d if constant, as its matrices."""
     shapes = {name: layer.shape_of(local) for local, name in layer.names.items()}
     return layer.to_matrix({name: scales[name].expand(shape) for name, shape in shapes.items()})
-
-
-def _sides_of(tensors: Any) -> tuple[Sides, Sides]:
-    one, *rest = (Sides(left, a.__getitem__, a.shape[3]) for left, a in zip(tensors[::2], tensors[1::2]))
-    return one, rest[0] if rest else one
 
 
 def _blocks(one: Sides, other: Sides, most_bytes: int) -> Iterator[Block]:
@@ -165,17 +116,3 @@ def _rows(sides: Sides, block: Block, most_bytes: int) -> Float[Tensor, "nr pq"]
 
 def _positions(left: Tensor, block: Block) -> Float[Tensor, "n g rp t"]:
     return left[:, :, block.groups, :, block.channels].permute(0, 2, 1, 4, 3).flatten(2, 3)
-
-
-def _add_gradient(
-    into: list[Tensor | None], tensors: list[Tensor], block: Block, rows: Float[Tensor, "nr gpq"]
-) -> None:
-    """Add the contribution of these entries of the rows to the gradients in δ and a."""
-    (left, a), (of_left, of_a) = tensors, into
-    shape = len(a[0, block.groups]), -1, a.shape[3]
-    rows = rows.unflatten(0, left.shape[:2]).unflatten(2, shape).transpose(1, 2).flatten(2, 3)  # (n, g, r·p, q)
-    if of_left is not None:
-        of_block = (rows @ a[:, block.groups].mT).unflatten(2, (left.shape[1], -1))  # (n, g, r, p, t)
-        of_left[:, :, block.groups, :, block.channels] += of_block.permute(0, 2, 1, 4, 3)
-    if of_a is not None:
-        of_a[:, block.groups] += _positions(left, block).mT @ rows
