@@ -28,7 +28,7 @@ from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Blocks, TangentSpace, read_mean, read_precision
 from curvops.network.trained.network_record import record_of_network, recorded_network
 from curvops.network.trained.trained_network import TrainedNetwork
-from curvops.network.walks.engine_cache import BatchMap
+from curvops.network.walks.budget import BatchMap
 from curvops.network.walks.input_graphs import InputGraph
 from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns

@@ -21,7 +21,7 @@ from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher, S
 from curvops.network.trained.drawn_fisher import DrawnFisher
 from curvops.network.trained.first_points import FirstPoints
 from curvops.network.trained.trained_network import NetworkOnData, TrainedNetwork
-from curvops.network.walks.engine_cache import Budget
+from curvops.network.walks.budget import Budget
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.shard import Shard
 from curvops.ranks.sharded_model import ShardedModel

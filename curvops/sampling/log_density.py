@@ -45,7 +45,7 @@ from curvops.network.trained.first_points import (
     output_shape,
     reading_for,
 )
-from curvops.network.walks.engine_cache import Budget, default_budget
+from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.gaussians.updating import as_prior, with_left_out_noise
 from curvops.posterior.terms import Prior, check_linearization

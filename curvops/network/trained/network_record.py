@@ -48,7 +48,7 @@ from curvops.network.trained.first_points import (
     reading_for,
 )
 from curvops.network.trained.trained_network import N, TrainedNetwork
-from curvops.network.walks.engine_cache import Budget
+from curvops.network.walks.budget import Budget
 
 STORED: dict[str, type[Likelihood]] = {
     kind.__name__: kind

@@ -46,7 +46,7 @@ from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
 from curvops.network.trained.first_points import FirstPoints, output_shape, try_objects
-from curvops.network.walks.engine_cache import BatchMap, Budget, linear
+from curvops.network.walks.budget import BatchMap, Budget, linear
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.row_squares import sum_squares

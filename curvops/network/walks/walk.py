@@ -9,10 +9,12 @@ walk it takes a few points at a time, chosen ones, or minibatches (`by_points`, 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,14 +23,14 @@ from torch import Tensor
 
 from curvops.ambient import CACHE_BYTES, SMALL_BYTES, Progress, Steps, in_force, progress_bar
 from curvops.network.data.batches import Batch
-from curvops.network.data.inputs import cut, in_pieces, join, num_points, take
+from curvops.network.data.inputs import copy, cut, in_pieces, join, num_points, take
 from curvops.network.data.randomness import PointNormals
-from curvops.network.engines.engine import Engines
+from curvops.network.engines.engine import Engine, Engines
 from curvops.network.engines.layerwise import Features, Layerwise
-from curvops.network.engines.plan import EngineChoice
-from curvops.network.likelihoods.output_fisher import OutputFisher, Root, RootJacobian, Unit
+from curvops.network.engines.plan import EngineChoice, Plan
+from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, RootJacobian, Unit
 from curvops.network.model.model import Model
-from curvops.network.walks.engine_cache import BatchMap, Budget, EngineCache
+from curvops.network.walks.budget import BatchMap, Budget
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.ranks.shard import Shard
 
@@ -134,11 +136,167 @@ def accumulate(total: Tensor | None, term: Tensor) -> Tensor:
     return total.add_(term)
 
 
-class BatchRows(Walk, EngineCache, JacobianRows):
-    """The rows of the batches of a `source`, by layer: those of J, and those of a square root of the curvature."""
+class Passes(Walk, JacobianRows):
+    """The walk over a source of batches, which multiplies by engines, and gives rows of J or of a curvature's root.
 
-    source: Iterable[tuple[Any, Any]]
-    progress: Progress
+    Engines are chosen when they are built, by the plan's cost rule, and kept if the budget allows. Within an algorithm,
+    and from the second product on, they are built as for many products; a first product alone builds nothing that it
+    does not pay for. Those of walks that are `alike` on all ranks do not depend on what a rank keeps of its shard,
+    since their rounding differs.
+
+    `source` is a re-iterable of (inputs, label); labels are passed through (targets, or None). `engines` may be
+    shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Budget`, by any walks.
+    `points`, if known, determine what keeping all engines would take; `few` are inputs to probe the model on if the
+    source has none. A walk `with_root` multiplies by Lᵀ J. Thread-safe: engines are built and run under the model's
+    lock.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        source: Iterable[tuple[Any, Any]],
+        engine: EngineChoice = "auto",
+        memory_budget: int | Budget = 2**30,
+        engines: Engines | None = None,
+        points: int = 0,
+        progress: Progress = None,
+        few: Any = None,
+        shard: Shard | None = None,
+        fisher: OutputFisher | None = None,
+    ) -> None:
+        self.source, self._choice, self._few, self.progress, self.shard = source, engine, few, progress, shard
+        self._engines = engines
+        self._whole: Passes | None = None  # the walk whose engines this one uses, if it has a root
+        self.model, self._points, self._fisher = model, points, fisher
+        self.memory = memory_budget if isinstance(memory_budget, Budget) else Budget(memory_budget)
+        self._alike = self.memory.of_ranks is not None and shard is None
+        self.forget()
+
+    def forget(self) -> None:
+        """Start without engines, as after unpickling."""
+        self._kept: dict[int, tuple[Any, BatchMap]] = {}  # (label, J) by the number of the batch
+        self._has_multiplied = False
+        self._every: list[tuple[Any, BatchMap]] | None = None  # (label, J) of all batches in order, if all are kept
+        self._gathered: Passes | None = None
+        self.memory.register(self)
+
+    def with_root(self, fisher: OutputFisher) -> Passes:
+        """Return the walk that multiplies by Lᵀ J, with H = L Lᵀ, instead of J; its labels must be batches.
+
+        It keeps its own engines, within what this walk and all others leave of the memory budget that they share.
+        """
+        arguments = self.model, self.source, self._choice, self.memory
+        walk = Passes(*arguments, progress=self.progress, shard=self.shard, fisher=fisher)
+        walk._whole = self
+        return walk
+
+    @property
+    def engines(self) -> Engines:
+        """The builder of the engines, probed on the first batch unless it was given."""
+        if self._whole is not None:
+            return self._whole.engines
+        with self.model.lock:
+            if self._engines is None:
+                few = next(iter(self.source))[0] if self._few is None else self._few
+                self._engines = Engines(self.model, few, self._choice, self.memory_budget)
+            return self._engines
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The bytes that engines for all points would take, of the kind that takes most."""
+        plan = None if self._engines is None else self._engines.try_keeping()
+        return 0 if plan is None else self._points * plan.most_bytes
+
+    @property
+    def memory_budget(self) -> int:
+        """The bytes for engines and vectors together."""
+        return self.memory.budget
+
+    def each(self, columns: int, root: OutputFisher | None = None) -> Iterator[tuple[Any, Any]]:
+        """Yield (label, J of the batch) for every batch; a walk over kept engines does not read the data again."""
+        self.model.refuse_modes()
+        kept = self._every
+        for label, J in self._pass(columns) if kept is None else kept:
+            yield label, J if root is None else RootJacobian(J, Root(root, label))
+
+    def _pass(self, columns: int) -> Iterator[tuple[Any, BatchMap]]:
+        """Yield (label, J of the batch) from a pass over the data, and keep what the budget has room for."""
+        # Outputs alone are no reason to build an engine, unless its first pass is all that it needs.
+        many = columns > 0 and (self._has_multiplied or in_force.get() is not None)
+        self._has_multiplied |= columns > 0
+        count, start = 0, 0 if self.shard is None else self.shard.start
+        try:
+            with self._steps("pass over the data") as steps:
+                for index, (inputs, label) in enumerate(self.source):
+                    points = slice(start, start + num_points(inputs))
+                    with self.model.lock:
+                        J = self._jacobian_of(index, inputs, label, points, None if many else columns)
+                    yield label, J
+                    steps.advance(points.stop - start, J.engine.kind)
+                    count, start = index + 1, points.stop
+        except Exception:  # the data changed, so the kept engines are invalid
+            with self.model.lock:
+                self._kept.clear()
+                self._every = None
+            raise
+        with self.model.lock:
+            self._every = [self._kept[i] for i in range(count)] if len(self._kept) == count else None
+
+    def _jacobian_of(self, index: int, inputs: Any, label: Any, points: slice, single: int | None) -> BatchMap:
+        """Return J of a batch: the one that is kept, or a new one, for many products or a `single` one."""
+        if index in self._kept:
+            return self._kept[index][1]
+        room = self.memory.budget // 8 - self.kept_bytes if self._alike else self.memory.for_engines
+        count = points.stop - points.start
+        kind = self._rule.choose(count, room, single)
+        if self._rule.records(kind) and not self._rule.routes.tried:  # again, once a recorded pass was tried
+            self.engines.try_keeping()
+            kind = self._rule.choose(count, room, single)
+        if kind != "streamed":
+            inputs = copy(inputs)  # kept engines must not change with the user's tensors
+        root = IDENTITY if self._fisher is None else Root(self._fisher, label)
+        engine = self.engines.build(kind, inputs, room, root)
+        J = BatchMap(engine, self.model, points)
+        if engine.kind != "streamed" and engine.nbytes <= room:
+            self._kept[index] = (label, J)
+        return J
+
+    @property
+    def kept_engines(self) -> list[Engine]:
+        """The engines that are kept now, in the order of their batches."""
+        return [J.engine for _, (_, J) in sorted(self._kept.items(), key=itemgetter(0))]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with the engines now in use for the batches."""
+        with self.model.lock:
+            self.engines.try_keeping()
+            kinds = [engine.kind for engine in self.kept_engines]
+            return dataclasses.replace(self._rule, in_use={kind: kinds.count(kind) for kind in set(kinds)})
+
+    @property
+    def _rule(self) -> Plan:
+        plan = self.engines.plan
+        return plan if self._fisher is None else plan.for_rows(self._fisher.num_columns(plan.num_outputs))
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of the engines that are kept now."""
+        return sum([J.engine.nbytes for _, J in list(self._kept.values())])
+
+    def shrink(self, most: int) -> None:
+        """Free engines of the last batches until at most this many bytes are kept."""
+        with self.model.lock:
+            while not self._alike and self._kept and self.kept_bytes > most:
+                self._kept.popitem()
+                self._every = None
+
+    def over(self, source: Iterable[tuple[Any, Any]], model: Model | None = None) -> Passes:
+        """Return a walk over other batches with the same kinds of engines, or with those of another model."""
+        if model is not None:
+            memory = self.memory.on(model.theta.device)
+            return Passes(model, source, self._choice, memory, progress=self.progress)
+        return Passes(self.model, source, self._choice, self.memory, self.engines)
 
     @property
     def chunk_bytes(self) -> int:
@@ -254,114 +412,6 @@ class BatchRows(Walk, EngineCache, JacobianRows):
         self.model.refuse_modes()
         return progress_bar(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
 
-
-def chunk_bytes_within(memory_budget: int, like: Tensor) -> int:
-    """Return the bytes that rows may take at a time, on the device of `like`."""
-    return max(SMALL_BYTES, min(memory_budget if like.is_cuda else MOST_CHUNK, memory_budget // 16))
-
-
-class Passes(BatchRows):
-    """The walk over a source of batches, which multiplies by engines.
-
-    `source` is a re-iterable of (inputs, label); labels are passed through (targets, or None). `engines` may be
-    shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Budget`, by any walks.
-    `points`, if known, determine what keeping all engines would take; `few` are inputs to probe the model on if the
-    source has none. A walk `with_root` multiplies by Lᵀ J. Thread-safe: engines are built and run under the model's
-    lock.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        source: Iterable[tuple[Any, Any]],
-        engine: EngineChoice = "auto",
-        memory_budget: int | Budget = 2**30,
-        engines: Engines | None = None,
-        points: int = 0,
-        progress: Progress = None,
-        few: Any = None,
-        shard: Shard | None = None,
-        fisher: OutputFisher | None = None,
-    ) -> None:
-        self.source, self._choice, self._few, self.progress, self.shard = source, engine, few, progress, shard
-        self._engines = engines
-        self._whole: Passes | None = None  # the walk whose engines this one uses, if it has a root
-        memory = memory_budget if isinstance(memory_budget, Budget) else Budget(memory_budget)
-        super().__init__(model, memory, points, memory.of_ranks is not None and shard is None, fisher)
-
-    def forget(self) -> None:
-        super().forget()
-        self._gathered: Passes | None = None
-
-    def with_root(self, fisher: OutputFisher) -> Passes:
-        """Return the walk that multiplies by Lᵀ J, with H = L Lᵀ, instead of J; its labels must be batches.
-
-        It keeps its own engines, within what this walk and all others leave of the memory budget that they share.
-        """
-        arguments = self.model, self.source, self._choice, self.memory
-        walk = Passes(*arguments, progress=self.progress, shard=self.shard, fisher=fisher)
-        walk._whole = self
-        return walk
-
-    @property
-    def engines(self) -> Engines:
-        """The builder of the engines, probed on the first batch unless it was given."""
-        if self._whole is not None:
-            return self._whole.engines
-        with self.model.lock:
-            if self._engines is None:
-                few = next(iter(self.source))[0] if self._few is None else self._few
-                self._engines = Engines(self.model, few, self._choice, self.memory_budget)
-            return self._engines
-
-    @property
-    def wanted_bytes(self) -> int:
-        """The bytes that engines for all points would take, of the kind that takes most."""
-        plan = None if self._engines is None else self._engines.try_keeping()
-        return 0 if plan is None else self._points * plan.most_bytes
-
-    @property
-    def memory_budget(self) -> int:
-        """The bytes for engines and vectors together."""
-        return self.memory.budget
-
-    def each(self, columns: int, root: OutputFisher | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield (label, J of the batch) for every batch; a walk over kept engines does not read the data again."""
-        self.model.refuse_modes()
-        kept = self._every
-        for label, J in self._pass(columns) if kept is None else kept:
-            yield label, J if root is None else RootJacobian(J, Root(root, label))
-
-    def _pass(self, columns: int) -> Iterator[tuple[Any, BatchMap]]:
-        """Yield (label, J of the batch) from a pass over the data, and keep what the budget has room for."""
-        # Outputs alone are no reason to build an engine, unless its first pass is all that it needs.
-        many = columns > 0 and (self._has_multiplied or in_force.get() is not None)
-        self._has_multiplied |= columns > 0
-        count, start = 0, 0 if self.shard is None else self.shard.start
-        try:
-            with self._steps("pass over the data") as steps:
-                for index, (inputs, label) in enumerate(self.source):
-                    points = slice(start, start + num_points(inputs))
-                    with self.model.lock:
-                        J = self._jacobian_of(index, inputs, label, points, None if many else columns)
-                    yield label, J
-                    steps.advance(points.stop - start, J.engine.kind)
-                    count, start = index + 1, points.stop
-        except Exception:  # the data changed, so the kept engines are invalid
-            with self.model.lock:
-                self._kept.clear()
-                self._every = None
-            raise
-        with self.model.lock:
-            self._every = [self._kept[i] for i in range(count)] if len(self._kept) == count else None
-
-    def over(self, source: Iterable[tuple[Any, Any]], model: Model | None = None) -> Passes:
-        """Return a walk over other batches with the same kinds of engines, or with those of another model."""
-        if model is not None:
-            memory = self.memory.on(model.theta.device)
-            return Passes(model, source, self._choice, memory, progress=self.progress)
-        return Passes(self.model, source, self._choice, self.memory, self.engines)
-
     @property
     def own_rows(self) -> slice:
         """The rows of J at this rank's own points, among those of all ranks."""
@@ -391,6 +441,11 @@ class Passes(BatchRows):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.forget()
+
+
+def chunk_bytes_within(memory_budget: int, like: Tensor) -> int:
+    """Return the bytes that rows may take at a time, on the device of `like`."""
+    return max(SMALL_BYTES, min(memory_budget if like.is_cuda else MOST_CHUNK, memory_budget // 16))
 
 
 def by_points(walk: Passes, count: int, together: int = 1) -> Iterator[tuple[Passes, int]]:

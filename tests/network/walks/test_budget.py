@@ -1,6 +1,6 @@
 """One memory budget for engines and vectors: what each may take, and who gives way.
 
-Tests `engine_cache.py`.
+Tests `budget.py`.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """The walk over the data: what is kept, what is read again, who may share it, and what gradients pass through.
 
-Tests `walk.py` and `engine_cache.py`.
+Tests `walk.py` and `budget.py`.
 """
 
 from __future__ import annotations

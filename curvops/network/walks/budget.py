@@ -1,19 +1,16 @@
-"""What is kept between products: the memory budget, the engines of a walk's batches within it, and J of a batch.
+"""The memory budget, by default a share of the device's free memory, and J of a batch by an engine that counts in it.
 
-The budget is by default a share of the device's free memory. It is shared with the vectors of algorithms, for which
-engines give way.
+The budget is shared by engines, which are kept between products, and the vectors of algorithms, for which engines give
+way.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.ambient import SMALL_BYTES
-from curvops.network.data.inputs import copy
 from curvops.network.engines.autodiff import Streamed
-from curvops.network.engines.engine import Engine, Engines
-from curvops.network.engines.plan import Plan
-from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root
+from curvops.network.engines.engine import Engine
 from curvops.network.model.model import Model
 from curvops.ranks.process_group import Ranks
 
@@ -63,7 +57,7 @@ class Budget:
         return self if device in (None, self.device) else Budget(self.budget, device, self.of_ranks)
 
     def register(self, cache: Any) -> None:
-        """Count the bytes that an `EngineCache` keeps."""
+        """Count the bytes that a walk keeps."""
         with self._lock:
             self._caches[id(cache)] = cache
 
@@ -135,85 +129,6 @@ def _group_bytes() -> int:
         )
     except (OSError, ValueError):
         return 2**63 - 1
-
-
-class EngineCache(ABC):
-    """The engines of some batches: chosen when they are built, by the plan's cost rule, and kept if the budget allows.
-
-    Within an algorithm, and from the second product on, they are built as for many products; a first product alone
-    builds nothing that it does not pay for. Engines multiply by J, or by Lᵀ J for the root L of a `fisher`. Those of
-    walks that are `alike` on all ranks do not depend on what a rank keeps of its shard, since their rounding differs.
-    """
-
-    def __init__(self, model: Model, memory: Budget, points: int, alike: bool, fisher: OutputFisher | None) -> None:
-        self.model, self.memory, self._points, self._alike, self._fisher = model, memory, points, alike, fisher
-        self.forget()
-
-    def forget(self) -> None:
-        """Start without engines, as after unpickling."""
-        self._kept: dict[int, tuple[Any, BatchMap]] = {}  # (label, J) by the number of the batch
-        self._has_multiplied = False
-        self._every: list[tuple[Any, BatchMap]] | None = None  # (label, J) of all batches in order, if all are kept
-        self.memory.register(self)
-
-    @property
-    @abstractmethod
-    def wanted_bytes(self) -> int:
-        """The bytes that engines for all points would take."""
-
-    @property
-    @abstractmethod
-    def engines(self) -> Engines:
-        """The builder of the engines."""
-
-    @property
-    def kept_engines(self) -> list[Engine]:
-        """The engines that are kept now, in the order of their batches."""
-        return [J.engine for _, (_, J) in sorted(self._kept.items(), key=itemgetter(0))]
-
-    @property
-    def plan(self) -> Plan:
-        """The plan, with the engines now in use for the batches."""
-        with self.model.lock:
-            self.engines.try_keeping()
-            kinds = [engine.kind for engine in self.kept_engines]
-            return dataclasses.replace(self._rule, in_use={kind: kinds.count(kind) for kind in set(kinds)})
-
-    @property
-    def _rule(self) -> Plan:
-        plan = self.engines.plan
-        return plan if self._fisher is None else plan.for_rows(self._fisher.num_columns(plan.num_outputs))
-
-    @property
-    def kept_bytes(self) -> int:
-        """The bytes of the engines that are kept now."""
-        return sum([J.engine.nbytes for _, J in list(self._kept.values())])
-
-    def shrink(self, most: int) -> None:
-        """Free engines of the last batches until at most this many bytes are kept."""
-        with self.model.lock:
-            while not self._alike and self._kept and self.kept_bytes > most:
-                self._kept.popitem()
-                self._every = None
-
-    def _jacobian_of(self, index: int, inputs: Any, label: Any, points: slice, single: int | None) -> BatchMap:
-        """Return J of a batch: the one that is kept, or a new one, for many products or a `single` one."""
-        if index in self._kept:
-            return self._kept[index][1]
-        room = self.memory.budget // 8 - self.kept_bytes if self._alike else self.memory.for_engines
-        count = points.stop - points.start
-        kind = self._rule.choose(count, room, single)
-        if self._rule.records(kind) and not self._rule.routes.tried:  # again, once a recorded pass was tried
-            self.engines.try_keeping()
-            kind = self._rule.choose(count, room, single)
-        if kind != "streamed":
-            inputs = copy(inputs)  # kept engines must not change with the user's tensors
-        root = IDENTITY if self._fisher is None else Root(self._fisher, label)
-        engine = self.engines.build(kind, inputs, room, root)
-        J = BatchMap(engine, self.model, points)
-        if engine.kind != "streamed" and engine.nbytes <= room:
-            self._kept[index] = (label, J)
-        return J
 
 
 class BatchMap:
