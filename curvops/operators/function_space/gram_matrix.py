@@ -10,7 +10,8 @@ Two points with t positions, p × q weights and C columns each take
 Matrix products of a few columns run more slowly than large ones, which constants take into account.
 
 With gradients in x, x' and A, both sets of inputs pass through the network together, once. The inner products of each
-layer's rows are recorded in the graph; rows that have to be formed are formed again in the backward pass.
+layer's rows are recorded in the graph; rows that have to be formed are formed again in the backward pass, some channels
+at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ from curvops.ambient import CACHE_BYTES
 from curvops.checks import carries_graph
 from curvops.linalg.core.structure import add_gram, mirror
 from curvops.network import Group, Layer, Passes, Plan
-from curvops.operators.function_space.row_products import Sides, add_row_products, matrix_of_scales
+from curvops.operators.function_space.row_products import (
+    Sides,
+    add_row_products,
+    matrix_of_scales,
+    row_products,
+)
 from curvops.operators.linearized.network_operator import Jacobian
 
 STRIPES = 16
@@ -323,25 +329,29 @@ def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor
             group_scales = {name: by_name[name] for name in group.names}
             cut = rows // group.num_columns
             first, second = (group, group) if same else (group.take(slice(cut)), group.take(slice(cut, None)))
-            products = products + _recorded_products(first, second, group_scales)
+            products = products + _recorded_products(first, second, group_scales, most_bytes)
         return products
 
     result: Tensor = points.by_rows(compute, most_bytes, *scales.values())
     return result
 
 
-def _recorded_products(first: Group, second: Group, scales: Mapping[str, Tensor]) -> Float[Tensor, "nr ms"]:
+def _recorded_products(
+    first: Group, second: Group, scales: Mapping[str, Tensor], most_bytes: int
+) -> Float[Tensor, "nr ms"]:
     """Return the inner products of the rows of one layer, by pairs of positions if that is less work."""
     layer, left, right = first.layer, sides_of(first), sides_of(second)
-    constant = all(value.ndim == 0 for value in scales.values())
-    if layer is None or left is None or right is None or not constant or form_of(left, right) == "rows":
+    if layer is None or left is None or right is None:
         from torch.utils.checkpoint import checkpoint  # torch 2.7 imports sympy with it
 
         products: Tensor = checkpoint(_by_all_rows, first, second, scales, use_reentrant=False)
         return products
+    scale = matrix_of_scales(layer, scales)
+    if form_of(left, right) == "rows" or any(value.ndim for value in scales.values()):
+        return row_products(left, left if second is first else right, scale, most_bytes)
     one = left.left, left.right(slice(None))
     other = one if second is first else (right.left, right.right(slice(None)))
-    return _by_positions(one, other, matrix_of_scales(layer, scales)[0, 0])
+    return _by_positions(one, other, scale[0, 0])
 
 
 def _by_positions(

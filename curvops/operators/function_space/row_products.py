@@ -1,6 +1,6 @@
 """Inner products of the rows Σ_t δ_t ⊗ a_t of one layer, which are formed for some output channels at a time.
 
-Channels add up independently: however little memory there is, every row is formed once.
+Channels add up independently: however little memory there is, every row is formed once, and once more for a gradient.
 """
 
 from __future__ import annotations
@@ -79,6 +79,22 @@ def add_row_products(
         del rows  # before the next ones are made
 
 
+def row_products(one: Sides, other: Sides, scale: Float[Tensor, "g p q"], most_bytes: int) -> Float[Tensor, "nr ms"]:
+    """Return Σ_ij rows_ij scale_ij rows'_ij with its graph; the backward pass forms the rows of each block again."""
+    from torch.utils.checkpoint import checkpoint  # torch 2.7 imports sympy with it
+
+    total = scale.new_zeros(one.num_rows, other.num_rows)
+    for block in _blocks(one, other, most_bytes):
+        total = total + checkpoint(_block_products, one, other, block, scale, use_reentrant=False)
+    return total
+
+
+def _block_products(one: Sides, other: Sides, block: Block, scale: Tensor) -> Float[Tensor, "nr ms"]:
+    rows = _recorded_rows(one, block)
+    others = rows if other is one else _recorded_rows(other, block)
+    return (rows * block.of(scale)) @ others.mT
+
+
 def matrix_of_scales(layer: Layer, scales: Mapping[str, Tensor]) -> Float[Tensor, "g p q"]:
     """Return the scales of a layer's weights, given by parameter name and 0-d if constant, as its matrices."""
     shapes = {name: layer.shape_of(local) for local, name in layer.names.items()}
@@ -112,6 +128,11 @@ def _rows(sides: Sides, block: Block, most_bytes: int) -> Float[Tensor, "nr pq"]
         else:
             here.copy_((first @ second).unflatten(2, (r, -1)).transpose(1, 2).flatten(2))
     return rows.flatten(0, 1)
+
+
+def _recorded_rows(sides: Sides, block: Block) -> Float[Tensor, "nr pq"]:
+    rows = _positions(sides.left, block) @ sides.right(slice(None))[:, block.groups]
+    return rows.unflatten(2, (sides.left.shape[1], -1)).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _positions(left: Tensor, block: Block) -> Float[Tensor, "n g rp t"]:
