@@ -52,7 +52,7 @@ from curvops.linalg.solvers.systems import (
     Goal,
     Preconditioner,
     Records,
-    Resumption,
+    Save,
     as_function,
     check,
     raise_norm,
@@ -152,11 +152,11 @@ def cg(
             return saved.result(Solution)
         B, x0, most = saved.attach("right-hand sides, guess and directions", lambda: [B, x0, most]) or (B, x0, most)
 
-    def solve(B: Vectors, X0: Vectors | None, resumption: Resumption | None) -> Solution:
+    def solve(B: Vectors, X0: Vectors | None, state: Mapping[str, Any] | None, save: Save | None) -> Solution:
         records = Records(B, X0, B, goal)
-        return ConjugateGradients(product(A), precondition, block, most, records, resumption).solve()
+        return ConjugateGradients(product(A), precondition, block, most, records, state).solve(save)
 
-    def solve_refined(B: Vectors, X0: Vectors | None, _: object) -> Solution:
+    def solve_refined(B: Vectors, X0: Vectors | None, *_: object) -> Solution:
         low = facts.dtype if isinstance(refine, bool) else refine
         multiply = product(A.to(low))
         M = None if precondition is None else lambda V: precondition(V.to(facts.dtype)).to(V.dtype)
@@ -197,15 +197,13 @@ class ConjugateGradients:
         block: bool,
         most: int,
         records: Records,
-        resumption: Resumption | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
-        self.resumption = resumption
         self.multiply, self.precondition, self.block, self.most = multiply, precondition, block, most
         self.products = gram if block else inner
         self.records, self.B, K = records, records.B, records.B.shape[1]
         self.active = list(range(K))
         self.x, self.r = as_block(records.X), as_block(self.B)
-        state = None if resumption is None else resumption.state
         if records.warm and K and state is None:
             self.r -= multiply(records.X)
         self.energies: list[float] = (-(inner(records.X, self.B) + inner(records.X, self.r)) / 2).tolist()
@@ -239,8 +237,8 @@ class ConjugateGradients:
             for W, AW in state["panels"]:
                 self.append(W, AW)
 
-    def solve(self) -> Solution:
-        """Iterate until every column has a reason; return the solution."""
+    def solve(self, save: Save | None = None) -> Solution:
+        """Iterate until every column has a reason, saving the state after each step; return the solution."""
         records = self.records
         while self.active:
             P, residuals, overlap = self.propose()
@@ -262,8 +260,8 @@ class ConjugateGradients:
             else:
                 del P
                 self.step(Q)
-                if self.resumption is not None:
-                    self.resumption.save(self.state)
+                if save is not None:
+                    save(self.state)
         return records.solution()
 
     def state(self) -> dict[str, Any]:

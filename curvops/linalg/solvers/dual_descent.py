@@ -103,7 +103,7 @@ def dual_descent(
     options = DescentOptions(noise, min(batch_size, n), step_size, momentum, generator)
     goal = Goal(float(rtol), 200 if maxiter is None else maxiter, callback)
 
-    def solve(B: Vectors, X0: Vectors | None, _: object) -> Solution:
+    def solve(B: Vectors, X0: Vectors | None, *_: object) -> Solution:
         return DualDescent(K, Records(B, X0, facts, goal), options).solve()
 
     return solve_in_groups(solve, facts, B, x0, vectors=8)  # the working vectors of a column, temporaries included

@@ -107,7 +107,7 @@ def lsmr(
     goal = check(facts, B, rtol, maxiter, x0, callback)
     operator = AugmentedMatrix(product(A), transposed_product(A), checked_number("damp", damp, "[0, inf)"))
 
-    def solve(B: Vectors, X0: Vectors | None, _: object) -> Solution:
+    def solve(B: Vectors, X0: Vectors | None, *_: object) -> Solution:
         return Bidiagonalisation(operator, Records(B, X0, facts, goal), consistent).solve()
 
     return solve_in_groups(solve, facts, B, x0, vectors=14)  # the working vectors of a column, temporaries included

@@ -127,7 +127,7 @@ def minres(
     def multiply(V: Vectors) -> Vectors:
         return plain(V) + sigma * V if sigma else plain(V)
 
-    def solve(B: Vectors, X0: Vectors | None, _: object) -> Solution:
+    def solve(B: Vectors, X0: Vectors | None, *_: object) -> Solution:
         return MinimalResiduals(multiply, precondition, Records(B, X0, facts, goal)).solve()
 
     return solve_in_groups(solve, facts, B, x0, vectors=16)  # the working vectors of a column, temporaries included

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.solvers.systems import CHECK_EVERY, Records, Verdict
+from curvops.linalg.solvers.systems import CHECK_EVERY, Records
 
 Numbers: TypeAlias = NDArray[np.float64]
 """One number per column; for so few numbers, NumPy takes a quarter of the time that torch takes."""
@@ -130,21 +130,23 @@ class ShortRecurrence(ABC):
         """Check some columns; they stop with a reason, restart, or continue."""
         if not which:
             return
-        checks, restart = self.check(sorted(which), ended)
+        records, (checks, restart) = self.records, self.check(sorted(which), ended)
         again: list[int] = []
         for i, (j, check) in enumerate(zip(sorted(which), checks)):
             column = self.active[j]
+            patience = 3 * CHECK_EVERY if check.null else records.patience
             if forced is not None or check.solved:
                 self.stop(column, forced or Reason.CONVERGED)
-                continue
-            verdict = self.records.judge(column, check.size, check.over, check.null)
-            if verdict is Verdict.RESTART:
+            elif not math.isfinite(check.size):
+                self.stop(column, Reason.NON_FINITE)
+            elif check.over and check.size < 0.5 * records.reference[column]:
+                records.reference[column] = check.size
                 again.append(i)
-            elif verdict is Verdict.STOP:
-                self.stop(column, Reason.STAGNATION if math.isfinite(check.size) else Reason.NON_FINITE)
+            elif check.over or records.idle(column) > patience:
+                self.stop(column, Reason.STAGNATION)
         if again:
             restart(again)
-        remaining = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
+        remaining = [j for j, column in enumerate(self.active) if column not in records.reasons]
         if len(remaining) < len(self.active):
             self.active = [self.active[j] for j in remaining]
             self.select(remaining)

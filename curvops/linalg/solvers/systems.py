@@ -9,8 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -43,6 +42,7 @@ from curvops.linalg.core.vectors import (
 from curvops.storage import from_record, restore, state_of
 
 Callback: TypeAlias = Callable[[int, Tensor], object]
+Save: TypeAlias = Callable[[Callable[[], Any]], None]
 CHECK_EVERY = 50
 """The number of iterations between two checks of the true residual."""
 ANSWERED = 0.1
@@ -158,14 +158,6 @@ def raise_norm(norm_A: float, images: Sequence[float], sizes: Sequence[float]) -
     return max([norm_A, *(a / s for a, s in zip(images, sizes) if s > 0 and a < math.inf)])
 
 
-class Verdict(Enum):
-    """The next action for a column after a check of its true residual."""
-
-    CONTINUE = auto()
-    RESTART = auto()
-    STOP = auto()
-
-
 @dataclass(frozen=True, eq=False)
 class UsableColumns:
     """The columns of a block that an algorithm can use, and the reasons for the others, on the CPU."""
@@ -275,17 +267,6 @@ class Records:
         self.best[column], self.backward[column] = residual, backward
         put(self.X, column, x)
 
-    def judge(self, column: int, size: float, ended: bool, null: bool) -> Verdict:
-        """Decide the next action by ``size``, which should fall, and by whether the recurrence can continue."""
-        # ended: the recurrence cannot improve size further; null: r is a null vector.
-        if ended and size < 0.5 * self.reference[column]:
-            self.reference[column] = size
-            return Verdict.RESTART
-        most = 3 * CHECK_EVERY if null else self.patience
-        if ended or not math.isfinite(size) or self.idle(column) > most:
-            return Verdict.STOP
-        return Verdict.CONTINUE
-
     def limited(self, column: int) -> bool:
         """Return whether the best solution is as good as the dtype allows."""
         return precision_limited(self.best[column], self.backward[column], self.level)
@@ -354,27 +335,18 @@ class Records:
         )
 
 
-class Resumption(NamedTuple):
-    """The way in which a group of columns saves the state of its iteration and continues from it."""
-
-    state: Mapping[str, Any] | None
-    """The state of an earlier run."""
-    save: Callable[[Callable[[], Any]], None]
-    """The function that saves the state that it is given, if a save is due."""
-
-
 def solve_in_groups(
-    solve: Callable[[Vectors, Vectors | None, Resumption | None], Solution],
+    solve: Callable[[Vectors, Vectors | None, Mapping[str, Any] | None, Save | None], Solution],
     facts: Description,
     B: Vectors,
     x0: Vectors | None,
     vectors: int,
     saved: Checkpoint = NOTHING,
 ) -> Solution:
-    """Run ``solve(B, x0, resumption)`` for as many columns at a time as fit into memory, at least one.
+    """Run ``solve(B, x0, state, save)`` for as many columns at a time as fit into memory, at least one.
 
     A column needs ``vectors`` working vectors. x has the shape of B. If memory still runs out, fewer columns run at
-    once.
+    once. ``state`` is that of an earlier run of the group, and ``save`` takes a function that returns the present one.
     """
     run, block, X0 = current_run(), as_columns(B), None if x0 is None else as_columns(x0)
     K, column = block.shape[1], vectors * facts.vector_bytes
@@ -393,12 +365,12 @@ def solve_in_groups(
 
     def solve_group(start: int, stop: int) -> None:
         nonlocal X, state
-        resumption, state = None if saved is NOTHING else Resumption(state, save), None
-        if resumption is not None:
-            save(lambda: resumption.state, now=True)
+        earlier, state = state, None
+        if saved is not NOTHING:
+            save(lambda: earlier, now=True)
         with hold(run.memories, groups.width * column):
             guess = None if X0 is None else part(X0, start, stop)
-            solution = solve(part(block, start, stop), guess, resumption)
+            solution = solve(part(block, start, stop), guess, earlier, None if saved is NOTHING else save)
         if stop - start < K:
             X = empty_block(solution.x, K) if X is None else X
             put(X, start, solution.x)
