@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -68,8 +68,8 @@ class Cache:
         if carries_graph(tensors):
             return compute()
         with self.lock:
-            entry: Value | Missing = self.get(name, tensors, watched, MISSING)
-            return self.put(name, tensors, compute(), watched) if isinstance(entry, Missing) else entry
+            kept = self.get(name, tensors, watched, self)  # the cache itself stands for no value
+            return self.put(name, tensors, compute(), watched) if kept is self else cast(Value, kept)
 
     def put(self, name: str, tensors: Sequence[Tensor], value: Value, watched: Sequence[Tensor] = ()) -> Value:
         """Keep and return a value without a graph, computed from these tensors; ``watched`` as for `get_or_compute`."""
@@ -90,13 +90,6 @@ class Cache:
 
     def __reduce__(self) -> tuple[type[Cache], tuple[()]]:
         return Cache, ()
-
-
-class Missing:
-    """A value that is not there."""
-
-
-MISSING = Missing()
 
 
 def _compared(tensors: Sequence[Tensor], watched: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
