@@ -57,26 +57,16 @@ def spectral_density(
     if isinstance(top, Eigenpairs):
         size = top.vectors.shape[0] if size is None else size
         top = top.values
-    x, middle, low, high = (
-        style.as_array(curve) for curve in (density.grid, density.density, density.lower, density.upper)
-    )
     bandwidth, zero_mass = density.bandwidth, density.zero_mass
     axes = style.axes_of(ax, 8.0, 5.0)
     blue, orange = style.COLOURS[:2]
-    peak = float(middle.max())
+    peak = float(density.density.max())
     one = 1 / (size * bandwidth * np.sqrt(2 * np.pi)) if size else peak * 1e-6
     floor = min(one / 100, peak * 1e-3)
-    curve = np.where(middle >= floor, middle, np.nan)  # a curve along the axis would look like a density
-    edges, label = (
-        (np.maximum(low, floor), np.clip(high, floor, peak * 10)),
-        f"{100 * density.level:.0f} % band over probes",
-    )
-    axes.fill_between(x, *edges, color=blue, alpha=style.BAND, linewidth=0, label=label)
-    axes.plot(x, curve, color=blue, linewidth=2, label="density")
+    band = f"{100 * density.level:.0f} % band over probes"
+    _draw_density(axes, density, (floor, peak), band, color=blue, linewidth=2, label="density")
     if size:
         axes.axhline(one, linewidth=1.2, label=f"one eigenvalue of {size:,}", **style.REFERENCE)
-    axes.set_yscale("log")
-    axes.set_ylim(floor, 3 * peak)
     if top is not None:
         values = style.vector("top", top)
         at = (values, np.full(len(values), 0.035))
@@ -92,12 +82,26 @@ def spectral_density(
         axes.set_xscale("log")
     elif scale == "symlog":
         axes.set_xscale("symlog", linthresh=3 * bandwidth)
-    axes.set_xlim(float(x[0]), float(x[-1]))
+    axes.set_xlim(float(density.grid[0]), float(density.grid[-1]))
     unit = "per unit of log λ" if scale == "log" else "per unit of λ"
     note = f"\n{100 * zero_mass:.1f} % of the eigenvalues count as zero and are not shown" if zero_mass else ""
     style.dress(axes, "eigenvalue λ", f"density ({unit})", title + note)
     axes.legend(fontsize=style.SMALL, framealpha=0.9, loc="upper right")
     return axes
+
+
+def _draw_density(
+    axes: Axes, density: SpectralDensity, span: tuple[float, float], band: str | None, **options: Any
+) -> None:
+    """Draw a density and its band, with this label, on a log axis whose span is from a floor to the largest peak."""
+    x, middle, low, high = (style.as_array(getattr(density, name)) for name in ("grid", "density", "lower", "upper"))
+    floor, peak = span
+    edges = np.maximum(low, floor), np.clip(high, floor, 10 * peak)
+    axes.fill_between(x, *edges, color=options["color"], alpha=style.BAND, linewidth=0, label=band)
+    # A curve along the axis would look like a density.
+    axes.plot(x, np.where(middle >= floor, middle, np.nan), **options)
+    axes.set_yscale("log")
+    axes.set_ylim(floor, 3 * peak)
 
 
 def training_spectra(
@@ -132,16 +136,9 @@ def training_spectra(
     left, right = both = style.panels(11.5, 4.4, 2)
     shown = np.unique(np.linspace(0, len(steps) - 1, 4).round().astype(int))
     peak = max(float(densities[i].density.max()) for i in shown)
-    floor = 1e-5 * peak
     for i, look in zip(shown, style.looks(map(str, shown)).values()):
-        x, middle, low, high = (
-            style.as_array(getattr(densities[i], name)) for name in ("grid", "density", "lower", "upper")
-        )
-        edges = np.maximum(low, floor), np.clip(high, floor, 10 * peak)
-        left.fill_between(x, *edges, color=look.color, alpha=style.BAND, linewidth=0)
-        left.plot(x, np.where(middle >= floor, middle, np.nan), linewidth=1.6, label=f"step {steps[i]:,}", **look.line)
-    left.set_yscale("log")
-    left.set_ylim(floor, 3 * peak)
+        options = {"linewidth": 1.6, "label": f"step {steps[i]:,}", **look.line}
+        _draw_density(left, densities[i], (1e-5 * peak, peak), None, **options)
     left.legend(fontsize=style.SMALL, framealpha=0.9)
     style.dress(left, "eigenvalue λ", "density (per unit of λ)", "Density, with its band over probes")
     for k, top in enumerate(np.stack([style.as_array(top.values) for top in pairs], 1)):
