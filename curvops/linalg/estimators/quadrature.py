@@ -13,7 +13,7 @@ GGN, signs have 0.1 to 0.9 of the variance of Gaussian probes: a curvature matri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -516,47 +516,33 @@ def rules(lanczos: LockStep, scale: float) -> list[Rules]:
     Raises:
         NotPositiveSemidefiniteError: a Ritz value is clearly below zero.
     """
-    found: dict[int, Rules] = {}
-    for m in sorted(set(lanczos.depths.tolist())):
-        for together in (lanczos.depths == m).nonzero().flatten().split(max(1, 2**20 // m**2)):  # 8 MB
-            found.update(zip(together.tolist(), _rules_of_one_depth(lanczos, together, m, scale)))
-    return [found[k] for k in range(lanczos.K)]
+    return [_rules_of(lanczos, k, size**2, scale) for k, size in enumerate(lanczos.sizes.tolist())]
 
 
-def _rules_of_one_depth(lanczos: LockStep, k: Tensor, m: int, scale: float) -> Iterator[Rules]:
-    """Yield the rules of these start vectors, which have taken m steps each."""
-    T, beta = torch.stack([lanczos.tridiagonal(i) for i in k.tolist()]), lanczos.betas[k, m - 1]
-    sizes = lanczos.sizes[k, None].to(T).square()
-    nodes, V = torch.linalg.eigh(T)
-    lowest, highest = nodes[:, 0], nodes.abs().amax(1)
-    noise = 1e3 * lanczos.eps * highest.clamp_min(scale)
+def _rules_of(lanczos: LockStep, k: int, square: float, scale: float) -> Rules:
+    """Return the rules of one start vector, whose squared length is given."""
+    T, eps = lanczos.tridiagonal(k), lanczos.eps
+    m = len(T)
+    beta, (nodes, V) = float(lanczos.betas[k, m - 1]), torch.linalg.eigh(T)
+    lowest, highest = float(nodes[0]), float(nodes.abs().amax())
+    noise = 1e3 * eps * max(highest, scale)
     # ‖Gz‖² ≤ ‖G‖ zᵀGz for a positive semidefinite G; an image of z without curvature along z disproves it.
-    negative = (lowest < -noise) | ((highest == 0) & (beta > noise))
-    if bool(negative.any()):
-        raise indefinite(
-            f"A is not positive semidefinite, or lower_bound is too large: {float(lowest[negative][0]):.3e} is below."
-        )
-    gauss, gauss_weights = nodes.clamp_min(0), sizes * V[:, 0].square()
-    ended = (beta == 0) | (highest == 0)
+    if lowest < -noise or (highest == 0 and beta > noise):
+        raise indefinite(f"A is not positive semidefinite, or lower_bound is too large: {lowest:.3e} is below.")
+    gauss = nodes.clamp_min(0), square * V[0].square()
+    if beta == 0 or highest == 0:
+        return Rules(*gauss, *gauss, lowest, highest)
     # A node slightly below 0 bounds, too, and T minus it stays regular if 0 is itself a Ritz value.
-    below = lowest.clamp_max(0) - lanczos.eps * nodes[:, -1].abs()
+    below = min(lowest, 0.0) - eps * abs(float(nodes[-1]))
     eye, last = torch.eye(m, dtype=T.dtype), torch.zeros_like(nodes)
-    last[:, -1] = beta**2
-    # One at a time: on a CPU torch factorises large matrices of a batch wrongly (see `solve`).
-    pairs = [torch.linalg.solve_ex(matrix, right) for matrix, right in zip(T - below[:, None, None] * eye, last)]
-    shifted, info = map(torch.stack, zip(*pairs))
-    odd = ((info != 0) | ~torch.isfinite(shifted[:, -1])) & ~ended
-    if bool(odd.any()):
+    last[-1] = beta**2
+    shifted, info = torch.linalg.solve_ex(T - below * eye, last)
+    if bool(info != 0) or not math.isfinite(shifted[-1]):
         # Rounding in T put a Ritz value there, as in steps within an exact null space: move past it.
-        below = torch.where(odd, below - m * lanczos.eps * highest, below)
-        for i in odd.nonzero().flatten():
-            shifted[i] = torch.linalg.solve(T[i] - below[i] * eye, last[i])
-    extended = T.new_zeros(len(T), m + 1, m + 1)
-    extended[:, :m, :m], extended[:, m, m] = T, torch.where(ended, 0.0, below + shifted[:, -1])
-    extended[:, m, m - 1] = extended[:, m - 1, m] = beta
-    radau, V = torch.linalg.eigh(extended)
-    radau_weights = sizes * V[:, 0].square()
-    for i, end in enumerate(ended.tolist()):
-        own = gauss[i], gauss_weights[i]
-        bound = own if end else (radau[i].clamp_min(0), radau_weights[i])
-        yield Rules(*own, *bound, float(lowest[i]), float(highest[i]))
+        below -= m * eps * highest
+        shifted = torch.linalg.solve(T - below * eye, last)
+    extended = T.new_zeros(m + 1, m + 1)
+    extended[:m, :m], extended[m, m] = T, below + shifted[-1]
+    extended[m, m - 1] = extended[m - 1, m] = beta
+    nodes, V = torch.linalg.eigh(extended)
+    return Rules(*gauss, nodes.clamp_min(0), square * V[0].square(), lowest, highest)
