@@ -133,17 +133,15 @@ def approximants(
     values = torch.where(finite[:, None], values, 0.0)
     y = torch.einsum("kij,kj->ki", V, values * V[:, 0])
     rounding = _rounding(T, nodes, V, y, f, size)
-    residuals = beta[:, None] * V[:, -1].abs()
-    truncation, allowed = (
-        _truncation(nodes, V, values, beta, f, _test_points(nodes, residuals, f)),
-        rtol * y.norm(dim=1),
-    )
+    ends = _, floor, high = _ends(nodes, beta[:, None] * V[:, -1].abs(), f)
+    truncation = _truncation(nodes, V, values, beta, f, _test_points(nodes, *ends))
+    allowed = rtol * y.norm(dim=1)
     for k in (finite & _is_settled(truncation, rounding, allowed, beta)).nonzero().flatten().tolist():
         elsewhere = _rounding_elsewhere(nodes[k], V[k], values[k], float(dropped[k]), f, size, seen)
         rounding[k] = rounding[k].clamp_min(elsewhere)
         if beta[k] != 0:
             here = slice(k, k + 1)
-            between = _points_between(*_expected_range(nodes[here], residuals[here], f), seen)
+            between = _points_between(floor[k], nodes[k], high[k], seen)
             finer = _truncation(nodes[here], V[here], values[here], beta[here], f, between[None])
             truncation[k] = torch.maximum(truncation[k], finer[0])
     # If f is 0 at every Ritz value, f(A) b may be arbitrarily large in comparison.
@@ -205,29 +203,25 @@ def _rounding_elsewhere(
     return float(largest)
 
 
-def _ends(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor, Tensor]:
-    """Return how far below and above the Ritz values eigenvalues are expected, by their residuals."""
-    low, high = nodes[:, :1] - residuals[:, :1], nodes[:, -1:] + residuals[:, -1:]
-    return (low if f.lower_bound is None else low.clamp_min(f.lower_bound)), high
+def _ends(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how far below and above the Ritz values eigenvalues are expected, by their residuals, (K, 1) each.
+
+    Between the two is the lower end if A is positive definite, as it is if all Ritz values are positive.
+    """
+    first, low, high = nodes[:, :1], nodes[:, :1] - residuals[:, :1], nodes[:, -1:] + residuals[:, -1:]
+    low = low if f.lower_bound is None else low.clamp_min(f.lower_bound)
+    floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
+    return low, torch.where(first > 0, floor, low), high
 
 
-def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float[Tensor, "K p"]:
+def _test_points(nodes: Tensor, low: Tensor, floor: Tensor, high: Tensor) -> Float[Tensor, "K p"]:
     """Return the midpoints between neighbouring Ritz values, and points beyond the outermost ones."""
-    first, (low, high) = nodes[:, :1], _ends(nodes, residuals, f)
-    positive = first > 0
-    floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
+    first = nodes[:, :1]
     steps = torch.linspace(0, 1, 24, dtype=nodes.dtype)[:-1]
-    below = torch.where(positive, floor.abs() * (first / floor).abs() ** steps, low)
+    below = torch.where(first > 0, floor.abs() * (first / floor).abs() ** steps, low)
     middles, products = (nodes[:, 1:] + nodes[:, :-1]) / 2, nodes[:, 1:] * nodes[:, :-1]
-    geometric = torch.where(positive, products.clamp_min(0).sqrt(), middles)
+    geometric = torch.where(first > 0, products.clamp_min(0).sqrt(), middles)
     return torch.cat([low, high, middles, geometric, below], 1)
-
-
-def _expected_range(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor, ...]:
-    """Return the Ritz values of one column, and the ends of the range where eigenvalues are expected."""
-    first, (low, high) = nodes[:, :1], _ends(nodes, residuals, f)
-    floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
-    return torch.where(first > 0, floor, low)[0], nodes[0], high[0]
 
 
 def _points_between(*parts: Tensor) -> Float[Tensor, " p"]:
