@@ -81,20 +81,11 @@ def partition(positions: Sequence[Tensor | range], device: torch.device | None =
 
     Raises ValueError if they overlap, leave a gap, or are not one-dimensional integers.
     """
-    parts = _as_parts(positions, device)
+    parts = tuple(_as_part(indices, device) for indices in positions)
     n = sum(map(len, parts))
     if not _cover(parts, n):
         raise ValueError(f"positions must be disjoint and cover 0..{n - 1}, as they are {n} in all.")
     return Partition(parts)
-
-
-def whole_partition(positions: Sequence[Tensor], device: torch.device | None = None) -> Partition:
-    """Return a `partition` of positions known to be disjoint and complete, without the pass that checks it."""
-    return Partition(_as_parts(positions, device))
-
-
-def _as_parts(positions: Sequence[Tensor | range], device: torch.device | None) -> tuple[range | Tensor, ...]:
-    return tuple(_as_part(indices, device) for indices in positions)
 
 
 def _cover(parts: Sequence[Tensor | range], n: int) -> bool:

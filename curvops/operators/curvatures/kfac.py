@@ -23,7 +23,7 @@ from curvops.linalg import Dense, Diagonal, DirectSum, Estimate, Kronecker, Oper
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import Sources, Space, common, merge_sources, scale_sources
-from curvops.linalg.core.partition import Partition, whole_partition
+from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.vectors import ROUNDINGS
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
@@ -131,8 +131,7 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
 
         begin(type(self).__name__, checkpoint, problem, lin.theta.device, True, lin.ranks, lin=None, generator=seed)
         blocks = kfac_blocks(lin, output, sharing, bias)
-        # Each selected tensor lies in one block as a whole, so there is nothing to check.
-        positions = whole_partition([block.positions for block in blocks], lin.theta.device)
+        positions = partition([block.positions for block in blocks], lin.theta.device)
         operators = {block.names: block.operator for block in blocks}
         names = tuple(operators)
         del blocks  # so that factors can be freed before the walk is over
