@@ -54,11 +54,6 @@ class EigenKroneckerForm(Spectral):
         return self.eigen.values
 
     @cached_property
-    def accuracy(self) -> tuple[float, float]:
-        """Errors of the eigenvalues and of their roots; see `EigenKronecker`."""
-        return self.eigen.rounding, self.eigen.of_rows
-
-    @cached_property
     def level(self) -> Tensor:
         """The shift of each group, (g, 1) or 0-d."""
         if self.shift.ndim == 0:
@@ -71,7 +66,7 @@ class EigenKroneckerForm(Spectral):
 
     @cached_property
     def definite_spectrum(self) -> Tensor:
-        spectrum, (rounding, _) = self.spectrum.detach().reshape(self.base.sizes[0], -1), self.accuracy
+        spectrum, rounding = self.spectrum.detach().reshape(self.base.sizes[0], -1), self.eigen.rounding
         least, largest = torch.stack(spectrum.aminmax()).tolist()
         if not torch.finfo(spectrum.dtype).eps * largest < least:
             # Without a shift, eigenvalues at the rounding level of their group's largest are not known to be positive.
@@ -99,7 +94,7 @@ class EigenKroneckerForm(Spectral):
         less than large ones. The errors of the sum and of the decomposition are the same for all.
         """
         spectrum = self.definite_spectrum.detach().view(self.base.sizes[0], -1)
-        values, (rounding, of_rows) = self.values.detach().flatten(1), self.accuracy
+        values, rounding, of_rows = self.values.detach().flatten(1), self.eigen.rounding, self.eigen.of_rows
         eps, psd = torch.finfo(self.base.dtype).eps, self.base.psd
         squares = values if psd else values.clamp_min(0)
         moved = of_rows * squares.sum(1, keepdim=True, dtype=torch.float64).sqrt()
@@ -155,10 +150,6 @@ class KroneckerForm(EigenKroneckerForm):
     @cached_property
     def eigen(self) -> EigenKronecker:
         return cast(Kronecker, self.base).eigen()
-
-    @cached_property
-    def accuracy(self) -> tuple[float, float]:
-        return self.base.rounding, self.base.of_rows
 
 
 class _GroupedBlocks(Operator):
@@ -302,7 +293,9 @@ class Kronecker(_GroupedBlocks):
         complete its eigenvectors. Raises NotPositiveSemidefiniteError if a factor has an eigenvalue below zero beyond
         its dtype's rounding.
         """
-        return self._kwargs["cache"].get_or_compute("eigen", self._args, self._eigen)
+        return self._kwargs["cache"].get_or_compute(
+            "eigen", self._args, lambda: self._assemble(*decompositions(self.factors))
+        )
 
     def eigenvalues(self) -> Float[Tensor, "g p q"]:
         """Return the eigenvalues."""
@@ -332,9 +325,6 @@ class Kronecker(_GroupedBlocks):
     def of_rows(self) -> float:
         """The largest error of the eigenvalues' roots, relative to the root of their sum."""
         return sum(detail.of_rows for detail in self.details)
-
-    def _eigen(self) -> EigenKronecker:
-        return self._assemble(*decompositions(self.factors))
 
     def _assemble(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> EigenKronecker:
         values = (left[0].unsqueeze(2) * right[0].unsqueeze(1)).to(self.dtype)
