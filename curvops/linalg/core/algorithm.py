@@ -94,25 +94,25 @@ def working(A: Any, least: int = 0, multiply: Multiply | None = None) -> Iterato
 def in_parts(multiply: Multiply, width: int) -> Multiply:
     """Return ``multiply`` for blocks of any width, at most ``width`` columns at a time, halved when out of memory."""
     groups = Groups("multiplied", width)
+    return lambda V: assembled(groups, V.shape[1], lambda start, stop: multiply(part(V, start, stop)))
 
-    def apply(V: Vectors) -> Vectors:
-        K = V.shape[1]
-        result: Vectors | None = None
 
-        def multiply_part(start: int, stop: int) -> None:
-            nonlocal result
-            if stop - start == K:
-                result = multiply(V)
-                return
-            image = multiply(part(V, start, stop))
-            result = empty_block(image, K) if result is None else result
-            put(result, start, image)
+def assembled(groups: Groups, count: int, work: Callable[[int, int], Vectors]) -> Vectors:
+    """Return the block of ``count`` columns of which ``work(start, stop)`` makes some, group by group."""
+    result: Vectors | None = None
 
-        groups.each(K, multiply_part)
-        assert result is not None
-        return result
+    def put_group(start: int, stop: int) -> None:
+        nonlocal result
+        block = work(start, stop)
+        if stop - start == count:
+            result = block
+            return
+        result = empty_block(block, count) if result is None else result
+        put(result, start, block)
 
-    return apply
+    groups.each(count, put_group)
+    assert result is not None
+    return result
 
 
 def holding(A: Any, nbytes: int) -> AbstractContextManager[Any]:

@@ -12,16 +12,14 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import Memories, hold
+from curvops.ambient import Groups, Memories, hold
 from curvops.checks import drawn_seed, refuse_modes
 from curvops.errors import NotPositiveSemidefiniteError
-from curvops.linalg.core.algorithm import algorithm, memories_of, solve_width
+from curvops.linalg.core.algorithm import algorithm, assembled, memories_of, solve_width
 from curvops.linalg.core.vectors import (
     Description,
     check_finite,
-    empty_block,
     join,
-    put,
     random_block,
     require_precision,
 )
@@ -109,16 +107,8 @@ def draw(
     if (ranks := ranks_together(operator)) is not None and not isinstance(generator, ColumnNoise):
         ranks.require_equal({SEED: noise.key})
     with hold(held, beside):
-        if width >= k:
-            return draw_together(operator, k, noise)
-        draws: Tensor | None = None
-        for start in range(0, k, width):
-            stop = min(start + width, k)
-            group = draw_together(operator, stop - start, noise.part(start, stop))
-            draws = empty_block(group, k) if draws is None else draws
-            put(draws, start, group)
-    assert draws is not None
-    return draws
+        groups = Groups("drawn", width)
+        return assembled(groups, k, lambda i, j: draw_together(operator, j - i, noise.part(i, j)))
 
 
 def draw_together(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
