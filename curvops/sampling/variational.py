@@ -91,28 +91,6 @@ class DiagonalFamily(GaussianFamily):
         return Diagonal(variances), Diagonal(1 / variances)
 
 
-class DenseFamily(GaussianFamily):
-    """The family Σ = L Lᵀ, L lower triangular with a positive diagonal e^s."""
-
-    def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
-        return {"factor": torch.diag(torch.full_like(like, math.log(scale)))}
-
-    def transform(self, tensors: Tensors, structure: Structure, noise: DrawnNumbers) -> Float[Tensor, "k d"]:
-        return noise @ triangle(tensors["factor"]).mT
-
-    def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
-        factor = tensors["factor"]
-        white = torch.linalg.solve_triangular(triangle(factor), z.mT, upper=False).mT
-        return _standard(white, factor.diagonal().sum())
-
-    def misfits(self, structure: Structure, residual: DrawnNumbers, noise: DrawnNumbers) -> dict[str, Tensor]:
-        return {"factor": residual.mT @ noise / len(noise)}
-
-    def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
-        rows = triangle(tensors["factor"])[order]
-        return Dense(rows @ rows.mT, psd=True), None
-
-
 class LowRankDiagonalFamily(GaussianFamily):
     """The family Σ = U Uᵀ + diag(e^{2 s}), U (d, r) (Ong, Nott & Smith 2018)."""
 
@@ -154,9 +132,20 @@ class KroneckerFamily(GaussianFamily):
     It is the matrix normal distribution of Louizos & Welling 2016. Tensors are independent of each other.
     """
 
+    def factors(self, structure: Structure) -> Iterator[tuple[list[str], int, int, slice]]:
+        """Yield the names of each tensor's factors, its shape (p, q) as a matrix, and its part of the vector.
+
+        A vector (q = 1) has no right factor, which would be 1 × 1, a second scale in addition to the left one.
+        """
+        start = 0
+        for i, shape in enumerate(structure.shapes):
+            p, q = shape[0] if shape else 1, shape[1:].numel()
+            yield [f"left.{i}", *([f"right.{i}"] if q > 1 else [])], p, q, slice(start, start + p * q)
+            start += p * q
+
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         tensors = {}
-        for names, *sizes, _ in factors(structure):
+        for names, *sizes, _ in self.factors(structure):
             for name, n in zip(names, sizes):
                 tensors[name] = torch.diag(like.new_full((n,), math.log(scale) / len(names)))
         return tensors
@@ -170,24 +159,24 @@ class KroneckerFamily(GaussianFamily):
 
         white = self._scaled(tensors, structure, z, whiten)
         log_root = z.new_zeros(())
-        for names, p, q, _ in factors(structure):
+        for names, p, q, _ in self.factors(structure):
             for name, copies in zip(names, (q, p)):
                 log_root = log_root + copies * tensors[name].diagonal().sum()
         return _standard(white, log_root)
 
     def misfits(self, structure: Structure, residual: DrawnNumbers, noise: DrawnNumbers) -> dict[str, Tensor]:
         errors = {}
-        for (left, *right), p, q, entries in factors(structure):
+        for (left, *right), p, q, entries in self.factors(structure):
             u, Z = (rows[:, entries].unflatten(1, (p, q)) for rows in (residual, noise))
-            errors[left] = (u @ Z.mT).mean(0) / q
-            errors.update((name, (u.mT @ Z).mean(0) / p) for name in right)
+            errors[left] = torch.einsum("kpq,krq->pr", u, Z) / (len(u) * q)
+            errors.update((name, torch.einsum("kpq,kpr->qr", u, Z) / (len(u) * p)) for name in right)
         return errors
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)  # the new position of each entry of the vector
         blocks, inverses, positions = [], [], []
-        for names, *_, entries in factors(structure):
+        for names, *_, entries in self.factors(structure):
             left, *others = (triangle(tensors[name]).unsqueeze(0) for name in names)
             right = others[0] if others else left.new_ones(1, 1, 1)
             blocks.append(Kronecker(left @ left.mT, right @ right.mT))
@@ -200,12 +189,23 @@ class KroneckerFamily(GaussianFamily):
     ) -> Float[Tensor, "k d"]:
         """Apply L from the left and R from the right, tensor by tensor."""
         blocks = []
-        for (left, *right), p, q, entries in factors(structure):
+        for (left, *right), p, q, entries in self.factors(structure):
             block = apply(tensors[left], rows[:, entries].unflatten(1, (p, q)))
             for name in right:
                 block = apply(tensors[name], block.mT).mT
             blocks.append(block.flatten(1))
         return torch.cat(blocks, 1)
+
+
+class DenseFamily(KroneckerFamily):
+    """The family Σ = L Lᵀ, L lower triangular with a positive diagonal e^s: a single factor, of the whole vector."""
+
+    def factors(self, structure: Structure) -> Iterator[tuple[list[str], int, int, slice]]:
+        yield ["factor"], structure.size, 1, slice(None)
+
+    def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
+        rows = triangle(tensors["factor"])[order]
+        return Dense(rows @ rows.mT, psd=True), None
 
 
 FAMILIES: dict[str, type[GaussianFamily]] = {
@@ -225,18 +225,6 @@ def family_of(name: str, rank: object) -> GaussianFamily:
 def triangle(factor: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     """Return the lower triangle with the exponential of its diagonal."""
     return factor.tril(-1) + torch.diag(factor.diagonal().exp())
-
-
-def factors(structure: Structure) -> Iterator[tuple[list[str], int, int, slice]]:
-    """Yield the names of each tensor's factors, its shape (p, q) as a matrix, and its part of the vector.
-
-    A vector (q = 1) has no right factor, which would be 1 × 1, a second scale in addition to the left one.
-    """
-    start = 0
-    for i, shape in enumerate(structure.shapes):
-        p, q = shape[0] if shape else 1, shape[1:].numel()
-        yield [f"left.{i}", *([f"right.{i}"] if q > 1 else [])], p, q, slice(start, start + p * q)
-        start += p * q
 
 
 def _standard(white: Float[Tensor, "k d"], log_root: Tensor) -> Float[Tensor, " k"]:
