@@ -27,6 +27,7 @@ from curvops.gp.operator_kernel import (
     same_points,
 )
 from curvops.linalg import Dense, LowRank
+from curvops.linalg.core.cache import Cache
 from curvops.network.likelihoods import Gaussian
 from curvops.network.model.parameters import layer_of, matching, read_mean, read_precision
 from curvops.operators import Linearization, TangentKernel
@@ -96,7 +97,7 @@ class LinearizedKernel(OperatorKernel):
         super().__init__()
         require_linearized(lin)
         check_choice("outputs", outputs, OUTPUTS)
-        self.lin, self._matrices = lin, KeptMatrices()
+        self.lin, self._matrices = lin, Cache()
         if outputs == "independent":
             self.batch_shape = torch.Size((lin.num_outputs,))
         self._group_of, start = _groups(lin, prior_precision, over)
@@ -200,44 +201,29 @@ class LinearizedKernel(OperatorKernel):
         (rows, columns), weights = kernel.shape, self.lin.num_parameters
         room = left.passes.memory.room() // self.lin.theta.element_size()
         if x2 is x1 and weights < rows and rows * weights <= room:
-            rows_of_J = (
-                left.formed().mT if left.is_recorded else self._matrices.get("J", x1, x2, lambda: left.formed().mT)
-            )
-            return LowRank(rows_of_J, self._entries())
+            J = left.formed().mT if left.is_recorded else self._kept("J", x1, x2, lambda: left.formed().mT)
+            return LowRank(J, self._entries())
         if rows * columns * (len(self.raw_prior_precision) + 1) > room:
-            return kernel.keeping_in(self._matrices.get("store", x1, x2, dict))
+            return kernel.keeping_in(self._kept("store", x1, x2, dict))
         if left.is_recorded or right.is_recorded:
             scales = self._scales()
             scale_of = {name: scales[group] for name, group in self._group_of.items()}
             return Dense(gram_with_graph(left, right, scale_of), psd=x2 is x1)
         one = torch.ones_like(self.lin.theta[0])  # J_g(x) J_g(x')ᵀ for each group of weights
-        units = self._matrices.get("grams", x1, x2, lambda: gram_terms(left, right, one, self._group_of))
+        units = self._kept("grams", x1, x2, lambda: gram_terms(left, right, one, self._group_of))
         return Dense(torch.tensordot(self._scales(), units, 1), psd=x2 is x1)
+
+    def _kept(self, kind: str, x1: Tensor, x2: Tensor, compute: Callable[[], Any]) -> Any:
+        """Return `compute()`, or its last result of this kind if that is for the same points."""
+        return self._matrices.get_or_compute(kind, (), compute, (x1.detach(), x2.detach()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedKernel:
         """Return a copy with its own parameters that shares the linearisation."""
-        memo[id(self.lin)], memo[id(self._matrices)] = self.lin, KeptMatrices()
+        memo[id(self.lin)] = self.lin
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         new.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
         return new
-
-
-class KeptMatrices:
-    """The last matrix of each kind that needed passes of the network, kept as long as the points are the same."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, tuple[Tensor, Tensor, Any]] = {}
-
-    def get(self, kind: str, x1: Tensor, x2: Tensor, compute: Callable[[], Any]) -> Any:
-        """Return `compute()`, or its earlier result for these points."""
-        entry = self._entries.get(kind)
-        if entry is None or not (same_points(entry[0], x1) and same_points(entry[1], x2)):
-            entry = self._entries[kind] = x1.detach().clone(), x2.detach().clone(), compute()
-        return entry[2]
-
-    def __reduce__(self) -> tuple[type[KeptMatrices], tuple[()]]:
-        return KeptMatrices, ()
 
 
 def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], Float[Tensor, " G"]]:
