@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -165,12 +165,10 @@ def cholesky(
         scale = _scale(left)
         aim = _aim(float(left.double().sum()), rank, float(shift), rtol)
         block = 1 if pivoting == "greedy" else 16
-        grown = _grow(A, left.clone(), min(room, wanted), block, aim, scale, generator)
-    done = len(grown.pivots) >= (wanted if rank is not None else n) or grown.trace_left <= aim or grown.exhausted
+        F, pivots, trace, read, exhausted = _grow(A, left.clone(), min(room, wanted), block, aim, scale, generator)
+    done = len(pivots) >= (wanted if rank is not None else n) or trace <= aim or exhausted
     reason = Reason.CONVERGED if done else Reason.RANK_CAPPED
-    return PivotedCholesky(
-        grown.F, grown.pivots, 0.0 if grown.exhausted else grown.trace_left, float(shift), spent + grown.columns, reason
-    )
+    return PivotedCholesky(F, pivots, 0.0 if exhausted else trace, float(shift), spent + read, reason)
 
 
 def _scale(diagonal: Tensor) -> float:
@@ -190,18 +188,13 @@ def _aim(trace: float, rank: int | None, shift: float, rtol: float | int | None)
     return max(by_share, by_condition)
 
 
-class _Factor(NamedTuple):
-    F: Tensor
-    pivots: Tensor
-    trace_left: float
-    columns: int
-    exhausted: bool
-
-
 def _grow(
     A: Matrix, left: Tensor, limit: int, block: int, aim: float, scale: float, generator: torch.Generator | None
-) -> _Factor:
-    """Add columns in blocks up to ``limit``, the goal, or rounding, at one small transfer per block."""
+) -> tuple[Tensor, Tensor, float, int, bool]:
+    """Add columns in blocks up to ``limit``, the goal, or rounding, at one small transfer per block.
+
+    Returns F, the pivots, the trace left, the number of columns read, and whether the range of A is exhausted.
+    """
     n = len(left)
     F = empty_block(left, min(limit, 64))
     floor = n * torch.finfo(left.dtype).eps * scale
@@ -243,7 +236,7 @@ def _grow(
         left = left.clamp_min(0)
         trace, exhausted = total, high <= floor
     order = torch.cat(pivots) if pivots else torch.zeros(0, dtype=torch.long, device=left.device)
-    return _Factor(F[:, :r], order, max(trace, 0.0), spent, exhausted)
+    return F[:, :r], order, max(trace, 0.0), spent, exhausted
 
 
 def _check_core(core: Tensor, expected: Tensor, scale: float, dtype: torch.dtype) -> None:
