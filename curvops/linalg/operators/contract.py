@@ -60,10 +60,6 @@ class LinearOperatorContract(LinearOperator):
     def _memoize_cache(self, _: dict[str, Any]) -> None:
         pass
 
-    def add_jitter(self, jitter_val: float = 1e-3) -> LinearOperator:
-        """Return A + jitter · I, linear_operator's name for a scalar `add_diagonal`."""
-        return self.add_diagonal(jitter_val)
-
     def add_low_rank(self, low_rank_mat: Any, *args: Any, **kwargs: Any) -> LinearOperator:
         """Return A + B Bᵀ for B (n, r), as a lazy sum; no root is computed."""
         root = to_linear_operator(low_rank_mat)
