@@ -17,8 +17,7 @@ from curvops.checks import check_kind
 from curvops.linalg.core.matrix_identity import Sources
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher, Sampled
-from curvops.network.trained.drawn_fisher import DrawnFisher
+from curvops.network.likelihoods.output_fisher import Empirical
 from curvops.network.trained.first_points import FirstPoints
 from curvops.network.trained.trained_network import NetworkOnData, TrainedNetwork
 from curvops.network.walks.budget import Budget
@@ -136,11 +135,6 @@ class ShardedLinearization(NetworkOnData):
             return G.pull(rows.weigh(G.outputs.new_ones(1, len(G.outputs), 1), batch))
 
         return wrapped(Sharded(self.passes.total(term, 1, rows).squeeze(1), self.layout))
-
-    def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
-        fisher = super().output_fisher(kind, mc_samples, generator)
-        # Drawn before the walk: passes inside a pass would gather parameters again.
-        return Sampled(self.likelihood, fisher.draw()) if isinstance(fisher, DrawnFisher) else fisher
 
     def flatten(self, tensors: Mapping[str, Any]) -> Any:
         """Return named tensors, (*shape) or (K, *shape) each, as a DTensor (D,) or (D, K).

@@ -1,6 +1,6 @@
 """KFAC, EKFAC and dense blocks of single-precision data: small eigenvalues right, or a warning that they may not be.
 
-Tests `kfac.py`, `kfac_factors.py`, `kronecker_factors.py`, and targets that are drawn (`drawn_fisher.py`).
+Tests `kfac.py`, `kfac_factors.py`, `kronecker_factors.py`, and targets that are drawn.
 """
 
 from __future__ import annotations

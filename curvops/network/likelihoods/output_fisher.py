@@ -44,8 +44,8 @@ class OutputFisher(ABC):
         """Return H by its parts, in float64, if they are known; see `Likelihood.hessian_parts`."""
         return None
 
-    def resume(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        """Continue a saved run; if targets are drawn, with its draws and the state of its generator."""
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continue a saved run, with its draws if targets are drawn."""
         return
 
     def counted(self, batch: Batch) -> Bool[Tensor, "n *T"] | None:
@@ -174,12 +174,16 @@ class Narrow(FromColumns):
         return self.likelihood.narrow_root(at, batch.any_targets, batch.weights, start, stop)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Sampled(FromColumns):
     """The Monte-Carlo Fisher: residuals (M, N, C), divided by √M, at targets drawn once from the model."""
 
     likelihood: Likelihood
     draws: Tensor
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        earlier = checkpoint.attach("draws", lambda: self.draws)
+        self.draws = self.draws if earlier is None else earlier
 
     def num_columns(self, num_outputs: int) -> int:
         return len(self.draws)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy as copy_object
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from curvops.ambient import Progress
 from curvops.argument_types import Collate
 from curvops.checkpoint import identify
-from curvops.checks import check_shape, check_tensor
+from curvops.checks import check_choice, check_options, check_shape, check_tensor
 from curvops.errors import MissingLabelsError
 from curvops.network.data.batches import AbsentBatches, Batch, Batches, LabelledSource
 from curvops.network.data.inputs import (
@@ -39,12 +39,11 @@ from curvops.network.engines.self_check import require_symmetric
 from curvops.network.likelihoods.composite import Multitask
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
-from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
+from curvops.network.likelihoods.output_fisher import Empirical, Exact, FisherKind, OutputFisher, Sampled
 from curvops.network.model.calls import explain
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import TangentSpace
-from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
 from curvops.network.trained.first_points import FirstPoints, output_shape, try_objects
 from curvops.network.walks.budget import BatchMap, Budget, linear
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
@@ -179,17 +178,33 @@ class NetworkOnData:
         return Exact(self.likelihood.with_hyperparameters([self.passes.replicated(tensor) for tensor in tensors]))
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
-        """Return the H named by `fisher=`; see `drawn_fisher.output_fisher`."""
-        if kind == "empirical":
-            self.require_labels("the empirical Fisher")
-        return output_fisher(kind, self.likelihood, mc_samples, lambda: self._drawn(mc_samples, generator))
+        """Return the H named by `fisher=`: "exact", "mc" with `mc_samples` targets drawn here, or "empirical".
 
+        Raises ValueError for another name, for `mc_samples` below 1, and for more than 1 if nothing is drawn.
+        """
+        check_choice("fisher", kind, get_args(FisherKind))
+        if kind == "mc":
+            return Sampled(self.likelihood, self.draw_residuals(mc_samples, generator))
+        if mc_samples != 1:
+            raise ValueError(f"mc_samples={mc_samples} with fisher={kind!r}, which draws nothing; use fisher='mc'.")
+        if kind == "exact":
+            return Exact(self.likelihood)
+        self.require_labels("the empirical Fisher")
+        return Empirical(self.likelihood)
+
+    @torch.no_grad()
     def draw_residuals(self, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
-        """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass."""
-        return self._drawn(mc_samples, generator).draw()
+        """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass.
 
-    def _drawn(self, mc_samples: int, generator: torch.Generator | None) -> DrawnFisher:
-        return DrawnFisher(self.passes, self.num_data, self.likelihood, mc_samples, generator)
+        They are drawn for all points at once: equal seeds give equal draws, however the data are batched.
+        """
+        check_options(mc_samples=mc_samples, generator=generator)
+        walked = [(J.outputs, batch.any_targets, batch.weights) for batch, J in self.passes.each(0)]
+        f, y = (self.passes.line_up([batch[i] for batch in walked]) for i in (0, 1))
+        weights = [w for *_, w in walked if w is not None]
+        w = self.passes.line_up(weights) if weights else None
+        draws = [self.likelihood.mc_residual(f, y, w, generator) for _ in range(mc_samples)]
+        return torch.stack(draws) / mc_samples**0.5
 
     def results_now(self) -> dict[str, Any]:
         """Return results at the present hyperparameters, which may change in place, as in training."""

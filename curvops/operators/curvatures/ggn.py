@@ -309,12 +309,12 @@ class DiagonalGGN(UserOperator, Diagonal):
     correlations. Choose it to rank weights, or as the cheapest posterior, but not if weights act together (Dangel,
     Kunstner & Hennig 2020).
 
-    Cost to build, at construction and without a gradient graph: one forward pass, one backward pass for each of the C
-    columns (of a softmax C − 1; "mc": `mc_samples`, "empirical": one), and one more matrix product per layer for each
-    column; a layer that is applied at one position shares that product among all columns. Memory: a chunk of
-    sensitivities within the budget, never a Jacobian. Parameters without a layer rule need a backward pass for each
-    point and column. A last layer alone needs the diagonal of H and no columns, whatever C is, unless the likelihood is
-    a function.
+    Cost to build, at construction and without a gradient graph: one forward pass (two for "mc"), one backward pass for
+    each of the C columns (of a softmax C − 1; "mc": `mc_samples`, "empirical": one), and one more matrix product per
+    layer for each column; a layer that is applied at one position shares that product among all columns. Memory: a
+    chunk of sensitivities within the budget, never a Jacobian. Parameters without a layer rule need a backward pass for
+    each point and column. A last layer alone needs the diagonal of H and no columns, whatever C is, unless the
+    likelihood is a function.
 
     Args:
         lin: the linearised network.

@@ -123,13 +123,15 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
     ) -> None:
         check_choice("sharing", sharing, get_args(Sharing))
         check_choice("bias", bias, get_args(Bias))
-        output = lin.output_fisher(fisher, mc_samples, generator).narrow  # all walks use the same draws
-        seed = seed_of(getattr(output, "generator", None))
 
         def problem() -> dict[str, Any]:
             return lin.problem() | (lin.order if fisher == "mc" else {})
 
-        begin(type(self).__name__, checkpoint, problem, lin.theta.device, True, lin.ranks, lin=None, generator=seed)
+        seed = seed_of(generator) if fisher == "mc" else None
+        place = checkpoint, problem, lin.theta.device, True, lin.ranks
+        saved = begin(type(self).__name__, *place, lin=None, generator=seed)
+        source = saved.source("generator", generator, lin.theta.device) if fisher == "mc" else None
+        output = lin.output_fisher(fisher, mc_samples, source).narrow  # all walks use the same draws
         blocks = kfac_blocks(lin, output, sharing, bias)
         positions = partition([block.positions for block in blocks], lin.theta.device)
         operators = {block.names: block.operator for block in blocks}
@@ -167,10 +169,10 @@ class KFAC(KroneckerCurvature):
     weights are factorised. If a larger layer is among them, conjugate gradients and probes compute everything.
     `heuristic_damping` gives Martens & Grosse's factored damping instead.
 
-    Cost to build: a forward pass, a backward pass for each column (C, of a softmax C − 1, `mc_samples`, or 1), and the
-    factors' matrix products; a last layer needs no columns, but the sum of H, one product. A product is two matrix
-    products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it if the GGN's own products cost too much and a
-    diagonal is too crude.
+    Cost to build: a forward pass (two with "mc"), a backward pass for each column (C, of a softmax C − 1, `mc_samples`,
+    or 1), and the factors' matrix products; a last layer needs no columns, but the sum of H, one product. A product is
+    two matrix products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it if the GGN's own products cost too much
+    and a diagonal is too crude.
 
     Args:
         lin: the linearised network.

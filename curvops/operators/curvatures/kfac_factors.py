@@ -287,7 +287,7 @@ class SummedWalk:
         self.saved = saved = part_of_rank(f"{name} {mark}", lin.theta.device)
         state = saved.state or {"points": 0, "chunk": lin.passes.chunk_bytes, "sums": saved.outcome}
         self.points, self.chunk, self.sums = (state[name] for name in ("points", "chunk", "sums"))
-        fisher.resume(saved, lin.theta.device)
+        fisher.resume(saved)
 
     def groups(self, sums: Callable[[], Any], apart: bool = False) -> Iterator[Group]:
         """Yield the groups that were not summed before; `sums` holds the sums whenever some points are done."""
