@@ -372,7 +372,8 @@ class Sampler:
     def _collect(self, lanczos: LockStep, before: Sequence[Rules] = ()) -> SpectralQuadrature:
         """Set the rules to those before and those of further probes; return the quadrature."""
         lanczos.check(self.scale)
-        self.rules = [*before, *rules(lanczos, self.scale)]
+        fresh = [rules_of(lanczos, k, size, self.scale) for k, size in enumerate(lanczos.sizes.tolist())]
+        self.rules = [*before, *fresh]
         return self.quadrature()
 
     def first(self, count: int) -> None:
@@ -508,19 +509,14 @@ class Rules(NamedTuple):
     highest: float
 
 
-def rules(lanczos: LockStep, scale: float) -> list[Rules]:
-    """Return the rules of Gauss and of Gauss–Radau with a node at 0, for each start vector.
+def rules_of(lanczos: LockStep, k: int, size: float, scale: float) -> Rules:
+    """Return the rules of Gauss and of Gauss–Radau with a node at 0 for start vector k, whose length is given.
 
     ``scale`` is the size of the terms of the products; their rounding may look like a negative eigenvalue.
 
     Raises:
         NotPositiveSemidefiniteError: a Ritz value is clearly below zero.
     """
-    return [_rules_of(lanczos, k, size**2, scale) for k, size in enumerate(lanczos.sizes.tolist())]
-
-
-def _rules_of(lanczos: LockStep, k: int, square: float, scale: float) -> Rules:
-    """Return the rules of one start vector, whose squared length is given."""
     T, eps = lanczos.tridiagonal(k), lanczos.eps
     m = len(T)
     beta, (nodes, V) = float(lanczos.betas[k, m - 1]), torch.linalg.eigh(T)
@@ -529,7 +525,7 @@ def _rules_of(lanczos: LockStep, k: int, square: float, scale: float) -> Rules:
     # ‖Gz‖² ≤ ‖G‖ zᵀGz for a positive semidefinite G; an image of z without curvature along z disproves it.
     if lowest < -noise or (highest == 0 and beta > noise):
         raise indefinite(f"A is not positive semidefinite, or lower_bound is too large: {lowest:.3e} is below.")
-    gauss = nodes.clamp_min(0), square * V[0].square()
+    gauss = nodes.clamp_min(0), size**2 * V[0].square()
     if beta == 0 or highest == 0:
         return Rules(*gauss, *gauss, lowest, highest)
     # A node slightly below 0 bounds, too, and T minus it stays regular if 0 is itself a Ritz value.
@@ -545,4 +541,4 @@ def _rules_of(lanczos: LockStep, k: int, square: float, scale: float) -> Rules:
     extended[:m, :m], extended[m, m] = T, below + shifted[-1]
     extended[m, m - 1] = extended[m - 1, m] = beta
     nodes, V = torch.linalg.eigh(extended)
-    return Rules(*gauss, nodes.clamp_min(0), square * V[0].square(), lowest, highest)
+    return Rules(*gauss, nodes.clamp_min(0), size**2 * V[0].square(), lowest, highest)
