@@ -28,11 +28,11 @@ from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Blocks, TangentSpace, read_mean, read_precision
 from curvops.network.trained.network_record import record_of_network, recorded_network
 from curvops.network.trained.trained_network import TrainedNetwork
-from curvops.network.walks.budget import BatchMap
+from curvops.network.walks.budget import BatchMap, linear
 from curvops.network.walks.input_graphs import InputGraph
 from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns
-from curvops.network.walks.walk import Passes, accumulate, at_points, by_points, shuffled
+from curvops.network.walks.walk import Passes, accumulate, by_points, shuffled
 
 __all__ = [
     "Batch",
@@ -62,12 +62,12 @@ __all__ = [
     "SharedPointsWarning",
     "NoProcessGroupWarning",
     "accumulate",
-    "at_points",
     "by_points",
     "estimated_noise",
     "gaps_and_weights",
     "gaussians_with_sums",
     "likelihoods",
+    "linear",
     "mean_squares",
     "move",
     "needs_noise",

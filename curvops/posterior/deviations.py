@@ -139,11 +139,6 @@ class Systems:
         return frozenset((self.terms.lin.memory,))
 
     @property
-    def at_a_time(self) -> tuple[int, int]:
-        """Return how many draws fit into memory at once, and the bytes to hold in addition to their solves."""
-        return solve_width(self.precision, self.count, self.memories)
-
-    @property
     def like(self) -> Tensor:
         """A tensor with the weights' dtype and device."""
         return self.terms.curvature.representation()[0]
@@ -441,7 +436,7 @@ def draw_deviations(
 def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Solution:
     """Solve for draws at temperature 1, as many at once as fit into memory; failures are returned as reasons."""
     carried = carries_graph(systems.precision.representation())
-    width, beside = systems.at_a_time
+    width, beside = solve_width(systems.precision, systems.count, systems.memories)
     if current() or width >= systems.count or carried:
         return _solve_together(systems, chosen, x0, rtol)
     draws, solutions = systems.like.new_empty(systems.count, systems.precision.shape[-1]), []

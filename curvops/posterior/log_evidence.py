@@ -182,17 +182,16 @@ def _ratio_above(
     if (form := terms.closed_form) is not None:
         return form.logdet_estimate(rtol) + (-reference)
     system, route = _route(terms, rtol)
-    if route == "spectrum":
-        return _ratio_from(decompose(cache), A, P, rtol)
     if route == "formed kernel":
         return kernel_of(terms).log_ratio(float(A), rtol, many)
     if route == "quadrature":
         return cache.peek("quadrature")[2].logdet(float(A))
-    most = routes.products_of_probes(system.rows)
-    estimate = logdet(P, rtol=rtol, max_matvecs=most, generator=generator)
-    if _failed(estimate) and routes.decomposes(system):
-        return _ratio_from(decompose(cache), A, P, rtol)
-    return estimate + (-reference)
+    if route == "probes":
+        most = routes.products_of_probes(system.rows)
+        estimate = logdet(P, rtol=rtol, max_matvecs=most, generator=generator)
+        if not (_failed(estimate) and routes.decomposes(system)):
+            return estimate + (-reference)
+    return _ratio_from(decompose(cache), A, P, rtol)
 
 
 def _route(terms: PrecisionTerms, rtol: float) -> tuple[routes.System, str]:
@@ -264,22 +263,21 @@ def count_parameters(terms: PrecisionTerms, rtol: float, generator: torch.Genera
 def _count_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
     cache = terms.cache
     system, route = _route(terms, rtol)
-    if route == "spectrum" and A.ndim:
-        estimate, inverse = decompose(cache).plus_diagonal(A.detach(), rtol)
-        shares = 1 - A.detach().double() * inverse.diagonal()
-        # δ tr P⁻¹ also bounds the change of γ, since tr P⁻¹AP⁻¹ is no more than tr P⁻¹.
-        return Estimate.rounded(shares.sum(), estimate.bias_bound, rtol, estimate.matvecs)
-    if route == "spectrum":
-        return decompose(cache).effective_dimension(float(A.detach()), rtol)
     if route == "formed kernel":
         return kernel_of(terms).spectrum.effective_dimension(float(A.detach()), rtol)
     if route == "quadrature":
         return cache.peek("quadrature")[2].effective_dimension(float(A.detach()))
-    most = routes.products_of_probes(system.rows)
-    estimate = effective_dimension(cache.curvature, A, rtol=rtol, max_matvecs=most, generator=generator)
-    if _failed(estimate) and routes.decomposes(system):
+    if route == "probes":
+        most = routes.products_of_probes(system.rows)
+        estimate = effective_dimension(cache.curvature, A, rtol=rtol, max_matvecs=most, generator=generator)
+        if not (_failed(estimate) and routes.decomposes(system)):
+            return estimate
+    if A.ndim == 0:
         return decompose(cache).effective_dimension(float(A.detach()), rtol)
-    return estimate
+    estimate, inverse = decompose(cache).plus_diagonal(A.detach(), rtol)
+    shares = 1 - A.detach().double() * inverse.diagonal()
+    # δ tr P⁻¹ also bounds the change of γ, since tr P⁻¹AP⁻¹ is no more than tr P⁻¹.
+    return Estimate.rounded(shares.sum(), estimate.bias_bound, rtol, estimate.matvecs)
 
 
 def _count_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:

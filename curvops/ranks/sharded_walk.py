@@ -294,7 +294,7 @@ class ShardedLayers:
                     some = copy(engine)
                     some.parts = [jacobian for jacobian in engine.parts if names & set(jacobian.layer.names.values())]
                     by_autograd = partial(_gradients, self.model, outputs, {name: edges[name] for name in names})
-                    bad |= mismatches(some, by_autograd).wrong
+                    bad |= mismatches(some, by_autograd)[0]
         finally:
             for handle in handles:
                 handle.remove()

@@ -21,7 +21,6 @@ from curvops.network.engines.layerwise import Layerwise
 from curvops.network.engines.plan import CPU, GPU, EngineChoice, EngineKind, Plan, Routes
 from curvops.network.engines.rows_of_points import SharedLayers, find_shared_layers
 from curvops.network.engines.self_check import (
-    Checked,
     bypassed,
     find_routes,
     mismatches,
@@ -182,7 +181,7 @@ class Engines:
             self._paths[path] = frozenset(wrong)
         return wrong
 
-    def _check(self, inputs: Any, recording: Recording, whole: bool) -> Checked:
+    def _check(self, inputs: Any, recording: Recording, whole: bool) -> tuple[set[str], bool]:
         """Find the layers that are wrong in products with J (`whole`), or with one random column per point.
 
         The column is random, since a check with zero residuals would show nothing.
@@ -196,7 +195,7 @@ class Engines:
         reached = {name for jacobian in engine.parts for name in jacobian.layer.names.values()}
         wrong, shown = mismatches(engine, pull, reached)
         unreached = {*self._in_layers} - reached  # such as the branch of another output
-        return Checked(wrong | (bypassed(self.model, recording, unreached) if unreached else set()), shown)
+        return wrong | (bypassed(self.model, recording, unreached) if unreached else set()), shown
 
     @property
     def _in_layers(self) -> list[str]:

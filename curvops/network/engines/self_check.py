@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -269,18 +269,11 @@ def custom_functions(outputs: Tensor) -> str:
 # Layer rules
 
 
-class Checked(NamedTuple):
-    """The parameters whose layers are wrong, and whether each parameter had a gradient, without which nothing shows."""
+def mismatches(engine: Layerwise, reference: Pull, names: Iterable[str] = ()) -> tuple[set[str], bool]:
+    """Return the parameters for which Jᵀu differs from autograd's, or J from the adjoint of Jᵀ.
 
-    wrong: set[str]
-    shown: bool
-
-
-def mismatches(engine: Layerwise, reference: Pull, names: Iterable[str] = ()) -> Checked:
-    """Find the parameters for which Jᵀu differs from autograd's, or J from the adjoint of Jᵀ.
-
-    The random u of each point multiplies its rows alone, which shows that the rows are its own. `names` are the
-    parameters that need a gradient to show it.
+    The random u of each point multiplies its rows alone, which shows that the rows are its own. Also return whether the
+    parameters `names` had a gradient each, without which nothing shows.
     """
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     u = _randn_like(engine.outputs.new_empty(()).expand(1, len(engine.outputs), engine.num_columns), generator)
@@ -305,7 +298,7 @@ def mismatches(engine: Layerwise, reference: Pull, names: Iterable[str] = ()) ->
         right = torch.stack([(back[local] * tangent).sum() for local, tangent in tangents.items()]).sum()
         if not bool((left - right).abs() <= tol * left):
             wrong |= set(layer.names.values())
-    return Checked(wrong, all(bool(expected[name].any()) for name in names))
+    return wrong, all(bool(expected[name].any()) for name in names)
 
 
 def random_root(points: int, num_outputs: int, like: Tensor) -> Root:

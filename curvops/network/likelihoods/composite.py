@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -70,28 +70,23 @@ class Sequences(Likelihood):
         return torch.Size((self.positions, self.num_outputs))
 
     def log_prob(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Float[Tensor, " n"]:
-        log_p = self.likelihood.log_prob(self._split(f), y.flatten(0, 1), self._weights(w))
+        log_p = self.likelihood.log_prob(self._split(f), *self._labels(y, w))
         return log_p.unflatten(0, (-1, self.positions)).sum(1)
 
     def residual(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Outputs:
-        return self._join(self.likelihood.residual(self._split(f), y.flatten(0, 1), self._weights(w)))
+        return self._join(self.likelihood.residual(self._split(f), *self._labels(y, w)))
 
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: SequenceWeights = None) -> OutputBlock:
-        product = self.likelihood.hessian_product(self._split(f), self._split(u), y.flatten(0, 1), self._weights(w))
-        return self._join(product)
+        return self._join(self.likelihood.hessian_product(self._split(f), self._split(u), *self._labels(y, w)))
 
     def hessian_parts(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> HessianParts | None:
-        return self.likelihood.hessian_parts(self._split(f), y.flatten(0, 1), self._weights(w))
+        return self.likelihood.hessian_parts(self._split(f), *self._labels(y, w))
 
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: SequenceWeights = None) -> OutputBlock:
-        product = self.likelihood.root_product(self._split(f), self._split(z), y.flatten(0, 1), self._weights(w))
-        return self._join(product)
+        return self._join(self.likelihood.root_product(self._split(f), self._split(z), *self._labels(y, w)))
 
     def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: SequenceWeights = None) -> RootBlock:
-        product = self.likelihood.root_transpose_product(
-            self._split(f), self._split(u), y.flatten(0, 1), self._weights(w)
-        )
-        return self._join(product)
+        return self._join(self.likelihood.root_transpose_product(self._split(f), self._split(u), *self._labels(y, w)))
 
     def root_columns(self, num_outputs: int) -> int:
         return self.positions * self.likelihood.root_columns(num_outputs // self.positions)
@@ -102,7 +97,7 @@ class Sequences(Likelihood):
     def narrow_root(
         self, f: Outputs, y: Tensor, w: SequenceWeights, start: int, stop: int
     ) -> Float[Tensor, "{stop}-{start} n C"]:
-        f, y, w = self._split(f), y.flatten(0, 1), self._weights(w)
+        f, (y, w) = self._split(f), self._labels(y, w)
         width = self.likelihood.narrow_columns(f.shape[1])
         root = f.new_zeros(stop - start, len(f) // self.positions, self.positions, f.shape[1])
         for t in range(start // width, -(-stop // width)):
@@ -121,7 +116,7 @@ class Sequences(Likelihood):
         w: SequenceWeights = None,
         generator: torch.Generator | None = None,
     ) -> Outputs:
-        return self._join(self.likelihood.mc_residual(self._split(f), y.flatten(0, 1), self._weights(w), generator))
+        return self._join(self.likelihood.mc_residual(self._split(f), *self._labels(y, w), generator))
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         return self._join(self.likelihood.mean(self._split(f)))
@@ -138,13 +133,13 @@ class Sequences(Likelihood):
 
     def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"] | None:
         """Return a mask of the positions that count, None if all do."""
-        mask = self.likelihood.counted(y.flatten(0, 1), self._weights(w))
+        mask = self.likelihood.counted(*self._labels(y, w))
         return None if mask is None else mask.unflatten(0, (-1, self.positions))
 
     def weights_of_points(self, y: Tensor, w: SequenceWeights) -> Float[Tensor, "n *T"] | None:
         if w is None or w.ndim == 1:
             return w
-        weights = self.likelihood.weights_of_points(y.flatten(0, 1), self._weights(w))
+        weights = self.likelihood.weights_of_points(*self._labels(y, w))
         return None if weights is None else weights.unflatten(0, (-1, self.positions))
 
     @property
@@ -164,11 +159,11 @@ class Sequences(Likelihood):
         """Invert `_split`."""
         return x.unflatten(-2, (-1, self.positions)).flatten(-2)
 
-    def _weights(self, w: Tensor | None) -> Tensor | None:
-        """Return one factor per position, (n·T,), or per target of a position, (n·T, m)."""
-        if w is None:
-            return None
-        return (w.unsqueeze(-1).expand(-1, self.positions) if w.ndim == 1 else w).flatten(0, 1)
+    def _labels(self, y: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return targets (n·T, ...), and one factor per position, (n·T,), or per target of a position, (n·T, m)."""
+        if w is not None:
+            w = (w.unsqueeze(-1).expand(-1, self.positions) if w.ndim == 1 else w).flatten(0, 1)
+        return y.flatten(0, 1), w
 
 
 PointWeights = Float[Tensor, " n"] | Float[Tensor, "n K"] | None
@@ -272,9 +267,7 @@ class Multitask(Likelihood):
         return root
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
-        members = zip(self.members, f.split(self.num_outputs, -1), self.targets)
-        drawn = [(member.sample(f, generator), form) for member, f, form in members]
-        return torch.cat([_as_row(y, form).to(f.dtype) for y, form in drawn], 1)
+        return self._target_rows(f, lambda member, g: member.sample(g, generator))
 
     def mc_residual(
         self, f: Outputs, y: Tensor, w: PointWeights = None, generator: torch.Generator | None = None
@@ -293,8 +286,7 @@ class Multitask(Likelihood):
                 raise kind(f"targets[{name!r}]: {error}") from error
 
     def any_targets(self, f: Outputs) -> Tensor:
-        drawn = zip((m.any_targets(g) for m, g in zip(self.members, f.split(self.num_outputs, -1))), self.targets)
-        return torch.cat([_as_row(y, form).to(f.dtype) for y, form in drawn], 1)
+        return self._target_rows(f, lambda member, g: member.any_targets(g))
 
     def counted(self, y: Tensor, w: PointWeights = None) -> Bool[Tensor, " n"] | None:
         """Return a mask of the points of which some target counts; None if all do."""
@@ -338,9 +330,12 @@ class Multitask(Likelihood):
         pairs = zip(y.split([form.columns for form in self.targets], 1), self.targets)
         return [(block if form.floating else block.long()).reshape(len(y), *form.shape) for block, form in pairs]
 
-
-def _as_row(drawn: Tensor, form: TargetShape) -> Tensor:
-    """Return drawn targets as rows; classes become unit vectors where the data have probabilities."""
-    if form.floating and not drawn.is_floating_point() and drawn.shape[1:].numel() != form.columns:
-        drawn = torch.nn.functional.one_hot(drawn, form.shape[-1])
-    return drawn.reshape(len(drawn), -1)
+    def _target_rows(self, f: Outputs, draw: Callable[[Likelihood, Tensor], Tensor]) -> Tensor:
+        """Return targets that `draw` gives, as rows; classes become unit vectors where the data have probabilities."""
+        rows = []
+        for member, g, form in zip(self.members, f.split(self.num_outputs, -1), self.targets):
+            drawn = draw(member, g)
+            if form.floating and not drawn.is_floating_point() and drawn.shape[1:].numel() != form.columns:
+                drawn = torch.nn.functional.one_hot(drawn, form.shape[-1])
+            rows.append(drawn.reshape(len(drawn), -1).to(f.dtype))
+        return torch.cat(rows, 1)

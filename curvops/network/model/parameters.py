@@ -294,7 +294,7 @@ class TangentSpace:
         moved = [name for name, value in self.held.items() if other.held.get(name, value) != value]
         if moved:
             return (
-                f"they were linearised at different weights (of {_quoted(moved)}), so their sum is the curvature at "
+                f"they were linearised at different weights (of {quoted(moved)}), so their sum is the curvature at "
                 "neither; linearise both data sets at one set of weights. If the sum is intended (yesterday's "
                 "curvature as a prior, merged Fishers), use a copy without its weights: op.detached_from_weights()."
             )
@@ -323,7 +323,7 @@ class TangentSpace:
 
     def _text(self) -> str:
         count = sum(shape.numel() for shape in self.shapes) if self.index is None else len(self.index)
-        return f"{count} in {_quoted(self.names)}"
+        return f"{count} in {quoted(self.names)}"
 
 
 def tangent_space(selection: Selection, values: Mapping[str, Tensor]) -> TangentSpace:
@@ -343,8 +343,9 @@ def _same_index(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or torch.equal(one, other.to(one.device))
 
 
-def _quoted(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(repr(name) for name in names[:most]) + (", …" if len(names) > most else "")
+def quoted(names: Sequence[str], most: int = 4) -> str:
+    """Return the first names, and how many there are."""
+    return ", ".join(map(repr, names[:most])) + (f", … ({len(names)} in all)" if len(names) > most else "")
 
 
 def read_precision(name: str, value: Any, selection: Selection, theta: Tensor, others: str = "") -> Tensor:

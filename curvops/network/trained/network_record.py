@@ -7,7 +7,7 @@ and the inputs and outputs of two points. It also contains the selected weights,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from curvops.network.likelihoods import (
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.model.model import Model, tensors_of
-from curvops.network.model.parameters import Selection
+from curvops.network.model.parameters import Selection, quoted
 from curvops.network.trained.first_points import (
     at_positions,
     checked_layout,
@@ -303,23 +303,19 @@ def require_same_network(
     """
     missing, further = saved.keys() - tensors.keys(), tensors.keys() - saved.keys()
     if missing or further:
-        lacks, more = (_some(sorted(names)) or "nothing" for names in (missing, further))
+        lacks, more = (quoted(sorted(names)) or "nothing" for names in (missing, further))
         raise ValueError(f"this is not the saved model: it lacks {lacks}, and also has {more}.")
     identities = identity_of(tensors)
     for what in ("shape", "dtype"):
         other = [name for name in saved if saved[name][what] != identities[name][what]]
         if other:
             was, now = (records[other[0]][what] for records in (saved, identities))
-            raise ValueError(f"the saved model has another {what} of {_some(other)} ({other[0]!r}: {was}, here {now}).")
+            names = quoted(other)
+            raise ValueError(f"the saved model has another {what} of {names} ({other[0]!r}: {was}, here {now}).")
     compared = [name for name in saved if name not in restored]
     other = [name for name in compared if saved[name]["fingerprint"] != identities[name]["fingerprint"]]
     if other:
         raise ValueError(
             f"the model has other values than when it was saved in {len(other)} of {len(saved)} tensors: "
-            f"{_some(other)}. Load the weights (model.load_state_dict); load_weights=True restores those linearised."
+            f"{quoted(other)}. Load the weights (model.load_state_dict); load_weights=True restores those linearised."
         )
-
-
-def _some(names: Iterable[str], most: int = 4) -> str:
-    listed = list(names)
-    return ", ".join(map(repr, listed[:most])) + (f", … ({len(listed)} in all)" if len(listed) > most else "")

@@ -84,11 +84,7 @@ class GraphRows(JacobianRows):
     """The rows of J at some inputs by layer, with their graph, for use while gradients are recorded."""
 
     def __init__(self, engines: Engines, inputs: Inputs, chunk_bytes: int = 2**27) -> None:
-        self.model, self._engines, self._inputs, self._chunk_bytes = engines.model, engines, inputs, chunk_bytes
-
-    @property
-    def chunk_bytes(self) -> int:
-        return self._chunk_bytes
+        self.model, self._engines, self._inputs, self.chunk_bytes = engines.model, engines, inputs, chunk_bytes
 
     def features(self) -> list[Features] | None:
         if not self._engines.plan.is_last_layer:

@@ -411,11 +411,8 @@ class JacobianRows(ABC):
     """The rows of J at some points, by layer: of a walk over batches, or of a recorded pass with its graph."""
 
     model: Model
-
-    @property
-    @abstractmethod
-    def chunk_bytes(self) -> int:
-        """The bytes that rows may take at a time."""
+    chunk_bytes: int
+    """The bytes that rows may take at a time."""
 
     @abstractmethod
     def features(self) -> list[Features] | None:

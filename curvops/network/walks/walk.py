@@ -169,6 +169,7 @@ class Passes(Walk, JacobianRows):
         self._whole: Passes | None = None  # the walk whose engines this one uses, if it has a root
         self.model, self._points, self._fisher = model, points, fisher
         self.memory = memory_budget if isinstance(memory_budget, Budget) else Budget(memory_budget)
+        self.chunk_bytes = chunk_bytes_within(self.memory.budget, model.theta)
         self._alike = self.memory.of_ranks is not None and shard is None
         self.forget()
 
@@ -298,11 +299,6 @@ class Passes(Walk, JacobianRows):
             return Passes(model, source, self._choice, memory, progress=self.progress)
         return Passes(self.model, source, self._choice, self.memory, self.engines)
 
-    @property
-    def chunk_bytes(self) -> int:
-        """The bytes that rows may take at a time."""
-        return chunk_bytes_within(self.memory.budget, self.model.theta)
-
     def root_pieces(
         self,
         fisher: OutputFisher,
@@ -412,6 +408,17 @@ class Passes(Walk, JacobianRows):
         self.model.refuse_modes()
         return progress_bar(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
 
+    def at_points(self, chosen: Int[Tensor, " m"]) -> Passes:
+        """Return a walk over some points, in ascending order."""
+        batches, start = [], 0
+        for inputs, _ in self.source:
+            count = num_points(inputs)
+            inside = chosen[(chosen >= start) & (chosen < start + count)] - start
+            if len(inside):
+                batches.append((take(inputs, inside), None))
+            start += count
+        return self.over(batches)
+
     @property
     def own_rows(self) -> slice:
         """The rows of J at this rank's own points, among those of all ranks."""
@@ -466,18 +473,6 @@ def _batches_of_whole(walk: Passes, together: int) -> Iterator[Any]:
         whole = num_points(inputs) - num_points(inputs) % together
         rest = take(inputs, slice(whole, None)) if whole < num_points(inputs) else None
         yield take(inputs, slice(whole))
-
-
-def at_points(walk: Passes, chosen: Int[Tensor, " m"]) -> Passes:
-    """Return a walk over some points, in ascending order."""
-    batches, start = [], 0
-    for inputs, _ in walk.source:
-        count = num_points(inputs)
-        inside = chosen[(chosen >= start) & (chosen < start + count)] - start
-        if len(inside):
-            batches.append((take(inputs, inside), None))
-        start += count
-    return walk.over(batches)
 
 
 def shuffled(walk: Passes, size: int, generator: torch.Generator | None) -> Iterator[tuple[Int[Tensor, " n"], Passes]]:

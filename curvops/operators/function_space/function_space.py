@@ -27,12 +27,10 @@ import torch
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
-from torch.autograd import Function
 
 from curvops.checkpoint import current, part_of_whole
 from curvops.linalg import Estimate, Inverse, Reason, solve
 from curvops.linalg.core.algorithm import holding, keep
-from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.solve_routes import FORMED_COPIES, KERNEL_COPIES, MOST_OUTPUTS, RESOLVED
 from curvops.linalg.core.structure import eigh_in_place
 from curvops.linalg.core.vectors import check_finite
@@ -41,7 +39,7 @@ from curvops.linalg.operators.base import by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
 from curvops.linalg.spectra.apply_function import inverse_root_product
-from curvops.network import Exact, Passes
+from curvops.network import Exact, Passes, linear
 from curvops.operators.curvatures.ggn import CurvatureRoot, DisplacedGGN
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.linearization import Linearization
@@ -343,22 +341,22 @@ class WeightSpaceForm(ClosedForm):
         weights = self.shift.double().reciprocal()
         if weights.ndim == 0:
             return self._unit_information * weights
-        return _Streamed.apply(weights, self._walk, self._information_for)  # type: ignore[no-untyped-call]
+        return linear(weights, self._information_for, partial(_forms, self._walk))
 
     @property
     def _unit_information(self) -> Float[Tensor, "D D"]:
         """JᵀJ, which is stored."""
         if GRAM not in self._store:
-            self._store[GRAM] = _sum(self._roots.new_ones(self.base.shape[-1]), self._walk)
+            self._store[GRAM] = _sum(self._walk, self._roots.new_ones(self.base.shape[-1]))
             keep(self.base, self._store[GRAM], self._store[GRAM].nbytes)
         return self._store[GRAM]
 
-    def _information_for(self, weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
+    def _information_for(self, weights: Float[Tensor, " NC"]) -> Float[Tensor, "D D"]:
         """Return JᵀN⁻¹J for a vector of noises: equal noises use JᵀJ, and the last result is stored."""
         if bool((weights == weights[0]).all()):
             return self._unit_information * weights[0]
         if not torch.equal(self._store.get(LAST, weights[:0]), weights):
-            self._store[LAST], self._store[WEIGHTED] = weights.clone(), _sum(weights, walk)
+            self._store[LAST], self._store[WEIGHTED] = weights.clone(), _sum(self._walk, weights)
         return self._store[WEIGHTED].clone()
 
     @cached_property
@@ -392,7 +390,7 @@ class WeightSpaceForm(ClosedForm):
     def inverse_diagonal(self) -> Tensor:
         eye = torch.eye(len(self.chol), dtype=self.chol.dtype, device=self.chol.device)
         half = torch.linalg.solve_triangular(self.chol, eye, upper=False) * self._roots
-        explained = _Streamed.apply(half.mT @ half, self._walk, _forms)  # type: ignore[no-untyped-call]
+        explained = linear(half.mT @ half, partial(_forms, self._walk), partial(_sum, self._walk))
         noise = self.shift.double()
         return ((1 - explained / noise) / noise).to(self.base.dtype)
 
@@ -406,7 +404,7 @@ class WeightSpaceForm(ClosedForm):
         return inverse_root_product(self.base.add_diagonal(self.shift), block, float(self.shift.detach().min()))
 
 
-def _sum(weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
+def _sum(walk: Passes, weights: Float[Tensor, " NC"]) -> Float[Tensor, "D D"]:
     """Return Σ_i w_i J_i J_iᵀ over the rows of J; each rank adds up its own."""
     D, start = len(walk.model.theta), walk.own_rows.start
     total = weights.new_zeros(D, D)
@@ -416,21 +414,7 @@ def _sum(weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
     return walk.add_up(total)
 
 
-def _forms(matrix: Float[Tensor, "D D"], walk: Passes) -> Float[Tensor, " NC"]:
+def _forms(walk: Passes, matrix: Float[Tensor, "D D"]) -> Float[Tensor, " NC"]:
     """Return J_iᵀ M J_i for each row of J: the adjoint of `_sum`."""
     forms = [((J := rows.to(matrix)) @ matrix * J).sum(1) for rows in walk.selected_rows()]
     return walk.line_up(forms)
-
-
-class _Streamed(Function):
-    """Either `_sum` or `_forms`, with the other as its derivative; J itself is never kept."""
-
-    @staticmethod
-    def forward(ctx: Any, argument: Tensor, walk: Passes, apply: Callable[..., Tensor]) -> Tensor:
-        ctx.walk, ctx.adjoint = walk, _sum if apply is _forms else _forms
-        return apply(argument, walk)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        require_first_derivative()
-        return ctx.adjoint(gradient, ctx.walk), None, None

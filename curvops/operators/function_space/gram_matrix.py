@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -177,10 +177,10 @@ def sides_of(group: Group) -> Sides | None:
     return Sides(left, lambda points: factors.at(points).right(), factors.layer.width)
 
 
-def form_of(one: Sides, other: Sides) -> RowForm:
+def form_of(one: Sides, other: Sides) -> Literal["rows", "pairs"]:
     """Return the form that takes least work if the scales are constant on each tensor."""
     (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
-    return Sizes(g, t, u, p, one.width, r, s).form(n, m)
+    return _least_work(n, m, g, t, u, p, one.width, r, s)[1]
 
 
 def _add_by_all_rows(
@@ -243,32 +243,16 @@ def _add_by_pairs(
                 here += outer.view(here.shape) if single else outer.sum((0, 3))
 
 
-RowForm = Literal["rows", "pairs"]
+def _least_work(
+    n: int, m: int, g: int, t: int, u: int, p: int, q: int, r: int, s: int
+) -> tuple[float, Literal["rows", "pairs"]]:
+    """Return the least multiply-adds, or their time's worth, of the rows of n points with those of m, and the form.
 
-
-class Sizes(NamedTuple):
-    """Sizes of one layer's rows on both sides: g groups, t and u positions, p × q weights, r and s columns."""
-
-    g: int
-    t: int
-    u: int
-    p: int
-    q: int
-    r: int
-    s: int
-
-    def work(self, n: int, m: int) -> dict[RowForm, float]:
-        """Return the multiply-adds, or their time's worth, of the rows of n points with those of m by each form."""
-        g, t, u, p, q, r, s = self
-        return {
-            "rows": g * p * q * (n * m * r * s + n * r * (SLOWER * t + TOUCHED) + m * s * (SLOWER * u + TOUCHED)),
-            "pairs": g * n * m * t * u * (q + r * s * (p + 2 * TOUCHED)),
-        }
-
-    def form(self, n: int, m: int) -> RowForm:
-        """Return the form that takes least."""
-        work = self.work(n, m)
-        return min(work, key=work.__getitem__)
+    A layer has g groups, t and u positions, p × q weights, and r and s columns.
+    """
+    rows = g * p * q * (n * m * r * s + n * r * (SLOWER * t + TOUCHED) + m * s * (SLOWER * u + TOUCHED))
+    pairs = g * n * m * t * u * (q + r * s * (p + 2 * TOUCHED))
+    return (rows, "rows") if rows <= pairs else (pairs, "pairs")
 
 
 def gram_cost(plan: Plan, points: int) -> float:
@@ -305,8 +289,8 @@ def _least(layer: Layer, columns: int, points: int) -> float:
     if layer.as_rows(columns) or not positions:
         return float(columns * (points**2 * columns * layer.size + 2 * points * layer.multiply_adds))
     groups = getattr(layer.module, "groups", 1)
-    sizes = Sizes(groups, positions, positions, layer.height // groups, layer.width, columns, columns)
-    return sizes.work(points, points)[sizes.form(points, points)]
+    weights = layer.height // groups, layer.width
+    return _least_work(points, points, groups, positions, positions, *weights, columns, columns)[0]
 
 
 def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor]) -> Float[Tensor, "nC mC"]:

@@ -181,10 +181,8 @@ def point_covariances(
             blocks = _sum_over_layers(walk, InLayerBlocks(walk, form), shape)
         else:
             parts = inverse.diagonal_plus_root() if form is None else form.inverse_parts()
-            if parts is not None and rows is None and parts.vectors is not None and not bool(parts.weights.any()):
-                blocks = _sum_of_root(jacobian, parts, shape)
-            else:
-                blocks = None if parts is None else _sum_by_parts(walk, parts, shape)
+            of_root = parts is not None and rows is None and parts.vectors is not None and not parts.weights.any()
+            blocks = None if parts is None else _sum_by_parts(walk, parts, shape, jacobian if of_root else None)
         return blocks if blocks is None or factor is None else blocks / factor
 
 
@@ -250,19 +248,24 @@ def _sum_by_cholesky(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]
     return total
 
 
-def _sum_by_parts(walk: JacobianRows, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target | None:
-    """Compute J diag(w) Jᵀ ± (J V M)(J V M)ᵀ, or None if the difference would lose too many digits."""
-    metric = Elementwise(walk, parts.weights)
+def _sum_by_parts(
+    walk: JacobianRows, parts: DiagonalPlusRoot, shape: tuple[int, ...], jacobian: Jacobian | None
+) -> Target | None:
+    """Compute J diag(w) Jᵀ ± (J V M)(J V M)ᵀ, or None if the difference would lose too many digits.
+
+    With a Jacobian w = 0, and no backward pass is taken: products of J with the columns of V give the result.
+    """
+    metric, like = Elementwise(walk, parts.weights), walk.model.theta
     if parts.vectors is None:
         return _sum_over_layers(walk, metric, shape)
-    pushed = walk.model.theta.new_zeros(parts.vectors.shape[1], shape[0] * shape[1])
-    total = _sum_over_layers(walk, metric, shape, walk.model.selection.split(parts.vectors), pushed)
-    if total is None:
-        return None
-    blocks, added = total.clone(), pushed.mT if parts.mixing is None else pushed.mT @ parts.mixing
-    added = added.unflatten(0, (-1, shape[1]))
-    _add_products(blocks, added, added, alpha=parts.sign)
-    return blocks if parts.sign > 0 or _leaves_enough(blocks, total) else None
+    total: Target | None
+    if jacobian is not None:
+        total, pushed = like.new_zeros(shape), jacobian._matmul(parts.vectors).mT
+    else:
+        pushed = like.new_zeros(parts.vectors.shape[1], shape[0] * shape[1])
+        total = _sum_over_layers(walk, metric, shape, walk.model.selection.split(parts.vectors), pushed)
+    added = pushed.mT if parts.mixing is None else pushed.mT @ parts.mixing
+    return None if total is None else _with_products(total, [added.unflatten(0, (-1, shape[1]))], parts.sign)
 
 
 def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, ...]) -> Target | None:
@@ -271,29 +274,18 @@ def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, .
     if explained is None:
         return None
     total = _sum_over_layers(jacobian.passes, Elementwise(jacobian.passes, weights.expand(jacobian.shape[-1])), shape)
-    if total is None:
-        return None
+    return None if total is None else _with_products(total, explained, -1)
+
+
+def _with_products(total: Target, roots: Iterable[Tensor], sign: int) -> Target | None:
+    """Return total ± R Rᵀ, R by some points at a time; None if a difference leaves too few digits of a variance."""
     blocks, start = total.clone(), 0
-    for root in explained:
-        _add_products(blocks[start : start + len(root)], root.to(total), root.to(total), alpha=-1)
+    for root in roots:
+        _add_products(blocks[start : start + len(root)], root.to(total), root.to(total), alpha=sign)
         start += len(root)
-    return blocks if _leaves_enough(blocks, total) else None
-
-
-def _leaves_enough(difference: Target, total: Target) -> bool:
-    """Return whether the difference leaves enough digits of each variance."""
-    left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (difference.detach(), total.detach()))
-    return bool((left / before.clamp_min(torch.finfo(total.dtype).tiny) > LEAST_LEFT[total.dtype]).all())
-
-
-def _sum_of_root(jacobian: Jacobian, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target:
-    """Return (J V M)(J V M)ᵀ for a P⁻¹ without a diagonal: products of J with the columns of V, no backward pass."""
-    assert parts.vectors is not None
-    blocks = jacobian.theta.new_zeros(shape)
-    pushed = jacobian._matmul(parts.vectors)
-    pushed = (pushed if parts.mixing is None else pushed @ parts.mixing).unflatten(0, (-1, shape[1]))
-    _add_products(blocks, pushed, pushed, alpha=parts.sign)
-    return blocks
+    left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (blocks.detach(), total.detach()))
+    shares = left / before.clamp_min(torch.finfo(total.dtype).tiny)
+    return blocks if sign > 0 or bool((shares > LEAST_LEFT[total.dtype]).all()) else None
 
 
 class Elementwise(Metric):

@@ -20,7 +20,7 @@ from curvops.linalg.core.matrix_identity import Sources, Space, Spaces
 from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, unit_columns, zero_block
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.contract import convert
-from curvops.network import Empirical, InputGraph, Passes, at_points, by_points, likelihoods, move
+from curvops.network import Empirical, InputGraph, Passes, by_points, likelihoods, move
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.sharded_vectors import RowLayout
 
@@ -265,7 +265,7 @@ class Jacobian(NetworkOperator):
         for rows in index.split(fit or C):
             points, place = torch.unique(rows // C, return_inverse=True)
             among = place * C + rows % C
-            chosen = Jacobian(self.theta, passes=at_points(self.passes, points), rows=len(points) * C)
+            chosen = Jacobian(self.theta, passes=self.passes.at_points(points), rows=len(points) * C)
             if fit:
                 block = columns(chosen.formed(), among)
             else:
