@@ -52,9 +52,7 @@ class Shard(Batches):
         if self.borrows:
             super().__init__([lent], reading)
         self._own_prints = DataPrints(0, 0) if self.borrows else self.prints
-        contents, order, largest = zip(
-            *ranks.gather((self.own_prints.contents, self.own_prints.order, max(self.sizes)))
-        )
+        contents, order, largest = zip(*ranks.gather((self.own_prints.contents, self.own_prints.order, self.largest)))
         self.prints = DataPrints(in_64_bits(sum(contents)), join_sums(order, counts))
         self.counts, self.largest = counts, max(largest)
         self.start = 0 if self.borrows else sum(counts[: ranks.rank])

@@ -240,8 +240,8 @@ class Batches:
         """The dtype of floating data when the fingerprint was taken."""
         self.sizes = tuple(sizes)
         """The number of points of each batch."""
-        self.largest = max(sizes)
-        """The number of points of the largest batch on any rank, which other code uses as its own batch size."""
+        self.largest = max(source.batch_size if isinstance(source, _InMemory) else 0, *sizes)
+        """The most points that a batch on any rank has, or would have of more tensors: other code's own batch size."""
 
     @cached_property
     def prints(self) -> DataPrints:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
+import curvops as co
 from curvops.errors import DataChangedError
 from curvops.network.likelihoods import Categorical
 from tests.network.definitions import Items, as_batches
@@ -113,6 +114,14 @@ def test_structured_inputs() -> None:
 def test_two_batches_are_not_taken_for_tensors_in_memory() -> None:
     assert as_batches(in_fours(X[:8], Y[:8]), 1).sizes == (4, 4)
     assert as_batches(tuple(in_fours(X, Y)), 1).sizes == (4, 4, 2)
+
+
+def test_few_points_in_memory_leave_predictions_in_large_batches() -> None:
+    sizes: list[int] = []
+    model = lambda params, x: sizes.append(len(x)) or x @ params["w"]  # noqa: E731
+    lin = co.linearize((model, {"w": torch.ones(3, 1)}), (X[:2], X[:2, :1]), co.likelihoods.Gaussian(1.0))
+    lin.predict(X)
+    assert sizes[-1] == N
 
 
 def test_to_casts_and_still_knows_the_data() -> None:
