@@ -200,7 +200,8 @@ class LinearizedKernel(OperatorKernel):
         left, right, _ = kernel._args
         (rows, columns), weights = kernel.shape, self.lin.num_parameters
         room = left.passes.memory.room() // self.lin.theta.element_size()
-        if x2 is x1 and weights < rows and rows * weights <= room:
+        copies = 1 if self.lin.theta.dtype == torch.float64 else 3  # plus noise, J is solved with in float64, too
+        if x2 is x1 and weights < rows and copies * rows * weights <= room:
             J = left.formed().mT if left.is_recorded else self._kept("J", x1, x2, lambda: left.formed().mT)
             return LowRank(J, self._entries())
         if rows * columns * (len(self.raw_prior_precision) + 1) > room:

@@ -108,22 +108,32 @@ class LowRankForm(ClosedForm):
         return torch.eye(len(self.base.values), dtype=self.base.dtype, device=self.base.device)
 
     @cached_property
-    def _needs_splitting(self) -> bool:
-        """Whether Woodbury's difference loses more digits than `solve` promises, and U is orthonormal."""
-        base = self.base
-        if self.shift.ndim or carries_graph((base.vectors, base.values, self.shift)) or not len(base.values):
-            return False
-        eps = torch.finfo(base.dtype).eps
-        slack = (self._against(self.U) - self._eye).abs().max() / (100 * eps)
-        splits = self._condition * eps > default_rtol(base.dtype) and bool(slack <= 1)
-        if splits:  # U, too, is known to eps only, and its error enters xᵀP⁻¹x squared
-            warn_of_rounding(base, self._condition * eps**2)
-        return splits
+    def _remedy(self) -> str:
+        """How a solve keeps digits that Woodbury's difference would lose, "split" or "float64"; "" if it loses none.
+
+        An orthonormal U is split off, unless the diagonal is a vector. Then it may be as large as memory allows, and
+        has no copy in float64.
+        """
+        base, eps = self.base, torch.finfo(self.base.dtype).eps
+        recorded = carries_graph((base.vectors, base.values, self.shift))
+        if recorded or not len(base.values) or self._condition * eps <= default_rtol(base.dtype):
+            return ""
+        if not bool((self._against(self.U) - self._eye).abs().max() <= 100 * eps):
+            return "" if base.dtype == torch.float64 or isinstance(self.U, Sharded) else "float64"
+        if self.shift.ndim:
+            return ""
+        warn_of_rounding(base, self._condition * eps**2)  # U, too, is known to eps only: an error in xᵀP⁻¹x, squared
+        return "split"
+
+    @cached_property
+    def _in_float64(self) -> LowRankForm:
+        """The same form in float64."""
+        return LowRankForm(self.base.to(torch.float64), self.shift.double())
 
     @cached_property
     def _condition(self) -> float:
-        """The largest s/d, on the CPU."""
-        return float(self.base.values.detach().max() / self.shift.detach().min())
+        """The largest s ‖u‖²/d, on the CPU."""
+        return float((self.base.values.detach() * norm(self.U.detach()).square()).max() / self.shift.detach().min())
 
     def _split_solve(self, block: Tensor) -> Tensor:
         """Return U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part orthogonalised to U three times.
@@ -138,8 +148,10 @@ class LowRankForm(ClosedForm):
         return outside / self.shift + combine(self.U, left)
 
     def solve(self, block: Tensor) -> Tensor:
-        if self._needs_splitting:
+        if self._remedy == "split":
             return self._split_solve(block)
+        if self._remedy == "float64":
+            return self._in_float64.solve(block.double()).to(block.dtype)
         U, weights = self.U, self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self._pull(block))
         tensors = (self.base.vectors, self.base.values, self.shift, block)
         if self.shift.ndim or isinstance(U, Sharded) or carries_graph(tensors):
@@ -202,7 +214,7 @@ class LowRankForm(ClosedForm):
 
     def inverse_diagonal_error(self) -> Tensor:
         unit, inverse_shift, U = self._unit, self.shift.detach().reciprocal(), self.U.detach()
-        if self._needs_splitting:
+        if self._remedy == "split":
             gap = (gram(U, U) - self._eye).abs()  # P⁻¹ has (S⁻¹d + UᵀU)⁻¹ where the formula has (S⁻¹d + I)⁻¹
             forms, size = (by_rows(U, function=partial(_sizes_of_rows, matrix=m)) for m in (gap, self._eye))
             return (3 * forms[:, 0] + unit * (1 + size[:, 0])) * inverse_shift
@@ -217,7 +229,7 @@ class LowRankForm(ClosedForm):
 
     def inverse_diagonal(self) -> Tensor:
         values = self.base.values
-        if not self._needs_splitting:
+        if self._remedy != "split":
             middle = values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self._eye)
             return (
                 self.shift.reciprocal() - by_rows(self.scaled, function=partial(_quadratic_forms, matrix=middle))[:, 0]
