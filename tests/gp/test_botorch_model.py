@@ -212,8 +212,8 @@ def test_noise_outputs_and_transforms() -> None:
     for some in (model.subset_output([2, 0]).posterior(X), model.posterior(X, output_indices=[2, 0])):
         torch.testing.assert_close(some.mean, plain.mean[..., [2, 0]])
         torch.testing.assert_close(some.variance, plain.variance[..., [2, 0]])
-    scale = Standardize(3)
-    scale(torch.randn(9, 3, dtype=DOUBLE) * torch.tensor([1.0, 2.0, 3.0]) + 4)
+    scale, Y = Standardize(m=3), torch.rand(6, 3, dtype=DOUBLE) * torch.tensor([5.0, 10.0, 15.0]) + 2
+    scale(Y)
     scaled = LaplaceModel(post, outcome_transform=scale)
     whole = scaled.posterior(X)
     for some in (scaled.subset_output([2, 0]).posterior(X), scaled.posterior(X, output_indices=[2, 0])):
@@ -239,9 +239,6 @@ def test_noise_outputs_and_transforms() -> None:
     without = model.posterior(X, posterior_transform=Plain(torch.ones(3, dtype=DOUBLE)))
     torch.testing.assert_close(without.mean, plain.mean.sum(-1, keepdim=True))
 
-    scale = Standardize(m=3)
-    Y = torch.rand(6, 3, dtype=DOUBLE) * 5 + 2
-    scale(Y)
     units = Normalize(d=2, bounds=2 * BOUNDS)
     changed = LaplaceModel(post, input_transform=units, outcome_transform=scale)
     found = changed.posterior(2 * X)

@@ -44,9 +44,8 @@ def test_the_penalty_is_the_negative_log_density_with_its_gradient(first, curvat
     for trained in (twin, nn.DataParallel(twin)):
         found = post.penalty(trained)
         torch.testing.assert_close(found, value.detach(), **TIGHT)
-        torch.testing.assert_close(
-            nn.utils.parameters_to_vector(torch.autograd.grad(found, list(twin.parameters()))), gradient, **TIGHT
-        )
+        slopes = nn.utils.parameters_to_vector(torch.autograd.grad(found, list(twin.parameters())))
+        torch.testing.assert_close(slopes, gradient, **TIGHT)
     torch.testing.assert_close(post.log_prob(twin).value, post.log_prob(post.mean + 0.1).value, **TIGHT)
 
 
@@ -62,9 +61,8 @@ def test_updates_of_a_linear_model_are_the_posterior_of_all_data(curvature):
         """Refit by Newton's step from the prior of `make`, then linearise there."""
         post = make(co.linearize(model, data, likelihood))
         pull = post.lin.gradient() + post.prior.gradient(post.mean)
-        nn.utils.vector_to_parameters(
-            post.mean - torch.linalg.solve(post.precision.to_dense(), pull), model.parameters()
-        )
+        step = torch.linalg.solve(post.precision.to_dense(), pull)
+        nn.utils.vector_to_parameters(post.mean - step, model.parameters())
         return make(co.linearize(model, data, likelihood))
 
     post = at_mode(parts[0], lambda lin: co.laplace(lin, curvature, 1.5, check_mode=False))
@@ -99,13 +97,12 @@ def test_low_rank_with_the_rest_of_the_diagonal_and_what_it_leaves_out(first, n,
     C = post.curvature.to_dense()
     found = kept.prior_precision.to_dense() - torch.eye(51, dtype=DOUBLE)
     torch.testing.assert_close(found.diagonal(), C.diagonal(), **TIGHT)
-    low, high = kept.compression.interval()
-    assert low <= (C - found).norm() / C.norm() <= high
     alone = post.update(lin, rank=rank, generator=torch.Generator().manual_seed(0), check_mode=False)
     without = alone.prior_precision.to_dense() - torch.eye(51, dtype=DOUBLE)
     assert (C - found).norm() < (C - without).norm()
-    low, high = alone.compression.interval()
-    assert low <= (C - without).norm() / C.norm() <= high
+    for updated, left_out in ((kept, C - found), (alone, C - without)):
+        low, high = updated.compression.interval()
+        assert low <= left_out.norm() / C.norm() <= high
     exact = post.update(lin, check_mode=False)
     torch.testing.assert_close(alone.precision.to_dense() - exact.precision.to_dense(), without - C, **TIGHT)
 
@@ -170,9 +167,8 @@ def test_the_error_of_a_kronecker_posterior_counts_blocks_that_add_up_exactly():
     exact = first.precision.to_dense() + post.curvature.to_dense()
     P, eye = post.precision.to_dense(), 1.5 * torch.eye(len(post.mean), dtype=DOUBLE)
     names = list(dict(model.named_parameters()))
-    of_slopes = (
-        lins[0].flatten({name: torch.full_like(p, name == names[2]) for name, p in model.named_parameters()}) > 0
-    )
+    marked = {name: torch.full_like(p, name == names[2]) for name, p in model.named_parameters()}
+    of_slopes = lins[0].flatten(marked) > 0
     slopes = of_slopes.nonzero(), of_slopes.nonzero().mT
     torch.testing.assert_close(P[slopes], exact[slopes], **TIGHT)
     assert float((exact - eye)[slopes].norm()) > 0.1
@@ -183,13 +179,12 @@ def test_the_error_of_a_kronecker_posterior_counts_blocks_that_add_up_exactly():
 def test_an_updated_posterior_follows_a_learned_noise(curvature):
     """Its precision is made once, and is right at the noise of each question."""
     noise, model, x = torch.tensor(0.3, dtype=DOUBLE, requires_grad=True), nn.Linear(3, 2).double(), normal(9, 3)
-    first = co.laplace(
-        co.linearize(model, (x, normal(9, 2, seed=1)), co.likelihoods.Gaussian(0.3)), curvature, 0.5, check_mode=False
-    )
-    form = "kronecker" if curvature is co.KFAC else None
-    post = first.update(
-        co.linearize(model, (x, normal(9, 2, seed=2)), co.likelihoods.Gaussian(noise)), form=form, check_mode=False
-    )
+    lins = [
+        co.linearize(model, (x, normal(9, 2, seed=seed)), co.likelihoods.Gaussian(own))
+        for seed, own in ((1, 0.3), (2, noise))
+    ]
+    first = co.laplace(lins[0], curvature, 0.5, check_mode=False)
+    post = first.update(lins[1], form="kronecker" if curvature is co.KFAC else None, check_mode=False)
     expected = first.precision.to_dense() + post.curvature.to_dense().detach()
     torch.testing.assert_close(post.precision.to_dense().detach(), expected, **TIGHT)
     before = post.predict(x).variance.detach()

@@ -38,9 +38,8 @@ CHOSEN = torch.arange(12) % 2
 
 
 def posterior(curvature=co.GGN, model=None, pairs=PAIRS, targets=CHOSEN, **options):
-    lin = co.linearize(
-        co.likelihoods.RewardPairs(model or reward()), (pairs, targets), co.likelihoods.BradleyTerry(), **options
-    )
+    model = co.likelihoods.RewardPairs(model or reward())
+    lin = co.linearize(model, (pairs, targets), co.likelihoods.BradleyTerry(), **options)
     return co.laplace(lin, curvature, prior_precision=0.7, check_mode=False)
 
 

@@ -135,9 +135,8 @@ def test_no_distance_is_negative_or_more_certain_than_its_rounding(curvature, pr
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double().to(dtype)
         x = torch.randn(20, 4, dtype=DOUBLE).to(dtype)
-        post = co.laplace(
-            co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0)), curvature, prior, check_mode=False
-        )
+        lin = co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0))
+        post = co.laplace(lin, curvature, prior, check_mode=False)
         found.append([co.wasserstein(post, range(size)) for size in (31, 30, 5)])
         if dtype == DOUBLE:
             P = post.precision.to_dense()

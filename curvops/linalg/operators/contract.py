@@ -387,13 +387,14 @@ def cholesky_factor(operator: LinearOperator, strict: bool = False) -> Tensor:
     largest = dense.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
     unit = dense / torch.where(largest > 0, largest, 1.0)
     eye, of_unit = torch.eye(dense.shape[-1], dtype=dense.dtype, device=dense.device), unit.detach().diagonal(0, -2, -1)
-    added, most = 0.0, 0.0 if strict else 100 * settings.cholesky_jitter.value(dense.dtype)
+    added, rounding = 0.0, len(eye) * torch.finfo(dense.dtype).eps
+    most = 0.0 if strict else max(100 * settings.cholesky_jitter.value(dense.dtype), rounding)
     while added <= most:
         L, info = torch.linalg.cholesky_ex(unit + added * eye if added else unit)
-        lost = L.detach().diagonal(dim1=-2, dim2=-1).square() <= 2 * len(eye) * torch.finfo(dense.dtype).eps * of_unit
+        lost = L.detach().diagonal(dim1=-2, dim2=-1).square() <= 2 * rounding * of_unit
         if not bool(info.any() | (lost.any() & strict)):
             return L * largest.sqrt()
-        added = max(10 * added, len(eye) * torch.finfo(dense.dtype).eps)
+        added = max(10 * added, rounding)
     beyond = "to working precision, and no jitter is added" if strict else "beyond what rounding explains"
     raise indefinite(f"this {type(operator).__name__} has no Cholesky factor: it is not positive definite, {beyond}.")
 

@@ -105,3 +105,9 @@ def test_little_is_left_of_what_any_vectors_span():
     expected = b.double() @ torch.linalg.solve(U.double() @ U.double().mT + d * torch.eye(300), b.double())
     for shift in (d, d.expand(300).clone()):
         assert abs(b @ LowRank(U, torch.ones(5)).add_diagonal(shift).solve(b) / expected - 1) < 1e-4
+
+
+def test_many_rows_in_single_precision_have_a_cholesky_factor():
+    A = torch.randn(1000, 3, generator=generator())
+    L = linalg.Dense(A @ A.mT, psd=True).cholesky().to_dense()
+    assert (L @ L.mT - A @ A.mT).norm() < 1e-3 * (A @ A.mT).norm()
