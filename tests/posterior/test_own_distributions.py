@@ -173,13 +173,20 @@ def test_real_targets_have_the_noise_that_the_user_gives_them() -> None:
     torch.testing.assert_close(alone.total, alone.aleatoric, **TIGHT)
 
 
-def test_the_score_of_real_targets_averages_their_density_over_the_draws() -> None:
-    function = FromDistribution(lambda f: distributions.Normal(f[:, :1], f[:, 1:].exp()))
-    post = posterior(function, 2, lambda x: x[:, :1].sin(), mc=True)
+@pytest.mark.parametrize("kind", [distributions.Normal, functools.partial(distributions.StudentT, 4.0)])
+def test_the_score_of_real_targets_averages_their_density_over_the_draws(kind) -> None:
+    """Their own draws are those around the mode of each target, by a Hessian that is not the Fisher."""
+    likelihood = FromDistribution(lambda f: kind(f[:, :1], f[:, 1:].exp()))
+    post = posterior(likelihood, 2, lambda x: x[:, :1].sin(), mc=True)
     draws, y = post.sample(K, seeded()), X[:, :1].sin()
-    log_p = torch.stack([function.log_prob(g, y) for g in post.functions(X, K, samples=draws)])
+    log_p = torch.stack([likelihood.log_prob(g, y) for g in post.functions(X, K, samples=draws)])
     score = post.log_likelihood(X, y, samples=draws).value
     torch.testing.assert_close(score, log_p.logsumexp(0) - math.log(K), **TIGHT)
+    found, expected = (
+        post.log_likelihood(X, y, samples=s, generator=seeded()) for s in (None, post.sample(4000, seeded(1)))
+    )
+    assert bool(((found.value - expected.value).abs() < 5 * (found.stderr + expected.stderr)).all())
+    assert bool((found.stderr < 0.05).all())
 
 
 def test_heteroscedastic_targets_have_their_own_noise() -> None:

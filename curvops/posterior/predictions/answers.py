@@ -170,13 +170,6 @@ class Uncertainty:
         return f"Uncertainty({len(self.total)} points, means in {self.unit}: {', '.join(parts)})"
 
 
-def decompose_labels(
-    likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean = error_of_mean
-) -> Uncertainty:
-    """Return the decomposition in nats, from draws of the outputs; `error` gives the standard error of means."""
-    return _entropies(likelihood, draws, lambda series: series.mean(0), error)
-
-
 def decompose_normal_labels(
     likelihood: Bernoulli, mean: Float[Tensor, "n C"], variance: Float[Tensor, "n C"]
 ) -> Uncertainty:
@@ -185,16 +178,16 @@ def decompose_normal_labels(
     density = (-0.5 * nodes.square()).softmax(0)
     deviation = variance.clamp_min(torch.finfo(mean.dtype).tiny).sqrt()
     logits = mean + deviation * nodes.view(-1, 1, 1)
-    return _entropies(likelihood, logits, lambda series: torch.tensordot(density, series, 1), None)
+    return decompose_labels(likelihood, logits, None, lambda series: torch.tensordot(density, series, 1))
 
 
-def _entropies(
+def decompose_labels(
     likelihood: Likelihood,
     outputs: Float[Tensor, "k n C"],
-    average: Callable[[Float[Tensor, "k *n"]], Float[Tensor, "*n"]],
-    error: ErrorOfMean | None,
+    error: ErrorOfMean | None = error_of_mean,
+    average: Callable[[Float[Tensor, "k *n"]], Float[Tensor, "*n"]] = lambda series: series.mean(0),
 ) -> Uncertainty:
-    """Return mean probabilities and entropies over outputs, and the standard error of the epistemic part if asked."""
+    """Return the decomposition in nats, averaged over outputs; `error` gives the standard error of means over draws."""
     log_p = of_draws(likelihood.log_probabilities, outputs)
     p = log_p.exp()
     mean, aleatoric = average(p), -average((p * log_p).sum(-1))
@@ -343,20 +336,15 @@ def _warn_of_common_part(logits: Float[Tensor, "N C"], kappa: Float[Tensor, "N C
         )
 
 
-def scale_logits(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """Return the logits times κ each: σ(κ f) is close to E[σ(f)] (MacKay 1992; Gibbs 1997)."""
-    return mean * probit_factors(variance)
-
-
 def probit_factors(variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """Return κ = (1 + π v / 8)^-½ for the variance of each logit."""
+    """Return κ = (1 + π v / 8)^-½ for the variance of each logit: σ(κ f) ≈ E[σ(f)] (MacKay 1992; Gibbs 1997)."""
     return (1 + math.pi / 8 * variance).rsqrt()
 
 
 def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -> Float[Tensor, "N 2"]:
     """Return logits of each of two rewards being the larger, from their difference."""
     apart = covariance[:, 0, 0] + covariance[:, 1, 1] - covariance[:, 0, 1] - covariance[:, 1, 0]
-    first = scale_logits(mean[:, 0] - mean[:, 1], apart)
+    first = (mean[:, 0] - mean[:, 1]) * probit_factors(apart)
     return torch.stack([first, -first], -1) / 2
 
 

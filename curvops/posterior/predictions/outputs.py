@@ -327,13 +327,25 @@ def likely_noise(
     for _ in range(10):
         outputs = mean + root_times(root, z.unsqueeze(0)).squeeze(0)
         slope = z.unsqueeze(-1) + root.mT @ likelihood.residual(outputs, targets).unsqueeze(-1)
-        curved = likelihood.hessian_product(outputs, root.movedim(-1, 0), targets).movedim(0, -1)
+        curved = _curved(likelihood, outputs, root, targets)
         factor = torch.linalg.cholesky_ex(identity + root.mT @ curved).L
         tried = z - shares * torch.cholesky_solve(slope, factor).squeeze(-1).nan_to_num(0, 0, 0)
         values = log_likelihoods(likelihood, [mean + root_times(root, tried)], targets) - tried.square().sum(-1) / 2
         first = (values >= values[-1] - 1e-6).byte().argmax(0)  # within rounding counts as not going down
         z = tried[first, torch.arange(len(mean), device=mean.device)]
     return z
+
+
+def _curved(
+    likelihood: Likelihood, outputs: Float[Tensor, "n C"], root: Float[Tensor, "n C C"], targets: Tensor
+) -> Float[Tensor, "n C C"]:
+    """Return H R, for a likelihood without a Fisher in closed form with |H| of the Hessian at the targets instead."""
+    try:
+        return likelihood.hessian_product(outputs, root.movedim(-1, 0), targets).movedim(0, -1)
+    except ValueError:
+        hessian = torch.func.jacrev(lambda f: likelihood.residual(f, targets).sum(0), chunk_size=1)(outputs)
+        values, vectors = torch.linalg.eigh(hessian.movedim(1, 0))
+        return (vectors * values.abs().unsqueeze(-2)) @ vectors.mT @ root
 
 
 def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
@@ -420,9 +432,6 @@ class PointBlocks(Operator):
             return self.to_dense().diagonal(dim1=-2, dim2=-1)
         variances: Tensor = cache.get_or_compute("variances", tensors, partial(self._compute, True))
         return variances
-
-    def _transpose_nonbatch(self) -> LinearOperator:
-        return self
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.to_dense() @ rhs
