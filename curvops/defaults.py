@@ -20,12 +20,12 @@ from curvops.evidence.validate import validate
 from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
 from curvops.network import needs_noise
 from curvops.network.data.inputs import group_alike, join
-from curvops.network.likelihoods import Gaussian
+from curvops.network.likelihoods import Gaussian, Poisson
 from curvops.operators import GGN, KFAC, DiagonalGGN, Linearization
 from curvops.posterior import Laplace
 from curvops.posterior.gaussians.laplace import make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice, warn_of_noise
-from curvops.posterior.predictions.answers import LABELS
+from curvops.posterior.predictions.answers import NAMED
 from curvops.posterior.terms import check_linearization
 
 VARIANCE = 0.25
@@ -67,11 +67,10 @@ def laplace(
             semidefinite operator (D, D); one that was linearised at other weights needs `op.detached_from_weights()`.
             Or an earlier posterior, which then is the prior, with its mean and its temperature. None chooses a number,
             and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
-            logits have a variance of 1/4 at the training inputs; otherwise by the evidence, as `co.evidence.maximize`
-            (for Gaussian noise that of the linearised network, mode="linear"). Held-out data also choose a noise that
-            was not given, unless there are several outputs, whose noises remain those of the residuals. Several outputs
-            choose A by the logits' variance if all are classes or labels, otherwise by the evidence of the linearised
-            network.
+            logits have a variance of 1/4 at the training inputs (the outputs, under a distribution of the user's);
+            otherwise by the evidence, as `co.evidence.maximize`: for Gaussian noise, and for several outputs of
+            numbers, counts and classes, that of the linearised network, mode="linear". Held-out data also choose a
+            noise that was not given, unless there are several outputs, whose noises remain those of the residuals.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
@@ -141,11 +140,15 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
             return validate(post, validation, over=over, generator=_seeded(post))
     try:
         targets = [member.of_position for member in post.lin.likelihood.members]
-        if all(isinstance(target, LABELS) for target in targets):
+        of_labels = [target.form in NAMED for target in targets]
+        if all(of_labels):
             return limit_variance(post)
         # That of the linearised network needs no mode of the network, and for a Gaussian likelihood a single solve.
-        # Among several outputs, classes need it, too: the evidence at weights that are no mode harms classifiers.
-        linear = all(isinstance(target, Gaussian) for target in targets) or len(targets) > 1
+        # Among several outputs, classes and counts need it, too: the evidence at weights that are no mode harms
+        # classifiers. Where a variance is an output, the linear model fits more weights than targets exactly, and has
+        # no mode.
+        numbers = (Gaussian, Poisson) if len(targets) > 1 else (Gaussian,)
+        linear = all(labels or isinstance(target, numbers) for labels, target in zip(of_labels, targets))
         return _maximize(post, "linear" if linear else "auto")
     except MissingLabelsError as error:
         remedy = "Pass prior_precision= (weight decay × N of training on a mean loss), or validation=(x, y). "

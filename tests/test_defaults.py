@@ -33,6 +33,7 @@ LIKELIHOODS: dict[str, tuple[Any, int, Any]] = {
     "numbers": (co.likelihoods.Gaussian(0.1), 2, lambda x: x[:, :2].sin()),
     "binary labels": (co.likelihoods.Bernoulli(), 2, lambda x: (x[:, :2] > 0).to(DOUBLE)),
     "counts": (co.likelihoods.Poisson(), 1, lambda x: x[:, :1].abs().round()),
+    "own classes": (lambda f: torch.distributions.Categorical(logits=f), 3, labels),
     "numbers with their noise": (co.likelihoods.HeteroscedasticGaussian(), 2, lambda x: x[:, :1].sin()),
 }
 X, HELD_OUT, NEW = normal(40, 4), normal(30, 4, seed=1), normal(5, 4, seed=2)
@@ -94,7 +95,7 @@ def test_it_is_the_posterior_of_explicit_calls(
     elif prior == "by held-out data":
         found = co.laplace(lin, **given, validation=held_out(name), check_mode=False, **more)
         explicit, words = co.evidence.validate(start, *held_out(name), generator=seeded()), " by held-out data"
-    elif name in ("classes", "binary labels"):
+    elif name in ("classes", "binary labels", "own classes"):
         found = co.laplace(lin, **given, check_mode=False, **more)
         explicit, words = start.with_prior(found.prior_precision), " by the variance of the logits"
         assert logit_variance(explicit) == pytest.approx(0.25, rel=3e-4)
@@ -136,11 +137,7 @@ def test_a_name_is_a_class_of_curvature(name: str, kind: type) -> None:
 
 def test_selections_that_kfac_cannot_describe_get_the_full_ggn() -> None:
     module = linearised("classes").model.module
-    parts = {
-        "last_layer": co.KFAC,
-        "0.*": co.KFAC,
-        (3, 17, 30): co.GGN,
-    }
+    parts = {"last_layer": co.KFAC, "0.*": co.KFAC, (3, 17, 30): co.GGN}
     for parameters, kind in parts.items():
         chosen = torch.tensor(parameters) if isinstance(parameters, tuple) else parameters
         lin = co.linearize(module, (X, labels(X)), "classification", parameters=chosen)
@@ -237,15 +234,9 @@ def test_numbers_in_another_unit_choose_the_prior_precision_of_that_unit(unit: f
 def test_a_noise_that_held_out_data_choose_is_not_called_far_off() -> None:
     """The network fits its training targets, so that their residuals are far below the noise."""
     torch.manual_seed(0)
-    x, noise = torch.randn(24, 3), 0.5 * torch.randn(24, 1)
-    features = torch.randn(3, 40)
-    with torch.no_grad():
-        model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 1))
-        model[0].weight.copy_(features.mT)
-        hidden, y = model[:2](x), x[:, :1].sin() + noise
-        fit = hidden[:12].mT @ torch.linalg.solve(hidden[:12] @ hidden[:12].mT + 0.001 * torch.eye(12), y[:12])
-        model[2].weight.copy_(fit.mT)
-        model[2].bias.zero_()
+    x, model = torch.randn(24, 40).tanh(), nn.Linear(40, 1, bias=False)
+    y = x[:, :1].sin() + 0.5 * torch.randn(24, 1)
+    model.weight.data = torch.linalg.solve(x[:12] @ x[:12].mT + 0.001 * torch.eye(12), y[:12]).mT @ x[:12]
     lin = co.linearize(model, (x[:12], y[:12]), "regression")
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoiseWarning)

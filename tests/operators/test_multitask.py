@@ -405,18 +405,20 @@ def test_a_posterior_with_functions_is_loaded_with_its_likelihoods(tmp_path: Any
             co.load(tmp_path / "p", joined.net, likelihood=wrong)
 
 
-@pytest.mark.filterwarnings("ignore::curvops.errors.UndeterminedWarning")
+@pytest.mark.filterwarnings("ignore::curvops.errors.UndeterminedWarning", "ignore::curvops.errors.ModeWarning")
 def test_the_prior_is_chosen_by_one_rule_for_each_kind() -> None:
     """Only classes and labels have logits, whose variance is a quarter; otherwise the evidence decides."""
     joined, x, y, _ = built("a class and values")
-    y = {"class": (x[:, 0] > 0).long() + (x[:, 1] > 0), "value": 3 * x[:, :2]}
-    kinds = {
-        "the variance of the logits": {"class": "classification"},
-        "the evidence": {"class": "classification", "value": LIKELIHOODS.Gaussian(0.5)},
-    }
-    for chosen_by, likelihoods in kinds.items():
+    classes = (x[:, 0] > 0).long() + (x[:, 1] > 0)
+    for chosen_by, mode, value, columns in (
+        ("the variance of the logits", None, None, 2),
+        ("the evidence", "linear", LIKELIHOODS.Gaussian(0.5), 2),
+        ("the evidence", "map", LIKELIHOODS.HeteroscedasticGaussian(), 1),  # whose linear model may have no mode
+    ):
+        y = {"class": classes, "value": 3 * x[:, :columns]}
+        likelihoods = {"class": "classification"} | ({} if value is None else {"value": value})
         post = co.laplace(co.linearize(joined.net, (x, y), likelihoods))
-        assert post.prior.chosen_by == chosen_by
+        assert (post.prior.chosen_by, getattr(post.tuning, "mode", None)) == (chosen_by, mode)
 
 
 @pytest.mark.filterwarnings("ignore::curvops.errors.ModeWarning")
