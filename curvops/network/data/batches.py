@@ -45,7 +45,7 @@ from curvops.network.data.inputs import (
     take,
 )
 from curvops.network.data.layouts import Layout
-from curvops.network.data.objects import PointPairs, WholeBatch
+from curvops.network.data.objects import Objects, PointPairs, WholeBatch
 from curvops.network.data.point_sources import InputsAlone, LoaderPasses, in_order, stacked_items
 from curvops.network.data.randomness import items
 
@@ -240,7 +240,10 @@ class Batches:
         """The dtype of floating data when the fingerprint was taken."""
         self.sizes = tuple(sizes)
         """The number of points of each batch."""
-        self.largest = max(source.batch_size if isinstance(source, _InMemory) else 0, *sizes)
+        # Points that collate= joins may be of any size, so that only batches that were read show what fits.
+        if isinstance(source, _InMemory) and not isinstance(source.whole.inputs, Objects):
+            sizes.append(source.batch_size)
+        self.largest = max(sizes)
         """The most points that a batch on any rank has, or would have of more tensors: other code's own batch size."""
 
     @cached_property

@@ -342,7 +342,7 @@ def test_a_batch_that_only_the_model_can_read_says_what_it_needs():
         ),
         "a test point of another width": (
             lambda m, p, y: post_of(of_points(m, p, y, parts_of_points)).predict([*p, torch.zeros(2, 5)]),
-            "collate= failed on 8 points of type Tensor",
+            "collate= failed on 4 points of type Tensor",
         ),
         "a string": (lambda m, p, y: joined(m, ("abcdefg", y)), "a list of points"),
     }.values(),
