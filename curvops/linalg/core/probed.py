@@ -110,7 +110,7 @@ class Probed:
         """Return the matrix with the limits that remain after ``matvecs`` products."""
         return replace(self, limits=replace(self.limits, matvecs=self.limits.products - matvecs))
 
-    def worth(self, spent: int) -> float:
+    def worth(self, spent: int) -> float | int:
         """Return the further products beyond which the matrix is formed instead; infinite if that is not possible.
 
         How many are missing is a guess, good to a factor of a few.

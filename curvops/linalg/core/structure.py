@@ -135,7 +135,7 @@ def formed(multiply: Multiply, facts: Description) -> Float[Tensor, "n n"]:
     return dense
 
 
-def may_be_formed(A: Matrix, products: float, room: int | None) -> bool:
+def may_be_formed(A: Matrix, products: float | int, room: int | None) -> bool:
     """Return whether all eigenpairs of A may be computed, by as many products as rows, within ``room`` bytes."""
     n = A.shape[0]
     fits = room is None or FORMED_COPIES * n * n * torch.float64.itemsize <= room

@@ -399,7 +399,7 @@ class Sampler:
     def _goal(self, value: Tensor) -> float:
         return self.rtol * abs(self.offset + float(value))
 
-    def add(self, probes: int | None = None, sketch: Nystrom | None = None, worth: float = math.inf) -> bool:
+    def add(self, probes: int | None = None, sketch: Nystrom | None = None, worth: float | int = math.inf) -> bool:
         """Add probes of the same depth until there are ``probes``, or the error is rtol, or the budget ends.
 
         Returns False, before another product, once rtol needs more than ``worth`` products.
