@@ -458,21 +458,17 @@ class PointBlocks(Operator):
 class SampledCovariance(PointBlocks):
     """The mean over k draws of (J z_k)(J z_k)ᵀ within each point, from the deviations J z_k (N, C, k)."""
 
-    @property
-    def pushed(self) -> Tensor:
-        """The pushed deviations J z_k, (N, C, k)."""
-        return self._args[0]
-
     def _size(self) -> torch.Size:
-        n, c, _ = self.pushed.shape
+        n, c, _ = self._args[0].shape
         return torch.Size((n, c, c))
 
     def _compute(self, diagonals: bool) -> Tensor:
-        k = self.pushed.shape[-1]
-        return self.pushed.square().mean(-1) if diagonals else self.pushed @ self.pushed.mT / k
+        pushed = self._args[0]
+        return pushed.square().mean(-1) if diagonals else pushed @ pushed.mT / pushed.shape[-1]
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.pushed @ (self.pushed.mT @ rhs) / self.pushed.shape[-1]
+        pushed = self._args[0]
+        return pushed @ (pushed.mT @ rhs) / pushed.shape[-1]
 
 
 class PointCovariance(PointBlocks):
