@@ -220,8 +220,7 @@ def test_noise_outputs_and_transforms() -> None:
         torch.testing.assert_close(some.mean, whole.mean[..., [2, 0]])
         torch.testing.assert_close(some.variance, whole.variance[..., [2, 0]])
     torch.testing.assert_close(scaled.posterior(X).mean, whole.mean)  # the model itself keeps its transform
-    single = model.subset_output([1]).posterior(X)
-    torch.testing.assert_close(single.variance, plain.variance[..., [1]])
+    torch.testing.assert_close(model.subset_output([1]).posterior(X).variance, plain.variance[..., [1]])
     weighted = model.posterior(X, posterior_transform=ScalarizedPosteriorTransform(torch.ones(3, dtype=DOUBLE)))
     torch.testing.assert_close(weighted.mean, plain.mean.sum(-1, keepdim=True))
 

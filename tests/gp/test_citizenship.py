@@ -61,8 +61,7 @@ def predicted(structure: str, dtype: torch.dtype, outputs: int, kind: str) -> Ca
     post = STRUCTURES[structure](lin, 2.0)
     J = lin.jacobian(new).to_dense().double()
     P = post.precision.to_dense().double()
-    step = (post.mean - lin.theta).double()
-    mean = lin.predict(new).double() + (J @ step).view(POINTS, outputs)
+    mean = lin.predict(new).double() + (J @ (post.mean - lin.theta).double()).view(POINTS, outputs)
     covariance = J @ torch.linalg.solve(P, J.mT)
     rows = {"independent": outputs, "joint": POINTS * outputs, "groups": 2 * outputs}[kind]
     blocks = covariance.view(-1, rows, covariance.shape[0] // rows, rows).diagonal(dim1=0, dim2=2).permute(2, 0, 1)

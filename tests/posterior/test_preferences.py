@@ -85,10 +85,9 @@ def test_rewards_and_their_difference_are_those_of_the_dense_matrix(curvature, p
 def test_what_all_rewards_have_in_common_does_not_matter():
     """Adding one number to all rewards, however uncertain it is, changes no preference."""
     mean, covariance = torch.randn(5, 2, dtype=DOUBLE), torch.eye(2, dtype=DOUBLE).expand(5, 2, 2)
-    found = co.posterior.predictions.answers.preference(mean, covariance).softmax(-1)
-    torch.testing.assert_close(
-        co.posterior.predictions.answers.preference(mean + 7, covariance + 1e4).softmax(-1), found, **TIGHT
-    )
+    preference = co.posterior.predictions.answers.preference
+    found = preference(mean, covariance).softmax(-1)
+    torch.testing.assert_close(preference(mean + 7, covariance + 1e4).softmax(-1), found, **TIGHT)
     torch.testing.assert_close(found.sum(1), torch.ones(5, dtype=DOUBLE), **TIGHT)
     assert bool((posterior().uncertainty(NEW, generator=seeded()).epistemic > 0).all())
 

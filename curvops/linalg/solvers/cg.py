@@ -340,6 +340,10 @@ class ConjugateGradients:
         values, V = torch.linalg.eigh(curvature)
         sizes = norm(combine(AQ, V.to(AQ.device))).cpu()
         sound, indefinite = classify_directions(values, sizes, self.norm_A, noise)
+        if self.precondition is not None and bool(indefinite.any()):  # for want of the largest eigenvalues, it may be
+            self.norm_A = raise_norm(self.norm_A, norm(self.multiply(AQ)).tolist(), norm(AQ).tolist())
+            self.records.matvecs += AQ.shape[1]
+            sound, indefinite = classify_directions(values, sizes, self.norm_A, noise)
         if bool(indefinite.any()):
             return none, dict.fromkeys(everyone, Reason.NOT_POSITIVE_DEFINITE)
         self.null_met = True
