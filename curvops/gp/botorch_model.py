@@ -133,7 +133,7 @@ class LaplaceModel(Model, FantasizeMixin):
     def _distribution(
         self, X: Tensor, output_indices: Sequence[SupportsIndex] | None = None, observation_noise: bool | Tensor = False
     ) -> MultivariateNormal:
-        mean, covariance = self._condition(self._transformed(X))
+        mean, covariance = self._condition(self.transform_inputs(X))
         q, C = mean.shape[-2:]
         positions = range(self.num_outputs) if output_indices is None else output_indices
         chosen = [self._outputs[i] for i in positions]
@@ -177,7 +177,7 @@ class LaplaceModel(Model, FantasizeMixin):
             Y, _ = self.outcome_transform(Y, X=X)
         new = copy(self)
         variances = self._noise("noise", True if noise is None else noise, Y, Y.shape[-2])
-        seen = Observed(self._transformed(X), Y, variances, self._outputs)
+        seen = Observed(self.transform_inputs(X), Y, variances, self._outputs)
         new._observed = [*self._observed, seen]
         return new
 
@@ -206,14 +206,10 @@ class LaplaceModel(Model, FantasizeMixin):
         sample = self.post.sample(1, generator) + (0 if self._step is None else self._step)
 
         def function(X: Tensor) -> Tensor:
-            outputs = self.post.functions(as_points(self.post.lin, self._transformed(X)), 1, samples=sample)
+            outputs = self.post.functions(as_points(self.post.lin, self.transform_inputs(X)), 1, samples=sample)
             return outputs.reshape(*X.shape[:-1], -1)[..., self._outputs].to(X)
 
         return GenericDeterministicModel(function, self.num_outputs)
-
-    def _transformed(self, X: Tensor) -> Tensor:
-        transformed: Tensor = self.transform_inputs(X)
-        return transformed
 
     def _set_transformed_inputs(self) -> None:
         """Do nothing: the training inputs are those of the linearisation, on which the network was trained."""

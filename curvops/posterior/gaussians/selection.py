@@ -96,8 +96,8 @@ SCORES: dict[str, Callable[[Ingredients], Tensor]] = {
     "random": _random,
 }
 """The scores by name; the weights with the largest scores are selected."""
-WITHOUT_CURVATURE = ("swag", "magnitude", "random")
-"""Scores that do not need a curvature; computing it for the warning alone could take minutes."""
+WITHOUT_WARNING = ("swag", "magnitude", "random", "predictive")
+"""Scores that do not need a curvature, which could take minutes, and one that leaves out what adds nothing at x."""
 
 
 def select(
@@ -141,7 +141,7 @@ def select(
             an operator.
 
     Warns with `InertWeightsWarning`, naming their share, if weights without curvature are selected; not with "swag",
-    "magnitude" and "random", which do not compute it.
+    "magnitude" and "random", which do not compute it, nor with "predictive", by which such weights count at other x.
 
     Source: Daxberger et al. 2021.
 
@@ -163,7 +163,7 @@ def select(
         values = SCORES[score](ingredients)[allowed]
         order = values.argsort(descending=True, stable=True)
         chosen = allowed[order[: int(k)]].sort().values
-        if score not in WITHOUT_CURVATURE:
+        if score not in WITHOUT_WARNING:
             _warn_of_inert(ingredients, chosen, score)
     return chosen
 
@@ -184,10 +184,9 @@ def _warn_of_inert(ingredients: Ingredients, chosen: Tensor, score: str) -> None
     curvature = ingredients.curvature
     inert = curvature[chosen] <= torch.finfo(curvature.dtype).eps * curvature.max()
     if bool(inert.any()):
-        share = float(inert.double().mean())
         warn(
-            f"{share:.0%} of the {len(chosen):,} weights selected by {score!r} have no curvature (no training output "
-            "depends on them): their posterior is the prior, and they add nothing to predictions. Use "
+            f"{inert.double().mean():.0%} of the {len(chosen):,} weights selected by {score!r} have no curvature (no "
+            "training output depends on them): their posterior is the prior, and they add nothing to predictions. Use "
             "score='predictive', which leaves them out.",
             InertWeightsWarning,
         )
