@@ -107,22 +107,11 @@ class Exact(OutputFisher):
 
     @property
     def narrow(self) -> OutputFisher:
-        return Narrow(self.likelihood, self.shift)
+        return Narrow(self)
 
     def outputs_at(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, "n C"]:
         """Return the outputs at which H is evaluated."""
         return f if self.shift is None else f + self.shift[batch.start : batch.start + len(f)]
-
-
-class Narrow(Exact):
-    """The same by the columns of the narrowest root that the likelihood knows: a softmax has C − 1."""
-
-    def num_columns(self, num_outputs: int) -> int:
-        return self.likelihood.narrow_columns(num_outputs)
-
-    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
-        at = self.outputs_at(f, batch)
-        return self.likelihood.narrow_root(at, batch.any_targets, batch.weights, start, stop)
 
 
 class FromResiduals(OutputFisher):
@@ -163,6 +152,26 @@ class Unit(FromColumns):
 
     def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
         return unit_vectors(f, f.shape[1], start, stop)
+
+
+class Narrow(FromColumns):
+    """The likelihood's output Fisher by the narrowest root that the likelihood knows: a softmax has C − 1 columns."""
+
+    def __init__(self, exact: Exact) -> None:
+        self.exact, self.likelihood = exact, exact.likelihood
+
+    def num_columns(self, num_outputs: int) -> int:
+        return self.likelihood.narrow_columns(num_outputs)
+
+    def hessian_parts(self, f: Tensor, batch: Batch) -> HessianParts | None:
+        return self.exact.hessian_parts(f, batch)
+
+    def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
+        return self.columns(f, batch, 0, self.num_columns(f.shape[1]))
+
+    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
+        at = self.exact.outputs_at(f, batch)
+        return self.likelihood.narrow_root(at, batch.any_targets, batch.weights, start, stop)
 
 
 @dataclass(eq=False)
