@@ -91,19 +91,19 @@ def test_predictions_at_a_few_points_are_exact_by_the_kernel(likelihood):
 
 
 @pytest.mark.filterwarnings("ignore::curvops.errors.ManyProductsWarning")
-def test_predictions_within_the_rounding_of_the_kernel_take_solves():
+def test_predictions_within_the_rounding_of_the_kernel_add_up_in_float64():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
     x, at = torch.randn(20, 3), torch.randn(3, 3)
     lin = co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(1e-3))
     wide_lin = lin.cast(torch.float64)
     G = co.GGN(wide_lin).to_dense()
-    for alpha, route in ((0.1, "cg with a sketch"), (1e3, "formed kernel")):
+    for alpha in (1e-3, 0.1, 1e3):
         post = co.laplace(lin, co.GGN, alpha, check_mode=False)
         found = post.predict(at).variance.flatten()
-        assert post.plan(3).chosen["predictions"] == route
+        assert post.plan(3).chosen["predictions"] == "formed kernel"
         expected = dense_covariance(wide_lin, G, at.double(), alpha).diagonal()
-        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=0)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
 
 
 @pytest.fixture(scope="module", params=["classification", "gaussian"])

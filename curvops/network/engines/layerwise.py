@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from curvops.ambient import CACHE_BYTES
+from curvops.network.data.inputs import move_tensor
 from curvops.network.engines.autodiff import Recorded, Streamed
 from curvops.network.engines.layer_calls import (
     Call,
@@ -138,6 +139,12 @@ class Factors(Part):
         return replace(
             self, layer_input=self.layer_input[points], delta=self.delta[points], inside=inside, positions=positions
         )
+
+    def to(self, dtype: torch.dtype) -> Factors:
+        """Return the rows from a and δ in another dtype."""
+        inputs = move_tensor(self.layer_input, None, dtype)
+        weight = None if self.weight is None else self.weight.to(dtype)
+        return replace(self, layer_input=inputs, delta=self.delta.to(dtype), weight=weight)
 
     def widened(self, positions: int) -> Factors:
         """Return a table of ragged rows with this number of positions a point."""

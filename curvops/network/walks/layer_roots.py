@@ -130,6 +130,13 @@ class Group:
         start = self.start + points.indices(self.num_points)[0]
         return Group(self.names, parts, self.first, rows_by_name, start)
 
+    def to(self, dtype: torch.dtype) -> Group:
+        """Return the same rows from a and δ in another dtype, in which their products then add up."""
+        if self._sample.dtype == dtype:
+            return self
+        parts = tuple(factors.to(dtype) for factors in self.parts)
+        return replace(self, parts=parts, rows_by_name={name: v.to(dtype) for name, v in self.rows_by_name.items()})
+
     def of(self, names: Sequence[str]) -> Group:
         """Return the rows for some of the parameters."""
         if len(names) == len(self.names):

@@ -45,7 +45,7 @@ from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import Jacobian
 
-NAME = "J Jᵀ"
+NAME, FINER = "J Jᵀ", "J Jᵀ in float64"
 GRAM, LAST, WEIGHTED = "JᵀJ", "1 / noise", "JᵀN⁻¹J"
 """The names under which quantities of the inputs are stored."""
 
@@ -78,8 +78,21 @@ class FunctionSpace:
     of_data: dict[str, Any] = field(default_factory=dict)
     """The store of K, shared by all likelihoods of these data."""
     metric: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
+    dtype: torch.dtype | None = None
+    """The dtype in which the rows of J add up to K; None is theirs."""
     _last: tuple[float, Tensor, Tensor] | None = None
     """The last α, with the factor of I + LᵀKL/α and L."""
+
+    @cached_property
+    def _finer(self) -> FunctionSpace:
+        return FunctionSpace(self.lin, self.of_data.setdefault(FINER, {}), self.metric, torch.float64)
+
+    def in_float64(self) -> FunctionSpace | None:
+        """Return the same by sums in float64, which lose no digits of these rows; None if memory has no room for it."""
+        formed = NAME in self._finer.of_data
+        if not formed and KERNEL_COPIES * self.kernel.nbytes > self.lin.memory.room():
+            return None
+        return self._finer
 
     @cached_property
     def batches(self) -> list[tuple[Any, Tensor]]:
@@ -138,7 +151,7 @@ class FunctionSpace:
 
     def _formed(self) -> Float[Tensor, "NC NC"]:
         J = self.lin.jacobian()
-        return self._take(gram_matrix(J, J, self.metric.to(J.theta)))
+        return self._take(gram_matrix(J, J, self.metric.to(J.device, self.dtype or J.dtype)))
 
     def _take(self, kernel: Tensor) -> Float[Tensor, "NC NC"]:
         """Store K in float64, counted against the budget, so that other posteriors find it."""
@@ -250,7 +263,7 @@ class DualInverse(Inverse):
     its rounding, that of a difference.
     """
 
-    # The stored form has P, C with C Cᵀ = I + SᵀA⁻¹S and L (N, C, R), both in float64, and rtol.
+    # The stored form has P, C with C Cᵀ = I + SᵀA⁻¹S and L (N, C, R), both in float64, rtol, and J Jᵀ if it is at hand.
 
     def __init__(
         self,
@@ -258,8 +271,29 @@ class DualInverse(Inverse):
         factor: Float[Tensor, "NR NR"],
         output_root: Float[Tensor, "N C R"],
         rtol: float | None = None,
+        kernel: FunctionSpace | None = None,
     ) -> None:
-        LinearOperator.__init__(self, base, factor, output_root, rtol=rtol)
+        LinearOperator.__init__(self, base, factor, output_root, rtol=rtol, kernel=kernel)
+
+    @property
+    def sums(self) -> torch.dtype:
+        """The dtype in which rows of J add up."""
+        kernel = self._kwargs["kernel"]
+        return self.dtype if kernel is None or kernel.dtype is None else kernel.dtype
+
+    def in_float64(self) -> DualInverse | None:
+        """Return the same by sums of rows in float64; None if they are, or if memory has no room for another J Jᵀ.
+
+        Nor do ranks that share the data form one here, which takes all of them: each decides about its own points.
+        """
+        kernel = self._kwargs["kernel"]
+        if kernel is None or self.sums == torch.float64 or kernel.lin.ranks is not None:
+            return None
+        finer = kernel.in_float64()
+        if finer is None:
+            return None
+        factor, L = finer.factor_under(float(self.precision))
+        return DualInverse(self.base, factor, L, self._kwargs["rtol"], finer)
 
     @property
     def curvature(self) -> Any:
@@ -295,7 +329,7 @@ class DualInverse(Inverse):
         def walk() -> Iterator[Tensor]:
             for some in jacobian.by_points(max(together, rows // width // together * together), together):
                 with holding(jacobian, some.shape[0] * row), torch.no_grad():
-                    cross = gram_matrix(some, train, self.precision.detach()).to(factor)
+                    cross = gram_matrix(some, train, self.precision.detach().to(self.sums)).to(factor)
                     lifted = torch.einsum("mnc,ncr->nrm", cross.unflatten(1, L.shape[:2]), L).flatten(0, 1)
                     half = torch.linalg.solve_triangular(factor, lifted, upper=False)
                     yield half.mT.unflatten(0, (-1, outputs))

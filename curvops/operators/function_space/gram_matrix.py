@@ -52,7 +52,7 @@ Piece = tuple[int, Group]
 
 
 def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor) -> Float[Tensor, "nC mC"]:
-    """Return J(x) A⁻¹ J(x')ᵀ, or its upper half if x is x'.
+    """Return J(x) A⁻¹ J(x')ᵀ, or its upper half if x is x', with sums in the dtype of A.
 
     If the rows of all points do not fit into memory, x' is walked over once for each group of rows at x that takes half
     of the memory.
@@ -73,7 +73,7 @@ def gram_terms(left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[
     right = right.gathered()
     passes, most_bytes, same = left.passes, max(0, left.passes.memory.room()), left.passes is right.passes
     total, scales = left.shape[-2], scales_by_name(passes, prior)
-    result = left.theta.new_zeros(1 + max(term_of.values()), total, right.shape[-2])
+    result = prior.new_zeros(1 + max(term_of.values()), total, right.shape[-2])
 
     def add(piece: Piece, other: Piece) -> None:
         (row, group), (column, partner) = piece, other
@@ -86,22 +86,26 @@ def gram_terms(left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[
             _add(target, first, first if group is partner else partner.of(names), scales, int(WORK * most_bytes))
 
     with passes.memory.holding(most_bytes):
-        for end, panel in _panels(passes.jacobian_rows(), HELD * most_bytes):
+        for end, panel in _panels(passes.jacobian_rows(), HELD * most_bytes, prior.dtype):
             for piece, other in product(panel, panel if same else ()):
                 add(piece, other)
             if not same or end < total:
-                for _, others in _panels(right.passes.jacobian_rows(end if same else 0), WORK * most_bytes):
+                for _, others in _panels(
+                    right.passes.jacobian_rows(end if same else 0), WORK * most_bytes, prior.dtype
+                ):
                     for piece, other in product(panel, others):
                         add(piece, other)
     return mirror(result) if same else result
 
 
-def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: float) -> Iterator[tuple[int, list[Piece]]]:
+def _panels(
+    walk: Iterable[tuple[int, int, list[Group]]], most_bytes: float, dtype: torch.dtype
+) -> Iterator[tuple[int, list[Piece]]]:
     """Yield (the row after them, pieces that together take at most `most_bytes`), with at least one piece."""
     panel: list[Piece] = []
     held = end = 0
     for start, count, groups in walk:
-        groups = [_as_rows(group) for group in groups]
+        groups = [_as_rows(group.to(dtype)) for group in groups]
         size = sum(group.nbytes for group in groups)
         if panel and held + size > most_bytes:
             yield end, _joined(panel)

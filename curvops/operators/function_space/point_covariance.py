@@ -42,6 +42,8 @@ from curvops.operators.linearized.network_operator import Jacobian
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""
+LEAST_OF_ROWS = 1e-8
+"""The same for sums in float64 of rows in single precision: both terms have the rows' errors, of eps / √share."""
 ROWS_AT_ONCE = 128
 """The number of rows of J that are solved for at a time, if memory has room for them."""
 BLOCK_NUMBERS = 2**18
@@ -192,9 +194,10 @@ def _sum_over_layers(
     shape: tuple[int, ...],
     tangents: dict[str, Tensor] | None = None,
     pushed: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Target | None:
-    """Sum over layers; with tangents V, also add (J V)ᵀ to `pushed` (K, N·C) from the same a and δ."""
-    total, outputs = walk.model.theta.new_zeros(shape), shape[1]
+    """Sum over layers, in this dtype; with tangents V, also add (J V)ᵀ to `pushed` (K, N·C) from the same a and δ."""
+    total, outputs = walk.model.theta.new_zeros(shape, dtype=dtype), shape[1]
     last = walk.features() or []
     by_position = bool(last) and all(features.outputs_each == outputs for features in last)
     if by_position and _sum_of_last(total, ((features.layer, features.inputs()) for features in last), metric):
@@ -203,7 +206,7 @@ def _sum_over_layers(
         return total
     for first, groups in walk.groups_together(outputs):
         while groups:  # none is held while the next is used, or made
-            group = groups.pop(0)
+            group = groups.pop(0).to(total.dtype)
             row = first + group.first_row
             start, count = row // outputs, group.num_rows // outputs
             if not metric.add(total[start : start + count], group, walk.chunk_bytes):
@@ -219,7 +222,7 @@ def _sum_of_last(total: Target, last: Iterable[tuple[Layer, Tensor | None]], met
     """Add the part that comes from the last layer's inputs, if P has a structure on its matrix."""
     start = 0
     for layer, inputs in last:
-        if inputs is None or not metric.add_last(total[start : start + len(inputs)], layer, inputs):
+        if inputs is None or not metric.add_last(total[start : start + len(inputs)], layer, inputs.to(total)):
             return False
         start += len(inputs)
     return True
@@ -265,27 +268,36 @@ def _sum_by_parts(
         pushed = like.new_zeros(parts.vectors.shape[1], shape[0] * shape[1])
         total = _sum_over_layers(walk, metric, shape, walk.model.selection.split(parts.vectors), pushed)
     added = pushed.mT if parts.mixing is None else pushed.mT @ parts.mixing
-    return None if total is None else _with_products(total, [added.unflatten(0, (-1, shape[1]))], parts.sign)
+    roots = [added.unflatten(0, (-1, shape[1]))]
+    return None if total is None else _with_products(total, roots, parts.sign, LEAST_LEFT[total.dtype])
 
 
 def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, ...]) -> Target | None:
-    """Return J A⁻¹ Jᵀ less what the training points explain; None if the difference would lose too many digits."""
-    explained, weights = inverse.explained(jacobian, shape[1]), inverse.precision.reciprocal()
+    """Return J A⁻¹ Jᵀ less what the training points explain; None if the difference would lose too many digits.
+
+    Where it does in single precision, the same rows add up in float64.
+    """
+    explained, weights = inverse.explained(jacobian, shape[1]), inverse.precision.to(inverse.sums).reciprocal()
     if explained is None:
         return None
-    total = _sum_over_layers(jacobian.passes, Elementwise(jacobian.passes, weights.expand(jacobian.shape[-1])), shape)
-    return None if total is None else _with_products(total, explained, -1)
+    metric = Elementwise(jacobian.passes, weights.expand(jacobian.shape[-1]))
+    total = _sum_over_layers(jacobian.passes, metric, shape, dtype=weights.dtype)
+    least = LEAST_LEFT[weights.dtype] if weights.dtype == jacobian.dtype else LEAST_OF_ROWS
+    blocks = None if total is None else _with_products(total, explained, -1, least)
+    if blocks is None and total is not None and (finer := inverse.in_float64()) is not None:
+        return _sum_by_kernel(jacobian, finer, shape)
+    return None if blocks is None else blocks.to(jacobian.dtype)
 
 
-def _with_products(total: Target, roots: Iterable[Tensor], sign: int) -> Target | None:
-    """Return total ± R Rᵀ, R by some points at a time; None if a difference leaves too few digits of a variance."""
+def _with_products(total: Target, roots: Iterable[Tensor], sign: int, least: float) -> Target | None:
+    """Return total ± R Rᵀ, R by some points at a time; None if a difference leaves less than a share of a variance."""
     blocks, start = total.clone(), 0
     for root in roots:
         _add_products(blocks[start : start + len(root)], root.to(total), root.to(total), alpha=sign)
         start += len(root)
     left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (blocks.detach(), total.detach()))
     shares = left / before.clamp_min(torch.finfo(total.dtype).tiny)
-    return blocks if sign > 0 or bool((shares > LEAST_LEFT[total.dtype]).all()) else None
+    return blocks if sign > 0 or bool((shares > least).all()) else None
 
 
 class Elementwise(Metric):
