@@ -111,8 +111,8 @@ class LowRankForm(ClosedForm):
     def _remedy(self) -> str:
         """How a solve keeps digits that Woodbury's difference would lose, "split" or "float64"; "" if it loses none.
 
-        An orthonormal U is split off, unless the diagonal is a vector. Then it may be as large as memory allows, and
-        has no copy in float64.
+        An orthonormal U, which may be as large as memory allows, gets no copy in float64: it is split off, unless the
+        diagonal is a vector.
         """
         base, eps = self.base, torch.finfo(self.base.dtype).eps
         recorded = carries_graph((base.vectors, base.values, self.shift))
@@ -127,7 +127,7 @@ class LowRankForm(ClosedForm):
 
     @cached_property
     def _in_float64(self) -> LowRankForm:
-        """The same form in float64."""
+        """The closed form of this low rank plus diagonal in float64."""
         return LowRankForm(self.base.to(torch.float64), self.shift.double())
 
     @cached_property

@@ -88,7 +88,7 @@ class FunctionSpace:
         return FunctionSpace(self.lin, self.of_data.setdefault(FINER, {}), self.metric, torch.float64)
 
     def in_float64(self) -> FunctionSpace | None:
-        """Return the same by sums in float64, which lose no digits of these rows; None if memory has no room for it."""
+        """Return K by sums in float64, which lose no digits of the rows of J; None if memory has no room for it."""
         formed = NAME in self._finer.of_data
         if not formed and KERNEL_COPIES * self.kernel.nbytes > self.lin.memory.room():
             return None
@@ -282,9 +282,9 @@ class DualInverse(Inverse):
         return self.dtype if kernel is None or kernel.dtype is None else kernel.dtype
 
     def in_float64(self) -> DualInverse | None:
-        """Return the same by sums of rows in float64; None if they are, or if memory has no room for another J Jᵀ.
+        """Return this P⁻¹ by sums of rows in float64; None if they are, or if memory has no room for another J Jᵀ.
 
-        Nor do ranks that share the data form one here, which takes all of them: each decides about its own points.
+        Ranks that share the data form none here, which would take all of them: each decides about its own points.
         """
         kernel = self._kwargs["kernel"]
         if kernel is None or self.sums == torch.float64 or kernel.lin.ranks is not None:

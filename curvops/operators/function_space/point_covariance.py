@@ -222,7 +222,7 @@ def _sum_of_last(total: Target, last: Iterable[tuple[Layer, Tensor | None]], met
     """Add the part that comes from the last layer's inputs, if P has a structure on its matrix."""
     start = 0
     for layer, inputs in last:
-        if inputs is None or not metric.add_last(total[start : start + len(inputs)], layer, inputs.to(total)):
+        if inputs is None or not metric.add_last(total[start : start + len(inputs)], layer, inputs.to(total.dtype)):
             return False
         start += len(inputs)
     return True
@@ -295,9 +295,11 @@ def _with_products(total: Target, roots: Iterable[Tensor], sign: int, least: flo
     for root in roots:
         _add_products(blocks[start : start + len(root)], root.to(total), root.to(total), alpha=sign)
         start += len(root)
+    if sign > 0:
+        return blocks
     left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (blocks.detach(), total.detach()))
     shares = left / before.clamp_min(torch.finfo(total.dtype).tiny)
-    return blocks if sign > 0 or bool((shares > least).all()) else None
+    return blocks if bool((shares > least).all()) else None
 
 
 class Elementwise(Metric):
