@@ -142,10 +142,7 @@ def inverse_of_rows(terms: PrecisionTerms, rows: int, rtol: float | None, moved:
                 route = chosen(_resolved(terms, lambda: routes(_system_of_rows(terms, rows, moved))))
             name = "" if route is None else route.name
             if name == "formed kernel" and terms.A is not None:
-                prior, own = float(terms.A), kernel_of(terms)
-                kernel = own if own.resolves(prior) else own.in_float64()
-                if kernel is not None:
-                    return DualInverse(P, *kernel.factor_under(prior), rtol=rtol, kernel=kernel)
+                return DualInverse(P, *kernel_of(terms).factor_under(float(terms.A)), rtol=rtol)
             if name == "formed matrix":
                 P = formed_precision(terms)
     inverse: LinearOperator = P.inverse(rtol)
@@ -153,14 +150,8 @@ def inverse_of_rows(terms: PrecisionTerms, rows: int, rtol: float | None, moved:
 
 
 def _system_of_rows(terms: PrecisionTerms, rows: int, moved: bool = False, whole: bool = True) -> System:
-    """Return the facts about P X = Jᵀ for rows of J at other points, all or those that cost nothing.
-
-    Rows in single precision add up in float64 if their own sums do not resolve the prior precision.
-    """
-    system = posterior_system(terms, rows, whole=whole)
-    assert system.posterior is not None
-    resolved = system.posterior.resolved or (terms.lin.theta.dtype == torch.float32 and not moved)
-    return replace(system, rows_of_J=True, moved=moved, posterior=replace(system.posterior, resolved=resolved))
+    """Return the facts about P X = Jᵀ for rows of J at other points, all or those that cost nothing."""
+    return replace(posterior_system(terms, rows, whole=whole), rows_of_J=True, moved=moved)
 
 
 def formed_precision(terms: PrecisionTerms) -> Any:

@@ -5,17 +5,16 @@ Tests `function_space.py`, `precision.py`, `tangent_kernel.py`.
 
 import functools
 import gc
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import curvops as co
-from curvops.errors import ManyProductsWarning
 from curvops.linalg.core import solve_routes as routes
 from tests.linalg.interrupted import killed_after
 
+pytestmark = pytest.mark.filterwarnings("ignore::curvops.errors.ManyProductsWarning")
 DOUBLE = torch.float64
 
 
@@ -36,9 +35,7 @@ def wide(likelihood):
 @functools.cache
 def ggn_of(likelihood):
     """The matrix of the GGN of `wide`, in float64."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ManyProductsWarning)
-        return co.GGN(wide(likelihood)).to_dense()
+    return co.GGN(wide(likelihood)).to_dense()
 
 
 def may_be_formed(post):
@@ -82,28 +79,32 @@ def test_predictions_at_a_few_points_are_exact_by_the_kernel(likelihood):
     torch.testing.assert_close(slope, (sums[0] - sums[1]) / (2 * step), rtol=1e-6, atol=1e-8)
     leaf = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(co.laplace(lin, co.GGN, ALPHA, check_mode=False).predict(leaf).variance.sum(), leaf)
-    moved = x.clone()
-    moved[1, 2] += step
-    back = x.clone()
-    back[1, 2] -= step
-    sums = [dense_covariance(lin, G, at, ALPHA).trace() for at in (moved, back)]
+    shift = torch.zeros_like(x)
+    shift[1, 2] = step
+    sums = [dense_covariance(lin, G, at, ALPHA).trace() for at in (x + shift, x - shift)]
     torch.testing.assert_close(slope[1, 2], (sums[0] - sums[1]) / (2 * step), rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.filterwarnings("ignore::curvops.errors.ManyProductsWarning")
-def test_predictions_within_the_rounding_of_the_kernel_add_up_in_float64():
+def test_single_precision_adds_up_in_float64():
+    """The determinant lies in its bound, and zᵀP z of draws is χ², where λ/α in units of rounding is far above 1."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
     x, at = torch.randn(20, 3), torch.randn(3, 3)
     lin = co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(1e-3))
     wide_lin = lin.cast(torch.float64)
     G = co.GGN(wide_lin).to_dense()
+    unit, generator = torch.eye(len(G), dtype=DOUBLE), torch.Generator().manual_seed(0)
     for alpha in (1e-3, 0.1, 1e3):
         post = co.laplace(lin, co.GGN, alpha, check_mode=False)
         found = post.predict(at).variance.flatten()
         assert post.plan(3).chosen["predictions"] == "formed kernel"
         expected = dense_covariance(wide_lin, G, at.double(), alpha).diagonal()
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
+        ratio, z = post.log_evidence(mode="map").log_determinant_ratio, post.sample(4, generator=generator) - post.mean
+        assert ratio.reason.name == "CONVERGED"
+        assert abs(float(ratio.value - torch.logdet(G / alpha + unit))) <= float(ratio.bias_bound) < 0.1
+        square = float((z.double() @ (G + alpha * unit) * z.double()).sum())
+        assert square == pytest.approx(z.numel(), abs=5 * (2 * z.numel()) ** 0.5)
 
 
 @pytest.fixture(scope="module", params=["classification", "gaussian"])

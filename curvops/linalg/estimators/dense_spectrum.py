@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,14 +40,23 @@ def stack(estimates: list[Estimate]) -> Estimate:
 
 @dataclass(frozen=True, eq=False)
 class DenseSpectrum:
-    """Eigenvalues of A − bound I and eigenvectors in float64; ``eps`` is the rounding of A's dtype."""
+    """Eigenvalues of A − bound I and eigenvectors in float64; ``eps`` is the rounding of A's dtype.
+
+    For A = S Sᵀ, ``eps_of_root`` is the relative rounding of S.
+    """
 
     values: Float[Tensor, " n"]
     vectors: Float[Tensor, "n n"]
     bound: float
     eps: float
+    eps_of_root: float = 0.0
 
-    def _definite(self, mu: float) -> tuple[Float[Tensor, " n"], float, float]:
+    def _rounding(self, size: float) -> Float[Tensor, " n"]:
+        """Return the effect of rounding on each eigenvalue; √λ has the error of the root."""
+        roots, of_root = self.values.clamp_min(0).sqrt(), ROUNDING_UNITS * self.eps_of_root * math.sqrt(size)
+        return ROUNDING_UNITS * self.eps * size + (2 * roots + of_root) * of_root
+
+    def _definite(self, mu: float) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float]:
         """Return the eigenvalues, the effect of rounding on each, and their size; raise as `logdet` does.
 
         With a shift, an eigenvalue within rounding of zero counts as zero; without one it cannot be distinguished from
@@ -54,9 +64,9 @@ class DenseSpectrum:
         """
         values, n = self.values, len(self.values)
         lowest, size = float(values[0]), float(values.abs().amax())
-        delta = max(ROUNDING_UNITS * self.eps * size, 0.0)
+        delta = self._rounding(size)
         if mu > 0 and lowest >= -n * self.eps * size:
-            return values.clamp_min(0), max(delta, -lowest), size
+            return values.clamp_min(0), delta.clamp_min(-lowest), size
         if lowest + mu <= n * self.eps * size:
             raise indefinite(f"A is not positive definite: an eigenvalue is {lowest + self.bound:.3e}.")
         return values, delta, size
@@ -84,7 +94,7 @@ class DenseSpectrum:
         near = self.values.abs() <= len(self.values) * self.eps * size
         values = torch.where(near, self.values.clamp_min(0), self.values)
         # An eigenvalue near zero cannot be distinguished from zero, whatever its computed value.
-        delta = torch.where(near, values, 0.0).clamp_min(ROUNDING_UNITS * self.eps * size)
+        delta = torch.maximum(torch.where(near, values, 0.0), self._rounding(size))
         share_of = share(mu)
         least, shares = torch.minimum(values, (values - delta).clamp_min(0)), share_of(values)
         bias = torch.maximum(share_of(values + delta) - shares, shares - share_of(least)).sum()

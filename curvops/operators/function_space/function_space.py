@@ -45,7 +45,8 @@ from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import Jacobian
 
-NAME, FINER = "J Jᵀ", "J Jᵀ in float64"
+EPS = torch.finfo(torch.float64).eps
+NAME = "J Jᵀ"
 GRAM, LAST, WEIGHTED = "JᵀJ", "1 / noise", "JᵀN⁻¹J"
 """The names under which quantities of the inputs are stored."""
 
@@ -68,31 +69,20 @@ def woodbury(
 
 @dataclass(eq=False)
 class FunctionSpace:
-    """K = J Jᵀ of the training outputs of one linearisation, formed in float64, for every prior precision α.
+    """K = J Jᵀ of the training outputs of one linearisation, for every prior precision α.
 
-    With a `metric` A₀, 0-d or (D,), it is J A₀⁻¹ Jᵀ, and has only factors. Only the vectors Jᵀu have the size of the
-    weights.
+    Rows of J add up in float64, whatever their dtype: I + LᵀKL/α is then positive definite, and what follows from it
+    has √(λ/α) units of the rows' rounding, for the largest eigenvalue λ of LᵀKL. In the rows' own dtype it would have
+    λ/α units. With a `metric` A₀, 0-d or (D,), it is J A₀⁻¹ Jᵀ, and has only factors. Only the vectors Jᵀu have the
+    size of the weights.
     """
 
     lin: Linearization
     of_data: dict[str, Any] = field(default_factory=dict)
     """The store of K, shared by all likelihoods of these data."""
     metric: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
-    dtype: torch.dtype | None = None
-    """The dtype in which the rows of J add up to K; None is theirs."""
     _last: tuple[float, Tensor, Tensor] | None = None
     """The last α, with the factor of I + LᵀKL/α and L."""
-
-    @cached_property
-    def _finer(self) -> FunctionSpace:
-        return FunctionSpace(self.lin, self.of_data.setdefault(FINER, {}), self.metric, torch.float64)
-
-    def in_float64(self) -> FunctionSpace | None:
-        """Return K by sums in float64, which lose no digits of the rows of J; None if memory has no room for it."""
-        formed = NAME in self._finer.of_data
-        if not formed and KERNEL_COPIES * self.kernel.nbytes > self.lin.memory.room():
-            return None
-        return self._finer
 
     @cached_property
     def batches(self) -> list[tuple[Any, Tensor]]:
@@ -141,21 +131,20 @@ class FunctionSpace:
         run.held["kernel"] = self
         saved, formed = part_of_whole("kernel", self.lin.theta.device), self.of_data.get(NAME)
         if not saved.done:
-            saved.finish((self._formed() if formed is None else formed).to(self.lin.theta))
-        elif formed is None or not torch.equal(formed.to(saved.outcome), saved.outcome):
+            saved.finish(self._formed() if formed is None else formed)
+        elif formed is None or not torch.equal(formed, saved.outcome):
             # Use the bits with which the run began, whatever another run has formed.
             self._take(saved.outcome)
             self._last = None
-            for name in ("spectrum", "rounding"):
+            for name in ("spectrum", "size"):
                 self.__dict__.pop(name, None)
 
     def _formed(self) -> Float[Tensor, "NC NC"]:
         J = self.lin.jacobian()
-        return self._take(gram_matrix(J, J, self.metric.to(J.device, self.dtype or J.dtype)))
+        return self._take(gram_matrix(J, J, self.metric.to(J.device, torch.float64)))
 
-    def _take(self, kernel: Tensor) -> Float[Tensor, "NC NC"]:
-        """Store K in float64, counted against the budget, so that other posteriors find it."""
-        K = kernel.double()
+    def _take(self, K: Float[Tensor, "NC NC"]) -> Float[Tensor, "NC NC"]:
+        """Store K, counted against the budget, so that other posteriors find it."""
         check_finite(K, "J Jᵀ")
         keep(self.lin.jacobian(), K, K.nbytes)
         self.of_data[NAME] = K
@@ -176,13 +165,23 @@ class FunctionSpace:
         with torch.no_grad(), holding(J, beside):
             values, vectors = eigh_in_place(self._dual(self.root(self.outputs)))
         keep(J, vectors, beside)
-        return DenseSpectrum(values, vectors, 0.0, torch.finfo(self.lin.theta.dtype).eps)
+        return DenseSpectrum(values, vectors, 0.0, EPS, self._eps_of_rows)
+
+    @property
+    def _eps_of_rows(self) -> float:
+        """The relative rounding of the rows of J."""
+        return torch.finfo(self.lin.theta.dtype).eps
 
     @cached_property
-    def rounding(self) -> float:
-        """A bound on the rounding of LᵀKL, in units of a prior precision."""
+    def size(self) -> float:
+        """A bound on the largest eigenvalue of LᵀKL."""
         with torch.no_grad(), holding(self.lin.jacobian(), (KERNEL_COPIES - 3) * self.kernel.nbytes):
-            return torch.finfo(self.lin.theta.dtype).eps * float(self._dual(self.root(self.outputs)).norm())
+            return float(self._dual(self.root(self.outputs)).norm())
+
+    @property
+    def rounding(self) -> float:
+        """A bound on the rounding of the sums in LᵀKL, in units of a prior precision."""
+        return EPS * self.size
 
     def resolves(self, prior: float) -> bool:
         """Return whether α is far enough above the rounding of K for solves with it."""
@@ -190,7 +189,7 @@ class FunctionSpace:
 
     def may_resolve(self, prior: float) -> bool:
         """Return whether α `resolves`, or whether K was not looked at yet."""
-        return "rounding" not in vars(self) or self.resolves(prior)
+        return "size" not in vars(self) or self.resolves(prior)
 
     def factor_under(self, prior: float) -> tuple[Float[Tensor, "NR NR"], Float[Tensor, "N C R"]]:
         """Return the Cholesky factor of I + LᵀKL/α at the network's outputs, and L; those of the last α are kept."""
@@ -212,7 +211,9 @@ class FunctionSpace:
         """
         if not many and self.resolves(prior):
             factor, _ = self.factor_under(prior)
-            bias = len(factor) * math.log1p(ROUNDING_UNITS * self.rounding / prior)
+            ratio, of_rows = self.size / prior, ROUNDING_UNITS * self._eps_of_rows
+            # An eigenvalue σ² is known to 2 σ times the error of S, which √(size) bounds by its own rounding.
+            bias = len(factor) * math.log1p(of_rows * math.sqrt(ratio) + (of_rows**2 + ROUNDING_UNITS * EPS) * ratio)
             estimate = Estimate.rounded(2 * factor.diagonal().log().sum(), bias, rtol, len(factor))
             if estimate.reason is Reason.CONVERGED:
                 return estimate
@@ -224,29 +225,15 @@ class FunctionSpace:
         return partial(_solve_by, self.factor_under(prior)[0])
 
     def inverse_of_weights(self, displaced: DisplacedGGN, prior: float) -> Callable[[Tensor], Tensor]:
-        """Return M ≈ P⁻¹ at other outputs as a function of blocks (D, k), which takes one product with P.
+        """Return M ≈ P⁻¹ at other outputs as a function of blocks (D, k), which takes one product with P."""
+        root, (_, factor) = CurvatureRoot.of(displaced), self.factor(self.outputs + displaced.shift, prior)
+        return lambda block: woodbury(root, root.theta.new_tensor(prior), partial(_solve_by, factor), block)
 
-        Where the Fisher there is far larger than at the network's own outputs, K may have too few digits for it: then
-        the identity in I + LᵀKL/α grows by a jitter, from the rounding of K on.
-        """
-        root, jitter, eps = CurvatureRoot.of(displaced), 0.0, torch.finfo(self.lin.theta.dtype).eps
-        while True:
-            try:
-                _, factor = self.factor(self.outputs + displaced.shift, prior, jitter)
-            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-                if jitter > 1000 * eps:
-                    raise
-                jitter = max(10 * jitter, eps)
-            else:
-                return lambda block: woodbury(root, root.theta.new_tensor(prior), partial(_solve_by, factor), block)
-
-    def factor(
-        self, f: Float[Tensor, "N C"], prior: float, jitter: float = 0.0
-    ) -> tuple[Float[Tensor, "N C R"], Float[Tensor, "NR NR"]]:
-        """Return L of each point at these outputs, and the Cholesky factor of (1 + jitter ‖·‖) I + LᵀKL/α."""
+    def factor(self, f: Float[Tensor, "N C"], prior: float) -> tuple[Float[Tensor, "N C R"], Float[Tensor, "NR NR"]]:
+        """Return L of each point at these outputs, and the Cholesky factor of I + LᵀKL/α."""
         L = self.root(f)
         inner = self._dual(L).div_(prior)
-        inner.diagonal().add_(1 + jitter * inner.norm() if jitter else 1)
+        inner.diagonal().add_(1)
         return L, torch.linalg.cholesky(inner, out=inner)
 
 
@@ -263,7 +250,7 @@ class DualInverse(Inverse):
     its rounding, that of a difference.
     """
 
-    # The stored form has P, C with C Cᵀ = I + SᵀA⁻¹S and L (N, C, R), both in float64, rtol, and J Jᵀ if it is at hand.
+    # The stored form has P, C with C Cᵀ = I + SᵀA⁻¹S and L (N, C, R), both in float64, and rtol.
 
     def __init__(
         self,
@@ -271,29 +258,8 @@ class DualInverse(Inverse):
         factor: Float[Tensor, "NR NR"],
         output_root: Float[Tensor, "N C R"],
         rtol: float | None = None,
-        kernel: FunctionSpace | None = None,
     ) -> None:
-        LinearOperator.__init__(self, base, factor, output_root, rtol=rtol, kernel=kernel)
-
-    @property
-    def sums(self) -> torch.dtype:
-        """The dtype in which rows of J add up."""
-        kernel = self._kwargs["kernel"]
-        return self.dtype if kernel is None or kernel.dtype is None else kernel.dtype
-
-    def in_float64(self) -> DualInverse | None:
-        """Return this P⁻¹ by sums of rows in float64; None if they are, or if memory has no room for another J Jᵀ.
-
-        Ranks that share the data form none here, which would take all of them: each decides about its own points.
-        """
-        kernel = self._kwargs["kernel"]
-        if kernel is None or self.sums == torch.float64 or kernel.lin.ranks is not None:
-            return None
-        finer = kernel.in_float64()
-        if finer is None:
-            return None
-        factor, L = finer.factor_under(float(self.precision))
-        return DualInverse(self.base, factor, L, self._kwargs["rtol"], finer)
+        LinearOperator.__init__(self, base, factor, output_root, rtol=rtol)
 
     @property
     def curvature(self) -> Any:
@@ -329,7 +295,7 @@ class DualInverse(Inverse):
         def walk() -> Iterator[Tensor]:
             for some in jacobian.by_points(max(together, rows // width // together * together), together):
                 with holding(jacobian, some.shape[0] * row), torch.no_grad():
-                    cross = gram_matrix(some, train, self.precision.detach().to(self.sums)).to(factor)
+                    cross = gram_matrix(some, train, self.precision.detach().double())
                     lifted = torch.einsum("mnc,ncr->nrm", cross.unflatten(1, L.shape[:2]), L).flatten(0, 1)
                     half = torch.linalg.solve_triangular(factor, lifted, upper=False)
                     yield half.mT.unflatten(0, (-1, outputs))

@@ -273,19 +273,14 @@ def _sum_by_parts(
 
 
 def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, ...]) -> Target | None:
-    """Return J A⁻¹ Jᵀ less what the training points explain; None if the difference would lose too many digits.
-
-    Where it does in single precision, the same rows add up in float64.
-    """
-    explained, weights = inverse.explained(jacobian, shape[1]), inverse.precision.to(inverse.sums).reciprocal()
+    """Return J A⁻¹ Jᵀ less what the training points explain; None if the difference would lose too many digits."""
+    explained, weights = inverse.explained(jacobian, shape[1]), inverse.precision.double().reciprocal()
     if explained is None:
         return None
     metric = Elementwise(jacobian.passes, weights.expand(jacobian.shape[-1]))
     total = _sum_over_layers(jacobian.passes, metric, shape, dtype=weights.dtype)
-    least = LEAST_LEFT[weights.dtype] if weights.dtype == jacobian.dtype else LEAST_OF_ROWS
+    least = LEAST_OF_ROWS if jacobian.dtype == torch.float32 else LEAST_LEFT[weights.dtype]
     blocks = None if total is None else _with_products(total, explained, -1, least)
-    if blocks is None and total is not None and (finer := inverse.in_float64()) is not None:
-        return _sum_by_kernel(jacobian, finer, shape)
     return None if blocks is None else blocks.to(jacobian.dtype)
 
 
