@@ -118,13 +118,13 @@ def logdet(
     pairs: VectorPairs | None = None
     current_run().expect(max_matvecs)
     with torch.no_grad():
-        if limits.allow_dense(facts.rows):
+        if parts is not None:
+            estimate, pairs = _of_sum(A, parts, limits, generator, preconditioner, solves)
+        elif limits.allow_dense(facts.rows):
             spectrum = dense_spectrum(product(A), facts, bound)
             estimates = [spectrum.logdet(mu, limits.tolerance) for mu in levels]
             estimate = stack(estimates) if grid else estimates[0]
             pairs = None if grid else partial(_dense_pairs, spectrum, levels[0])
-        elif parts is not None:
-            estimate, pairs = _of_sum(A, parts, limits, generator, preconditioner, solves)
         elif min(levels) == 0 and not estimated:
             raise ValueError(
                 'a stochastic log-determinant needs shift=, lower_bound= or lower_bound="estimate"; the dense one '
@@ -225,13 +225,19 @@ def _of_sum(
 ) -> tuple[Estimate, VectorPairs | None]:
     """Estimate log det P of a curvature plus a prior, whose lower bound is the prior."""
     base, level, offset, scale = parts
-    if scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it belongs to P, not to B
+    facts = describe_square(base)
+    pairs: VectorPairs | None
+    if limits.allow_dense(facts.rows):
+        spectrum = dense_spectrum(product(base), facts, 0.0)  # of B, since rounding of P may hide λ
+        estimate, pairs = spectrum.logdet(level, limits.tolerance), partial(_dense_pairs, spectrum, level)
+    elif scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it belongs to P, not to B
         least = float(scale.max()) ** -2
         beside = len(scale) * math.log(least) - float(offset.detach())
         with probing(P, generator, limits, ESTIMATE_VECTORS) as probed:
             return _by_probes(probed, least, least, preconditioner, solves, beside)
-    with probing(base, generator, limits, ESTIMATE_VECTORS) as probed:
-        estimate, pairs = _by_probes(probed, 0.0, level, preconditioner, solves)
+    else:
+        with probing(base, generator, limits, ESTIMATE_VECTORS) as probed:
+            estimate, pairs = _by_probes(probed, 0.0, level, preconditioner, solves)
     if pairs is None:
         return estimate + offset, None
     rows = 1.0 if scale is None else scale.unsqueeze(-1)

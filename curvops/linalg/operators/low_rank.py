@@ -320,7 +320,8 @@ class LowRank(Operator):
         if vectors.ndim != 2 or values.shape != vectors.shape[1:]:
             raise ValueError(f"vectors must be (n, r), values (r,): got {tuple(vectors.shape)}, {tuple(values.shape)}.")
         if vectors.dtype != values.dtype:
-            raise TypeError(f"LowRank needs vectors and values of one dtype, got {vectors.dtype} and {values.dtype}.")
+            dtypes = f"{vectors.dtype} and {values.dtype}"
+            raise TypeError(f"vectors and values must be of one dtype, got {dtypes}: pass values.to(vectors.dtype).")
         super().__init__(vectors, values, error=error, space=space, sources=sources)
 
     def _made_of(self) -> str:
