@@ -6,7 +6,8 @@ layers), and the evidence of that model belongs to its own mode.
 In function space (`dual_mode`) the mode of the outputs is f = f₀ + K u, and the weights' m + A⁻¹Jᵀu, where u is the
 gradient of log p(y | f): as many numbers as there are outputs. A Newton step is −(I + HK)⁻¹(u + r), r = −∇ log p: by
 Woodbury's identity −(u + r) + L (I + LᵀKL)⁻¹ LᵀK (u + r), which takes no inverse of K or of H, and no jitter
-(algorithms 3.1 and 3.3 of Rasmussen & Williams 2006, for any likelihood with a root of its output Fisher).
+(algorithms 3.1 and 3.3 of Rasmussen & Williams 2006, for any likelihood with a root of its output Fisher). The last
+steps take the outputs at the weights themselves and correct their rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from curvops.errors import ModeWarning, warn
 from curvops.linalg import Reason, cg
 from curvops.linalg.core.algorithm import PRODUCT_VECTORS, holding
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.solve_routes import SOLVE_VECTORS
+from curvops.linalg.core.results import ACCEPTED
 from curvops.linalg.core.vectors import ROUNDINGS, describe, inner, norm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
@@ -89,9 +90,9 @@ def minimise(
         steps: the number of steps that led to the starting point.
         reached: called with each point except the last.
     """
-    while point.relative > rtol:
-        if steps == most_steps:
-            return point, Reason.ITERATION_LIMIT, steps
+    while not point.relative <= rtol:
+        if steps == most_steps or not math.isfinite(point.relative):
+            return point, Reason.ITERATION_LIMIT if steps == most_steps else Reason.NON_FINITE, steps
         step = step_at(point, steps)
         steps += 1
         (slope, losses), share = point.along(step), 1.0
@@ -207,8 +208,8 @@ def find_mode(
 ) -> LinearMode:
     """Find θ̄ from `start` (None: θ*), preconditioned by the posterior's own precision if that is known.
 
-    If J Jᵀ is formed, Newton's method starts at the mode in function space, and its steps are solved there if memory
-    has no room for CG. The current run saves the steps.
+    If J Jᵀ is formed, the mode is found in function space, unless rounding keeps it from there. The current run saves
+    the steps.
     """
     saved, cache, prior, theta = current(), terms.cache, terms.prior, terms.lin.theta
     lins = cache.known_data("the mode of the linear model")
@@ -223,20 +224,19 @@ def find_mode(
         with counted():
             return _LinearModel(lins, prior, cache.power, delta)
 
-    matvecs, steps = 2, 0
+    matvecs, steps, found = 2, 0, False
     if saved.state is not None:
-        delta, steps, matvecs = (saved.state[name] for name in ("delta", "steps", "matvecs"))
+        delta, steps, matvecs, found = (saved.state[name] for name in ("delta", "steps", "matvecs", "found"))
     elif kernel is not None:
         near = dual_mode(kernel, float(prior.precision), prior.mean, 0.01 * rtol, most_steps=50)
-        delta, matvecs = near.theta - theta, near.matvecs + 3
+        delta, matvecs, found = near.theta - theta, near.matvecs + 3, near.reason in ACCEPTED
         del near
     else:
         delta = torch.zeros_like(theta) if start is None else start - theta
     model = at(delta)
     del delta  # the model's own alone
     if saved.state is None:
-        saved.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
-    few = not saved and theta.nbytes * SOLVE_VECTORS > terms.lin.memory_budget
+        saved.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs, "found": found}, now=True)
 
     def sketched() -> tuple[Any, int]:
         """Return M ≈ P⁻¹ at θ*, and the number of products it took."""
@@ -244,15 +244,10 @@ def find_mode(
             return preconditioner(terms.of_mode, 1)
 
     # A run that goes on has its first step's sketch even where no step is left, since what comes next uses it, too.
-    M = sketched()[0] if saved and steps and kernel is None else None
+    M = sketched()[0] if saved and steps else None
 
     def step_at(model: _LinearModel, steps: int) -> Tensor:
         nonlocal matvecs, M
-        if kernel is not None:
-            M = kernel.inverse_of_weights(model.parts[0], float(prior.precision))
-            if few:
-                matvecs += 3
-                return M(model.gradient.unsqueeze(1)).squeeze(1).neg_()
         # The first step for a Gaussian is its last, and is solved to the end; any other is solved as far as it pays.
         worth = 0.0 if all(isinstance(lin.likelihood, Gaussian) for lin in lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))
@@ -266,10 +261,13 @@ def find_mode(
         return solution.x
 
     def save(model: _LinearModel, steps: int) -> None:
-        saved.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs})
+        saved.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs, "found": False})
 
-    with counted():
-        model, reason, steps = minimise(model, step_at, rtol, maxiter, steps, save)
+    if found:  # what its own gradient lacks is rounding
+        reason = Reason.CONVERGED if model.relative <= rtol else Reason.PRECISION_LIMIT
+    else:
+        with counted():
+            model, reason, steps = minimise(model, step_at, rtol, maxiter, steps, save)
     log_likelihood = torch.tensor(model.log_likelihood(), dtype=torch.float64, device=theta.device)
     return LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
 
@@ -295,26 +293,19 @@ class DualMode:
 def dual_mode(space: FunctionSpace, prior: float, mean: Tensor, rtol: float, most_steps: int) -> DualMode:
     """Find the mode by Newton's method with a line search, from u = 0.
 
-    The gradient at the weights m + A⁻¹Jᵀu is Jᵀ(u + r). The outputs of K are used first and then those of J itself,
-    so that the mode does not have K's rounding.
+    The gradient at the weights m + A⁻¹Jᵀu is Jᵀ(u + r). The outputs of K are used first. Then those of J at the weights
+    themselves, whose rounding further steps correct until u + r stops shrinking.
 
     Cost: a factorisation per step, and a product with J for each of the last steps.
     """
     lin, J = space.lin, space.lin.jacobian()
     mean, precision = mean.expand_as(lin.theta), (space.metric * prior).to(lin.theta)
-    start, steps, matvecs = space.outputs_at(mean), 0, 0
-    u = start.new_zeros(start.numel())
 
     def product(v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
         return space.kernel @ v / prior
 
     def step_of_weights(v: Float[Tensor, " NC"]) -> Float[Tensor, " D"]:
         return J._t_matmul(v.to(J.theta).unsqueeze(1)).squeeze(1) / precision
-
-    def by_passes(v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
-        nonlocal matvecs
-        matvecs += 1
-        return lin.push(step_of_weights(v)).double().flatten()
 
     def step_at(point: DualPoint, steps: int) -> Tensor:
         L, factor = space.factor(point.outputs, prior)
@@ -323,12 +314,21 @@ def dual_mode(space: FunctionSpace, prior: float, mean: Tensor, rtol: float, mos
         return torch.einsum("ncr,nr->nc", L, solved).flatten() - point.gap
 
     with holding(J, BESIDE * describe(J).vector_bytes):
-        for multiply in (product, by_passes):
-            point = DualPoint(space, multiply, start, u)
-            point, reason, steps = minimise(point, step_at, rtol, most_steps, steps)
-            u = point.u
-        theta = mean + step_of_weights(u)
-    return DualMode(u, theta, point.outputs, -point.misfit, point.relative, reason, steps, matvecs)
+        start = space.outputs_at(mean)
+        none = start.new_zeros(start.numel())
+        point, reason, steps = minimise(DualPoint(space, product, start, none, none), step_at, rtol, most_steps)
+        theta, relative, matvecs = mean + step_of_weights(point.u), math.inf, 0
+        while reason in ACCEPTED:
+            image, before = (space.outputs_at(theta) - start).flatten(), relative
+            point, matvecs = DualPoint(space, product, start, point.u, image), matvecs + 1
+            relative = point.relative
+            if not rtol < relative <= 0.5 * before:
+                limited = Reason.PRECISION_LIMIT if relative < 0.01 else Reason.STAGNATION
+                reason = reason if relative <= rtol else limited
+                break
+            step = step_at(point, steps)
+            point.u, theta, steps = point.u + step, theta + step_of_weights(step), steps + 1
+    return DualMode(point.u, theta, point.outputs, -point.misfit, point.relative, reason, steps, matvecs)
 
 
 class DualPoint(Point):
@@ -346,7 +346,7 @@ class DualPoint(Point):
         self._image = product(u) if image is None else image
         self.outputs = start + self._image.view_as(start)
         self.misfit, residual = space.loss(self.outputs)
-        self.gap, self.eps = u + residual, torch.finfo(space.lin.theta.dtype).eps
+        self.gap, self.eps = u + residual, torch.finfo(u.dtype).eps
         self._value = float(self.misfit + 0.5 * u @ self._image)
         self._tried: dict[float, DualPoint] = {}
         scale = float(residual.norm())

@@ -282,9 +282,7 @@ def test_batches_of_variances_and_active_dimensions() -> None:
     x = torch.randn(5, 3)
     batch = InfiniteWidthKernel(2, weight_variance=[1.0, 2.0, 1.0], batch_shape=torch.Size([2]))
     batch.weight_variance = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 1.0]])
-    each = []
-    for row in ([1.0, 2.0, 3.0], [2.0, 1.0, 1.0]):
-        each.append(InfiniteWidthKernel(2, weight_variance=torch.tensor(row)))
+    each = [InfiniteWidthKernel(2, weight_variance=row) for row in batch.weight_variance.detach()]
     dense = torch.stack([k(x).to_dense() for k in each])
     torch.testing.assert_close(batch(x).to_dense(), dense, **EXACT)
     torch.testing.assert_close(batch(x.expand(2, 5, 3)).to_dense(), dense, **EXACT)

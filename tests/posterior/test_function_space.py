@@ -66,10 +66,8 @@ def test_predictions_at_a_few_points_are_exact_by_the_kernel(likelihood):
         same = {"rtol": 1e-9, "atol": 1e-11}
         torch.testing.assert_close(post.predict(x).variance.flatten(), expected.diagonal(), **same)
         torch.testing.assert_close(post.predict(x).lazy_covariance_matrix.to_dense(), blocks_of(expected, 3), **same)
-        pairs = post.predict(x, groups=2).covariance_matrix
-        torch.testing.assert_close(pairs, blocks_of(expected, 6), **same)
-        joint = post.predict(x, joint=True, rtol=1e-12).covariance_matrix
-        torch.testing.assert_close(joint, expected, **same)
+        torch.testing.assert_close(post.predict(x, groups=2).covariance_matrix, blocks_of(expected, 6), **same)
+        torch.testing.assert_close(post.predict(x, joint=True, rtol=1e-12).covariance_matrix, expected, **same)
     noise = torch.tensor(ALPHA, dtype=DOUBLE, requires_grad=True)
     learned = co.laplace(lin, co.GGN, noise, check_mode=False)
     assert learned.plan(12).chosen["predictions"] != "formed kernel"
@@ -94,17 +92,19 @@ def test_single_precision_adds_up_in_float64():
     wide_lin = lin.cast(torch.float64)
     G = co.GGN(wide_lin).to_dense()
     unit, generator = torch.eye(len(G), dtype=DOUBLE), torch.Generator().manual_seed(0)
-    for alpha in (1e-3, 0.1, 1e3):
+    for alpha in (1e-5, 1e-3, 1e3):
         post = co.laplace(lin, co.GGN, alpha, check_mode=False)
-        found = post.predict(at).variance.flatten()
         assert post.plan(3).chosen["predictions"] == "formed kernel"
         expected = dense_covariance(wide_lin, G, at.double(), alpha).diagonal()
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
-        ratio, z = post.log_evidence(mode="map").log_determinant_ratio, post.sample(4, generator=generator) - post.mean
+        torch.testing.assert_close(post.predict(at).variance.flatten().double(), expected, rtol=1e-4, atol=0)
+        evidence, z = post.log_evidence(mode="linear"), post.deviations(4, generator=generator).draws
+        ratio = evidence.log_determinant_ratio
         assert ratio.reason.name == "CONVERGED"
-        assert abs(float(ratio.value - torch.logdet(G / alpha + unit))) <= float(ratio.bias_bound) < 0.1
+        assert abs(float(ratio.value - torch.logdet(G / alpha + unit))) <= float(ratio.bias_bound) < 0.5
         square = float((z.double() @ (G + alpha * unit) * z.double()).sum())
         assert square == pytest.approx(z.numel(), abs=5 * (2 * z.numel()) ** 0.5)
+        exact = co.laplace(wide_lin, co.GGN, alpha, check_mode=False).log_evidence(mode="linear")
+        assert float(evidence.value) == pytest.approx(float(exact.value), abs=0.02)
 
 
 @pytest.fixture(scope="module", params=["classification", "gaussian"])

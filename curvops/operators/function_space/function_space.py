@@ -40,7 +40,7 @@ from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
 from curvops.linalg.spectra.apply_function import inverse_root_product
 from curvops.network import Exact, Passes, linear
-from curvops.operators.curvatures.ggn import CurvatureRoot, DisplacedGGN
+from curvops.operators.curvatures.ggn import CurvatureRoot
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import Jacobian
@@ -223,11 +223,6 @@ class FunctionSpace:
     def inverse(self, prior: float) -> Callable[[Tensor], Tensor]:
         """Return (I + SᵀS/α)⁻¹ as a function of blocks (N·R, k)."""
         return partial(_solve_by, self.factor_under(prior)[0])
-
-    def inverse_of_weights(self, displaced: DisplacedGGN, prior: float) -> Callable[[Tensor], Tensor]:
-        """Return M ≈ P⁻¹ at other outputs as a function of blocks (D, k), which takes one product with P."""
-        root, (_, factor) = CurvatureRoot.of(displaced), self.factor(self.outputs + displaced.shift, prior)
-        return lambda block: woodbury(root, root.theta.new_tensor(prior), partial(_solve_by, factor), block)
 
     def factor(self, f: Float[Tensor, "N C"], prior: float) -> tuple[Float[Tensor, "N C R"], Float[Tensor, "NR NR"]]:
         """Return L of each point at these outputs, and the Cholesky factor of I + LᵀKL/α."""
