@@ -523,13 +523,13 @@ def _by_kernel(systems: Systems, rtol: float) -> Solution:
     """
     S, prior = systems.root, systems.terms.A
     assert S is not None and prior is not None
-    prior, inner = prior.detach(), kernel_of(systems.terms).inverse(float(prior))
+    prior, solve_dual = prior.detach(), kernel_of(systems.terms).inverse(float(prior))
     z, points = systems.of_prior(), systems.of_points(S)
     right = z + S._matmul(points)
     z, dual, history = z / prior, torch.zeros_like(points), []
     gap, error, shrinks = points - S._t_matmul(z), math.inf, True
     while shrinks:
-        step = inner(gap)
+        step = solve_dual(gap)
         z, dual = z + S._matmul(step) / prior, dual + step
         gap, before = points - S._t_matmul(z) - dual, error
         history.append(_relative(S._matmul(gap), right))

@@ -224,19 +224,19 @@ def find_mode(
         with counted():
             return _LinearModel(lins, prior, cache.power, delta)
 
-    matvecs, steps, found = 2, 0, False
+    matvecs, steps, is_mode = 2, 0, False
     if saved.state is not None:
-        delta, steps, matvecs, found = (saved.state[name] for name in ("delta", "steps", "matvecs", "found"))
+        delta, steps, matvecs, is_mode = (saved.state[name] for name in ("delta", "steps", "matvecs", "is_mode"))
     elif kernel is not None:
         near = dual_mode(kernel, float(prior.precision), prior.mean, 0.01 * rtol, most_steps=50)
-        delta, matvecs, found = near.theta - theta, near.matvecs + 3, near.reason in ACCEPTED
+        delta, matvecs, is_mode = near.theta - theta, near.matvecs + 3, near.reason in ACCEPTED
         del near
     else:
         delta = torch.zeros_like(theta) if start is None else start - theta
     model = at(delta)
     del delta  # the model's own alone
     if saved.state is None:
-        saved.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs, "found": found}, now=True)
+        saved.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs, "is_mode": is_mode}, now=True)
 
     def sketched() -> tuple[Any, int]:
         """Return M ≈ P⁻¹ at θ*, and the number of products it took."""
@@ -261,9 +261,9 @@ def find_mode(
         return solution.x
 
     def save(model: _LinearModel, steps: int) -> None:
-        saved.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs, "found": False})
+        saved.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs, "is_mode": False})
 
-    if found:  # what its own gradient lacks is rounding
+    if is_mode:  # what its own gradient lacks is rounding
         reason = Reason.CONVERGED if model.relative <= rtol else Reason.PRECISION_LIMIT
     else:
         with counted():
@@ -315,16 +315,17 @@ def dual_mode(space: FunctionSpace, prior: float, mean: Tensor, rtol: float, mos
 
     with holding(J, BESIDE * describe(J).vector_bytes):
         start = space.outputs_at(mean)
-        none = start.new_zeros(start.numel())
-        point, reason, steps = minimise(DualPoint(space, product, start, none, none), step_at, rtol, most_steps)
+        zero = start.new_zeros(start.numel())
+        point, reason, steps = minimise(DualPoint(space, product, start, zero, zero), step_at, rtol, most_steps)
         theta, relative, matvecs = mean + step_of_weights(point.u), math.inf, 0
         while reason in ACCEPTED:
             image, before = (space.outputs_at(theta) - start).flatten(), relative
             point, matvecs = DualPoint(space, product, start, point.u, image), matvecs + 1
             relative = point.relative
-            if not rtol < relative <= 0.5 * before:
-                limited = Reason.PRECISION_LIMIT if relative < 0.01 else Reason.STAGNATION
-                reason = reason if relative <= rtol else limited
+            if relative <= rtol:
+                break
+            if not relative <= 0.5 * before:  # what is left is rounding, if it is small
+                reason = Reason.PRECISION_LIMIT if relative < 0.01 else Reason.STAGNATION
                 break
             step = step_at(point, steps)
             point.u, theta, steps = point.u + step, theta + step_of_weights(step), steps + 1
