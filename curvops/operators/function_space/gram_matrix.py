@@ -77,11 +77,13 @@ def gram_terms(left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[
 
     def add(piece: Piece, other: Piece) -> None:
         (row, group), (column, partner) = piece, other
-        if group.names != partner.names or (same and row > column):
+        if same and row > column:
             return
-        for term in {term_of[name] for name in group.names}:
+        # Two Jacobians may group tensors differently: a layer rule may suit some outputs, or some points, and not all.
+        shared = [name for name in group.names if name in partner.names]
+        for term in {term_of[name] for name in shared}:
             target = result[term, row : row + group.num_rows, column : column + partner.num_rows]
-            names = [name for name in group.names if term_of[name] == term]
+            names = [name for name in shared if term_of[name] == term]
             first = group.of(names)
             _add(target, first, first if group is partner else partner.of(names), scales, int(WORK * most_bytes))
 

@@ -116,6 +116,21 @@ def test_predictions_hessian_and_factors(name: str) -> None:
         assert agree(factored[part][:, part], (J.mT @ J)[part][:, part])
 
 
+def test_an_output_by_name_may_have_layer_rules_that_all_outputs_together_lack() -> None:
+    def named(body: Any, x: Tensor) -> Any:
+        f = FIELDS["autograd"](body, x)
+        return {"u": f[:, :1], "slopes": f[:, 1:]}
+
+    (model, x, J), parts = field("autograd"), Field(named).double()
+    parts.load_state_dict(model.state_dict())
+    J, y = J[:9], {"u": torch.zeros(3, 1), "slopes": torch.zeros(3, 2)}
+    lin = co.linearize(parts, (x[:3], y), dict.fromkeys(y, co.likelihoods.Gaussian(noise=1.0)))
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
+    assert post.plan(1).chosen["predictions"] == "formed kernel"
+    covariance = J @ (J.mT @ J + torch.eye(J.shape[1])).inverse() @ J.mT
+    assert agree(post.predict(x[:3])["u"].variance.flatten(), covariance.diagonal()[::3])
+
+
 def test_gradients_in_the_inputs_of_an_energy_that_asks_whether_they_have_one() -> None:
     def asking(body: Any, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -135,10 +150,8 @@ def test_gradients_in_the_inputs_of_an_energy_that_asks_whether_they_have_one() 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_derivatives_of_the_models_own_where_the_caller_records_none(mode: Any) -> None:
     model, x, _ = field("autograd of marked inputs")
-    lin, expected = (
-        co.linearize(model, (x, torch.zeros(N, 3).double()), co.likelihoods.Gaussian(noise=1.0)),
-        model(x.clone()).detach(),
-    )
+    lin = co.linearize(model, (x, torch.zeros(N, 3).double()), co.likelihoods.Gaussian(noise=1.0))
+    expected = model(x.clone()).detach()
     post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
     with mode():
         assert agree(lin.predict(x), expected)
