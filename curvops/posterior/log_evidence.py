@@ -26,11 +26,12 @@ from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.results import Reason, add_estimates
 from curvops.linalg.core.vectors import describe_square, product
-from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum, definite_logdet, dense_spectrum
+from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, decomposed, definite_logdet, dense_spectrum
 from curvops.linalg.estimators.trace import attach_gradient
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
+from curvops.operators.curvatures.subnetwork import principal_block, sums_rows
 from curvops.posterior.linear_mode import find_mode, linear_log_likelihood
 from curvops.posterior.precision import kernel_of, naming_the_ggn, posterior_system
 from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
@@ -291,8 +292,9 @@ def _count_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator
             P = terms.precision.to_dense().double()
         definite_logdet(P)  # rejects an indefinite one by name
         factor = torch.linalg.cholesky(P)
-        error = ROUNDING_UNITS * spectrum.eps * spectrum.values.abs().amax() * torch.cholesky_inverse(factor).trace()
-        return Estimate.rounded(torch.cholesky_solve(G, factor).trace(), error, rtol, 2 * len(G))
+        count = torch.cholesky_solve(G, factor).trace()
+        error = spectrum.trace_error(torch.cholesky_inverse(factor), count)
+        return Estimate.rounded(count, error, rtol, 2 * len(G))
     shares = terms.precision.inverse() @ terms.curvature
     return trace(shares, method="hutchinson", rtol=rtol, max_matvecs=routes.MOST_SOLVES, generator=generator)
 
@@ -364,15 +366,25 @@ def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torc
 
 @torch.no_grad()
 def decompose(cache: CurvatureCache) -> DenseSpectrum:
-    """Compute all eigenvalues and eigenvectors of G, from the matrix that was formed for solves if there is one."""
+    """Compute all eigenvalues and eigenvectors of G, from the matrix that was formed for solves if there is one.
+
+    A sum of squares of rows is added up in float64: with products in single precision, eigenvalues below 1e-7 of the
+    largest would be rounding.
+    """
     A, formed = cache.curvature, cache.peek("formed")
 
     def compute() -> DenseSpectrum:
         saved = part_of_whole("spectrum", A.device)
         if saved.done:
             return saved.result(DenseSpectrum)
-        multiply = (lambda _: formed.formed()) if formed is not None and formed.base is A else product(A)
-        spectrum = saved.finish(dense_spectrum(multiply, describe_square(A), 0.0))
+        at_hand = formed is not None and formed.base is A
+        if sums_rows(A):
+            dense = formed.formed() if at_hand else principal_block(A, torch.arange(A.shape[-1], device=A.device))
+            spectrum = decomposed(dense, 0.0, torch.finfo(dense.dtype).eps, torch.finfo(A.dtype).eps)
+        else:
+            multiply = (lambda _: formed.formed()) if at_hand else product(A)
+            spectrum = dense_spectrum(multiply, describe_square(A), 0.0)
+        saved.finish(spectrum)
         keep(A, spectrum, spectrum.vectors.nbytes)
         return spectrum
 

@@ -17,19 +17,17 @@ def network():
     return problem()
 
 
-def whole(network):
+def whole(network, parameters=None):
     model, x, y = network
-    return co.linearize(model, (x, y), "classification")
+    return co.linearize(model, (x, y), "classification", parameters)
 
 
 def last_layer(network):
-    model, x, y = network
-    return co.linearize(model, (x, y), "classification", parameters="last_layer")
+    return whole(network, "last_layer")
 
 
 def subnetwork(network):
-    model, x, y = network
-    return co.linearize(model, (x, y), "classification", parameters=torch.arange(0, 51, 3))
+    return whole(network, torch.arange(0, 51, 3))
 
 
 def subsample(network):

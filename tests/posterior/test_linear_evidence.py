@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from tests.posterior.test_evidence_parts import PRIORS
 from tests.posterior.test_gradients import agrees
 
 DOUBLE = torch.float64
@@ -18,14 +19,6 @@ def early(likelihood="gaussian", noise=0.3):
     if likelihood == "gaussian":
         return co.linearize(model, (x, x[:, :2].sin()), co.likelihoods.Gaussian(noise))
     return co.linearize(model, (x, x.argmax(1) % 2), "classification")
-
-
-PRIORS = {
-    "scalar": lambda lin: 0.7,
-    "layerwise": lambda lin: {"0.*": 0.5, "2.*": 2.0},
-    "weight-wise": lambda lin: torch.linspace(0.5, 3, lin.num_parameters, dtype=DOUBLE),
-    "operator": lambda lin: co.linalg.Dense(co.GGN(lin).to_dense() / 3, psd=True).add_diagonal(0.4),
-}
 
 
 @pytest.mark.parametrize("prior", PRIORS)

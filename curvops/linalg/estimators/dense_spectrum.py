@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -40,36 +41,52 @@ def stack(estimates: list[Estimate]) -> Estimate:
 
 @dataclass(frozen=True, eq=False)
 class DenseSpectrum:
-    """Eigenvalues of A − bound I and eigenvectors in float64; ``eps`` is the rounding of A's dtype.
+    """Eigenvalues of A − bound I and eigenvectors in float64.
 
-    For A = S Sᵀ, ``eps_of_root`` is the relative rounding of S.
+    ``eps`` is the rounding of A's products; or, for a sum of squares of rows, that of the sum, and ``eps_of_rows`` that of
+    the rows.
     """
 
     values: Float[Tensor, " n"]
     vectors: Float[Tensor, "n n"]
     bound: float
     eps: float
-    eps_of_root: float = 0.0
+    eps_of_rows: float = 0.0
 
-    def _rounding(self, size: float) -> Float[Tensor, " n"]:
-        """Return the effect of rounding on each eigenvalue; √λ has the error of the root."""
-        roots, of_root = self.values.clamp_min(0).sqrt(), ROUNDING_UNITS * self.eps_of_root * math.sqrt(size)
-        return ROUNDING_UNITS * self.eps * size + (2 * roots + of_root) * of_root
+    @cached_property
+    def _rounding(self) -> tuple[float, float]:
+        """The error ρ of an eigenvalue of zero, and η: that of any other, σ² with η the error of σ, is ρ + 2ησ."""
+        size = float(self.values.abs().amax())
+        of_roots = ROUNDING_UNITS * self.eps_of_rows * math.sqrt(size)
+        return of_roots**2 + ROUNDING_UNITS * self.eps * size, of_roots
 
-    def _definite(self, mu: float) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float]:
-        """Return the eigenvalues, the effect of rounding on each, and their size; raise as `logdet` does.
+    def _errors(self) -> Float[Tensor, " n"]:
+        """Return the effect of rounding on each eigenvalue."""
+        at_zero, of_roots = self._rounding
+        return at_zero + 2 * of_roots * self.values.clamp_min(0).sqrt()
+
+    @property
+    def _noise(self) -> float:
+        """The size up to which an eigenvalue may be due to rounding alone."""
+        return len(self.values) * self._rounding[0] / ROUNDING_UNITS
+
+    def trace_error(self, inverse: Float[Tensor, "n n"], count: Tensor) -> Tensor:
+        """Return the effect of rounding on log det P and tr P⁻¹A, given P⁻¹ of a P = A + … and tr P⁻¹A."""
+        (at_zero, of_roots), trace = self._rounding, inverse.trace()
+        return at_zero * trace + 2 * of_roots * (count.clamp_min(0) * trace).sqrt()
+
+    def _definite(self, mu: float) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """Return the eigenvalues, and the effect of rounding on each; raise as `logdet` does.
 
         With a shift, an eigenvalue within rounding of zero counts as zero; without one it cannot be distinguished from
         zero.
         """
-        values, n = self.values, len(self.values)
-        lowest, size = float(values[0]), float(values.abs().amax())
-        delta = self._rounding(size)
-        if mu > 0 and lowest >= -n * self.eps * size:
-            return values.clamp_min(0), delta.clamp_min(-lowest), size
-        if lowest + mu <= n * self.eps * size:
+        values, lowest, errors = self.values, float(self.values[0]), self._errors()
+        if mu > 0 and lowest >= -self._noise:
+            return values.clamp_min(0), errors.clamp_min(-lowest)
+        if lowest + mu <= self._noise:
             raise indefinite(f"A is not positive definite: an eigenvalue is {lowest + self.bound:.3e}.")
-        return values, delta, size
+        return values, errors
 
     def logdet(self, mu: float, rtol: float) -> Estimate:
         """Compute log det(A + μ − bound); the bias bound is the effect of rounding.
@@ -77,7 +94,7 @@ class DenseSpectrum:
         Raises:
             NotPositiveSemidefiniteError: an eigenvalue is not positive to working precision.
         """
-        (values, delta, _), n = self._definite(mu), len(self.values)
+        (values, delta), n = self._definite(mu), len(self.values)
         total = values + mu
         least = (total - delta).clamp_min(min(mu, float(total.amin())) if mu > 0 else 0.0)
         bias = torch.maximum(torch.log1p(delta / total), (total / least).log()).sum()
@@ -90,11 +107,11 @@ class DenseSpectrum:
         Raises:
             NotPositiveSemidefiniteError: an eigenvalue of A − bound + μ is not positive to working precision.
         """
-        *_, size = self._definite(mu)
-        near = self.values.abs() <= len(self.values) * self.eps * size
+        self._definite(mu)
+        near = self.values.abs() <= self._noise
         values = torch.where(near, self.values.clamp_min(0), self.values)
         # An eigenvalue near zero cannot be distinguished from zero, whatever its computed value.
-        delta = torch.maximum(torch.where(near, values, 0.0), self._rounding(size))
+        delta = torch.where(near, values, 0.0).maximum(self._errors())
         share_of = share(mu)
         least, shares = torch.minimum(values, (values - delta).clamp_min(0)), share_of(values)
         bias = torch.maximum(share_of(values + delta) - shares, shares - share_of(least)).sum()
@@ -106,8 +123,7 @@ class DenseSpectrum:
 
     def _clamp(self) -> Float[Tensor, " n"]:
         """Return the eigenvalues; unless one is clearly negative, those within rounding of zero are raised to 0."""
-        noise = len(self.values) * self.eps * float(self.values.abs().amax())
-        return self.values.clamp_min(0) if float(self.values[0]) >= -noise else self.values
+        return self.values.clamp_min(0) if float(self.values[0]) >= -self._noise else self.values
 
     def semidefinite_part(self) -> Float[Tensor, "n n"]:
         """Return A − bound in float64, without the negative eigenvalues due to rounding."""
@@ -120,22 +136,25 @@ class DenseSpectrum:
         P.
         """
         scale, values, n = diagonal.double().rsqrt(), self._clamp(), len(self.values)
-        size = float(values.abs().amax())
         root = scale[:, None] * self.vectors
         whitened = (root * values) @ root.mT
         whitened.diagonal().add_(1)  # no pivot of a psd A is below 1, whatever the range of d
         ratio = definite_logdet(whitened)
         inverse = scale[:, None] * torch.cholesky_inverse(torch.linalg.cholesky(whitened)) * scale
-        bias = ROUNDING_UNITS * self.eps * size * inverse.trace()
-        return Estimate.rounded(ratio, bias, rtol, n), inverse
+        count = n - (inverse.diagonal() * diagonal).sum()
+        return Estimate.rounded(ratio, self.trace_error(inverse, count), rtol, n), inverse
 
 
 def dense_spectrum(multiply: Multiply, facts: Description, bound: float) -> DenseSpectrum:
     """Form A by n products and decompose it; raise ValueError if it is not finite or not symmetric."""
-    dense = formed(multiply, facts)
+    return decomposed(formed(multiply, facts), bound, torch.finfo(facts.dtype).eps)
+
+
+def decomposed(dense: Float[Tensor, "n n"], bound: float, eps: float, eps_of_rows: float = 0.0) -> DenseSpectrum:
+    """Decompose a matrix in float64; raise ValueError if it is not finite."""
     check_finite(dense)
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
-    return DenseSpectrum(values - bound, vectors, bound, torch.finfo(facts.dtype).eps)
+    return DenseSpectrum(values - bound, vectors, bound, eps, eps_of_rows)
 
 
 def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:

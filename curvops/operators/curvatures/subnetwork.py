@@ -147,15 +147,11 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
     return block
 
 
-def dtype_of_sums(operator: LinearOperator) -> torch.dtype:
-    """Return the dtype whose rounding the entries of `principal_block` have."""
-    if isinstance(operator, Curvature):
-        return torch.float64
+def sums_rows(operator: LinearOperator) -> bool:
+    """Return whether `principal_block` sums squares of rows in float64, whatever the dtype of products is."""
     if isinstance(operator, (Damped, Scaled)):
-        return dtype_of_sums(operator.base)
-    if isinstance(operator, Sum) and all(dtype_of_sums(term) == torch.float64 for term in operator.terms):
-        return torch.float64
-    return operator.dtype
+        return sums_rows(operator.base)
+    return isinstance(operator, Curvature) or (isinstance(operator, Sum) and all(map(sums_rows, operator.terms)))
 
 
 @torch.no_grad()
@@ -263,7 +259,7 @@ class FormedCholesky(DenseForm):
     @property
     def dtype_of_entries(self) -> torch.dtype:
         """The dtype whose rounding the entries have."""
-        return dtype_of_sums(self.base.base)
+        return torch.float64 if sums_rows(self.base.base) else self.base.dtype
 
     @cached_property
     def dense(self) -> Tensor:
