@@ -206,6 +206,7 @@ TABLE = {
     "EKFAC": Row(lambda lin: co.EKFAC(lin), Counts(2, 2, 2 * (C - 1))),
     "block of ten weights": Row(lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(10)), SUMMED),
     "block of each layer": Row(lambda lin: co.BlockDiagonal(lin), SUMMED),
+    "J, formed": Row(lambda lin: lin.jacobian().to_dense(), Counts(1, 1, C)),
     "tangent kernel, formed": Row(lambda lin: co.TangentKernel(lin).to_dense(), Counts((1, 2), 1, C)),
     # Blocks of vectors: the cost rule takes layer rules at once, and every product is one of those asked for.
     "nystrom of rank 20": Row(

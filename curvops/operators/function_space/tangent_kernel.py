@@ -14,7 +14,7 @@ from curvops.checks import carries_graph
 from curvops.linalg import Diagonal
 from curvops.linalg.operators.base import Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.contract import COLUMN_BLOCK, convert
+from curvops.linalg.operators.contract import convert
 from curvops.linalg.operators.draws import normal
 from curvops.network import JacobianRows, read_precision
 from curvops.operators.function_space.function_space import WeightSpaceForm
@@ -203,13 +203,12 @@ class TangentKernel(UserOperator, Operator):
         return blocks
 
     def to_dense(self) -> Float[Tensor, "nC mC"]:
-        """Return the Gram matrix; if a gradient for A is needed, by one product per column."""
+        """Return the Gram matrix; if a gradient for A is needed, from all rows of J."""
         left, right, prior = self._args
         if left.is_recorded or right.is_recorded:
             return gram_with_graph(left, right, scales_by_name(left.passes, prior))
         if carries_graph((prior,)):
-            unit = torch.eye(self.shape[-1], dtype=self.dtype, device=self.device)
-            return torch.cat([self._product(columns.mT) for columns in unit.split(COLUMN_BLOCK)], 1)
+            return left.formed().mT @ self.scaled(right.formed())
         return gram_matrix(left, right, prior)
 
 

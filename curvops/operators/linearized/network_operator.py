@@ -157,7 +157,7 @@ class Jacobian(NetworkOperator):
     """The Jacobian J (n·C, D) of the outputs; row n·C + c is ∂f_c(x_n)/∂θ.
 
     Use `lin.jacobian(x)` to make it; the constructor takes the stored form. J @ V and J.mT @ U each cost half a GGN
-    product (see `lin.plan`). J itself is never formed.
+    product (see `lin.plan`). J itself is formed by `to_dense` alone, layer by layer, by C backward passes.
 
     Examples:
         >>> J = lin.jacobian()
@@ -288,6 +288,9 @@ class Jacobian(NetworkOperator):
 
     def _made_of(self) -> str:
         return f"of {self._kwargs['rows'] // self._num_outputs} points"
+
+    def _form_dense(self) -> Float[Tensor, "NC D"]:
+        return self.formed().mT
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NC K"]:
         if self.is_recorded:
