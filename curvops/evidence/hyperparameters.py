@@ -284,7 +284,7 @@ def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
     for member, of_outputs in gaussians_with_sums(lin.likelihood, sums):
         if of_outputs is not None:
             of_noises.append(of_outputs if member.single_noise is None else of_outputs.sum(1, keepdim=True))
-    squares, _, targets = torch.cat(of_noises, 1).view(3, *noises_of(lin.likelihood).shape)
+    squares, _, targets, _ = torch.cat(of_noises, 1).view(4, *noises_of(lin.likelihood).shape)
     return Misfit(targets, squares)
 
 

@@ -10,12 +10,9 @@ import curvops as co
 from curvops.network.data import Batches, as_inputs
 from curvops.network.likelihoods import Categorical
 from tests.doors.door import Door
+from tests.network.data.test_batches import N, W, X, Y
 from tests.network.definitions import as_batches, normal
 
-N = 10
-X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
-Y = torch.arange(N) % 3
-W = torch.linspace(0, 1, N)
 A, B = torch.randn(5, 3), torch.arange(5)
 
 

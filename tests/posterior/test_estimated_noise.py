@@ -23,9 +23,8 @@ def data(n=40, outputs=1, positions=()):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, *positions, 2, generator=generator, dtype=DOUBLE)
     scales = torch.tensor([0.1, 1.0, 5.0], dtype=DOUBLE)[:outputs]
-    return x, x.sum(-1, keepdim=True).sin() + scales * torch.randn(
-        n, *positions, outputs, generator=generator, dtype=DOUBLE
-    )
+    errors = torch.randn(n, *positions, outputs, generator=generator, dtype=DOUBLE)
+    return x, x.sum(-1, keepdim=True).sin() + scales * errors
 
 
 def network(outputs=1, hidden=6):
@@ -193,6 +192,8 @@ def test_a_noise_that_is_near_estimated_learned_or_left_unchecked_does_not_warn(
         co.laplace(co.linearize(model, (x, y), GAUSSIAN(noise=100.0)), co.GGN, 1.0, check_mode=False)
         few = x[:2], model(x[:2]).detach() + torch.tensor([[0.2], [-0.4]], dtype=DOUBLE)
         co.laplace(co.linearize(model, few, GAUSSIAN(noise=1.0)), co.GGN, 1.0)  # as small in 2 cases of 100
+        reciprocal = {"inputs": x, "targets": y, "weights": 1 / squares.expand_as(y)}
+        co.laplace(co.linearize(model, reciprocal, GAUSSIAN(noise=1.0)), co.GGN, 1.0)
     with pytest.warns(NoiseWarning, match="is 50 times"):
         co.laplace(co.linearize(model, few, GAUSSIAN(noise=5.0)), co.GGN, 1.0)
 

@@ -31,7 +31,8 @@ from curvops.summary import summary
 class Gaussian(Independent):
     """The Gaussian likelihood of independent targets around the outputs: y ~ N(f, noise), H = I / noise.
 
-    Targets have the outputs' shape (n, C). A different known variance per point is a sample weight.
+    Targets have the outputs' shape (n, C). Of points whose variances are known, the model returns their logarithms as
+    well, for `HeteroscedasticGaussian`: a weight w counts a point w times, in the noise and in the evidence, too.
 
     Args:
         noise: the *variance*, as in gpytorch: a positive number, or a floating-point tensor or array, 0-d or one entry
@@ -183,8 +184,8 @@ def gaps_and_weights(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | N
     return torch.stack([unit.residual(f, y), unit.hessian_product(f, torch.ones_like(f), y, w)])
 
 
-def sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "3 C"]:
-    """Return Σ w (y − f)², Σ w y² and Σ w of each output, over points and positions, in float64.
+def sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "4 C"]:
+    """Return Σ w (y − f)², Σ w y², Σ w and the number of w > 0 of each output, over points and positions, in float64.
 
     Of several outputs these are the Gaussian ones, one after the other.
     """
@@ -192,14 +193,14 @@ def sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | No
     return torch.cat([_sums_of_squares(*member) for member in members], 1)
 
 
-def _sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "3 C"]:
+def _sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "4 C"]:
     T = likelihood.positions or 1
     (gap, weights), (target, _) = (gaps_and_weights(likelihood, at, y, w).double() for at in (f, torch.zeros_like(f)))
-    terms = torch.stack([weights * gap.square(), weights * target.square(), weights])
-    return terms.view(3, len(f) * T, -1).sum(1)
+    terms = torch.stack([weights * gap.square(), weights * target.square(), weights, (weights > 0).double()])
+    return terms.view(4, len(f) * T, -1).sum(1)
 
 
-def mean_squares(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: float) -> Float[Tensor, " m"] | None:
+def mean_squares(likelihood: Likelihood, sums: Float[Tensor, "4 C"], eps: float) -> Float[Tensor, " m"] | None:
     """Return the mean squared residual, over all outputs or for each if the noise is; None if one is but rounding.
 
     It is NaN for an output without targets, if others have some.
@@ -208,7 +209,7 @@ def mean_squares(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: float)
     assert isinstance(gaussian, Gaussian)
     if gaussian.estimated != "per_output" and gaussian.noise.numel() == 1:
         sums = sums.sum(1, keepdim=True)
-    squares, sizes, weights = sums
+    squares, sizes, weights, _ = sums
     # Residuals that are rounding tell nothing of the noise.
     seen, shown = weights > 0, squares > (ROUNDINGS * eps) ** 2 * sizes
     return squares / weights if bool((shown | ~seen).all() & seen.any()) else None
@@ -221,8 +222,8 @@ def needs_noise(likelihood: Likelihood) -> bool:
 
 
 def gaussians_with_sums(
-    likelihood: Likelihood, sums: Float[Tensor, "3 C"]
-) -> list[tuple[Likelihood, Float[Tensor, "3 c"] | None]]:
+    likelihood: Likelihood, sums: Float[Tensor, "4 C"]
+) -> list[tuple[Likelihood, Float[Tensor, "4 c"] | None]]:
     """Return each of the likelihood's members with its columns of `sums_of_squares`; None for one not Gaussian."""
     if not isinstance(likelihood, Multitask):
         return [(likelihood, sums)]
@@ -234,7 +235,7 @@ def gaussians_with_sums(
     return members
 
 
-def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Tensor) -> Likelihood:
+def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "4 C"], like: Tensor) -> Likelihood:
     """Return the likelihood with its noise estimated from these sums, in the dtype of `like`, to four digits.
 
     Another order or other batches change the sums by rounding, but not the noise. Warns with `NoiseWarning` if the

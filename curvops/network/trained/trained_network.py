@@ -161,8 +161,8 @@ class NetworkOnData:
         return self.passes.total(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
 
     @torch.no_grad()
-    def squared_residuals(self) -> Float[Tensor, "3 C"]:
-        """Return Σ w (y − f)², Σ w y² and Σ w for each output of a Gaussian likelihood. One forward pass."""
+    def squared_residuals(self) -> Float[Tensor, "4 C"]:
+        """Return `sums_of_squares` of the training data. One forward pass."""
 
         def term(batch: Batch, J: BatchMap) -> Tensor:
             return sums_of_squares(self.likelihood, J.outputs, batch.targets, batch.weights)

@@ -126,7 +126,7 @@ def with_left_out_noise(lin: Linearization) -> Linearization:
     return lin.with_likelihood(estimated_noise(lin.likelihood, sums, lin.theta))
 
 
-def left_out_squares(lin: Linearization, sums: Float[Tensor, "3 C"]) -> Float[Tensor, " C"]:
+def left_out_squares(lin: Linearization, sums: Float[Tensor, "4 C"]) -> Float[Tensor, " C"]:
     """Return Σ w a², the squared errors of left-out points for each output, or 0 if J Jᵀ is not finite.
 
     All outputs of a point are left out together. For a noise of each output, outputs count in units of their targets.
@@ -173,12 +173,17 @@ def warn_of_noise(lin: Linearization) -> None:
     for member, sums in gaussians_with_sums(lin.likelihood, lin.squared_residuals()):
         squares = None if sums is None else mean_squares(member, sums, torch.finfo(lin.theta.dtype).eps)
         if sums is not None and squares is not None and is_given(member):
-            counts = sums[2] if len(squares) > 1 else sums[2].sum()
-            _warn_of_one_noise(member.of_position, squares, counts.double())
+            weights, counts = sums[2:] if len(squares) > 1 else sums[2:].sum(1, keepdim=True)
+            _warn_of_one_noise(member.of_position, squares, weights / counts, counts)
 
 
-def _warn_of_one_noise(gaussian: Any, squares: Float[Tensor, " C"], counts: Float[Tensor, "*C"]) -> None:
-    ratios = (gaussian.noise.detach().double() / squares).nan_to_num(1.0).flatten()  # of outputs that have targets
+def _warn_of_one_noise(
+    gaussian: Any, squares: Float[Tensor, " C"], weights: Float[Tensor, " C"], counts: Float[Tensor, " C"]
+) -> None:
+    # Real weights may also be reciprocal variances, under which residuals times their roots have the noise.
+    noise, scaled = gaussian.noise.detach().double(), squares * weights
+    squares = squares.where((noise / squares).log().abs() <= (noise / scaled).log().abs(), scaled)
+    ratios = (noise / squares).nan_to_num(1.0).flatten()  # of outputs that have targets
     below = torch.special.gammainc(counts / 2, counts / 2 / ratios)  # the chance of residuals that are no larger
     ratios = ratios.where((below - 0.5).abs() > 0.495, 1.0)
     worst = float(ratios[ratios.log().abs().argmax()])

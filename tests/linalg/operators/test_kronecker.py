@@ -7,11 +7,7 @@ from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Kronecker
 from curvops.linalg.operators import Details
 from curvops.operators.curvatures import nearest_kronecker
-from tests.linalg.operands import full, kron, positive, random, uniform
-
-
-def close(actual, expected, atol=1e-10):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=atol)
+from tests.linalg.operands import close, full, kron, positive, random, uniform
 
 
 @pytest.mark.parametrize(

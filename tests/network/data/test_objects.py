@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import curvops as co
 from curvops.errors import DataChangedError
+from tests.linalg.operands import close
 from tests.network.definitions import Items
 
 N, SIZES = 7, (2, 3, 1, 4, 2, 5, 1)
@@ -169,10 +170,6 @@ QUESTIONS = {
 def vectors(lin):
     generator = torch.Generator().manual_seed(1)
     return torch.randn(lin.num_parameters, 2, dtype=torch.float64, generator=generator)
-
-
-def close(value, expected):
-    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.fixture(scope="module")

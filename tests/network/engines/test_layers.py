@@ -15,6 +15,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from curvops.network.engines import Rule, rule_for, rule_of
+from tests.linalg.operands import close
 
 K, SIX = 2, (5, 5)
 Inputs = tuple[Tensor, ...]
@@ -132,10 +133,6 @@ def jacobians(layer: nn.Module, output: Tensor) -> dict[str, Tensor]:
     each = torch.eye(output.numel(), dtype=output.dtype).view(-1, *output.shape)
     rows = torch.autograd.grad(output, [*parameters.values()], each, is_grads_batched=True)
     return {local: of_rows.unflatten(0, (len(output), -1)) for local, of_rows in zip(parameters, rows)}
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def the_rule(layer: nn.Module) -> Rule:
