@@ -43,8 +43,8 @@ def stack(estimates: list[Estimate]) -> Estimate:
 class DenseSpectrum:
     """Eigenvalues of A − bound I and eigenvectors in float64.
 
-    ``eps`` is the rounding of A's products; or, for a sum of squares of rows, that of the sum, and ``eps_of_rows`` that of
-    the rows.
+    ``eps`` is the rounding of A's products; or, for a sum of squares of rows, that of the sum, and ``eps_of_rows`` is
+    that of the rows.
     """
 
     values: Float[Tensor, " n"]

@@ -206,8 +206,8 @@ class FunctionSpace:
         """Return log det(G + α) − log det α = log det(I + SᵀS/α).
 
         It is found by Cholesky, whose bias bound is that of `DenseSpectrum` with a norm for its largest eigenvalue, and
-        for each of the others the one that rounding changes most. Where rounding may matter, the spectrum bounds it better, for fifteen times the work; it
-        serves every α, and so `many` of them.
+        for each of the others the one that rounding changes most. Where rounding may matter, the spectrum bounds it
+        better, for fifteen times the work; it serves every α, and so `many` of them.
         """
         if not many and self.resolves(prior):
             factor, _ = self.factor_under(prior)
