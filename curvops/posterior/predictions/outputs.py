@@ -7,12 +7,11 @@
 
 If the mean of the Gaussian is a `step` away from θ*, the mean of the outputs moves by J times it, and z_k start there.
 
-`network_outputs` computes the outputs of the network itself: many draws in one pass if `vmap` allows it.
+`network_outputs` computes the outputs of the network itself.
 """
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,8 +28,7 @@ from curvops.checks import carries_graph
 from curvops.linalg import Dense, LowRank, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.operators.algebra import Product
-from curvops.network import PointNormals, saved_bytes
-from curvops.network.data.inputs import Inputs, components, cut, first_of, num_points
+from curvops.network import PointNormals
 from curvops.network.likelihoods import Bernoulli, Gaussian, Likelihood
 from curvops.operators import Linearization
 from curvops.operators.function_space.point_covariance import row_covariances
@@ -55,10 +53,6 @@ OUTPUT_DRAWS = 1000
 """The number of draws of the outputs at each point for averages over them, if no samples are given."""
 DRAWN_NUMBERS = 2**23
 """How many numbers these draws take at a time."""
-MAPPED_BYTES = 2**18
-"""The bytes of activations per draw up to which passes of several draws at once gain time on a CPU; above, convolutions
-with different weights for each draw take 2.5 times as long."""
-
 
 SomeOutputs = TypeVar("SomeOutputs", bound="OutputDistribution")
 OutputMoments = tuple[Float[Tensor, "N C"], LinearOperator]
@@ -349,46 +343,8 @@ def _curved(
 
 
 def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
-    """Return f(x, θ_k), sequences position by position; if inputs require a gradient, by a pass for each draw."""
-    inputs = lin.admit(x, differentiable=True)
-    outputs = None
-    if len(samples) > 1 and num_points(inputs) and not carries_graph([tensor for _, tensor in components(inputs)]):
-        outputs = _together(lin, inputs, samples)
-    if outputs is None:
-        outputs = torch.stack([lin.output_rows(x, weights) for weights in samples])
-    return outputs.reshape(len(samples), outputs[0].numel() // lin.output_shape[-1], lin.output_shape[-1])
-
-
-@torch.no_grad()
-def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | None:
-    """Return the outputs by `vmap`, some draws and points at a time; None if it fails or is slower.
-
-    The outputs of the first draw at the first points are compared with the model's own.
-    """
-    count, points = num_points(inputs), lin.data.largest
-    first = first_of(inputs)
-    draw_bytes = saved_bytes(lin.model, first) // num_points(first) * min(points, count) + samples[0].nbytes
-    if draw_bytes > MAPPED_BYTES and samples.device.type == "cpu":
-        return None
-    draws = max(1, lin.memory.room() // (4 * draw_bytes))  # activations take a quarter of the memory that is left
-    run, pieces = torch.func.vmap(lin.model, (0, None)), [batch for _, batch in cut(inputs, points)]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # detects operations that vmap runs one by one
-            mapped = run(_named(lin, samples[:1]), first)[0]
-            alone = lin.model(lin.unflatten_weights(samples[0]), first)
-            slack = lin.model.eps**0.5 * alone.abs().max()
-            if not bool(((mapped - alone).abs() <= slack).all()):
-                return None
-            named = [_named(lin, some) for some in samples.split(draws)]
-            parts = [[run(some, batch) for batch in pieces] for some in named]
-    except (RuntimeError, TypeError, ValueError, Warning):  # no rule, control flow by values, randomness, memory
-        return None
-    return torch.cat([torch.cat(row, 1) for row in parts])
-
-
-def _named(lin: Linearization, samples: Float[Tensor, "k D"]) -> dict[str, Tensor]:
-    return torch.func.vmap(lin.unflatten_weights)(samples)
+    """Return f(x, θ_k), sequences position by position, by a pass for each draw."""
+    return torch.stack([lin.output_rows(x, weights) for weights in samples])
 
 
 WHOLE_BLOCKS = 64
