@@ -16,10 +16,10 @@ from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecis
 from curvops.checks import refuse
 from curvops.errors import ConvergenceError, MissingLabelsError, UndeterminedWarning
 from curvops.evidence.maximize import maximize, secant_step
-from curvops.evidence.validate import validate
+from curvops.evidence.validate import POINTS, ROWS, some_positions, validate
 from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
 from curvops.network import needs_noise
-from curvops.network.data.inputs import group_alike, join
+from curvops.network.data.inputs import group_alike, join, num_points
 from curvops.network.likelihoods import Gaussian, Poisson
 from curvops.operators import GGN, KFAC, DiagonalGGN, Linearization
 from curvops.posterior import Laplace
@@ -34,7 +34,7 @@ VARIANCE = 0.25
 A standard deviation of a half is enough to rank inputs by their uncertainty, and too little to change probabilities
 that are right. The evidence, a precision of 1, and weight decay × N harm classifiers that are not at a mode.
 """
-POINTS, ROWS, DRAWS = 20, 2000, 32
+DRAWS = 32
 
 
 def laplace(
@@ -98,12 +98,12 @@ def laplace(
         TypeError: an argument is of another kind, or parameters are in half precision.
         MissingLabelsError: the evidence is to choose the prior precision, and the data have no labels.
 
-    Cost: KFAC takes about one gradient for each output. A prior precision that is chosen then costs some 25 predictions
-    of the held-out points, four of 200 training points (fewer with more than 10 classes), or for numbers some six modes
-    of the linear model, a solve each; the full GGN of more than 1,024 weights takes solves for each value tried. The
-    same call makes the same choice. A curvature that may be indefinite (co.Hessian, differences) is tested
-    with 20 products, about 80 gradients for a Hessian; if they show that G + A is indefinite, the error names the prior
-    precision that is needed.
+    Cost: KFAC takes about one gradient for each output. A prior precision that is chosen then costs some 20 predictions
+    of the held-out points, four of 200 training points (fewer with more than 10 classes), of tokens or pixels at some
+    positions (`co.evidence.validate`), or for numbers some six modes of the linear model, a solve each; the full GGN of
+    more than 1,024 weights takes solves for each value tried. The same call makes the same choice. A curvature that may
+    be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients for a Hessian; if they show
+    that G + A is indefinite, the error names the prior precision that is needed.
 
     Under a Gaussian likelihood without a given noise, the posterior's noise is the mean squared residual of the
     training data or, if it is larger, the mean squared error on each training point of the linear model with all of the
@@ -178,10 +178,12 @@ def _maximize(post: Laplace, mode: str) -> Laplace:
 def limit_variance(post: Laplace) -> Laplace:
     """Return the posterior under the scalar prior precision at which the logits have the variance `VARIANCE`.
 
-    This is the mean over the classes and the `training_inputs`. A large curvature without a closed form estimates
-    it from `DRAWS` draws of the weights. If the variance is smaller whatever the prior is, the precision is 1e-4.
+    This is the mean over the classes and the `training_inputs`, at `some_positions`. A large curvature without a closed
+    form estimates it from `DRAWS` draws of the weights. If the variance is smaller whatever the prior is, the precision
+    is 1e-4.
     """
     alike = training_inputs(post.lin)
+    part = some_positions(post.lin, sum(map(num_points, alike)))
     by_draws = post.precision._closed_form() is None and post.lin.num_parameters > MOST_DECOMPOSED
 
     def excess(power: float) -> float:
@@ -189,7 +191,8 @@ def limit_variance(post: Laplace) -> Laplace:
         draws = trial.sample(DRAWS, _seeded(post)) if by_draws else None
         variances = []
         for inputs in alike:
-            predicted = trial.predict(inputs, samples=draws)
+            at = trial.at(inputs, draws)
+            predicted = (at if part is None else at.of(part)).predict()
             normals = predicted.values() if isinstance(predicted, dict) else [predicted]
             variances += [normal.variance.flatten() for normal in normals]
         variance = float(torch.cat(variances).mean())

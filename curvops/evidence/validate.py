@@ -22,7 +22,8 @@ from curvops.network.data.batch_parts import aligned_parts, holds_all, parts_of,
 from curvops.network.data.batches import Batches, as_source
 from curvops.network.data.inputs import group_alike, join
 from curvops.network.data.randomness import items
-from curvops.network.likelihoods import Gaussian
+from curvops.network.likelihoods import Gaussian, Sequences
+from curvops.operators import Linearization
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence import Validation
@@ -32,6 +33,8 @@ from curvops.posterior.terms import Prior
 from curvops.ranks.split_points import split_points
 
 PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
+POINTS, ROWS = 20, 2000
+"""The outputs by which a prior precision is chosen: so many, at no fewer points or positions than this."""
 AT_EDGE = {
     "scalar": (
         "the smaller the prior precision is: these data do not determine it",
@@ -62,7 +65,9 @@ def validate(
 
     The search tries factors from 1e-4 to 1e4 of the current value, a decade apart (and beyond, as long as that gains
     more than 1e-4 nats per point), and then refines the best one. Values under which G + A proves to be indefinite, as
-    for a Hessian, are passed over.
+    for a Hessian, are passed over. Of points with many positions, such as tokens or pixels, all values are scored at
+    the same positions, chosen at random by a fixed seed among those with targets: at 20, or at as many as give 2,000
+    outputs in all.
 
     Args:
         post: a posterior from `co.laplace`.
@@ -84,8 +89,8 @@ def validate(
     Returns:
         A new posterior; its `tuning` is a `Validation` with all that was tried and the scores.
 
-    Cost: a `post.log_likelihood(x, y)` for each value tried, some 25 for one hyperparameter and 80 for both, and a
-    reading of the training data.
+    Cost: a `post.log_likelihood(x, y)` at the scored positions for each value tried, some 20 for one hyperparameter and
+    80 for both, and a reading of the training data.
 
     Raises:
         TypeError, ValueError: `post` is not a posterior, the likelihood cannot score the targets, precisions are not
@@ -116,7 +121,9 @@ def validate(
     if post.lin.ranks is None:
         _check_points(post, held_out, [split.targets for split in splits if split.targets is not None])
     by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)
-    search = _Search(post, held_out, joint, "mc" if by_draws else link, generator, splits[0].is_split)
+    is_split = splits[0].is_split
+    part = _scored_positions(post.lin, [split.targets for split in splits if split.targets is not None], is_split)
+    search = _Search(post, held_out, joint, "mc" if by_draws else link, generator, is_split, part)
     with torch.no_grad(), warnings.catch_warnings():
         for of_predictions in (NotLogitsWarning, PrecisionWarning):  # the posterior that is returned gives its own
             warnings.simplefilter("ignore", of_predictions)
@@ -156,6 +163,33 @@ def _check_points(post: Laplace, held_out: Sequence[tuple[Any, Any]], targets: S
         )
 
 
+def _scored_positions(lin: Linearization, targets: Sequence[Tensor], is_split: bool) -> Linearization | None:
+    """Return the network with the outputs that are scored, at `some_positions` whose targets count; None for all."""
+    if not isinstance(lin.likelihood, Sequences):
+        return None
+    every, T = torch.cat(list(targets)), lin.likelihood.positions
+    counted = lin.likelihood.of_position.counted(every)
+    used = every.new_full((T,), len(every) // T).long() if counted is None else counted.view(-1, T).sum(0)
+    used = lin.passes.add_up(used) if is_split else used
+    return some_positions(lin, int(used.max()), used > 0)
+
+
+def some_positions(lin: Linearization, points: int, used: Tensor | None = None) -> Linearization | None:
+    """Return the network with the outputs at random positions of those used, by a fixed seed; None if all are needed.
+
+    Rows of J take a pass for each output of a point, and the outputs at the positions of a point say much the same:
+    `ROWS` outputs of all points, at `POINTS` positions or more, choose a prior precision as well. Those of a last layer
+    take no such passes.
+    """
+    if not isinstance(lin.likelihood, Sequences) or lin.passes.engines.plan.is_last_layer:
+        return None
+    T, C = lin.output_shape
+    most = max(POINTS, ROWS // max(1, points * C))
+    order = torch.randperm(T, generator=torch.Generator().manual_seed(0))
+    order = order if used is None else order[used.cpu()[order]]
+    return lin.at_positions(order[:most].sort().values.tolist()) if most < T and len(order) else None
+
+
 def _held_out_data(data: Any, post: Laplace) -> list[tuple[Any, Any]]:
     """Return the inputs and targets of data in any form; those of one form, such as one length of texts, together."""
     data = post.lin.model.calls.read_data(data)
@@ -182,6 +216,7 @@ class _Search:
     link: str
     generator: torch.Generator | None
     gather: bool
+    part: Linearization | None
     trials: list[_Trial] = field(default_factory=list)
     refusal: NotPSDError = field(default_factory=NotPSDError)
 
@@ -196,11 +231,14 @@ class _Search:
         """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""
         device = self.post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
-        arguments = self.joint, None, draws, self.gather, self.link
         try:
             post = predicting_at(self.under(prior), noise)
             require_usable(post.terms)
-            estimates = [post.log_likelihood(x, y, *arguments) for x, y in self.held_out]
+            scored = [(post.at(x, gather=self.gather), y) for x, y in self.held_out]
+            if self.part is not None:
+                likelihood = Sequences(post.lin.likelihood.of_position, *self.part.output_shape)
+                scored = [(at.of(self.part.with_likelihood(likelihood)), y) for at, y in scored]
+            estimates = [at.log_likelihood(y, self.joint, draws, self.link) for at, y in scored]
         except NotPSDError as error:  # a Hessian under a small prior is no precision: there is no such posterior
             self.refusal = error
             return -math.inf

@@ -17,7 +17,7 @@ from curvops.network import PointNormals
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.predictions.answers import Uncertainty, decompose_drawn_numbers
-from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments, network_outputs
+from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.terms import check_linearization
 from curvops.sampling.diagnostics import effective_size
@@ -94,11 +94,7 @@ class EmpiricalOutputs(DrawnOutputs):
     link: ClassVar[str | None] = "mc"
 
     def functions(self) -> Float[Tensor, "k N C"]:
-        return self._of_network if self.through == "network" else super().functions()
-
-    @cached_property
-    def _of_network(self) -> Float[Tensor, "k N C"]:
-        return network_outputs(self.lin, self.x, self.weights)
+        return self.of_network if self.through == "network" else super().functions()
 
     @property
     def mean(self) -> Float[Tensor, "N C"]:

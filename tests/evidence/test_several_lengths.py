@@ -57,12 +57,6 @@ def test_the_prior_is_that_of_texts_padded_to_one_length(validated: bool) -> Non
     for data in (batches, lambda texts: together(texts, max(LENGTHS))):
         lin = co.linearize(model, data(train), "classification", "map.*")
         chosen.append(co.laplace(lin, co.GGN, validation=data(held_out) if validated else None).prior_precision)
+        with pytest.raises(ValueError, match="these are the training data"):
+            co.laplace(lin, co.GGN, validation=data(train))
     torch.testing.assert_close(*chosen, rtol=1e-8, atol=0)
-
-
-def test_the_data_of_training_are_refused_in_batches_of_several_lengths() -> None:
-    torch.manual_seed(0)
-    train = items(24, 0)
-    lin = co.linearize(Text().double(), batches(train), "classification", "map.*")
-    with pytest.raises(ValueError, match="these are the training data"):
-        co.laplace(lin, co.GGN, validation=batches(train))

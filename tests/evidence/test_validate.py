@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import curvops as co
 from curvops.errors import MissingLabelsError
 from tests.posterior.trained import Heads, linear_problem, problem
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
 
@@ -102,6 +103,19 @@ def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(annot
     assert of_best == pytest.approx(float(best.prior_precision.log().mean().exp()), rel=1e-12)
     assert best.tuning.prior_precisions[4] == pytest.approx(float(shape.log().mean().exp()), rel=1e-12)
     assert best.tuning.noises is None and min(best.tuning.stderrs) > 0
+
+
+def test_some_positions_choose_the_prior_of_images():
+    """Of 60 pixels of 20 images 33, by a fixed seed, and 20 of the 30 at which targets of 40 images are known."""
+    x, y = torch.randn(60, 2, 6, 10, generator=seeded()).double(), torch.arange(3600).view(60, 6, 10) % 7 % 3
+    y[20:, 3:], order = -100, torch.randperm(60, generator=seeded())
+    torch.manual_seed(0)
+    lin = co.linearize(torch.nn.Conv2d(2, 3, 3, padding=1).double(), (x[:20], y[:20]), torch.nn.CrossEntropyLoss())
+    variances = co.laplace(lin).predict(x[:20]).variance.flatten(1, 2)
+    assert float(variances[:, order[:33]].mean()) == pytest.approx(0.25, rel=0.01)
+    post = co.laplace(lin, validation=(x[20:], y[20:]))
+    scores = post.log_likelihood(x[20:], y[20:], link="probit").value.flatten(1)
+    assert max(post.tuning.scores) == pytest.approx(float(scores[:, order[order < 30][:20]].mean()), rel=1e-10)
 
 
 def test_priors_under_which_the_precision_is_indefinite_are_passed_over():

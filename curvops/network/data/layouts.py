@@ -1,6 +1,7 @@
 """Layouts of outputs, which the model returns in any shape, as one row per point, with their targets and weights.
 
-A `Layout` makes rows of positions and of images. A `NamedLayout` joins the rows of several outputs, which have names.
+A `Layout` makes rows of positions and of images, a `PositionsLayout` of some of these positions. A `NamedLayout` joins
+the rows of several outputs, which have names.
 """
 
 from __future__ import annotations
@@ -150,6 +151,25 @@ def misplaced(positions: Sequence[int], y: Tensor) -> str:
 
 def _times(lengths: Sequence[int]) -> str:
     return " x ".join(str(length) for length in lengths)
+
+
+@dataclass(frozen=True)
+class PositionsLayout(Layout):
+    """The layout of the outputs at some positions t alone, from the layout of the whole outputs."""
+
+    whole: Layout = Layout(torch.Size(()))
+    chosen: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return (len(self.chosen),)
+
+    def rows(self, outputs: Tensor) -> Float[Tensor, "n R"]:
+        by_position = self.whole.rows(outputs).unflatten(1, (torch.Size(self.whole.places).numel(), -1))
+        return by_position[:, self.chosen].flatten(1)
+
+    def targets(self, y: Any) -> Tensor:
+        return self.whole.targets(y)[:, self.chosen]
 
 
 class TargetShape(NamedTuple):

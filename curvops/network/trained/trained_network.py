@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy as copy_object
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, get_args
@@ -30,13 +30,13 @@ from curvops.network.data.inputs import (
     names_with_gradient,
     num_points,
 )
-from curvops.network.data.layouts import Name, NamedLayout
+from curvops.network.data.layouts import Name, NamedLayout, PositionsLayout
 from curvops.network.data.objects import Objects, WholeBatch
 from curvops.network.engines.autodiff import hessian_product
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.engines.self_check import require_symmetric
-from curvops.network.likelihoods.composite import Multitask
+from curvops.network.likelihoods.composite import Multitask, Sequences
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, FisherKind, OutputFisher, Sampled
@@ -528,6 +528,15 @@ class TrainedNetwork(NetworkOnData):
             self._views[name] = self._with(self.data, self.token, model=model, likelihood=member, output_shape=shape)
         view: N = self._views[name]
         return view
+
+    def at_positions(self: N, chosen: Sequence[int]) -> N:
+        """Return the network with the outputs at some positions, for predictions of them: its data have all targets."""
+        layout, likelihood = self.model.layout, self.likelihood
+        assert layout is not None and isinstance(likelihood, Sequences)
+        part = PositionsLayout(layout.shape, layout.class_dim, name=layout.name, whole=layout, chosen=tuple(chosen))
+        of_part = Sequences(likelihood.of_position, len(chosen), likelihood.num_outputs)
+        others = {"likelihood": of_part, "output_shape": of_part.output_shape}
+        return self._with(self.data, self.token, model=self.model.with_layout(part), **others)
 
     def with_weights(self: N, theta: Float[Tensor, " D"]) -> N:
         """Return the network at other values of its selected parameters, with the same data."""

@@ -6,8 +6,6 @@
 | draws θ_k of it              | normal, with the mean of J z_k (J z_k)ᵀ over z_k = θ_k − θ*      | `DrawnOutputs`   |
 
 If the mean of the Gaussian is a `step` away from θ*, the mean of the outputs moves by J times it, and z_k start there.
-
-`network_outputs` computes the outputs of the network itself.
 """
 
 from __future__ import annotations
@@ -279,6 +277,11 @@ class DrawnOutputs(OutputDistribution):
         return mean, covariance.add_diagonal(noise.reshape(covariance.shape[:-1]))
 
     @cached_property
+    def of_network(self) -> Float[Tensor, "k N C"]:
+        """The outputs f(x, θ_k) of the network itself."""
+        return torch.stack([self.lin.output_rows(self.x, weights) for weights in self.weights])
+
+    @cached_property
     def pushed(self) -> Float[Tensor, "k N C"]:
         """The pushed deviations J z_k."""
         C, rows = self.lin.output_shape[-1], self.jacobian.shape[-2]
@@ -340,11 +343,6 @@ def _curved(
         hessian = torch.func.jacrev(lambda f: likelihood.residual(f, targets).sum(0), chunk_size=1)(outputs)
         values, vectors = torch.linalg.eigh(hessian.movedim(1, 0))
         return (vectors * values.abs().unsqueeze(-2)) @ vectors.mT @ root
-
-
-def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
-    """Return f(x, θ_k), sequences position by position, by a pass for each draw."""
-    return torch.stack([lin.output_rows(x, weights) for weights in samples])
 
 
 WHOLE_BLOCKS = 64

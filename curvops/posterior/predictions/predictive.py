@@ -42,7 +42,6 @@ from curvops.posterior.predictions.outputs import (
     NormalOutputs,
     OutputDistribution,
     SomeOutputs,
-    network_outputs,
     normals_for,
 )
 from curvops.posterior.terms import checked_draws
@@ -126,9 +125,7 @@ class Predictive(ABC):
         if not isinstance(self.lin.likelihood, Multitask):
             return whole
         views = {name: self.lin.output(name) for name in self.lin.likelihood.likelihoods}
-        return NamedPredictions(
-            whole, {name: replace(whole, _outputs=replace(outputs, lin=view)) for name, view in views.items()}
-        )
+        return NamedPredictions(whole, {name: whole.of(view) for name, view in views.items()})
 
     def predict(
         self,
@@ -331,6 +328,10 @@ class Predictions:
         """The linearised network, with the output that these are predictions of."""
         return self._outputs.lin
 
+    def of(self, lin: Linearization) -> Predictions:
+        """Return the predictions of a part of the outputs, that of `lin`, or of these outputs by another likelihood."""
+        return replace(self, _outputs=replace(self._outputs, lin=lin))
+
     @property
     def _target(self) -> Likelihood:
         """The likelihood of one position's target."""
@@ -391,7 +392,7 @@ class Predictions:
         normals = normals_for(outputs, generator) if link == "mc" else None
         outputs, split = self._split(outputs, f"probabilities, link={link!r}", normals)
         if isinstance(outputs, DrawnOutputs) and link == "network":
-            probabilities = answers.average(likelihood.mean, network_outputs(outputs.lin, split.x, outputs.weights))
+            probabilities = answers.average(likelihood.mean, outputs.of_network)
         elif link == "mc":
             drawn = outputs.draws(normals, split.start)
             probabilities = torch.cat([answers.average(likelihood.mean, draws) for draws in drawn])
