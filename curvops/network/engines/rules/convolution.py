@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
+from curvops.ambient import CACHE_BYTES
 from curvops.network.engines.rules.layer_rules import Local, Rule, SingleRows, with_ones
 from curvops.network.model.fused_kernels import unfused
 
@@ -86,12 +87,9 @@ class ConvolutionRule(Rule):
         return {name: self._weight_rows(layer, inputs, s) if name == "weight" else s.sum(sums) for name in names}
 
     def _weight_rows(self, layer: _ConvNd, inputs: Tensor, s: Tensor) -> Tensor:
-        patches = _patches(layer, inputs)
-        n, columns, groups = s.shape[0], s.shape[1], layer.groups
-        patches = patches.view(n * groups, -1, patches.shape[-1])
-        s = s.flatten(3).unflatten(2, (groups, -1)).transpose(1, 2).reshape(n * groups, -1, patches.shape[-1])
-        rows = torch.bmm(s, patches.mT).view(n, groups, columns, -1, *layer.weight.shape[1:])
-        return rows.transpose(1, 2).flatten(2, 3)
+        by_group = s.flatten(3).unflatten(2, (layer.groups, -1))
+        rows = torch.einsum("nkgpt,ngtq->nkgpq", by_group, _grouped_patches(layer, inputs, False))
+        return rows.reshape(*s.shape[:2], *layer.weight.shape)
 
     def left(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
         """Return the left side: groups as in the layer, t the output's pixels, p the group's channels."""
@@ -168,16 +166,16 @@ class TransposedConvolutionRule(ConvolutionRule):
         return gradient.unflatten(1, (s.shape[1], out_channels)).transpose(0, 1)
 
     def _weight_rows(self, layer: _ConvNd, inputs: Tensor, s: Tensor) -> Tensor:
-        """Return each input pixel paired with the window of s that it writes to, one column at a time."""
+        """Return each input pixel paired with the window of s that it writes to, some columns at a time (in cache)."""
         a = inputs.flatten(2).unflatten(1, (layer.groups, -1))
-        sides = _both_sides(_padding(layer))
-        rows = []
-        for column in s.unbind(1):
-            windows = _windows(layer, F.pad(column, sides))
-            for i, length in enumerate(inputs.shape[2:]):  # output_padding may leave room for one more
-                windows = windows.narrow(i - inputs.ndim + 2, 0, length)
-            rows.append(torch.matmul(a, windows.reshape(len(a), layer.groups, -1, a.shape[-1]).mT))
-        return torch.stack(rows, 1).view(*s.shape[:2], *layer.weight.shape)
+        last_first = reversed([*zip(_padding(layer), _per_dimension(layer, layer.output_padding))])
+        sides = [side for pad, further in last_first for side in (pad, pad - further)]
+        step, rows = max(1, CACHE_BYTES // max(1, s[:, :1].nbytes)), []
+        for some in s.split(step, 1):
+            windows = _windows(layer, F.pad(some.flatten(0, 1), sides))
+            windows = windows.reshape(*some.shape[:2], layer.groups, -1, a.shape[-1])
+            rows.append(torch.einsum("ngip,nkgop->nkgio", a, windows))
+        return torch.cat(rows, 1).reshape(*s.shape[:2], *layer.weight.shape)
 
     def left(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
         """Return None: the input's pixels do not share the windows of s that they write to."""
@@ -235,12 +233,6 @@ def _of_one(layer: Any) -> tuple[int, ...]:
     """Return the size of the output of a transposed convolution for one pixel."""
     sides = zip(_spans(layer), _padding(layer), _per_dimension(layer, layer.output_padding))
     return tuple(span - 2 * pad + further for span, pad, further in sides)
-
-
-def _patches(layer: _ConvNd, inputs: Tensor) -> Tensor:
-    """Return the patch of the kept input under each output pixel, (n, channels · kernel, pixels)."""
-    windows = _windows(layer, F.pad(inputs, _both_sides(_padding(layer))))
-    return windows.flatten(1, 1 + len(_kernel(layer))).flatten(2)
 
 
 def _grouped_patches(layer: _ConvNd, inputs: Tensor, ones: bool) -> Tensor:
