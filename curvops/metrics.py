@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from curvops.checks import check_choice, check_shape, check_tensor, checked_whole, refuse
+from curvops.errors import UndeterminedWarning, warn
 from curvops.summary import Table, Tabular
 
 __all__ = [
@@ -314,7 +315,7 @@ def temperature(
 
     The NLL is convex in 1/T, so its derivative Σ_n (E_p[f_n] − f_n,label) changes sign once, where SciPy's root finder
     on log T in float64 finds it. If it lies outside `bounds` (every point classified correctly drives T to 0, labels
-    worse than chance to infinity), the nearer bound is returned.
+    worse than chance to infinity), the nearer bound is returned, with an `UndeterminedWarning`.
 
     Args:
         logits: the logits of validation points, (N, C), or of positions (N, ..., C) or (N, C, ...).
@@ -334,8 +335,7 @@ def temperature(
         tensor(True)
     """
     logits, labels = _by_position(logits, labels)
-    if not 0 < bounds[0] < bounds[1]:
-        raise ValueError(f"bounds must be two positive numbers, the lesser first, got {bounds}.")
+    refuse(not 0 < bounds[0] < bounds[1], f"bounds must be two positive numbers, the lesser first, got {bounds}.")
     refuse(not len(logits), "no data: a temperature of zero points is undefined.")
     refuse(not logits.isfinite().all(), "logits must be finite: give classes that cannot occur a logit of -1e9.")
     if len(logits) > 1 and bool((logits > 0).all() & ((logits.double().sum(-1) - 1).abs() <= 1e-5).all()):
@@ -350,9 +350,11 @@ def temperature(
     from scipy.optimize import brentq  # a slow import
 
     low, high = map(math.log, bounds)
-    if slope(low) <= 0 or slope(high) >= 0:
-        return logits.new_tensor(bounds[0] if slope(low) <= 0 else bounds[1])
-    return logits.new_tensor(math.exp(brentq(slope, low, high, xtol=1e-14)))
+    if slope(low) > 0 > slope(high):
+        return logits.new_tensor(math.exp(brentq(slope, low, high, xtol=1e-14)))
+    change, bound = ("smaller", bounds[0]) if slope(low) <= 0 else ("larger", bounds[1])
+    warn(f"the {change} T, the likelier these labels: T is the bound {bound}. Pass more points.", UndeterminedWarning)
+    return logits.new_tensor(bound)
 
 
 def _scored(probabilities: Tensor, labels: Tensor, least: int = 1) -> tuple[Tensor, Tensor]:
