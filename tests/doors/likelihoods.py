@@ -169,6 +169,7 @@ DOORS = [
     Door(
         "losses of torch",
         rows={
+            "channels first": (lambda: shaped(co.likelihoods.Gaussian(1.0), (2, 4, 3), events(1, 4, 3)), "movedim"),
             "weights of other positions": (
                 lambda: shaped(co.likelihoods.Bernoulli(torch.ones(2, C)), (T, C), events(T, C)),
                 "(?i)needs 2 positions per point; given 3",

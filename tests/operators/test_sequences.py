@@ -154,8 +154,7 @@ def test_rows_that_are_sequences() -> None:
 
 def test_all_sequences_have_one_length() -> None:
     model, x = pointwise()
-    lengths = [(x, LABELS), (x[..., :2], LABELS[:, :2])]
     with pytest.raises(ValueError, match="Batch 1: The model returns 3 positions per point.*Pad sequences"):
-        co.linearize(model, lengths, "classification")
+        co.linearize(model, [(x, LABELS), (x[..., :2], LABELS[:, :2])], "classification")
     with pytest.raises(ValueError, match=r"returns \(2, 2, 3\), but \(N, 3, 3\) before: pad"):
         linearised(model, x, "mask").predict(x[..., :2])

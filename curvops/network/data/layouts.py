@@ -135,8 +135,10 @@ class Layout:
                 " The classes or channels are taken from dimension 1 of the outputs; if they are last, use "
                 "curvops.likelihoods.Categorical(...), with the same options."
             )
-        first = " If the classes are at dimension 1, pass likelihood=torch.nn.CrossEntropyLoss(...)."
-        return misplaced(self.positions, y) + (first if y.shape[1:] == self.shape[1:] else "")
+        remedy = " If the classes are at dimension 1, pass likelihood=torch.nn.CrossEntropyLoss(...)."
+        if y.shape[2:] == self.shape[1:]:
+            remedy = " If channels are at dimension 1, put them last in the outputs and in y: movedim(1, -1)."
+        return misplaced(self.positions, y) + (remedy if self.shape[1:] in (y.shape[1:], y.shape[2:]) else "")
 
 
 def misplaced(positions: Sequence[int], y: Tensor) -> str:
