@@ -19,7 +19,8 @@ from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical
 from curvops.network.trained.first_points import FirstPoints
-from curvops.network.trained.trained_network import NetworkOnData, TrainedNetwork
+from curvops.network.trained.network_on_data import NetworkOnData
+from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.budget import Budget
 from curvops.ranks.process_group import Ranks
 from curvops.ranks.shard import Shard

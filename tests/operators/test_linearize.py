@@ -1,6 +1,6 @@
 """The door: `co.linearize` takes what it says it takes, refuses the rest with a remedy, and keeps a snapshot.
 
-Tests `linearization.py`, `first_points.py` and `trained_network.py`.
+Tests `linearization.py`, `first_points.py`, `network_on_data.py` and `trained_network.py`.
 """
 
 from __future__ import annotations

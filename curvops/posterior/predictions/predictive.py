@@ -456,9 +456,12 @@ class Predictions:
 
     def _by_point(self, split: SplitPoints, results: Answers) -> Answers:
         """Return a dataclass of results for the points asked for, those of positions in the shape of the outputs."""
-        found = {f.name: getattr(results, f.name) for f in fields(results)}
-        rows = {name: split.rows_asked_for(v) for name, v in found.items() if isinstance(v, Tensor) and v.ndim}
-        return replace(results, **found | {name: self.lin.by_point(values) for name, values in rows.items()})
+        rows: dict[str, Any] = {}
+        for name in (f.name for f in fields(results)):
+            value = getattr(results, name)
+            if isinstance(value, Tensor) and value.ndim:
+                rows[name] = self.lin.by_point(split.rows_asked_for(value))
+        return replace(results, **rows)
 
     def _outputs_by_weights(self, generator: torch.Generator | None) -> OutputDistribution:
         """Return the outputs at the draws of the weights, made for one answer if there are none."""
