@@ -43,7 +43,7 @@ from curvops.errors import CheckpointWarning, warn
 from curvops.ranks.process_group import Ranks
 from curvops.storage import from_record, record_of
 
-KIND, VERSION = "checkpoint", 8
+KIND, VERSION = "checkpoint", 9
 PAUSE = 30.0
 """The least number of seconds between two saves."""
 SHARE = 0.02

@@ -518,8 +518,8 @@ def _by_kernel(systems: Systems, rtol: float) -> Solution:
     """Solve for z = θ⁰ + A⁻¹Sα with (I + SᵀA⁻¹S) α = ε − Sᵀθ⁰ by the factor of that matrix in float64, refined.
 
     With d = ε − Sᵀz − α the residual of P z is S d, and z differs from the exact draw by at most ‖d‖ in the norm of P,
-    in which draws have a standard deviation of one in each direction. So a small ‖d‖/‖ε‖ proves a solution even if the
-    residual is all rounding of products with P.
+    in which draws have a standard deviation of one in each direction. So ‖d‖/‖ε‖ tells a solution from none even if the
+    residual is all rounding of products with P: it bounds the mean error, in standard deviations.
     """
     S, prior = systems.root, systems.terms.A
     assert S is not None and prior is not None
@@ -536,8 +536,9 @@ def _by_kernel(systems: Systems, rtol: float) -> Solution:
         errors = _relative(gap, points)
         error = float(errors.max())
         shrinks = error < 0.5 * before and not bool((history[-1] <= rtol).all())
+    failure = Reason.SINGULAR if math.isfinite(error) else Reason.NON_FINITE
     reasons = tuple(
-        Reason.CONVERGED if residual <= rtol else Reason.PRECISION_LIMIT if error <= ANSWERED else Reason.SINGULAR
+        Reason.CONVERGED if residual <= rtol else Reason.PRECISION_LIMIT if error <= ANSWERED else failure
         for residual, error in zip(history[-1].tolist(), errors.tolist())
     )
     none, spent = torch.full_like(errors, math.nan), (1 + 2 * len(history)) * systems.count

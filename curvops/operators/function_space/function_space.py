@@ -213,7 +213,8 @@ class FunctionSpace:
             factor, _ = self.factor_under(prior)
             ratio, of_rows = self.size / prior, ROUNDING_UNITS * self._eps_of_rows
             # An eigenvalue σ² is known to 2 σ times the error of S, which √(size) bounds by its own rounding.
-            bias = len(factor) * math.log1p(of_rows * math.sqrt(ratio) + (of_rows**2 + ROUNDING_UNITS * EPS) * ratio)
+            error = of_rows * math.sqrt(ratio) + (of_rows**2 + ROUNDING_UNITS * EPS) * ratio
+            bias = len(factor) * (math.log1p(error) + EPS)
             estimate = Estimate.rounded(2 * factor.diagonal().log().sum(), bias, rtol, len(factor))
             if estimate.reason is Reason.CONVERGED:
                 return estimate

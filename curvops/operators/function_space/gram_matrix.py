@@ -272,7 +272,7 @@ def gram_cost(plan: Plan, points: int) -> float:
     columns, room = plan.num_outputs, plan.memory_budget // 2
     ruled = {name: layer.shape_of(local).numel() for layer in plan.layers for local, name in layer.names.items()}
     others = plan.size - sum(ruled.values())
-    held = (columns * others + sum(_numbers(layer, columns) for layer in plan.layers)) * plan.itemsize * points
+    held = (columns * others + sum(_numbers(layer, columns) for layer in plan.layers)) * 8 * points  # in float64
     panels = min(points, math.ceil(held / max(1, HELD * room)))  # a point at a time if there is room for none
     walks, together = (panels + 1) / 2, math.ceil(points / max(1, panels))
     pairs = sum(_least(layer, columns, together) for layer in plan.layers) * (points / together) ** 2 / 2

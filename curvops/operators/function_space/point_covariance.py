@@ -279,7 +279,7 @@ def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, .
         return None
     metric = Elementwise(jacobian.passes, weights.expand(jacobian.shape[-1]))
     total = _sum_over_layers(jacobian.passes, metric, shape, dtype=weights.dtype)
-    least = LEAST_OF_ROWS if jacobian.dtype == torch.float32 else LEAST_LEFT[weights.dtype]
+    least = LEAST_OF_ROWS if jacobian.dtype == torch.float32 else LEAST_LEFT[torch.float64]
     blocks = None if total is None else _with_products(total, explained, -1, least)
     return None if blocks is None else blocks.to(jacobian.dtype)
 
