@@ -13,7 +13,6 @@ from curvops.network import likelihoods
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import move
 from curvops.network.data.randomness import PointNormals, own_randomness
-from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layer_calls import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.gaussian import (
@@ -76,7 +75,6 @@ __all__ = [
     "read_precision",
     "record_of_network",
     "recorded_network",
-    "saved_bytes",
     "score_and_diagonal",
     "shuffled",
     "squared_columns",

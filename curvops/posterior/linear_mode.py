@@ -26,6 +26,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.ambient import as_step
 from curvops.checkpoint import current, digest
 from curvops.errors import ModeWarning, warn
 from curvops.linalg import Reason, cg
@@ -319,7 +320,7 @@ def dual_mode(space: FunctionSpace, prior: float, mean: Tensor, rtol: float, mos
         point, reason, steps = minimise(DualPoint(space, product, start, zero, zero), step_at, rtol, most_steps)
         theta, relative, matvecs = mean + step_of_weights(point.u), math.inf, 0
         while reason in ACCEPTED:
-            image, before = (space.outputs_at(theta) - start).flatten(), relative
+            image, before = (as_step(1, space.outputs_at, theta) - start).flatten(), relative
             point, matvecs = DualPoint(space, product, start, point.u, image), matvecs + 1
             relative = point.relative
             if relative <= rtol:

@@ -416,11 +416,6 @@ def _derivative(outputs: Blocks, leaves: Blocks, along: Blocks) -> Blocks:
     return {name: gradient.detach() for name, gradient in zip(leaves, gradients)}
 
 
-def saved_bytes(model: Model, inputs: Any) -> int:
-    """Return the bytes that one recorded forward pass keeps for these inputs, inputs included."""
-    return count_saved(model, inputs, model.selection.names)[1]
-
-
 def count_saved(model: Model, inputs: Any, names: Sequence[str]) -> tuple[_Graph, int]:
     """Return a pass with its graph, and the bytes of the inputs and of the distinct storages that autograd saves in it.
 

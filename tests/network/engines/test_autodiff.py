@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import curvops as co
-from curvops.network import Model, Passes, saved_bytes
+from curvops.network import Model, Passes
 from tests.network.products import WAYS, columns, push, require_products, walk
 from tests.zoo import UNSUPPORTED, ZOO, batches, reference
 from tests.zoo_functions import WrongJvp
@@ -140,7 +140,6 @@ def test_activations_are_freed_with_what_recorded_them(function: nn.Module) -> N
     model = nn.Sequential(nn.Linear(3, 4), function, nn.Linear(4, 2))
     model[1].register_forward_hook(lambda _, given, output: alive.append(weakref.ref(output)))
     passes = Passes(Model(model), [(torch.randn(5, 3), None)], **WAYS["recorded"])
-    saved_bytes(passes.model, torch.randn(5, 3))
     for _ in range(2):
         push(passes, columns(26, 3, torch.float32))
     assert passes.plan.in_use == {"recorded": 1} and passes.plan.routes.replayed is isinstance(function, nn.Sigmoid)

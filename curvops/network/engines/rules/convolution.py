@@ -87,9 +87,12 @@ class ConvolutionRule(Rule):
         return {name: self._weight_rows(layer, inputs, s) if name == "weight" else s.sum(sums) for name in names}
 
     def _weight_rows(self, layer: _ConvNd, inputs: Tensor, s: Tensor) -> Tensor:
-        by_group = s.flatten(3).unflatten(2, (layer.groups, -1))
-        rows = torch.einsum("nkgpt,ngtq->nkgpq", by_group, _grouped_patches(layer, inputs, False))
-        return rows.reshape(*s.shape[:2], *layer.weight.shape)
+        patches = _patches(layer, inputs)
+        n, columns, groups = s.shape[0], s.shape[1], layer.groups
+        patches = patches.view(n * groups, -1, patches.shape[-1])
+        s = s.flatten(3).unflatten(2, (groups, -1)).transpose(1, 2).reshape(n * groups, -1, patches.shape[-1])
+        rows = torch.bmm(s, patches.mT).view(n, groups, columns, -1, *layer.weight.shape[1:])
+        return rows.transpose(1, 2).flatten(2, 3)
 
     def left(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
         """Return the left side: groups as in the layer, t the output's pixels, p the group's channels."""
@@ -233,6 +236,12 @@ def _of_one(layer: Any) -> tuple[int, ...]:
     """Return the size of the output of a transposed convolution for one pixel."""
     sides = zip(_spans(layer), _padding(layer), _per_dimension(layer, layer.output_padding))
     return tuple(span - 2 * pad + further for span, pad, further in sides)
+
+
+def _patches(layer: _ConvNd, inputs: Tensor) -> Tensor:
+    """Return the patch of the kept input under each output pixel, (n, channels · kernel, pixels)."""
+    windows = _windows(layer, F.pad(inputs, _both_sides(_padding(layer))))
+    return windows.flatten(1, 1 + len(_kernel(layer))).flatten(2)
 
 
 def _grouped_patches(layer: _ConvNd, inputs: Tensor, ones: bool) -> Tensor:
