@@ -318,10 +318,11 @@ def dual_mode(space: FunctionSpace, prior: float, mean: Tensor, rtol: float, mos
         start = space.outputs_at(mean)
         zero = start.new_zeros(start.numel())
         point, reason, steps = minimise(DualPoint(space, product, start, zero, zero), step_at, rtol, most_steps)
-        theta, relative, matvecs = mean + step_of_weights(point.u), math.inf, 0
+        u, relative, matvecs = point.u, math.inf, 0
+        theta = mean + step_of_weights(u)
         while reason in ACCEPTED:
             image, before = (as_step(1, space.outputs_at, theta) - start).flatten(), relative
-            point, matvecs = DualPoint(space, product, start, point.u, image), matvecs + 1
+            point, matvecs = DualPoint(space, product, start, u, image), matvecs + 1
             relative = point.relative
             if relative <= rtol:
                 break
@@ -329,8 +330,8 @@ def dual_mode(space: FunctionSpace, prior: float, mean: Tensor, rtol: float, mos
                 reason = Reason.PRECISION_LIMIT if relative < 0.01 else Reason.STAGNATION
                 break
             step = step_at(point, steps)
-            point.u, theta, steps = point.u + step, theta + step_of_weights(step), steps + 1
-    return DualMode(point.u, theta, point.outputs, -point.misfit, point.relative, reason, steps, matvecs)
+            u, theta, steps = u + step, theta + step_of_weights(step), steps + 1
+    return DualMode(u, theta, point.outputs, -point.misfit, point.relative, reason, steps, matvecs)
 
 
 class DualPoint(Point):
@@ -342,10 +343,9 @@ class DualPoint(Point):
         product: Callable[[Tensor], Tensor],
         start: Float[Tensor, "N C"],
         u: Float[Tensor, " NC"],
-        image: Float[Tensor, " NC"] | None = None,
+        image: Float[Tensor, " NC"],
     ) -> None:
-        self._given, self.u = (space, product, start), u
-        self._image = product(u) if image is None else image
+        self._given, self.u, self._image = (space, product, start), u, image
         self.outputs = start + self._image.view_as(start)
         self.misfit, residual = space.loss(self.outputs)
         self.gap, self.eps = u + residual, torch.finfo(u.dtype).eps

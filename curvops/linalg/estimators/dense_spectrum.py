@@ -29,6 +29,18 @@ def share(mu: float) -> ScalarFunction:
     return lambda x: x / (x + mu)
 
 
+def rounding_of_eigenvalues(size: float, eps: float, eps_of_rows: float = 0.0) -> tuple[float, float]:
+    """Return ρ, the error of an eigenvalue of zero, and η: that of any other, σ² with η the error of σ, is ρ + 2ησ.
+
+    Args:
+        size: the largest eigenvalue.
+        eps: the rounding of products, or of a sum of squares of rows.
+        eps_of_rows: that of the rows.
+    """
+    of_roots = ROUNDING_UNITS * eps_of_rows * math.sqrt(size)
+    return of_roots**2 + ROUNDING_UNITS * eps * size, of_roots
+
+
 def stack(estimates: list[Estimate]) -> Estimate:
     """Join estimates from the same probes into one of shape (m,); the reason is the first that is not CONVERGED."""
     first = estimates[0]
@@ -55,10 +67,8 @@ class DenseSpectrum:
 
     @cached_property
     def _rounding(self) -> tuple[float, float]:
-        """The error ρ of an eigenvalue of zero, and η: that of any other, σ² with η the error of σ, is ρ + 2ησ."""
-        size = float(self.values.abs().amax())
-        of_roots = ROUNDING_UNITS * self.eps_of_rows * math.sqrt(size)
-        return of_roots**2 + ROUNDING_UNITS * self.eps * size, of_roots
+        """The errors ρ and η of `rounding_of_eigenvalues`."""
+        return rounding_of_eigenvalues(float(self.values.abs().amax()), self.eps, self.eps_of_rows)
 
     def _errors(self) -> Float[Tensor, " n"]:
         """Return the effect of rounding on each eigenvalue."""

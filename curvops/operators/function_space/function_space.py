@@ -34,7 +34,7 @@ from curvops.linalg.core.algorithm import holding, keep
 from curvops.linalg.core.solve_routes import FORMED_COPIES, KERNEL_COPIES, MOST_OUTPUTS, RESOLVED
 from curvops.linalg.core.structure import eigh_in_place
 from curvops.linalg.core.vectors import check_finite
-from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, DenseSpectrum
+from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, rounding_of_eigenvalues
 from curvops.linalg.operators.base import by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
@@ -211,10 +211,9 @@ class FunctionSpace:
         """
         if not many and self.resolves(prior):
             factor, _ = self.factor_under(prior)
-            ratio, of_rows = self.size / prior, ROUNDING_UNITS * self._eps_of_rows
-            # An eigenvalue σ² is known to 2 σ times the error of S, which √(size) bounds by its own rounding.
-            error = of_rows * math.sqrt(ratio) + (of_rows**2 + ROUNDING_UNITS * EPS) * ratio
-            bias = len(factor) * (math.log1p(error) + EPS)
+            at_zero, of_roots = rounding_of_eigenvalues(self.size, EPS, self._eps_of_rows)
+            # 2ησ / (σ² + α) is at most η / √α.
+            bias = len(factor) * (math.log1p(at_zero / prior + of_roots / math.sqrt(prior)) + EPS)
             estimate = Estimate.rounded(2 * factor.diagonal().log().sum(), bias, rtol, len(factor))
             if estimate.reason is Reason.CONVERGED:
                 return estimate
