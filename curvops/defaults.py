@@ -22,11 +22,12 @@ from curvops.network import needs_noise
 from curvops.network.data.inputs import group_alike, join, num_points
 from curvops.network.likelihoods import Gaussian, Poisson
 from curvops.operators import GGN, KFAC, DiagonalGGN, Linearization
+from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior import Laplace
 from curvops.posterior.gaussians.laplace import make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice, warn_of_noise
 from curvops.posterior.predictions.answers import NAMED
-from curvops.posterior.terms import check_linearization
+from curvops.posterior.terms import CurvatureCache, check_linearization
 
 VARIANCE = 0.25
 """The variance of the logits at the training inputs if nothing else chooses the prior precision.
@@ -69,8 +70,9 @@ def laplace(
             and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
             logits have a variance of 1/4 at the training inputs (the outputs, under a distribution of the user's);
             otherwise by the evidence, as `co.evidence.maximize`: for Gaussian noise, and for several outputs of
-            numbers, counts and classes, that of the linearised network, mode="linear". Held-out data also choose a
-            noise that was not given, unless there are several outputs, whose noises remain those of the residuals.
+            numbers, counts and classes, that of the linearised network, mode="linear", and of evenly spaced training
+            points if all have more than 2,000 outputs. Held-out data also choose a noise that was not given, unless
+            there are several outputs, whose noises remain those of the residuals.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
@@ -100,10 +102,10 @@ def laplace(
 
     Cost: KFAC takes about one gradient for each output. A prior precision that is chosen then costs some 20 predictions
     of the held-out points, four of 200 training points (fewer with more than 10 classes), of tokens or pixels at some
-    positions (`co.evidence.validate`), or for numbers some six modes of the linear model, a solve each; the full GGN of
-    more than 1,024 weights takes solves for each value tried. The same call makes the same choice. A curvature that may
-    be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients for a Hessian; if they show
-    that G + A is indefinite, the error names the prior precision that is needed.
+    positions (`co.evidence.validate`), or for numbers some six modes of the linear model of 2,000 outputs, a second or
+    two; the full GGN of more than 1,024 weights may take solves for each value tried. The same call makes the same
+    choice. A curvature that may be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients
+    for a Hessian; if they show that G + A is indefinite, the error names the prior precision that is needed.
 
     Under a Gaussian likelihood without a given noise, the posterior's noise is the mean squared residual of the
     training data or, if it is larger, the mean squared error on each training point of the linear model with all of the
@@ -149,7 +151,7 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
         # no mode.
         numbers = (Gaussian, Poisson) if len(targets) > 1 else (Gaussian,)
         linear = all(labels or isinstance(target, numbers) for labels, target in zip(of_labels, targets))
-        return _maximize(post, "linear" if linear else "auto")
+        return _maximize_on_some(post) if linear else _maximize(post, "auto")
     except MissingLabelsError as error:
         remedy = "Pass prior_precision= (weight decay × N of training on a mean loss), or validation=(x, y). "
         raise MissingLabelsError("the choice of a prior precision by the evidence", remedy) from error
@@ -158,6 +160,24 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
             "the prior precision was left out, and cannot be chosen without held-out data: pass validation=(x, y), or "
             f"prior_precision= (weight decay × N of training on a mean loss). The reason: {error}"
         ) from error
+
+
+def _maximize_on_some(post: Laplace) -> Laplace:
+    """Return the posterior under the prior precision of largest linear evidence of `some_points`.
+
+    The evidence of all points takes a linear mode of all of them for each value tried, and chooses much the same.
+    """
+    lin = post.lin
+    if lin.num_data * lin.num_outputs <= ROWS or not isinstance(post.curvature, UserOperator):
+        return _maximize(post, "linear")
+    some = some_points(lin)
+    curvature = post.curvature.of(some, _seeded(post))
+    if curvature is None:
+        return _maximize(post, "linear")
+    trial = replace(post, lin=some, curvature=curvature, cache=CurvatureCache(some, curvature))
+    chosen = _maximize(trial, "linear")
+    by = f"the evidence of {some.num_data:,} points"
+    return tell_choice(replace(post.with_prior(float(chosen.prior_precision)), tuning=chosen.tuning), by)
 
 
 def _maximize(post: Laplace, mode: str) -> Laplace:
@@ -211,14 +231,13 @@ def limit_variance(post: Laplace) -> Laplace:
 
 
 def training_inputs(lin: Linearization) -> list[Any]:
-    """Return training inputs of all ranks, `ROWS` outputs or at least `POINTS`, evenly spaced in their order.
+    """Return the inputs of `some_points` of all ranks; those of one form, such as one length of texts, are together."""
+    return [join(kind) for kind in group_alike(batch.inputs for batch in some_points(lin).gathered().data)]
 
-    Those of one form, such as one length of texts, are together.
-    """
-    total = lin.num_data
-    count = min(total, max(POINTS, ROWS // lin.num_outputs))
-    data = lin.restrict(torch.arange(count) * total // count, 1.0).gathered().data
-    return [join(kind) for kind in group_alike(batch.inputs for batch in data)]
+
+def some_points(lin: Linearization) -> Linearization:
+    """Return the linearisation at evenly spaced training points: of `ROWS` outputs, or at least `POINTS`."""
+    return lin.restrict(min(lin.num_data, max(POINTS, ROWS // lin.num_outputs)), 1.0)
 
 
 def _seeded(post: Laplace) -> torch.Generator:

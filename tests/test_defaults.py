@@ -162,6 +162,26 @@ def test_the_variance_of_logits_is_that_of_evenly_spaced_training_points(curvatu
     torch.testing.assert_close(again.prior_precision, post.prior_precision, rtol=1e-6, atol=0)
 
 
+def test_many_numbers_choose_by_the_evidence_of_evenly_spaced_points() -> None:
+    """Sorted by their targets, from a loader, in batches of 500; the curvature is that of all points."""
+    x = normal(3000, 2)
+    x = x[x[:, 0].argsort()]
+    torch.manual_seed(0)
+    model, likelihood = (
+        nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double(),
+        co.likelihoods.Gaussian(0.1),
+    )
+    data = torch.utils.data.TensorDataset(x, x[:, :1].sin())
+    every = co.linearize(model, torch.utils.data.DataLoader(data, 500), likelihood)
+    some = co.linearize(model, data[torch.arange(2000) * 3000 // 2000], likelihood)
+    post, few = co.laplace(every), co.laplace(some)
+    assert "by the evidence of 2,000 points, " in repr(post) and "by the evidence, " in repr(few)
+    torch.testing.assert_close(post.prior_precision, few.prior_precision, rtol=1e-8, atol=0)
+    explicit = co.laplace(every, prior_precision=float(post.prior_precision))
+    torch.testing.assert_close(post.precision.to_dense(), explicit.precision.to_dense(), **CLOSE)
+    assert float(co.evidence.maximize(explicit, mode="linear").prior_precision) != float(post.prior_precision)
+
+
 def test_data_that_determine_all_weights_get_a_weak_prior() -> None:
     x = normal(4000, 2)
     torch.manual_seed(0)

@@ -251,7 +251,8 @@ def _find_mode(
         dual = dual_mode(space, 1.0, prior.mean, rtol, most_steps)
         if dual.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT) or not math.isfinite(dual.gradient):
             return dual, None
-        L, factor = space.factor(dual.outputs, 1.0)
+        L = space.root(dual.outputs)
+        factor = space.factor(L, 1.0)
         keep(lin.jacobian(), factor, factor.nbytes + L.nbytes)
         return dual, (factor, L)
     terms = PrecisionTerms(CurvatureCache(lin, GGN(lin)), prior)

@@ -297,7 +297,8 @@ def dual_mode(space: FunctionSpace, prior: float, mean: Tensor, rtol: float, mos
     The gradient at the weights m + A⁻¹Jᵀu is Jᵀ(u + r). The outputs of K are used first. Then those of J at the weights
     themselves, whose rounding further steps correct until u + r stops shrinking.
 
-    Cost: a factorisation per step, and a product with J for each of the last steps.
+    Cost: a factorisation per step (one for all if the likelihood is Gaussian), and a product with J for each of the
+    last steps.
     """
     lin, J = space.lin, space.lin.jacobian()
     mean, precision = mean.expand_as(lin.theta), (space.metric * prior).to(lin.theta)
@@ -308,8 +309,14 @@ def dual_mode(space: FunctionSpace, prior: float, mean: Tensor, rtol: float, mos
     def step_of_weights(v: Float[Tensor, " NC"]) -> Float[Tensor, " D"]:
         return J._t_matmul(v.to(J.theta).unsqueeze(1)).squeeze(1) / precision
 
+    L = factor = mean.new_empty(0)
+
     def step_at(point: DualPoint, steps: int) -> Tensor:
-        L, factor = space.factor(point.outputs, prior)
+        nonlocal L, factor
+        root = space.root(point.outputs)
+        if not torch.equal(root, L):  # a Gaussian's is the same at all outputs
+            L, factor = root, root.new_empty(0)  # the last factor is freed first
+            factor = space.factor(root, prior)
         image = torch.einsum("ncr,nc->nr", L, product(point.gap).view_as(point.outputs)).reshape(-1, 1)
         solved = torch.cholesky_solve(image, factor).view(len(L), -1)
         return torch.einsum("ncr,nr->nc", L, solved).flatten() - point.gap

@@ -48,7 +48,7 @@ from curvops.checks import carries_graph, check_choice, check_kind, check_like, 
 from curvops.linalg import Damped, Estimate, Operator, SpectralQuadrature
 from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.matrix_identity import common, form_of, sources_of, spaces_of
-from curvops.linalg.core.solve_routes import NEWTON_STEPS
+from curvops.linalg.core.solve_routes import DENSE_BLOCK, NEWTON_STEPS
 from curvops.linalg.core.structure import is_psd, is_symmetric
 from curvops.linalg.operators.base import as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
@@ -171,12 +171,14 @@ class CurvatureCache:
     def mode_cost(self) -> float:
         """Return the gradients that the linear model's mode takes by J Jᵀ, factorised for each of `NEWTON_STEPS`.
 
-        There the curvature is the GGN, whatever it is here. The result is ∞ unless these data alone are counted, once.
+        There the curvature is the GGN, whatever it is here. Factors of up to `DENSE_BLOCK` outputs take a moment. The
+        result is ∞ unless these data alone are counted, once.
         """
         if isinstance(self.data, str) or self.power != 1 or [*map(id, self.data)] != [id(self.lin)]:
             return math.inf
         plan, points = self.lin.plan, self.lin.num_data
-        factor = (points * plan.num_outputs) ** 3 / 6
+        outputs = points * plan.num_outputs
+        factor = outputs**3 / 6 if outputs > DENSE_BLOCK else 0.0
         return gram_cost(plan, points) + NEWTON_STEPS * factor / max(1, 3 * plan.forward * points)
 
     def known_data(self, what: str) -> tuple[Linearization, ...]:

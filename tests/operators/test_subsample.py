@@ -100,3 +100,23 @@ def test_one_point_and_all_points_are_subsets_too(lin):
 def test_it_predicts_as_the_whole_network_does(lin):
     x = next(iter(lin.data)).inputs
     torch.testing.assert_close(co.subsample(lin, 2, seeded()).predict(x), lin.predict(x), **TIGHT)
+
+
+def test_points_of_many_batches_are_in_few():
+    """As many as the sizes of the data require: two of four points, not eight of one."""
+    passes = []
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            passes.append(len(x))
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model, x = Counted(3, 2).double(), torch.randn(40, 3, dtype=DOUBLE)
+    lin = co.linearize(model, [(x[i : i + 4], x[i : i + 4, 0].gt(0).long()) for i in range(0, 40, 4)], "classification")
+    few = co.subsample(lin, torch.arange(0, 40, 5))
+    passes.clear()
+    dense = co.GGN(few).to_dense()
+    assert max(passes) == 4
+    whole = co.linearize(model, (x[::5], x[::5, 0].gt(0).long(), torch.full((8,), 5.0)), "classification", weights=True)
+    torch.testing.assert_close(dense, co.GGN(whole).to_dense(), **TIGHT)

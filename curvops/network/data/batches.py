@@ -8,6 +8,7 @@ on every later one.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,7 +36,10 @@ from curvops.network.data.inputs import (
     Inputs,
     components,
     copy,
+    cut,
     first_of,
+    group_alike,
+    join,
     move,
     move_tensor,
     normalise,
@@ -256,8 +260,8 @@ class Batches:
         """The fingerprints of the points of this process."""
         return self.prints
 
-    def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
-        """Return some points, in ascending order, on the device of `like`; their weights are multiplied by a factor."""
+    def restrict(self, chosen: Tensor | int, factor: float, like: Tensor) -> Batches:
+        """Return some points, in ascending order or so many, on the device of `like`; their weights times a factor."""
         return Batches(self._chosen(chosen, factor, like), self.reading_again(like, weights=True))
 
     def reading_again(self, like: Tensor, weights: bool) -> Reading:
@@ -265,8 +269,20 @@ class Batches:
         read = self._reading
         return Reading(like.device, like.dtype, weights=weights, missing=read.missing, any_target=read.any_target)
 
-    def _chosen(self, chosen: Tensor, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor | None, Tensor]]:
-        """Return those of the chosen points that this process has, batch by batch, with their weights."""
+    def _evenly_spaced(self, count: int) -> Tensor:
+        """Return the positions of so many points; of batches that only the model can read, those of whole ones here."""
+        if not isinstance(self._few, WholeBatch):
+            return torch.arange(count) * self.num_data // count
+        batches = torch.arange(self.start, self.start + sum(self.sizes)).split(self.sizes)
+        some = math.ceil(len(batches) * count / self.num_data)
+        return torch.cat([batches[i * len(batches) // some] for i in range(some)])
+
+    def _chosen(self, chosen: Tensor | int, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor | None, Tensor]]:
+        """Return those of the chosen points, or of so many evenly spaced ones, that this process has, with weights.
+
+        Points of one form are in as few batches as the largest of the data allows.
+        """
+        chosen = self._evenly_spaced(chosen) if isinstance(chosen, int) else chosen
         batches, start = [], self.start
         for batch in self:
             inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
@@ -277,7 +293,12 @@ class Batches:
                 weights = (ones if batch.weights is None else batch.weights)[index] * factor
                 targets = batch.targets[index] if batch.labelled else None
                 batches.append((take(batch.inputs, index), targets, weights))
-        return batches
+        if len(group_alike(batch[:2] for batch in batches)) != 1:
+            return batches
+        inputs, all_targets, all_weights = zip(*batches)
+        targets, weights = torch.cat(all_targets) if self.labelled else None, torch.cat(all_weights)
+        pieces = cut(join(inputs), self.largest)
+        return [(some, None if targets is None else targets[at], weights[at]) for at, some in pieces]
 
     def count_known(self, batches: Sequence[tuple[object, object]]) -> int:
         """Return how many of these (inputs, targets) are points of the data, by a pass; 0 if it cannot be known.
@@ -400,7 +421,7 @@ class AbsentBatches:
     def __iter__(self) -> Iterator[NoReturn]:
         raise ValueError("this needs the training points: pass them, co.load(path, model, data).")
 
-    def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Any:
+    def restrict(self, chosen: Tensor | int, factor: float, like: Tensor) -> Any:
         """Raise ValueError, as reading a batch does."""
         return iter(self)
 

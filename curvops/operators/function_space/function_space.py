@@ -153,6 +153,9 @@ class FunctionSpace:
     def _dual(self, L: Float[Tensor, "N C R"]) -> Float[Tensor, "NR NR"]:
         """Return Lᵀ K L. Memory: that matrix and Lᵀ K."""
         n, c, r = L.shape
+        if c == r == 1:  # as products of batches of numbers, this would take ten times as long
+            scale = L.flatten()
+            return (scale.unsqueeze(1) * self.kernel).mul_(scale)
         half = torch.bmm(L.mT, self.kernel.view(n, c, -1)).view(n * r, n, c)
         dual = L.new_empty(n * r, n, r)
         torch.bmm(half.transpose(0, 1), L, out=dual.transpose(0, 1))
@@ -197,7 +200,8 @@ class FunctionSpace:
         if last is None or last[0] != prior:
             self._last, J = None, self.lin.jacobian()
             with torch.no_grad(), holding(J, (KERNEL_COPIES - 2) * self.kernel.nbytes):
-                L, factor = self.factor(self.outputs, prior)
+                L = self.root(self.outputs)
+                factor = self.factor(L, prior)
             keep(J, factor, factor.nbytes)
             self._last = last = prior, factor, L
         return last[1:]
@@ -224,12 +228,11 @@ class FunctionSpace:
         """Return (I + SᵀS/α)⁻¹ as a function of blocks (N·R, k)."""
         return partial(_solve_by, self.factor_under(prior)[0])
 
-    def factor(self, f: Float[Tensor, "N C"], prior: float) -> tuple[Float[Tensor, "N C R"], Float[Tensor, "NR NR"]]:
-        """Return L of each point at these outputs, and the Cholesky factor of I + LᵀKL/α."""
-        L = self.root(f)
+    def factor(self, L: Float[Tensor, "N C R"], prior: float) -> Float[Tensor, "NR NR"]:
+        """Return the Cholesky factor of I + LᵀKL/α for a root L of each point's output Fisher."""
         inner = self._dual(L).div_(prior)
         inner.diagonal().add_(1)
-        return L, torch.linalg.cholesky(inner, out=inner)
+        return torch.linalg.cholesky(inner, out=inner)
 
 
 def _solve_by(factor: Float[Tensor, "NR NR"], block: Float[Tensor, "NR k"]) -> Float[Tensor, "NR k"]:

@@ -250,6 +250,16 @@ def test_batches_of_graphs_that_cannot_be_taken_apart(sizes: tuple[list[int], ..
     assert not lin.plan.others
 
 
+def test_whole_batches_choose_a_prior() -> None:
+    """The logits have a variance of a quarter at as many of them, evenly spaced, as have 2,000 outputs."""
+    torch.manual_seed(0)
+    owners = torch.arange(100)
+    batches = [(Graphs(torch.randn(100, D).double(), owners, 100), owners % 2) for _ in range(12)]
+    post = co.laplace(co.linearize(Atoms().double().eval(), batches, "classification"))
+    variances = [post.predict(batches[12 * i // 10][0]).variance for i in range(10)]
+    assert float(torch.stack(variances).mean()) == pytest.approx(0.25, rel=3e-3)
+
+
 def test_points_are_told_apart_in_half_precision() -> None:
     """Powers of two that tell many points apart stay in the range of float16."""
     torch.manual_seed(0)
