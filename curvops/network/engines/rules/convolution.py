@@ -128,15 +128,6 @@ class PatchRule(Rule):
             gradients["bias"] = s.sum((0, 2)).flatten(1)
         return gradients
 
-    def rows(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        rows: Local = {}
-        if "weight" in names:
-            product = torch.einsum("nktgp,ntgq->nkgpq", s, inputs)
-            rows["weight"] = product.reshape(*s.shape[:2], *layer.weight.shape)
-        if "bias" in names:
-            rows["bias"] = s.sum(2).flatten(2)
-        return rows
-
     def left(self, layer: _ConvNd, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
         return s.transpose(2, 3) if "weight" in names else None
 

@@ -61,9 +61,17 @@ class Rule(ABC):
     def pull(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         """Return the gradients (K, *shape) for K sensitivities of the output, (n, K, *out)."""
 
-    @abstractmethod
     def rows(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        """Return `pull` point by point, (n, K, *shape): the layer's own Jacobian."""
+        """Return `pull` point by point, (n, K, *shape): the layer's own Jacobian, by default from its two sides."""
+        left, rows = self.left(layer, inputs, s, ("weight",)), Local()
+        assert left is not None  # a layer without this structure has its own method
+        if "weight" in names:
+            matrix = torch.einsum("nrgtp,ngtq->nrgpq", left, self.right(layer, inputs, ("weight",)))
+            matrix = matrix.mT if self.matrix_is_transposed else matrix
+            rows["weight"] = matrix.reshape(*s.shape[:2], *layer.weight.shape)
+        if "bias" in names:
+            rows["bias"] = left.sum(3).flatten(2)
+        return rows
 
     def multiply_adds(self, layer: Any, output: Tensor) -> int:
         """Count the multiply-adds of one forward pass of one point."""
@@ -118,16 +126,6 @@ class LinearRule(Rule):
             gradients["bias"] = flat.sum(0).view(columns, out)
         return gradients
 
-    def rows(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        a = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
-        s = s.reshape(s.shape[0], s.shape[1], -1, s.shape[-1])
-        rows: Local = {}
-        if "weight" in names:
-            rows["weight"] = torch.einsum("ncto,nti->ncoi", s, a)
-        if "bias" in names:
-            rows["bias"] = s.sum(2)
-        return rows
-
     def multiply_adds(self, layer: Any, output: Tensor) -> int:
         return output.shape[1:].numel() * layer.weight.numel() // output.shape[-1]
 
@@ -154,9 +152,6 @@ class TransposedLinearRule(LinearRule):
 
     def pull(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         return _transpose(super().pull(layer, inputs, s, names))
-
-    def rows(self, layer: Any, inputs: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        return _transpose(super().rows(layer, inputs, s, names))
 
 
 def _transpose(tensors: Mapping[str, Tensor]) -> Local:
