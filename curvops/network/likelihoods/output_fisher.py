@@ -122,20 +122,19 @@ class FromResiduals(OutputFisher):
 
 
 class FromColumns(FromResiduals):
-    """An output Fisher whose columns are computed all at once."""
+    """An output Fisher that is defined by its columns."""
 
     @abstractmethod
-    def all_columns(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, "M n C"]:
-        """Return every column of every point."""
+    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor: ...
 
     def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        return torch.einsum("mnc,knm->knc", self.all_columns(f, batch), z)
+        return torch.einsum("mnc,knm->knc", self._all_columns(f, batch), z)
 
     def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return torch.einsum("mnc,knc->knm", self.all_columns(f, batch), u)
+        return torch.einsum("mnc,knc->knm", self._all_columns(f, batch), u)
 
-    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
-        return self.all_columns(f, batch)[start:stop]
+    def _all_columns(self, f: Tensor, batch: Batch) -> Tensor:
+        return self.columns(f, batch, 0, self.num_columns(f.shape[1]))
 
 
 class Unit(FromColumns):
@@ -146,9 +145,6 @@ class Unit(FromColumns):
 
     def counted(self, batch: Batch) -> None:
         return None
-
-    def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
-        return self.columns(f, batch, 0, f.shape[1])
 
     def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
         return unit_vectors(f, f.shape[1], start, stop)
@@ -165,9 +161,6 @@ class Narrow(FromColumns):
 
     def hessian_parts(self, f: Tensor, batch: Batch) -> HessianParts | None:
         return self.exact.hessian_parts(f, batch)
-
-    def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
-        return self.columns(f, batch, 0, self.num_columns(f.shape[1]))
 
     def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
         at = self.exact.outputs_at(f, batch)
@@ -188,8 +181,8 @@ class Sampled(FromColumns):
     def num_columns(self, num_outputs: int) -> int:
         return len(self.draws)
 
-    def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
-        return self.draws[:, batch.start : batch.start + f.shape[0]]
+    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
+        return self.draws[start:stop, batch.start : batch.start + f.shape[0]]
 
 
 @dataclass(frozen=True, eq=False)
