@@ -18,7 +18,7 @@ from curvops.linalg.core.matrix_identity import Sources
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical
-from curvops.network.trained.first_points import FirstPoints
+from curvops.network.trained.first_points import FirstPoints, output_shape
 from curvops.network.trained.network_on_data import NetworkOnData
 from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.budget import Budget
@@ -98,7 +98,7 @@ class ShardedLinearization(NetworkOnData):
         assert isinstance(shard, Shard)
         token = ranks.gather(os.urandom(16).hex())[0]
         walk = ShardedWalk(layers, shard, memory.budget)
-        new = cls(walk, first.likelihood, first.output_shape, memory, token)
+        new = cls(walk, first.likelihood, output_shape(first.likelihood, first.layout), memory, token)
         if needs_noise(first.likelihood):
             new.likelihood = estimated_noise(first.likelihood, new.squared_residuals(), theta)
         facts = {

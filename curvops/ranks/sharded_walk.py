@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class ShardedWalk(Walk):
                 for index, (inputs, labels, counts) in enumerate(self._each_batch()):
                     f = self.model({}, inputs)
                     if counts or (self.shard.borrows and not index):
-                        yield labels, ForwardPass(f)
+                        yield labels, SimpleNamespace(outputs=f)
             return
         if self._kept and self._kept[0][0] is root:
             J = self._kept[0][1]
@@ -131,13 +132,6 @@ class ShardedWalk(Walk):
             start += batch.num_points
         if not self.shard.borrows:
             next(batches, None)  # detects more data
-
-
-class ForwardPass:
-    """The outputs of a batch, for a walk that needs no J."""
-
-    def __init__(self, outputs: Tensor) -> None:
-        self.outputs = outputs
 
 
 class ShardedJacobian:

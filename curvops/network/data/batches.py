@@ -339,13 +339,8 @@ class Batches:
         """Copies of the inputs of the first two points, or of the only one."""
         return copy(self._few)
 
-    @property
-    def num_batches(self) -> int:
-        """The number of batches."""
-        return len(self.sizes)
-
     def __len__(self) -> int:
-        return self.num_batches
+        return len(self.sizes)
 
     def __iter__(self) -> Iterator[Batch]:
         yield from self._held or self._again()
@@ -353,15 +348,15 @@ class Batches:
     def _again(self) -> Iterator[Batch]:
         prints = []
         for index, item in enumerate(self._items()):
-            if index == self.num_batches:
-                raise self._changed(f"there are more than the first pass's {self.num_batches} batches")
+            if index == len(self):
+                raise self._changed(f"there are more than the first pass's {len(self)} batches")
             batch = self._reading.read(item, index)
             prints.append(fingerprint(batch.rows))
             if batch.form != self._forms[index]:
                 raise self._changed(f"batch {index} has other shapes or dtypes")
             yield batch
-        if len(prints) < self.num_batches:
-            raise self._changed(f"there are only {len(prints)} of the first pass's {self.num_batches} batches")
+        if len(prints) < len(self):
+            raise self._changed(f"there are only {len(prints)} of the first pass's {len(self)} batches")
         changed = (torch.stack(prints) != self._batch_prints).tolist()
         if any(changed):
             raise self._changed(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")

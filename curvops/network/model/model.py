@@ -81,7 +81,8 @@ class Model:
             self._buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
             trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
         self._find_places()
-        self._trainable = tuple(trainable)
+        self.trainable = tuple(trainable)
+        """The names of all parameters that require a gradient."""
         self.complex = {name for name, tensor in tensors.items() if tensor.is_complex()}
         tensors = {name: as_real(tensor) for name, tensor in tensors.items()}
         self.selection: Selection = select(tensors, trainable, parameters)
@@ -129,12 +130,6 @@ class Model:
         """Return this network with other values of the selected parameters, copied."""
         index, values = self.selection.index, weights.detach()
         return self._with(_flat=values.clone() if index is None else self._flat.index_copy(0, index, values))
-
-    def with_all_parameters(self) -> Model:
-        """Return this network with all parameters selected that require a gradient, at the same values."""
-        if self.selection.index is None and set(self.selection.names) >= set(self._trainable):
-            return self
-        return self.selecting(self._trainable)
 
     def with_layout(self, layout: Layout) -> Model:
         """Return this network with the outputs of another layout, such as that of one among several outputs."""

@@ -94,11 +94,6 @@ class FirstPoints:
         _check_scores(self.likelihood, self.layout, self.outputs, self.targets, model.theta)
         return batches
 
-    @property
-    def output_shape(self) -> torch.Size:
-        """The shape of a point's outputs, (C,) or (T, C)."""
-        return output_shape(self.likelihood, self.layout)
-
 
 def likelihood_at(
     model: Model, few: Inputs, spec: Any, targets: Any = None

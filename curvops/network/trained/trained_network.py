@@ -95,7 +95,8 @@ class TrainedNetwork(NetworkOnData):
         few, points = (None, sum(data.sizes)) if data.is_present else (data.few, 0)
         shard = data if isinstance(data, Shard) else None
         self.passes = Passes(model, LabelledSource(data), engine, memory_budget, engines, points, progress, few, shard)
-        self._theta = model.theta
+        self.theta: Float[Tensor, " D"] = model.theta
+        """The selected parameters as one vector."""
         self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
         self._results: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # results at these hyperparameters
@@ -134,7 +135,8 @@ class TrainedNetwork(NetworkOnData):
         if ranks is not None:
             engines.agree(next(iter(batches)).inputs, ranks.gather)
             token = ranks.gather(os.urandom(16).hex())[0]
-        new = cls(network, batches, first.likelihood, first.output_shape, engine, memory, progress, token, engines)
+        shape = output_shape(first.likelihood, first.layout)
+        new = cls(network, batches, first.likelihood, shape, engine, memory, progress, token, engines)
         if not needs_noise(first.likelihood):
             return new
         return new.with_likelihood(estimated_noise(first.likelihood, new.squared_residuals(), network.theta))
@@ -156,11 +158,6 @@ class TrainedNetwork(NetworkOnData):
     def ranks(self) -> Ranks | None:
         """The process group whose ranks share the data."""
         return None if self.passes.shard is None else self.passes.shard.ranks
-
-    @property
-    def theta(self) -> Float[Tensor, " D"]:
-        """The selected parameters as one vector."""
-        return self._theta
 
     def name_of(self, value: Any) -> str | None:
         """Return "source" or "space" for a value that equals the network's own; records refer to it by this name."""
@@ -392,8 +389,10 @@ class TrainedNetwork(NetworkOnData):
 
     def of_whole_network(self: N) -> N:
         """Return the network with all parameters that require a gradient, whatever selection this one has."""
-        model = self.model.with_all_parameters()
-        return self if model is self.model else self._with(self.data, self.token, model=model)
+        selection, trainable = self.model.selection, self.model.trainable
+        if selection.index is None and set(selection.names) >= set(trainable):
+            return self
+        return self._with(self.data, self.token, model=self.model.selecting(trainable))
 
     def write_once(self, write: Callable[[], None]) -> None:
         """Write files; over a process group the first rank writes, while the others wait."""
