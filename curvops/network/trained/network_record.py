@@ -133,6 +133,7 @@ def recorded_network(
     tried = as_inputs(_tried_points(record, few, inputs), theta.device, theta.dtype)
     layout, outputs = _try_network(network, tried, record)
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
+    network.layout = layout
     if data is None:
         sizes, dtype = (saved["largest_batch"],), _dtype(saved)
         prints = DataPrints(saved.get("contents", saved["fingerprint"]), saved["fingerprint"])
