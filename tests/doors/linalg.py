@@ -220,6 +220,7 @@ DOORS = [
             "a diagonal of some rows": (lambda: A[:3].add_diagonal(1.0), "square"),
             "an index too large": (lambda: A[N], IndexError, OUT_OF_RANGE),
             "three indices": (lambda: A[0, 1, 2], IndexError, OUT_OF_RANGE),
+            "a short mask": (lambda: A[B > 0], IndexError, "the mask has shape"),
         },
     ),
     Door(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from linear_operator import settings
 from linear_operator.operators import (
@@ -411,14 +412,21 @@ def full_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
 
 
 def _from_start(index: Any, size: int) -> Any:
-    """Return an integer or integer tensor as counted from the first entry, which linear_operator requires."""
+    """Return integers as counted from the first entry, and a mask as the integers that it selects.
+
+    linear_operator takes neither negative integers nor masks.
+    """
     if isinstance(index, int) and not isinstance(index, bool):
         if not -size <= index < size:
             raise IndexError(f"index {index} is out of range for a dimension of size {size}.")
         return index % size
-    if isinstance(index, list):
-        index = torch.tensor(index)
-    if isinstance(index, Tensor) and not index.is_floating_point() and index.dtype != torch.bool:
+    if isinstance(index, list | range | np.ndarray):
+        index = torch.as_tensor(index)
+    if isinstance(index, Tensor) and index.dtype == torch.bool:
+        if index.shape != (size,):
+            raise IndexError(f"the mask has shape {tuple(index.shape)}, but the dimension has size {size}.")
+        return index.nonzero().squeeze(1)
+    if isinstance(index, Tensor) and not index.is_floating_point():
         return torch.where(index < 0, index + size, index)
     return index
 
