@@ -391,6 +391,7 @@ LIKELIHOODS = {
     "poisson": (co.likelihoods.Poisson(), CLASSES.unsqueeze(1).expand(12, 3)),
     "cross-entropy": (nn.CrossEntropyLoss(ignore_index=1), CLASSES),
     "squares": (nn.MSELoss(), normal(12, 3)),
+    "positions in rows": (co.likelihoods.Sequences(Gaussian(0.1), 3, 1), normal(12, 3, 1)),
 }
 
 
