@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Shaped
@@ -114,14 +114,23 @@ def logdet(
     limits.check(min(LEAST_PRODUCTS, facts.rows))
     bound, levels = _bound_and_levels(shift, lower_bound)
     grid, estimated, solves = isinstance(shift, Tensor) and shift.ndim > 0, lower_bound == "estimate", needs_gradient(A)
+    dense, beside = limits.allow_dense(facts.rows), 0.0
+    base: Matrix = A
+    offset: Tensor | float = 0.0
+    scale: Tensor | None = None
     parts = getattr(A, "shifted_form", lambda: None)() if shift is None and lower_bound is None else None
+    if parts is not None:
+        base, level, offset, scale = parts
+        levels = [level]
+        if not dense and scale is not None and isinstance(preconditioner, FactoredPreconditioner):
+            bound = float(scale.max()) ** -2  # the preconditioner belongs to P, not to B
+            beside = len(scale) * math.log(bound) - float(parts.offset.detach())
+            base, levels, offset, scale = A, [bound], 0.0, None
     pairs: VectorPairs | None = None
     current_run().expect(max_matvecs)
     with torch.no_grad():
-        if parts is not None:
-            estimate, pairs = _of_sum(A, parts, limits, generator, preconditioner, solves)
-        elif limits.allow_dense(facts.rows):
-            spectrum = dense_spectrum(product(A), facts, bound)
+        if dense:
+            spectrum = dense_spectrum(product(base), facts, bound)  # of B, since rounding of P may hide λ
             estimates = [spectrum.logdet(mu, limits.tolerance) for mu in levels]
             estimate = stack(estimates) if grid else estimates[0]
             pairs = None if grid else partial(_dense_pairs, spectrum, levels[0])
@@ -131,9 +140,14 @@ def logdet(
                 f"needs max_matvecs >= {facts.rows} (and any memory_budget >= {16 * facts.rows**2} bytes)."
             )
         else:
-            with probing(A, generator, limits, ESTIMATE_VECTORS) as probed:
-                estimate, pairs = _above(probed, bound, levels, preconditioner, solves, grid, estimated)
-    return estimate if pairs is None else attach_gradient(estimate, A, pairs)
+            with probing(base, generator, limits, ESTIMATE_VECTORS) as probed:
+                estimate, pairs = _above(probed, bound, levels, preconditioner, solves, grid, estimated, beside)
+    if pairs is None or base is A:
+        return estimate + offset if pairs is None else attach_gradient(estimate, A, pairs)
+    of_base, rows = pairs, 1.0 if scale is None else scale.unsqueeze(-1)
+    return attach_gradient(
+        estimate + offset, A, lambda _: ((rows * left, rows * right) for left, right in of_base(base))
+    )
 
 
 def _above(
@@ -144,6 +158,7 @@ def _above(
     solves: bool,
     grid: bool,
     estimated: bool,
+    beside: float,
 ) -> tuple[Estimate, VectorPairs | None]:
     """Estimate log det(A + (μ − bound) I) for one level μ, or for a grid of them, above a bound given or estimated."""
     spent = 0
@@ -155,7 +170,7 @@ def _above(
         excess = replace(probed, multiply=_less(probed.multiply, bound))
         estimate = run(excess, levels).logdet(mus) + probed.facts.rows * mus.log()
     else:
-        estimate, pairs = _by_probes(probed, bound, levels[0], preconditioner, solves)
+        estimate, pairs = _by_probes(probed, bound, levels[0], preconditioner, solves, beside)
     reason = Reason.UNVERIFIED if estimated and estimate.reason is Reason.CONVERGED else estimate.reason
     return replace(estimate, matvecs=estimate.matvecs + spent, reason=reason), pairs
 
@@ -215,35 +230,6 @@ class ShiftedParts(NamedTuple):
     scale: Tensor | None
 
 
-def _of_sum(
-    P: Any,
-    parts: ShiftedParts,
-    limits: Limits,
-    generator: torch.Generator | None,
-    preconditioner: FactoredPreconditioner | str | None,
-    solves: bool,
-) -> tuple[Estimate, VectorPairs | None]:
-    """Estimate log det P of a curvature plus a prior, whose lower bound is the prior."""
-    base, level, offset, scale = parts
-    facts = describe_square(base)
-    pairs: VectorPairs | None
-    if limits.allow_dense(facts.rows):
-        spectrum = dense_spectrum(product(base), facts, 0.0)  # of B, since rounding of P may hide λ
-        estimate, pairs = spectrum.logdet(level, limits.tolerance), partial(_dense_pairs, spectrum, level)
-    elif scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it belongs to P, not to B
-        least = float(scale.max()) ** -2
-        beside = len(scale) * math.log(least) - float(offset.detach())
-        with probing(P, generator, limits, ESTIMATE_VECTORS) as probed:
-            return _by_probes(probed, least, least, preconditioner, solves, beside)
-    else:
-        with probing(base, generator, limits, ESTIMATE_VECTORS) as probed:
-            estimate, pairs = _by_probes(probed, 0.0, level, preconditioner, solves)
-    if pairs is None:
-        return estimate + offset, None
-    rows = 1.0 if scale is None else scale.unsqueeze(-1)
-    return estimate + offset, lambda _: ((rows * left, rows * right) for left, right in pairs(base))
-
-
 def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
     """Return the smallest Ritz value of one start vector less its residual, and the products spent.
 
@@ -282,7 +268,7 @@ def _by_probes(
     mu: float,
     preconditioner: FactoredPreconditioner | str | None,
     solves: bool,
-    beside: float = 0.0,
+    beside: float,
 ) -> tuple[Estimate, VectorPairs | None]:
     """Estimate log det(A + (μ − bound) I), with a tolerance relative to the part above n log μ, plus ``beside``.
 
