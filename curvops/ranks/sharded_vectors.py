@@ -347,11 +347,6 @@ for _name in ("part", "as_block", "columns", "combine", "finite_part"):
     _primitive.register(Sharded, lambda X, *rest, f=_primitive: X.like(f(X.local, *rest)))
 
 
-@vectors.plus.register
-def _(Y: Sharded, X: Sharded, c: Tensor) -> Sharded:
-    return Y.like(vectors.plus(Y.local, Y.rows_of(X), c))
-
-
 @vectors.join.register
 def _(first: Sharded, *others: Sharded) -> Sharded:
     return first.like(vectors.join(first.local, *map(first.rows_of, others)))

@@ -415,12 +415,6 @@ def axpy(Y: Float[Tensor, "n k"], X: Float[Tensor, "n j"], C: Float[Tensor, "*j 
 
 
 @singledispatch
-def plus(Y: Float[Tensor, "n k"], X: Float[Tensor, "n k"], c: Float[Tensor, " k"]) -> Float[Tensor, "n k"]:
-    """Return Y + X diag(c), a new block."""
-    return torch.addcmul(Y, X, c.to(X))
-
-
-@singledispatch
 def householder(X: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n r"], Float[Tensor, "r k"]]:
     """Return the thin QR of a block, however ill conditioned, with r = min(n, k). R is float64."""
     Q, R = torch.linalg.qr(X)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import torch
@@ -34,7 +35,6 @@ from curvops.linalg.core.vectors import (
     describe,
     norm,
     part,
-    plus,
     product,
     put_columns,
     transposed_product,
@@ -115,33 +115,30 @@ def lsmr(
 
 @dataclass(frozen=True, eq=False)
 class StackedVectors:
-    """Long vectors of [A; damp I]: a block of A's rows and, with damping, one of the rows below it."""
+    """Long vectors of [A; damp I]: a block (m, k) of A's rows and, with damping, one (n, k) of the rows below it."""
 
-    top: Float[Vectors, "m k"]
-    below: Float[Vectors, "n k"] | None
+    parts: list[Vectors]
 
     def norm(self) -> Float[Tensor, " k"]:
         """Return the 2-norm of each column, over both parts."""
-        return norm(self.top) if self.below is None else torch.hypot(norm(self.top), norm(self.below))
+        return reduce(torch.hypot, map(norm, self.parts))
 
     def less(self, other: StackedVectors, weights: Float[Tensor, " k"]) -> StackedVectors:
         """Subtract other times a number per column."""
-        below = None if self.below is None or other.below is None else self.below - other.below * weights
-        return StackedVectors(self.top - other.top * weights, below)
+        return StackedVectors([mine - block * weights for mine, block in zip(self.parts, other.parts)])
 
     def __truediv__(self, weights: Float[Tensor, " k"]) -> StackedVectors:
         """Divide each column by a number."""
-        return StackedVectors(self.top / weights, None if self.below is None else self.below / weights)
+        return StackedVectors([block / weights for block in self.parts])
 
     def select(self, index: Int[Tensor, " j"]) -> StackedVectors:
         """Return some of the columns."""
-        return StackedVectors(columns(self.top, index), None if self.below is None else columns(self.below, index))
+        return StackedVectors([columns(block, index) for block in self.parts])
 
     def put(self, index: Int[Tensor, " j"], other: StackedVectors) -> None:
         """Write other over some of the columns."""
-        put_columns(self.top, index, other.top)
-        if self.below is not None and other.below is not None:
-            put_columns(self.below, index, other.below)
+        for mine, block in zip(self.parts, other.parts):
+            put_columns(mine, index, block)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,17 +151,17 @@ class AugmentedMatrix:
 
     def push(self, V: Float[Vectors, "n k"]) -> StackedVectors:
         """Multiply by V."""
-        return StackedVectors(self.multiply(V), self.damp * V if self.damp else None)
+        return StackedVectors([self.multiply(V), self.damp * V] if self.damp else [self.multiply(V)])
 
     def pull(self, U: StackedVectors) -> Float[Vectors, "n k"]:
         """Multiply the transpose by U."""
-        pulled = self.transposed(U.top)
-        return pulled if U.below is None else pulled + self.damp * U.below
+        pulled = self.transposed(U.parts[0])
+        return pulled + self.damp * U.parts[1] if self.damp else pulled
 
     def residual(self, B: Float[Vectors, "m k"], X: Float[Vectors, "n k"]) -> StackedVectors:
         """Return [B; 0] − [A; damp I] X."""
-        image = self.push(X)
-        return StackedVectors(B - image.top, None if image.below is None else image.below * -1.0)
+        top, *below = self.push(X).parts
+        return StackedVectors([B - top, *(-1.0 * block for block in below)])
 
 
 class Bidiagonalisation(ShortRecurrence):
@@ -177,12 +174,11 @@ class Bidiagonalisation(ShortRecurrence):
         self.operator, self.consistent, self.x = operator, consistent, as_block(records.X)
         K = records.B.shape[1]
         moved = records.warm and K > 0
-        r = operator.residual(records.B, self.x) if moved else StackedVectors(as_block(records.B), None)
-        if operator.damp and r.below is None:
-            r = StackedVectors(r.top, zero_block(self.x, K))
-        super().__init__(records, norm(r.top))
+        start = [as_block(records.B), zero_block(self.x, K)]
+        r = operator.residual(records.B, self.x) if moved else StackedVectors(start if operator.damp else start[:1])
+        super().__init__(records, norm(r.parts[0]))
         if moved:  # otherwise ‖A‖ is unknown before the first step
-            images, sizes = torch.stack([norm(self.B - r.top), norm(self.x)]).cpu().tolist()
+            images, sizes = torch.stack([norm(self.B - r.parts[0]), norm(self.x)]).cpu().tolist()
             self.norm_A = raise_norm(0.0, images, sizes)
         self.u, self.v, self.scalars = self.begin(r)
         self.h, self.hbar = as_block(self.v), zero_block(self.x, K)
@@ -237,9 +233,9 @@ class Bidiagonalisation(ShortRecurrence):
         with np.errstate(all="ignore"):  # true residuals decide
             weights = self.scalars.advance(a, b)
         in_hbar, in_x, in_h = to_device(weights, self.B)
-        self.hbar = plus(self.h, self.hbar, -in_hbar)
+        self.hbar = axpy(as_block(self.h), self.hbar, -in_hbar)
         axpy(self.x, self.hbar, in_x)
-        self.h = plus(v, self.h, -in_h)
+        self.h = axpy(as_block(v), self.h, -in_h)
         self.u, self.v = u, v
         ended = np.minimum(a, b) <= 10 * self.eps * self.norm_A
         ended |= np.abs(self.scalars.zetabar) <= 0.1 * self.records.level * self.norm_A * self.scalars.normr
@@ -251,7 +247,7 @@ class Bidiagonalisation(ShortRecurrence):
         r = self.operator.residual(columns(self.B, torch.tensor([self.active[j] for j in positions])), x)
         gradient = self.operator.pull(r)
         self.records.matvecs += 2 * len(positions)
-        facts = torch.stack([norm(r.top), r.norm(), norm(gradient), norm(x)]).cpu().tolist()
+        facts = torch.stack([norm(r.parts[0]), r.norm(), norm(gradient), norm(x)]).cpu().tolist()
         self.norm_A = raise_norm(self.norm_A, facts[2], facts[1])
         checks = []
         for i, j in enumerate(positions):

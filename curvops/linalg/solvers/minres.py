@@ -36,7 +36,6 @@ from curvops.linalg.core.vectors import (
     inner,
     norm,
     part,
-    plus,
     product,
     put_columns,
     zero_block,
@@ -225,7 +224,7 @@ class MinimalResiduals(ShortRecurrence):
         self.records.iteration += 1
         self.records.matvecs += len(self.active)
         image = norm(p)
-        p = plus(p, V.before, -scale)
+        p = axpy(as_block(p), V.before, -scale)
         alfa = inner(p, v)
         axpy(p, V.last, -alfa.to(scale.dtype) / scale)
         z = p if self.precondition is None else self.precondition(p)
@@ -257,7 +256,7 @@ class MinimalResiduals(ShortRecurrence):
     def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
         records, V, index = self.records, self.vectors, torch.tensor(positions)
         along = self.parts[:, index.to(self.B.device)]
-        x = axpy(plus(columns(V.x, index), columns(V.wl, index), along[0]), columns(V.w, index), along[1])
+        x = axpy(axpy(columns(V.x, index), columns(V.wl, index), along[0]), columns(V.w, index), along[1])
         image = self.multiply(x)
         records.matvecs += len(positions)
         sizes, images = torch.stack([norm(x), norm(image)]).cpu().tolist()
@@ -323,8 +322,8 @@ class MinimalResiduals(ShortRecurrence):
         dots, lengths = to_host(inner(left, moved), norm(moved))
         along = np.where(null, dots / np.where(null, square**2, 1.0), 0.0)
         share = torch.from_numpy(along).to(self.B.device)
-        put_columns(x, index, plus(columns(x, index), z, -share))
-        put_columns(r, index, plus(left, image, share))
+        put_columns(x, index, axpy(columns(x, index), z, -share))
+        put_columns(r, index, axpy(left, image, share))
         # More of x, along a null vector, adds errors that have to be measured.
         spoiled = (np.abs(along) * sizes > 1e-2 * lengths).nonzero()[0]
         if len(spoiled):
