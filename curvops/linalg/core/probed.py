@@ -25,7 +25,6 @@ from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.solve_routes import DENSE_SIZE
 from curvops.linalg.core.structure import may_be_formed
 from curvops.linalg.core.vectors import (
-    ROUNDING_SEEN,
     Description,
     Matrix,
     Vectors,
@@ -64,11 +63,6 @@ class Limits:
     def tolerance(self) -> float:
         """The rtol of an estimator that needs one; raises TypeError if it is None."""
         return checked_number("rtol", self.rtol)
-
-    @property
-    def tolerated(self) -> float:
-        """The relative error that rounding may leave in an exact value: rtol if it was given."""
-        return ROUNDING_SEEN if self.rtol is None else float(self.rtol)
 
     @property
     def products(self) -> int:

@@ -276,16 +276,17 @@ class Estimate(Summarised):
         cls,
         value: Tensor,
         error: Tensor | float,
-        rtol: float = ROUNDING_SEEN,
+        rtol: float | None = None,
         matvecs: int = 0,
         size: Tensor | float | None = None,
     ) -> Estimate:
         """Make an estimate from a value without probes that rounding may have changed by `error`.
 
-        Its reason is PRECISION_LIMIT if the error exceeds rtol of `size`, by default of the value (2-norms).
+        Its reason is PRECISION_LIMIT if the error exceeds rtol of `size`, by default `ROUNDING_SEEN` of the value
+        (2-norms).
         """
-        error = torch.as_tensor(error).detach().to(value).expand_as(value)
-        small = _norm(error) <= rtol * _norm(value if size is None else size)
+        error, aim = torch.as_tensor(error).detach().to(value).expand_as(value), ROUNDING_SEEN if rtol is None else rtol
+        small = _norm(error) <= aim * _norm(value if size is None else size)
         return cls.exact(value, matvecs, error, Reason.CONVERGED if small else Reason.PRECISION_LIMIT)
 
     def __float__(self) -> float:

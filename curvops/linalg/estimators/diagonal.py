@@ -88,7 +88,7 @@ def diagonal(
     limits = Limits(rtol, max_matvecs)
     if method is None and (exact := known_diagonal(A)) is not None:
         limits.check(0)
-        return Estimate.rounded(*exact, limits.tolerated)
+        return Estimate.rounded(*exact, limits.rtol)
     families: dict[str, Callable[[Probed], Estimator]] = {
         "xdiag": lambda probed: XDiag(probed, require_finite(product(A.mT))),
         "xnysdiag": XNysDiag,
@@ -106,7 +106,7 @@ def _exact(probed: Probed) -> Estimate:
         total = sums if total is None else total + sums
     assert total is not None
     rounding = ROUNDINGS * torch.finfo(total.dtype).eps * torch.cat(sizes)
-    return Estimate.rounded(total[:, 0], rounding, probed.limits.tolerated, probed.facts.rows)
+    return Estimate.rounded(total[:, 0], rounding, probed.limits.rtol, probed.facts.rows)
 
 
 def _row_sums(X: Tensor, weight: float = 1.0) -> Tensor:

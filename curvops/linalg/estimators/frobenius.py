@@ -103,7 +103,7 @@ def _exact(probed: Probed) -> Estimate:
     for E in unit_blocks(probed.facts, probed.block):
         total = total + norm(probed.multiply(E)).square().sum()
     value, rounding = total.sqrt(), rounding_level(probed.facts.dtype, probed.facts.rows)
-    return Estimate.rounded(value, rounding * value, probed.limits.tolerated, probed.facts.columns)
+    return Estimate.rounded(value, rounding * value, probed.limits.rtol, probed.facts.columns)
 
 
 def take_root(square: Estimate, eps: float) -> Estimate:

@@ -196,7 +196,7 @@ def trace(
     if method is None and (exact := known_diagonal(A)) is not None:
         limits.check(0)
         diagonal, error = exact
-        return Estimate.rounded(diagonal.double().sum(), error.double().sum(), limits.tolerated)
+        return Estimate.rounded(diagonal.double().sum(), error.double().sum(), limits.rtol)
     families: dict[str, Callable[[Probed], TraceEstimator]] = {
         "xtrace": XTrace,
         "xnystrace": XNysTrace,
@@ -219,7 +219,7 @@ def _exact(probed: Probed) -> Estimate:
         Y = probed.multiply(E)
         total = total + torch.stack([inner(E, Y).sum(), norm(Y).sum()])
     rounding = ROUNDINGS * torch.finfo(probed.facts.dtype).eps
-    return Estimate.rounded(total[0], rounding * total[1], probed.limits.tolerated, probed.facts.rows)
+    return Estimate.rounded(total[0], rounding * total[1], probed.limits.rtol, probed.facts.rows)
 
 
 def needs_gradient(A: Matrix) -> bool:
