@@ -111,7 +111,7 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
         longest=longest(A) if whole else 0,
         itemsize=A.dtype.itemsize,
         closed_form=form,
-        at_hand=is_at_hand(A),
+        at_hand=isinstance(A, Tensor) or getattr(A, "at_hand", False),
         symmetric=tagged and is_symmetric(A),
         definite=tagged and getattr(A, "definite", False),
         recorded=whole and hasattr(A, "definite") and carries_graph(to_linear_operator(A).representation()),
@@ -119,11 +119,6 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
     if square and len(A.shape) == 2 and not system.symmetric and _method_for(system) == "lsmr":
         return replace(system, symmetric=seems_symmetric(A))
     return system
-
-
-def is_at_hand(A: Any) -> bool:
-    """Return whether the matrix exists and need not be formed."""
-    return isinstance(A, Tensor) or getattr(A, "at_hand", False)
 
 
 def seems_symmetric(A: Matrix) -> bool:
@@ -195,7 +190,8 @@ def solve(
     if not has_rows(B, A.shape[-2]):
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
-    route = _method_for(system_of(A)) if method == "auto" else cast(Method, method)
+    system = system_of(A) if method == "auto" else None
+    route = cast(Method, method) if system is None else _method_for(system)
     tolerance = None if rtol is None else checked_number("rtol", rtol, "[0, inf)")
     tensors = operator.representation()
     recorded = carries_graph((B, *tensors))
@@ -204,7 +200,7 @@ def solve(
         route = "dense"
     if route == "dense":
         # A curvature is positive semidefinite by its formula, a matrix only by its user's word.
-        promised = method == "auto" and getattr(A, "definite", False) and (is_at_hand(A) or not is_psd(A))
+        promised = system is not None and getattr(A, "definite", False) and (system.at_hand or not is_psd(A))
         dense = partial(solve_dense, operator, rtol=tolerance, symmetric=is_symmetric(A), definite=promised)
         return shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(as_columns(B)), B)
     if in_forward_mode():
