@@ -45,8 +45,8 @@ class EigenKroneckerForm(Spectral):
 
     @cached_property
     def eigen(self) -> EigenKronecker:
-        """The eigendecomposition of the operand."""
-        return cast(EigenKronecker, self.base)
+        """The operand, or the eigendecomposition that a Kronecker product keeps."""
+        return self.base if isinstance(self.base, EigenKronecker) else cast(Kronecker, self.base).eigen()
 
     @cached_property
     def values(self) -> Tensor:
@@ -144,14 +144,6 @@ class EigenKroneckerForm(Spectral):
         return self.eigen.diagonal_of(self.definite_spectrum.reciprocal())
 
 
-class KroneckerForm(EigenKroneckerForm):
-    """The closed form of a Kronecker product, by the eigendecompositions of its factors, which the operand keeps."""
-
-    @cached_property
-    def eigen(self) -> EigenKronecker:
-        return cast(Kronecker, self.base).eigen()
-
-
 class _GroupedBlocks(Operator):
     """A symmetric matrix, block-diagonal over groups g, whose blocks act on vectors as p × q matrices (row-major)."""
 
@@ -203,7 +195,7 @@ class Kronecker(_GroupedBlocks):
 
     _shown = ("left", "right", "eigenvalues", "heuristic_damping")
     psd = True
-    _damped_form: ClassVar[type[ClosedForm] | None] = KroneckerForm
+    _damped_form: ClassVar[type[ClosedForm] | None] = EigenKroneckerForm
 
     def __init__(
         self,

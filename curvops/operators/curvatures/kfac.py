@@ -28,7 +28,7 @@ from curvops.linalg.core.vectors import ROUNDINGS
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.given_matrix import round_with_rest
-from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm, decompose
+from curvops.linalg.operators.kronecker import EigenKroneckerForm, decompose
 from curvops.linalg.operators.kronecker_factors import Details, to_double
 from curvops.network import OutputFisher
 from curvops.operators.curvatures.kfac_factors import Bias, Sharing, eigenvalue_corrected, exact_block, kfac_blocks
@@ -52,8 +52,7 @@ class LayerBlocksForm(DirectSumForm):
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
         """The forms of all blocks, with their eigendecompositions computed together."""
-        blocks = (form.base for form in self.forms if isinstance(form, KroneckerForm))
-        decompose(blocks, self.base.progress, self.base.memory)
+        decompose((form.base for form in self.forms), self.base.progress, self.base.memory)
         return self.forms
 
 
