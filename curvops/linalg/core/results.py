@@ -262,14 +262,9 @@ class Estimate(Summarised):
     widening: Float[Tensor, "*shape"] | float = 1.0
 
     @classmethod
-    def exact(
-        cls, value: Tensor, matvecs: int = 0, bias_bound: Tensor | float = 0.0, reason: Reason = Reason.CONVERGED
-    ) -> Estimate:
-        """Make an estimate from a value without probes; if rounding decides, its bound is the standard error."""
-        stderr = torch.zeros_like(value)
-        if reason is Reason.PRECISION_LIMIT:
-            stderr = stderr + torch.as_tensor(bias_bound).to(stderr)
-        return cls(value, stderr.detach(), 0, matvecs, bias_bound, reason)
+    def exact(cls, value: Tensor) -> Estimate:
+        """Make an estimate from a value without probes or an error."""
+        return cls(value, torch.zeros_like(value), 0, 0)
 
     @classmethod
     def rounded(
@@ -283,11 +278,12 @@ class Estimate(Summarised):
         """Make an estimate from a value without probes that rounding may have changed by `error`.
 
         Its reason is PRECISION_LIMIT if the error exceeds rtol of `size`, by default `ROUNDING_SEEN` of the value
-        (2-norms).
+        (2-norms); the error is then the standard error, too.
         """
         error, aim = torch.as_tensor(error).detach().to(value).expand_as(value), ROUNDING_SEEN if rtol is None else rtol
         small = _norm(error) <= aim * _norm(value if size is None else size)
-        return cls.exact(value, matvecs, error, Reason.CONVERGED if small else Reason.PRECISION_LIMIT)
+        stderr = torch.zeros_like(error) if small else error
+        return cls(value, stderr, 0, matvecs, error, Reason.CONVERGED if small else Reason.PRECISION_LIMIT)
 
     def __float__(self) -> float:
         """Return the value of a single number; torch raises an error for an array."""
