@@ -39,14 +39,6 @@ def is_psd(A: Any) -> bool:
     return bool(getattr(A, "psd", False))
 
 
-def narrow_root(A: Any) -> Any:
-    """Return S (n, m) with A = S Sᵀ and m much smaller than n, if A has such a root; otherwise None.
-
-    The eigenvalues of A are those of SᵀS and zeros, so that vectors of length m suffice to find them.
-    """
-    return getattr(A, "narrow_root", None)
-
-
 @singledispatch
 def rows(A: Matrix) -> Callable[[Tensor], Any]:
     """Return the map index -> A[index, :], dense (b, n); for other `vectors` an object with ``@`` and ``diagonal()``.

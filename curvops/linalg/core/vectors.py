@@ -325,11 +325,6 @@ def put_entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"], rows: Float[T
     X[index] = rows
 
 
-def square_sums(X: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
-    """Return the squared length of each row."""
-    return X.square().sum(1)
-
-
 def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Generator | None = None) -> Int[Tensor, " j"]:
     """Draw k positions in proportion to non-negative weights, not all zero; return the distinct ones."""
     home = weights.device if generator is None else generator.device

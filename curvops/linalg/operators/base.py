@@ -140,7 +140,10 @@ class Operator(LinearOperatorContract):
 
     @property
     def narrow_root(self) -> LinearOperator | None:
-        """The root S (n, m) with A = S Sᵀ, if m is much smaller than n and S and Sᵀ cost what A does; else None."""
+        """The root S (n, m) with A = S Sᵀ, if m is much smaller than n and S and Sᵀ cost what A does; else None.
+
+        The eigenvalues of A are those of SᵀS and zeros, so that vectors of length m suffice to find them.
+        """
         return None
 
     def detached_from_weights(self) -> LinearOperator:

@@ -431,11 +431,7 @@ def _from_start(index: Any, size: int) -> Any:
     return index
 
 
-def takes_all(index: Any) -> bool:
-    """Return whether an index is the slice of everything."""
-    return isinstance(index, slice) and index == slice(None)
-
-
 def positions(index: Any, size: int, device: torch.device) -> Tensor | None:
     """Return a row or column index as a tensor of positions, None for all; raise IndexError out of range."""
-    return None if takes_all(index) else torch.arange(size, device=device)[index].reshape(-1)
+    everything = isinstance(index, slice) and index == slice(None)
+    return None if everything else torch.arange(size, device=device)[index].reshape(-1)

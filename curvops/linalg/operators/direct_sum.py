@@ -188,11 +188,10 @@ class DirectSum(Operator):
         return DirectSum(*blocks, positions=self.partition, space=self.spaces[0], sources=sources)
 
     def _closed_form(self) -> Any:
-        return self.cache.get_or_compute("undamped", self.representation(), self._undamped)._closed_form()
+        def undamped() -> Any:  # of a copy, since a cached value must not refer to the cache
+            return DirectSum(*self.blocks, positions=self.partition).add_diagonal(0.0)
 
-    def _undamped(self) -> LinearOperator:
-        # A copy, since a cached value must not refer to the cache.
-        return DirectSum(*self.blocks, positions=self.partition).add_diagonal(0.0)
+        return self.cache.get_or_compute("undamped", self.representation(), undamped)._closed_form()
 
 
 def check_blocks(blocks: Sequence[LinearOperator], positions: Sequence[Tensor | range]) -> Partition:

@@ -38,7 +38,6 @@ from curvops.linalg.core.vectors import (
     gram,
     join,
     shaped_as,
-    square_sums,
     tall_qr,
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
@@ -163,7 +162,8 @@ def cholesky(
         left, spent = diagonal_of(A) if diagonal is None else (diagonal.detach().to(dtype), 0)
         check_shape("the diagonal", left, (n,))
         scale = _scale(left)
-        aim = _aim(float(left.double().sum()), rank, float(shift), rtol)
+        aim = 27.0 * shift if rank is None else 0.0  # the trace that may remain
+        aim = aim if rtol is None else rtol * float(left.double().sum())
         block = 1 if pivoting == "greedy" else 16
         F, pivots, trace, read, exhausted = _grow(A, left.clone(), min(room, wanted), block, aim, scale, generator)
     done = len(pivots) >= (wanted if rank is not None else n) or trace <= aim or exhausted
@@ -179,13 +179,6 @@ def _scale(diagonal: Tensor) -> float:
     if low < 0:
         raise _indefinite(low)
     return high
-
-
-def _aim(trace: float, rank: int | None, shift: float, rtol: float | int | None) -> float:
-    """Return the trace that may remain."""
-    by_share = 0.0 if rtol is None else float(rtol) * trace
-    by_condition = 27.0 * shift if rank is None and rtol is None else 0.0
-    return max(by_share, by_condition)
 
 
 def _grow(
@@ -222,7 +215,7 @@ def _grow(
             if r + len(accepted) > F.shape[1]:
                 F = join(F, empty_block(F, min(limit - F.shape[1], F.shape[1])))
             F[:, r : r + len(accepted)] = fresh
-            left = left - square_sums(fresh)
+            left = left - fresh.square().sum(1)
             pivots.append(chosen[where])
             r += len(accepted)
         left[chosen] = 0

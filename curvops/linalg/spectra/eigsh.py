@@ -25,7 +25,7 @@ from curvops.checks import check_choice, check_options, checked_number, checked_
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
-from curvops.linalg.core.structure import beyond_rounding, formed, may_be_formed, narrow_root, rounding_of
+from curvops.linalg.core.structure import beyond_rounding, formed, may_be_formed, rounding_of
 from curvops.linalg.core.vectors import (
     CHUNK,
     NEAR_ZERO,
@@ -157,7 +157,7 @@ def eigsh(
     generator = saved.source("generator", generator, facts.device)
     if saved.done:
         return saved.result(Eigenpairs)
-    S = narrow_root(A) if start is None and which in ("LA", "LM") and sigma is None else None
+    S = getattr(A, "narrow_root", None) if start is None and which in ("LA", "LM") and sigma is None else None
     S = None if S is None or S.shape[1] < k else S
     searched = A if S is None else S.mT @ S
     facts_of_A, facts, last = facts, describe(searched), k if S is None else k + (k + 1) // 2

@@ -150,7 +150,7 @@ def _certify(
     process: GolubKahan, k: int, which: str, rtol: float | None, reason: Reason, history: Tensor
 ) -> SingularTriplets:
     """Order singular values, true residuals and reasons; all are NaN if a product was not finite."""
-    U, V = process.settled_left, process.settled
+    U, V = part(process.left.store, 0, process.locked), process.settled
     if reason is Reason.NON_FINITE:
         U, V = (zero_block(X, k) + math.nan for X in (U, V))
         nothing = norm(V)
@@ -230,11 +230,6 @@ class GolubKahan(Projection):
     def matvecs(self) -> int:
         """Products spent, of A and of Aᵀ."""
         return self.multiply.matvecs + self.adjoint.matvecs
-
-    @property
-    def settled_left(self) -> Float[Vectors, "m k"]:
-        """The left vectors of the locked triplets."""
-        return part(self.left.store, 0, self.locked)
 
     def krylov_value(self, value: float) -> float:
         """Return σ|σ|, since powers of AᵀA make the Krylov space."""
