@@ -40,7 +40,7 @@ from curvops.network import PointNormals
 from curvops.operators import Linearization
 from curvops.operators.curvatures.ggn import CurvatureRoot, root_of
 from curvops.operators.curvatures.subnetwork import Formed
-from curvops.posterior.precision import REMEDIES, formed_precision, kernel_of, preconditioner, route_of
+from curvops.posterior.precision import REMEDIES, kernel_of, preconditioner, route_of
 from curvops.posterior.terms import PrecisionTerms, Prior
 from curvops.ranks.sharded_vectors import SEED
 from curvops.summary import Summarised
@@ -88,22 +88,19 @@ class Noise:
         numbers = PointNormals(self.seed).block(columns, slice(0, self.num_data), per_point, like)
         return numbers.flatten(1).mT
 
-    def of_curvature(self, curvature: LinearOperator, columns: range) -> Float[Tensor, "D k"]:
-        """Draw from N(0, G) for a curvature without a square root by points."""
-        return self._drawn(OF_CURVATURE, curvature, columns)
-
     def of_prior(self, prior: Prior, columns: range, like: Tensor) -> Float[Tensor, "D k"]:
         """Draw ξ from N(0, A)."""
         if prior.diagonal is None:
             assert isinstance(prior.precision, LinearOperator)
-            return self._drawn(OF_PRIOR, prior.precision, columns)
+            return self.of_operator(OF_PRIOR, prior.precision, columns)
         scale = prior.diagonal.sqrt()
         rows = torch.empty(len(columns), self.num_parameters, dtype=like.dtype, device=like.device)
         for column, row in zip(columns, rows):
             row.normal_(generator=self.generator(like.device, OF_PRIOR, column))
         return rows.mT * (scale if scale.ndim == 0 else scale.unsqueeze(-1))
 
-    def _drawn(self, stream: int, operator: LinearOperator, columns: range) -> Tensor:
+    def of_operator(self, stream: int, operator: LinearOperator, columns: range) -> Float[Tensor, "D k"]:
+        """Draw from N(0, M) for an operator M without a square root by points, from the numbers of a stream."""
         if not is_psd(operator):  # its parts have no root, but a shift makes the whole definite
             operator = operator.add_diagonal(0.0)
         blocks = []
@@ -163,9 +160,9 @@ class Systems:
         """
         curvature, root = self.terms.curvature, self.root
         if not is_psd(curvature) or self.terms.sum.error is not None:
-            return self.noise.of_curvature(self.precision, self.columns)
+            return self.noise.of_operator(OF_CURVATURE, self.precision, self.columns)
         if root is None:
-            return self.of_prior() + self.noise.of_curvature(curvature, self.columns)
+            return self.of_prior() + self.noise.of_operator(OF_CURVATURE, curvature, self.columns)
         return self.of_prior() + root._matmul(self.of_points(root))
 
 
@@ -410,11 +407,8 @@ def draw_deviations(
     requested = "sgd" if isinstance(method, StochasticDescent) else method
     if requested is not None:
         check_choice("method", requested, METHODS)
-    route, why_not = route_of(terms, k, requested)
-    if route is None:
-        kind = type(terms.curvature).__name__
-        raise ValueError(f"method={requested!r} does not fit {kind} + prior: {why_not}; use method='cg'.")
-    P = formed_precision(terms) if route.name == "formed matrix" else terms.precision
+    route = route_of(terms, k, requested)
+    P = terms.formed if route.name == "formed matrix" else terms.precision
     named = requested or METHOD_OF[route.name]
     refuse(current() and carries_graph(P.representation()), "a checkpoint saves no gradient: detach what requires one.")
     refuse(named == CLOSED_FORM and x0 is not None, "a closed form has no iteration to start: leave x0 out.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,6 @@ from curvops.linalg.core.solve_routes import (
 from curvops.linalg.core.structure import is_psd
 from curvops.linalg.operators.closed_form import ClosedFormPreconditioner
 from curvops.operators.curvatures.ggn import root_of
-from curvops.operators.curvatures.subnetwork import Formed
 from curvops.operators.function_space.function_space import DualInverse, FunctionSpace
 from curvops.posterior.terms import PrecisionTerms
 
@@ -61,17 +60,15 @@ REMEDIES = {
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
-def posterior_system(
-    terms: PrecisionTerms, columns: int = 1, requested: str | None = None, whole: bool = True
-) -> System:
-    """Return the facts about P X = B from which its routes follow; without `whole`, only those that cost nothing.
+def posterior_system(terms: PrecisionTerms, columns: int = 1, whole: bool = True, **asked: Any) -> System:
+    """Return the facts about P X = B, and what is `asked`, from which its routes follow.
 
-    Room in memory is measured by passes over a few points, if a route needs it.
+    Without `whole` they are only those that cost nothing: room in memory is measured by passes over a few points.
     """
     lin, cache, P, A = terms.lin, terms.cache, terms.precision, terms.A
     base, formed, kernel = P.base if isinstance(P, Damped) else P, cache.peek("formed"), cache.peek("kernel")
     scalar = A is not None and A.ndim == 0
-    closed, root = whole and terms.closed_form is not None, root_of(terms.curvature) if whole else None
+    closed, root = terms.closed_form is not None, root_of(terms.curvature) if whole else None
     return System(
         rows=len(lin.theta),
         columns=columns,
@@ -80,7 +77,7 @@ def posterior_system(
         closed_form=closed,
         recorded=carries_graph(P.representation()),
         room=lin.memory.room() if whole and not closed else math.inf,
-        requested=requested,
+        **asked,
         posterior=PosteriorFacts(
             name=type(terms.curvature).__name__,
             psd=is_psd(base),
@@ -97,32 +94,36 @@ def posterior_system(
     )
 
 
-def route_of(terms: PrecisionTerms, columns: int, requested: str | None = None) -> tuple[Route | None, str]:
-    """Return the route of a system, or None and the reason if the requested method is not possible.
+def route_of(terms: PrecisionTerms, columns: int, requested: str | None = None) -> Route:
+    """Return the route of a system; raise ValueError with the reason if the requested method is not possible.
 
-    A closed form comes first for every method that allows it; the other facts are then skipped. J Jᵀ is formed here if
-    it may be used: only its size shows whether it can be.
+    A closed form comes first for every method that allows it; the other facts are then skipped.
     """
     if terms.closed_form is not None and (requested is None or CLOSED_FORM in METHODS[requested]):
-        return Route(CLOSED_FORM, 0, 0), ""
-    table = _resolved(terms, lambda: routes(posterior_system(terms, columns, requested)))
-    return chosen(table), next((route.why_not for route in table if route.name == requested), "")
+        return Route(CLOSED_FORM, 0, 0)
+    system = posterior_system(terms, columns, requested=requested)
+    route = _taken(terms, system)
+    if route is None:
+        kind = type(terms.curvature).__name__
+        why_not = next((route.why_not for route in routes(system) if route.name == requested), "")
+        raise ValueError(f"method={requested!r} does not fit {kind} + prior: {why_not}; use method='cg'.")
+    return route
 
 
-def _resolved(terms: PrecisionTerms, table: Callable[[], tuple[Route, ...]]) -> tuple[Route, ...]:
-    """Return a table of routes; if J Jᵀ comes first, it is formed here, since only then does it show its rounding."""
-    table_before = table()
-    first, A = chosen(table_before), terms.A
-    if A is None or first is None or first.name != "formed kernel" or kernel_of(terms).resolves(float(A)):
-        return table_before
-    return table()
+def _taken(terms: PrecisionTerms, system: System) -> Route | None:
+    """Return the route that is taken; J Jᵀ is formed if it comes first, since only then does it show its rounding."""
+    route, facts = chosen(routes(system)), system.posterior
+    if facts is None or terms.A is None or route is None or route.name != "formed kernel":
+        return route
+    if kernel_of(terms).resolves(float(terms.A)):
+        return route
+    return chosen(routes(replace(system, posterior=replace(facts, resolved=False))))
 
 
 def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
     """Return the routes for this many draws or rows of J, and for determinants, without solving anything."""
-    system = replace(posterior_system(terms, columns), sketch=terms.precision._takes_sketch)
-    rows = replace(_system_of_rows(terms, columns), sketch=system.sketch)
-    tables = {"draws": routes(system), "predictions": routes(rows)}
+    system = posterior_system(terms, columns, sketch=terms.precision._takes_sketch)
+    tables = {"draws": routes(system), "predictions": routes(replace(system, rows_of_J=True))}
     return SolvePlan(tables if terms.A is None else tables | {"determinants": determinants(system)})
 
 
@@ -140,34 +141,17 @@ def inverse_of_rows(terms: PrecisionTerms, rows: int, rtol: float | None, moved:
     P = terms.precision
     if terms.closed_form is None:
         with terms.cache.lock:
-            route = chosen(_resolved(terms, lambda: routes(_system_of_rows(terms, rows, moved, whole=False))))
+            system = posterior_system(terms, rows, whole=False, rows_of_J=True, moved=moved)
+            route = _taken(terms, system)
             if route is not None and route.name == "formed matrix":  # its room in memory takes time to measure
-                route = chosen(_resolved(terms, lambda: routes(_system_of_rows(terms, rows, moved))))
+                route = _taken(terms, replace(system, room=terms.lin.memory.room()))
             name = "" if route is None else route.name
             if name == "formed kernel" and terms.A is not None:
                 return DualInverse(P, *kernel_of(terms).factor_under(float(terms.A)), rtol=rtol)
             if name == "formed matrix":
-                P = formed_precision(terms)
+                P = terms.formed
     inverse: LinearOperator = P.inverse(rtol)
     return inverse
-
-
-def _system_of_rows(terms: PrecisionTerms, rows: int, moved: bool = False, whole: bool = True) -> System:
-    """Return the facts about P X = Jᵀ for rows of J at other points, all or those that cost nothing."""
-    return replace(posterior_system(terms, rows, whole=whole), rows_of_J=True, moved=moved)
-
-
-def formed_precision(terms: PrecisionTerms) -> Any:
-    """Return P with its operand `Formed`, once for all priors that are numbers or vectors."""
-    cache, P = terms.cache, terms.precision
-    base, shift = (P.base, P.shift) if isinstance(P, Damped) else (P, 0.0)
-    with cache.lock:
-        formed = cache.get("formed", lambda: Formed(base), lambda formed: formed.base is base)
-        return cache.get(
-            "precision",
-            lambda: (P, formed, formed.add_diagonal(shift)),
-            lambda earlier: earlier[0] is P and earlier[1] is formed,
-        )[2]
 
 
 def kernel_of(terms: PrecisionTerms) -> FunctionSpace:

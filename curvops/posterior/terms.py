@@ -11,7 +11,6 @@ with one rule of validity:
 | spectrum                | all eigenvalues and eigenvectors of G                            | likelihood              |
 | quadrature              | smallest prior precision, tolerance and the quadrature for them  | likelihood              |
 | formed                  | G, or its undamped part, as a matrix                             | likelihood              |
-| precision               | P, and P with its operand formed                                 | likelihood, prior       |
 | sketch                  | a prior's diagonal, columns and the preconditioner for them      | likelihood; it serves   |
 |                         |                                                                  | neighbouring priors     |
 | ggn                     | the cache of the GGN, for the linear model's mode                | likelihood              |
@@ -68,6 +67,7 @@ from curvops.operators import (
     ShardedLinearization,
 )
 from curvops.operators.curvatures.kfac import has_kronecker_blocks, kfac_sum
+from curvops.operators.curvatures.subnetwork import Formed
 from curvops.operators.function_space.gram_matrix import gram_cost
 from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.ranks.sharded_linearization import KNOWN_OF_SHARDS
@@ -433,6 +433,14 @@ class PrecisionTerms:
     def precision(self) -> Any:
         """The operator P. It holds the tensors of G and A themselves, so that a change of their values takes effect."""
         return self.sum.precision
+
+    @cached_property
+    def formed(self) -> Any:
+        """The operator P with its operand `Formed`, which priors that are numbers or vectors share."""
+        P = self.precision
+        base, shift = (P.base, P.shift) if isinstance(P, Damped) else (P, 0.0)
+        formed = self.cache.get("formed", lambda: Formed(base), lambda formed: formed.base is base)
+        return formed.add_diagonal(shift)
 
     @property
     def closed_form(self) -> ClosedForm | None:
