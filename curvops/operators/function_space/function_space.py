@@ -2,7 +2,7 @@
 
 Under the prior N(m, A⁻¹) the outputs at the training points are a Gaussian process with the mean f₀ = f* + J(m − θ*)
 and the covariance K. With the output Fisher H = L Lᵀ and S = Jᵀ L, the GGN is G = S Sᵀ, and Lᵀ K L = Sᵀ A⁻¹ S has the
-non-zero eigenvalues of A⁻¹G. `woodbury` solves with G + A by (I + LᵀKL)⁻¹ (Rasmussen & Williams 2006, section 3.4).
+non-zero eigenvalues of A⁻¹G. G + A is solved by (I + LᵀKL)⁻¹ (Rasmussen & Williams 2006, section 3.4).
 
 | what is formed                 | class             | used by                                                      |
 |--------------------------------|-------------------|--------------------------------------------------------------|
@@ -49,22 +49,6 @@ EPS = torch.finfo(torch.float64).eps
 NAME = "J Jᵀ"
 GRAM, LAST, WEIGHTED = "JᵀJ", "1 / noise", "JᵀN⁻¹J"
 """The names under which quantities of the inputs are stored."""
-
-
-def woodbury(
-    S: CurvatureRoot, A: Tensor, inner: Callable[[Tensor], Tensor], block: Float[Tensor, "D k"]
-) -> Float[Tensor, "D k"]:
-    """Return (S Sᵀ + A)⁻¹ B = A⁻¹ (B − S (I + SᵀA⁻¹S)⁻¹ SᵀA⁻¹B), in the memory of the products with S.
-
-    Args:
-        S: the root of the curvature.
-        A: the prior precision, 0-d or (D,).
-        inner: (I + SᵀA⁻¹S)⁻¹ as a function of blocks (N·R, k).
-        block: B.
-    """
-    A = A if A.ndim == 0 else A.unsqueeze(-1)
-    pulled = S._t_matmul(block) / A if A.ndim == 0 else S._t_matmul(block / A)
-    return S._matmul(inner(pulled)).neg_().add_(block).div_(A)
 
 
 @dataclass(eq=False)
@@ -120,8 +104,10 @@ class FunctionSpace:
     @property
     def kernel(self) -> Float[Tensor, "NC NC"]:
         """K = J Jᵀ, formed on first access."""
-        formed = self.of_data.get(NAME)
-        return self._formed() if formed is None else formed
+        if NAME not in self.of_data:
+            J = self.lin.jacobian()
+            self._take(gram_matrix(J, J, self.metric.to(J.device, torch.float64)))
+        return self.of_data[NAME]
 
     def keep(self) -> None:
         """Read K from the checkpoint in force, or form it and save it there."""
@@ -129,26 +115,21 @@ class FunctionSpace:
         if not run or run.held.get("kernel") is self:
             return
         run.held["kernel"] = self
-        saved, formed = part_of_whole("kernel", self.lin.theta.device), self.of_data.get(NAME)
+        saved = part_of_whole("kernel", self.lin.theta.device)
         if not saved.done:
-            saved.finish(self._formed() if formed is None else formed)
-        elif formed is None or not torch.equal(formed, saved.outcome):
+            saved.finish(self.kernel)
+        elif NAME not in self.of_data or not torch.equal(self.kernel, saved.outcome):
             # Use the bits with which the run began, whatever another run has formed.
             self._take(saved.outcome)
             self._last = None
             for name in ("spectrum", "size"):
                 self.__dict__.pop(name, None)
 
-    def _formed(self) -> Float[Tensor, "NC NC"]:
-        J = self.lin.jacobian()
-        return self._take(gram_matrix(J, J, self.metric.to(J.device, torch.float64)))
-
-    def _take(self, K: Float[Tensor, "NC NC"]) -> Float[Tensor, "NC NC"]:
+    def _take(self, K: Float[Tensor, "NC NC"]) -> None:
         """Store K, counted against the budget, so that other posteriors find it."""
         check_finite(K, "J Jᵀ")
         keep(self.lin.jacobian(), K, K.nbytes)
         self.of_data[NAME] = K
-        return K
 
     def _dual(self, L: Float[Tensor, "N C R"]) -> Float[Tensor, "NR NR"]:
         """Return Lᵀ K L. Memory: that matrix and Lᵀ K."""
@@ -259,30 +240,23 @@ class DualInverse(Inverse):
     ) -> None:
         LinearOperator.__init__(self, base, factor, output_root, rtol=rtol)
 
-    @property
-    def curvature(self) -> Any:
-        """G = S Sᵀ."""
-        return self.base.base
-
-    @property
-    def precision(self) -> Tensor:
-        """A, 0-d or (D,)."""
-        return self.base.shift
-
     def _matmul(self, rhs: Tensor) -> Tensor:
         return by_columns(self._solve_columns, rhs)
 
     def _solve_columns(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         return solve(self.base, block, rtol=self._kwargs["rtol"], preconditioner=self._by_factor)
 
-    def _by_factor(self, block: Tensor) -> Tensor:
-        root, inner = CurvatureRoot.of(self.curvature), partial(_solve_by, self._args[1])
-        return woodbury(root, self.precision, inner, block)
+    def _by_factor(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+        """Return A⁻¹ (B − S (I + SᵀA⁻¹S)⁻¹ SᵀA⁻¹B), in the memory of the products with S."""
+        S, A = CurvatureRoot.of(self.base.base), self.base.shift
+        A = A if A.ndim == 0 else A.unsqueeze(-1)
+        pulled = S._t_matmul(block) / A if A.ndim == 0 else S._t_matmul(block / A)
+        return S._matmul(_solve_by(self._args[1], pulled)).neg_().add_(block).div_(A)
 
     def explained(self, jacobian: Jacobian, outputs: int) -> Iterator[Float[Tensor, "m r NR"]] | None:
         """Yield W with W Wᵀ = J' (A⁻¹ − P⁻¹) J'ᵀ, in blocks of `outputs` rows; None if memory is insufficient."""
         factor, L = self._args[1:]
-        memory, train = jacobian.passes.memory, self.curvature.lin.jacobian()
+        memory, train, precision = jacobian.passes.memory, self.base.base.lin.jacobian(), self.base.shift
         # Three numbers in float64 for each of the cross-covariance: itself, L applied to it, and the solution.
         row = 3 * 8 * max(factor.shape[0], L.shape[:2].numel())
         width = jacobian.passes.engines.plan.num_outputs
@@ -293,7 +267,7 @@ class DualInverse(Inverse):
         def walk() -> Iterator[Tensor]:
             for some in jacobian.by_points(max(together, rows // width // together * together), together):
                 with holding(jacobian, some.shape[0] * row), torch.no_grad():
-                    cross = gram_matrix(some, train, self.precision.detach().double())
+                    cross = gram_matrix(some, train, precision.detach().double())
                     lifted = torch.einsum("mnc,ncr->nrm", cross.unflatten(1, L.shape[:2]), L).flatten(0, 1)
                     half = torch.linalg.solve_triangular(factor, lifted, upper=False)
                     yield half.mT.unflatten(0, (-1, outputs))

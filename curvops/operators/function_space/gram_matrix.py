@@ -215,15 +215,6 @@ def flat_rows(rows: Tensor) -> Float[Tensor, "nr p"]:
     return rows.reshape(rows.shape[0] * rows.shape[1], -1)
 
 
-def _by_position(a: Float[Tensor, "n g *x q"]) -> Float[Tensor, "g *x n q"]:
-    """Return a with points last, so that passes over its products run over contiguous numbers."""
-    return a.movedim(0, -2).contiguous()
-
-
-def _inner_products(a: Float[Tensor, "t n q"], b: Float[Tensor, "u m q"]) -> Float[Tensor, "t n u m"]:
-    return (a.flatten(0, -2) @ b.flatten(0, -2).mT).view(*a.shape[:-1], *b.shape[:-1])
-
-
 def _add_by_pairs(
     target: Float[Tensor, "nr ms"], one: Sides, other: Sides, scale: Float[Tensor, " q"], most_bytes: int, half: bool
 ) -> None:
@@ -235,17 +226,19 @@ def _add_by_pairs(
     step = max(1, min(-(-n // STRIPES) if half else n, math.isqrt(pairs)))
     for start in range(0, n, step):
         some = slice(start, min(n, start + step))
-        a = _by_position(one.right(some) * scale)
+        # Points come last, so that passes over products run over contiguous numbers.
+        a = (one.right(some) * scale).movedim(0, -2).flatten(1, 2)  # (g, t n, q)
         for column in range(start if half else 0, m, across := max(1, pairs // step)):
             against = slice(column, min(m, column + across))
-            b, here = other.right(against), target[some.start * r : some.stop * r, against.start * s : against.stop * s]
-            b, points, others = _by_position(b), some.stop - start, against.stop - column
+            b, points, others = other.right(against), some.stop - start, against.stop - column
+            b = b.movedim(0, -2).flatten(1, 2)
+            here = target[some.start * r : some.stop * r, against.start * s : against.stop * s]
             here = here.view(points, r, others, s).permute(1, 0, 3, 2)
             for i in range(g):
                 d = one.left[some, :, i].permute(2, 1, 0, 3).flatten(0, 2)
                 e = other.left[against, :, i].permute(2, 1, 0, 3).flatten(0, 2)
                 outer = (d @ e.mT).view(t, r, points, u, s, others)
-                outer.mul_(_inner_products(a[i], b[i]).reshape(t, 1, points, u, 1, others))
+                outer.mul_((a[i] @ b[i].mT).view(t, 1, points, u, 1, others))
                 here += outer.view(here.shape) if single else outer.sum((0, 3))
 
 

@@ -274,7 +274,7 @@ def _sum_by_parts(
 
 def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, ...]) -> Target | None:
     """Return J A⁻¹ Jᵀ less what the training points explain; None if the difference would lose too many digits."""
-    explained, weights = inverse.explained(jacobian, shape[1]), inverse.precision.double().reciprocal()
+    explained, weights = inverse.explained(jacobian, shape[1]), inverse.base.shift.double().reciprocal()
     if explained is None:
         return None
     metric = Elementwise(jacobian.passes, weights.expand(jacobian.shape[-1]))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from curvops.ambient import Memories, Progress
 from curvops.checks import carries_graph
-from curvops.linalg.core.matrix_identity import Sources, Space, Spaces
+from curvops.linalg.core.matrix_identity import Sources, Spaces
 from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, unit_columns, zero_block
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.contract import convert
@@ -69,11 +69,7 @@ class NetworkOperator(Operator):
     @property
     def space(self) -> Any:
         """The tangent space of the linearisation; without its weights once the operator is detached from them."""
-        return self._kwargs.get("space") or self._tangent_space()
-
-    def _tangent_space(self) -> Space:
-        space: Space = self.lin.tangent_space
-        return space
+        return self._kwargs.get("space") or self.passes.model.tangent_space
 
     @property
     def spaces(self) -> Spaces:
@@ -107,8 +103,7 @@ class NetworkOperator(Operator):
 
     @property
     def progress(self) -> Progress:
-        progress: Progress = self.lin.passes.progress
-        return progress
+        return self.passes.progress
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         product = super()._matmul(rhs)
@@ -181,6 +176,10 @@ class Jacobian(NetworkOperator):
         return None, self.space
 
     @property
+    def memories(self) -> Memories:
+        return frozenset((self.passes.memory,))
+
+    @property
     def is_recorded(self) -> bool:
         """Whether results computed from it now have a gradient in its inputs."""
         return carries_graph(self._args[1:])
@@ -193,17 +192,6 @@ class Jacobian(NetworkOperator):
             return graph.at(self._args[1:])
         inputs = tree_map(lambda *parts: torch.cat(parts), *(inputs for inputs, _ in self.passes.gathered().source))
         return InputGraph(self.passes.engines, inputs)
-
-    def _tangent_space(self) -> Space:
-        return self.passes.model.tangent_space
-
-    @property
-    def memories(self) -> Memories:
-        return frozenset((self.passes.memory,))
-
-    @property
-    def progress(self) -> Progress:
-        return self.passes.progress
 
     def gathered(self) -> Jacobian:
         """Return the same Jacobian with the inputs of all ranks on this one; itself if there is only one rank."""
