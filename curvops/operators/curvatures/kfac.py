@@ -30,7 +30,6 @@ from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.linalg.operators.kronecker import EigenKroneckerForm, decompose
 from curvops.linalg.operators.kronecker_factors import Details, to_double
-from curvops.network import OutputFisher
 from curvops.operators.curvatures.kfac_factors import Bias, Sharing, eigenvalue_corrected, exact_block, kfac_blocks
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
@@ -108,6 +107,8 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
     """Layer blocks built from Kronecker factors, in one or two walks over the data."""
 
     STORED = "positions"
+    CORRECTED: ClassVar[bool] = False
+    """Whether a second walk computes the second moments in the eigenbases of the factors."""
 
     @algorithm
     def __init__(
@@ -136,16 +137,9 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
         operators = {block.names: block.operator for block in blocks}
         names = tuple(operators)
         del blocks  # so that factors can be freed before the walk is over
-        corrected = self._operators(lin, output, operators)
+        corrected = eigenvalue_corrected(lin, output, operators) if self.CORRECTED else list(operators.values())
         ambient: dict[str, Any] = {"progress": lin.passes.progress, "memory": lin.memory}
         super().__init__(*corrected, positions=positions, names=names, **ambient, **lin.origin)
-
-    @staticmethod
-    def _operators(
-        lin: Linearization, output: OutputFisher, operators: dict[tuple[str, ...], Operator]
-    ) -> list[Operator]:
-        """Return the blocks from those with Kronecker factors, by the names of their parameters; this may empty it."""
-        return list(operators.values())
 
 
 class KFAC(KroneckerCurvature):
@@ -245,11 +239,7 @@ class EKFAC(KroneckerCurvature):
         (torch.Size([17, 17]), torch.Size([17]))
     """
 
-    @staticmethod
-    def _operators(
-        lin: Linearization, output: OutputFisher, operators: dict[tuple[str, ...], Operator]
-    ) -> list[Operator]:
-        return eigenvalue_corrected(lin, output, operators)
+    CORRECTED = True
 
 
 class KFACSum(NamedTuple):

@@ -149,9 +149,6 @@ def _rows(side: Float[Tensor, "*m g t p"]) -> Float[Tensor, "g m p"]:
 def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"]) -> None:
     """Add rowsᵀ rows to total on and above the diagonal, in halves unless they are too small."""
     p = rows.shape[-1]
-    if p < LEAST_SYMMETRIC and rows.shape[1] <= ROWS_A_SUM:
-        total.baddbmm_(rows.mT, rows)
-        return
     if p < LEAST_SYMMETRIC:
         total.copy_(_outer_sum(rows).add_(total))
         return
