@@ -23,7 +23,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -72,8 +72,9 @@ def save(path: str | os.PathLike[str], kind: str, version: int, tree: Mapping[st
         raise FileExistsError(f"{folder} holds {before['kind']!r}, which {kind!r} does not replace; pass another path.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _scratch(folder) as scratch:
-            _write(folder, scratch, {"kind": kind, "version": version, "tree": encoded}, tensors, before)
+        # Incomplete files are in a folder inside this one, on the same file system.
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
+            _write(folder, Path(scratch), {"kind": kind, "version": version, "tree": encoded}, tensors, before)
     except (OSError, SafetensorError) as error:
         why = f"{folder} was not written ({_reason(error)}); earlier contents, if any, are unchanged."
         code = getattr(error, "errno", None)
@@ -198,16 +199,6 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 # Writing
-
-
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """Yield a folder inside this one, on the same file system, for incomplete files."""
-    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _write(
