@@ -28,7 +28,7 @@ from curvops.posterior.gaussians.updating import with_left_out_noise
 from curvops.posterior.linear_mode import DualMode, dual_mode, find_mode
 from curvops.posterior.log_evidence import Evidence, add_up, count_parameters, log_ratio
 from curvops.posterior.precision import inverse_of_rows
-from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
+from curvops.posterior.predictions.outputs import NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior, check_linearization, read_prior
 from curvops.summary import Summarised
@@ -141,15 +141,8 @@ class LaplaceProcess(Summarised, Predictive):
         scatter = self._terms.prior.quadratic(self.theta)
         return add_up(self.training_log_likelihood, scatter, ratio, count, self.theta, "linear")
 
-    @property
-    def _step(self) -> Tensor:
-        return self.theta - self.lin.theta
-
     def _outputs(self) -> NormalOutputs:
-        return NormalOutputs(self.lin, self._inverse, 1.0, step=self._step)
-
-    def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
-        return DrawnOutputs(self.lin, weights, step=self._step)
+        return NormalOutputs(self.lin, self._inverse, 1.0, step=self.theta - self.lin.theta)
 
     def _inverse(self, rows: int, rtol: float | None, moved: bool = False) -> LinearOperator:
         if self._dual is None:

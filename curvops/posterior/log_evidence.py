@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import part_of_whole
-from curvops.checks import carries_graph, check_options
+from curvops.checks import carries_graph
 from curvops.errors import MaxStepsWarning, NotPositiveSemidefiniteError, warn
 from curvops.linalg import Damped, Estimate, effective_dimension, logdet, spectral_quadrature, trace
 from curvops.linalg.core import solve_routes as routes
@@ -34,6 +34,7 @@ from curvops.operators import GGN
 from curvops.operators.curvatures.subnetwork import principal_block, sums_rows
 from curvops.posterior.linear_mode import find_mode, linear_log_likelihood
 from curvops.posterior.precision import kernel_of, naming_the_ggn, posterior_system
+from curvops.posterior.predictions.normals import chi_squared
 from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.summary import Summarised, Table, Tabular, by_columns_of, summary
 
@@ -196,16 +197,9 @@ def _ratio_above(
 
 
 def _route(terms: PrecisionTerms, rtol: float) -> tuple[routes.System, str]:
-    """Return the facts under a prior that is a number or a vector, and the route that follows from them.
-
-    A closed form comes first, and then, for a number, a spectrum that is known; the other facts are then skipped.
-    """
+    """Return the facts under a prior that is a number or a vector, and the route that follows from them."""
     A = terms.A
     assert A is not None
-    if terms.closed_form is not None:
-        return routes.System(len(terms.lin.theta), closed_form=True), "closed form"
-    if not A.ndim and terms.cache.peek("spectrum") is not None:
-        return routes.System(len(terms.lin.theta)), "spectrum"
     system, quadrature = posterior_system(terms, whole=False), terms.cache.peek("quadrature")
     assert system.posterior is not None
     prepared = quadrature is not None and not A.ndim and float(A.detach()) >= quadrature[0] and rtol >= quadrature[1]
@@ -345,8 +339,6 @@ def normal_mode(terms: PrecisionTerms) -> Float[Tensor, " D"] | None:
 
 def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
     """Spend the products that every scalar prior precision from `smallest` upwards needs; none for a closed form."""
-    if cache.peek("spectrum") is not None:
-        return
     theta = cache.lin.theta
     terms = PrecisionTerms(cache, Prior(theta.new_tensor(smallest), theta.new_zeros(())))
     with cache.lock, naming_the_ggn(cache.curvature):
@@ -485,7 +477,7 @@ class Tuning(Tabular):
         """
         self._warn_of_intervals()
         last = self.steps[-1]
-        low, high = _chi_squared(last.effective_parameters, level)
+        low, high = chi_squared(last.effective_parameters, level)
         return last.prior_precision * low, last.prior_precision * high
 
     def noise_interval(self, level: float = 0.95) -> tuple[float, float]:
@@ -506,7 +498,7 @@ class Tuning(Tabular):
         last = self.steps[-1]
         if last.noise is None or isinstance(last.noise, Tensor) or self.targets is None:
             raise ValueError("no single noise was tuned: see mackay(post, tune_noise=True), maximize(post, 'noise').")
-        low, high = _chi_squared(self.targets - last.effective_parameters.sum(), level)
+        low, high = chi_squared(self.targets - last.effective_parameters.sum(), level)
         return last.noise / float(high), last.noise / float(low)
 
     __repr__ = Tabular.as_text
@@ -556,13 +548,3 @@ class Validation(Tabular):
         noises = {} if self.noises is None else {"noise": list(map(summary, self.noises))}
         precisions, scores = ([*map(summary, numbers)] for numbers in (self.prior_precisions, self.scores))
         return [by_columns_of({"prior precision": precisions, **noises, "held-out log-likelihood per point": scores})]
-
-
-def _chi_squared(freedom: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """Return the quantiles of χ² for its degrees of freedom that enclose the level."""
-    from scipy.special import chdtri  # a slow import that few calls need
-
-    check_options(level=level)
-    tail, degrees = (1 - level) / 2, freedom.detach().double().cpu().clamp_min(1e-3)
-    low, high = (degrees.new_tensor(chdtri(degrees.numpy(), q)) / degrees for q in (1 - tail, tail))
-    return low.to(freedom.device), high.to(freedom.device)

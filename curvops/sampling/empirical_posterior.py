@@ -13,11 +13,9 @@ from torch import Tensor
 
 from curvops.argument_types import Draws
 from curvops.checks import check_choice, check_like, check_options, refuse
-from curvops.network import PointNormals
-from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
-from curvops.posterior.predictions.answers import Uncertainty, decompose_drawn_numbers
-from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments
+from curvops.posterior.predictions.answers import error_of_mean
+from curvops.posterior.predictions.outputs import DrawnOutputs
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.terms import check_linearization
 from curvops.sampling.diagnostics import effective_size
@@ -76,13 +74,9 @@ class EmpiricalPosterior(Predictive):
     def _outputs(self) -> EmpiricalOutputs:
         return EmpiricalOutputs(self.lin, self.draws, error=self._error_of_mean, through=self.through)
 
-    def _outputs_at(self, weights: Float[Tensor, "k D"]) -> EmpiricalOutputs:
-        # Draws that the user passes count as independent, like those from `sample`.
-        return EmpiricalOutputs(self.lin, weights, through=self.through)
-
     def _error_of_mean(self, series: Float[Tensor, "k *N"]) -> Float[Tensor, "*N"]:
-        spread = series.std(0) if len(series) > 1 and series.numel() else torch.full_like(series[0], torch.inf)
-        return spread / effective_size(series.unflatten(0, (self.chains, -1))).sqrt().to(spread)
+        size = effective_size(series.unflatten(0, (self.chains, -1)))
+        return error_of_mean(series) * (len(series) / size).sqrt().to(series)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +85,10 @@ class EmpiricalOutputs(DrawnOutputs):
 
     through: str = field(kw_only=True)
     correction: ClassVar[int] = 0  # the draws are the whole distribution
-    link: ClassVar[str | None] = "mc"
+    is_normal: ClassVar[bool] = False
+
+    def at_draws(self, weights: Float[Tensor, "k D"]) -> EmpiricalOutputs:
+        return EmpiricalOutputs(self.lin, weights, through=self.through)
 
     def functions(self) -> Float[Tensor, "k N C"]:
         return self.of_network if self.through == "network" else super().functions()
@@ -102,14 +99,6 @@ class EmpiricalOutputs(DrawnOutputs):
 
     def covariance(self, together: int | None = 1) -> LinearOperator:
         return self.covariance_of(self.functions() - self.mean, together)
-
-    def moments_of_targets(
-        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
-    ) -> OutputMoments:
-        return self.drawn_moments(likelihood, together, normals, start)
-
-    def uncertainty_of_numbers(self, likelihood: Likelihood) -> Uncertainty:
-        return decompose_drawn_numbers(likelihood, self.functions(), self.error, self.correction)
 
 
 def empirical(lin: Linearization, draws: Draws, through: str = "network") -> EmpiricalPosterior:

@@ -28,7 +28,7 @@ from curvops.operators import Linearization
 from curvops.operators.curvatures.kfac import has_kronecker_blocks
 from curvops.operators.operator_record import record_of_operator
 from curvops.posterior.deviations import Deviations, trace
-from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
+from curvops.posterior.predictions.outputs import NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.terms import (
     check_linearization,
@@ -284,9 +284,6 @@ class GaussianPosterior(GaussianWeights):
 
     def _outputs(self) -> NormalOutputs:
         return NormalOutputs(self.lin, lambda *_: self.covariance, self.temperature)
-
-    def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
-        return DrawnOutputs(self.lin, weights)
 
     def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
         """Return log det P, from whichever operator is not the lazy inverse of the other."""

@@ -51,7 +51,7 @@ from curvops.posterior.log_evidence import (
     log_determinant,
 )
 from curvops.posterior.precision import inverse_of_rows, plan, require_usable
-from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
+from curvops.posterior.predictions.outputs import NormalOutputs
 from curvops.posterior.terms import (
     CurvatureCache,
     PrecisionTerms,
@@ -326,10 +326,6 @@ class Laplace(GaussianWeights):
     def _outputs(self) -> NormalOutputs:
         self.cache.require_gradients()
         return NormalOutputs(self.lin, partial(inverse_of_rows, self.terms), self.temperature)
-
-    def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
-        self.cache.require_gradients()
-        return DrawnOutputs(self.lin, weights)
 
     @property
     def _is_learned(self) -> bool:

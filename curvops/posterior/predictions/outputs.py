@@ -36,9 +36,7 @@ from curvops.posterior.predictions.answers import (
     NUMBERS,
     ErrorOfMean,
     Uncertainty,
-    add_noise,
     decompose_normal_labels,
-    decompose_numbers,
     error_of_mean,
     gaussian_log_density,
     join_uncertainties,
@@ -73,8 +71,8 @@ class OutputDistribution(ABC):
     """The relative residual of exact solves."""
     correction: ClassVar[int] = 1
     """What the variance of a mean of targets lacks in draws, as in `torch.var`: their own mean is a fitted one."""
-    link: ClassVar[str | None] = None
-    """The link of probabilities where the user names none; None is that of the likelihood."""
+    is_normal: ClassVar[bool] = True
+    """Whether the outputs are normal, so that answers may have a closed form."""
 
     @cached_property
     def jacobian(self) -> Jacobian:
@@ -94,6 +92,10 @@ class OutputDistribution(ABC):
         """The mean of the outputs."""
         return self.linear_mean
 
+    def at_draws(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
+        """Return the outputs at given draws of the weights, which count as independent."""
+        return DrawnOutputs(self.lin, weights, step=self.step)
+
     @abstractmethod
     def covariance(self, together: int | None = 1) -> LinearOperator:
         """Return the covariance of the outputs, joint within `together` points (None: all)."""
@@ -108,18 +110,9 @@ class OutputDistribution(ABC):
     ) -> Float[Tensor, "k N"]:
         """Return what averages, as exp, to the likelihood of each target over draws of the outputs."""
 
-    def uncertainty_of_numbers(self, likelihood: Likelihood) -> Uncertainty:
-        """Return the uncertainty of numeric targets whose outputs are normal, in closed form."""
-        mean, variances = self.mean, self.covariance().diagonal(dim1=-2, dim2=-1)
-        return decompose_numbers(likelihood, mean, variances)
-
-    def moments_of_targets(
-        self, likelihood: Likelihood, together: int | None, normals: PointNormals | None, start: int
-    ) -> OutputMoments:
-        """Return the mean and covariance of real targets, noise included; in closed form for likelihoods of NUMBERS."""
-        if isinstance(likelihood, NUMBERS):
-            return add_noise(likelihood, self.mean, self.covariance(together))
-        return self.drawn_moments(likelihood, together, normals, start)
+    def has_moments_of(self, likelihood: Likelihood | None) -> bool:
+        """Return whether the targets' moments have a closed form."""
+        return self.is_normal and isinstance(likelihood, NUMBERS)
 
     @abstractmethod
     def drawn_moments(

@@ -27,11 +27,12 @@ from curvops.operators import Linearization
 from curvops.posterior.predictions import answers
 from curvops.posterior.predictions.answers import (
     NAMED,
-    NUMBERS,
     NamedPredictions,
     Uncertainty,
+    add_noise,
     decompose_drawn_numbers,
     decompose_labels,
+    decompose_numbers,
     join_uncertainties,
 )
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
@@ -89,10 +90,6 @@ class Predictive(ABC):
     def _outputs(self) -> OutputDistribution:
         """Return the outputs under this distribution of the weights."""
 
-    @abstractmethod
-    def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
-        """Return the outputs at draws of the weights."""
-
     @property
     def _is_learned(self) -> bool:
         """Whether the outputs follow a tensor, such as a noise, that requires a gradient and may change."""
@@ -120,7 +117,9 @@ class Predictive(ABC):
             TypeError, ValueError: draws have another size, dtype or device, or rtol is not a positive number.
         """
         check_options(rtol=rtol)
-        outputs = self._outputs() if samples is None else self._outputs_at(checked_draws(samples, self.mean))
+        outputs = self._outputs()
+        if samples is not None:
+            outputs = outputs.at_draws(checked_draws(samples, self.mean))
         whole = Predictions(self, x, samples, rtol, gather, outputs)
         if not isinstance(self.lin.likelihood, Multitask):
             return whole
@@ -347,17 +346,19 @@ class Predictions:
         refuse(joint and groups is not None, "joint=True makes a single group: pass groups or joint=True, not both.")
         together = None if joint else 1 if groups is None else checked_whole("groups", groups)
         call, lin = f"predictions, joint within {together or 'all'} points", self.lin
-        by_draws = likelihood is not None and not isinstance(likelihood, NUMBERS)
+        by_draws = likelihood is not None and not self._outputs.has_moments_of(likelihood)
         fixed = torch.Generator(lin.theta.device).manual_seed(0)  # a distribution that is asked for again is the same
         normals = normals_for(self._outputs, fixed) if by_draws else None
         outputs, split = self._split(self._outputs, call, normals, together is None and self.gather)
         if together not in (None, 1):
             for points in (*split.counts, outputs.jacobian.shape[-2] // lin.num_outputs):
                 outputs.require_whole_groups(points * lin.num_outputs // lin.output_shape[-1], together)
-        if likelihood is None:
-            mean, covariance = outputs.mean, outputs.covariance(together)
+        if likelihood is not None and by_draws:
+            mean, covariance = outputs.drawn_moments(likelihood, together, normals, split.start)
         else:
-            mean, covariance = outputs.moments_of_targets(likelihood, together, normals, split.start)
+            mean, covariance = outputs.mean, outputs.covariance(together)
+            if likelihood is not None:
+                mean, covariance = add_noise(likelihood, mean, covariance)
         if split.ranks is not None:
             mean = split.rows_asked_for(mean)
             size = mean.numel() if together is None else len(mean) // together
@@ -387,7 +388,7 @@ class Predictions:
     def probabilities(self, link: str | None = None, generator: torch.Generator | None = None) -> Float[Tensor, "N *C"]:
         """Return class probabilities; see `probabilities` of the posterior."""
         likelihood = self._target
-        link = answers.checked_link(self._outputs.link if link is None else link, likelihood)
+        link = answers.checked_link(link if link is not None or self._outputs.is_normal else "mc", likelihood)
         outputs = self._outputs_by_weights(generator) if link == "network" else self._outputs
         normals = normals_for(outputs, generator) if link == "mc" else None
         outputs, split = self._split(outputs, f"probabilities, link={link!r}", normals)
@@ -408,7 +409,7 @@ class Predictions:
             raise ValueError(f"{likelihood!r} has no decomposition of its uncertainty; use predict or functions(x, k).")
         check_options(generator=generator)
         has_integral = isinstance(likelihood, Bernoulli) and isinstance(self._outputs, NormalOutputs)
-        by_draws = not has_integral and not isinstance(likelihood, NUMBERS)
+        by_draws = not has_integral and not self._outputs.has_moments_of(likelihood)
         normals = normals_for(self._outputs, generator) if by_draws else None
         outputs, split = self._split(self._outputs, "uncertainty", normals)
         if by_draws:
@@ -419,7 +420,8 @@ class Predictions:
         elif isinstance(likelihood, Bernoulli) and isinstance(outputs, NormalOutputs):
             uncertainty = outputs.uncertainty_of_labels(likelihood)
         else:
-            uncertainty = outputs.uncertainty_of_numbers(likelihood)
+            mean, variances = outputs.mean, outputs.covariance().diagonal(dim1=-2, dim2=-1)
+            uncertainty = decompose_numbers(likelihood, mean, variances)
         return self._by_point(split, uncertainty)
 
     def log_likelihood(
@@ -467,8 +469,7 @@ class Predictions:
         """Return the outputs at the draws of the weights, made for one answer if there are none."""
         if isinstance(self._outputs, DrawnOutputs):
             return self._outputs
-        drawn = self.posterior._outputs_at(self.posterior.sample(WEIGHT_DRAWS, generator))
-        return replace(drawn, lin=self.lin)
+        return self._outputs.at_draws(self.posterior.sample(WEIGHT_DRAWS, generator))
 
     def _split(
         self,
