@@ -313,61 +313,48 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[BlockSums]) -> None:
         )
 
 
-def _has_positions(mask: Tensor, right: Tensor) -> bool:
-    """Return whether each of the layer's positions t is a position of the sequence, with its own value."""
-    return mask.ndim == 2 and mask.shape[1] == right.shape[2]
+def _at_inputs(values: Tensor | None, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "n t"] | None:
+    """Return values of points (n,), or of positions (n, T), at the layer's inputs; if t ≠ T, the largest of a point."""
+    if values is None:
+        return None
+    if values.ndim == 1 or values.shape[1] != right.shape[2]:
+        values = (values if values.ndim == 1 else values.amax(1)).unsqueeze(1)
+    return values.expand(-1, right.shape[2])
 
 
-def _places(of_rows: Tensor | None, inside: Tensor | None) -> Tensor | None:
-    """Return a mask of the points or positions that count: of ragged rows, those `inside` the table of such points."""
-    if inside is None or of_rows is None:
-        return of_rows if inside is None else inside
-    return inside & (of_rows.unsqueeze(1) if of_rows.ndim == 1 else of_rows)
-
-
-def _counted(mask: Tensor | None, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
-    """Return the inputs without the points, or without the positions if t is the sequence, that do not count."""
-    if mask is None:
-        return right
-    if not _has_positions(mask, right):
-        return right[mask if mask.ndim == 1 else mask.any(1)]
-    return right.transpose(1, 2)[mask].unsqueeze(2)
+def _counted(mask: Tensor | None, values: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
+    """Return the values at the inputs that count."""
+    return values if mask is None else values.transpose(1, 2)[mask].unsqueeze(2)
 
 
 def _mean_input(mask: Tensor | None, right: Float[Tensor, "n g t q"]) -> Float[Tensor, "n g 1 q"]:
-    """Return the mean over the positions, or over those that count if t is the sequence."""
-    if mask is None or not _has_positions(mask, right):
+    """Return the mean over the positions that count."""
+    if mask is None:
         return right.mean(2, keepdim=True)
     inside = mask[:, None, :, None].to(right.dtype)
     return (right * inside).sum(2, keepdim=True) / inside.sum(2, keepdim=True).clamp_min(1)
-
-
-def _input_weights(
-    weights: Tensor | None, mask: Tensor | None, right: Shaped[Tensor, "n g t *q"]
-) -> Float[Tensor, "m 1 s"] | None:
-    """Return the sample weight of each input that counts: a point of weight two counts as two."""
-    if weights is None:
-        return None
-    if weights.ndim == 2 and not _has_positions(weights, right):
-        weights = weights.amax(1)
-    of_inputs = weights.unsqueeze(1) if weights.ndim == 1 else weights
-    return _counted(mask, of_inputs.unsqueeze(1).expand(-1, 1, right.shape[2]))
 
 
 def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
     """Add the inputs of all calls: position by position (expand), or averaged over calls and positions (reduce).
 
     Indices always expand. Ragged rows are the positions of their points, and each point has its own number of them; a
-    row counts, with its weight, as the one position of the outputs that depends on it, otherwise as its point does.
+    row counts, with its weight, as the one position of the outputs that depends on it, otherwise as its point does. A
+    point of weight two counts as two.
     """
     assert group.layer is not None
-    of_parts = [None if group.positions is None else part.of_rows(group.positions) for part in group.parts]
-    inputs = [(part.right(), _places(row_mask, part.inside)) for part, row_mask in zip(group.parts, of_parts)]
+    inputs: list[MaskedInput] = []
+    for part in group.parts:
+        right = part.right()
+        inside = _at_inputs(part.inside, right)  # of ragged rows, those inside the table of their points
+        mask = None if group.positions is None else _at_inputs(part.of_rows(group.positions), right)
+        inputs.append((right, mask if inside is None else inside if mask is None else inside & mask))
     weights = [None if group.weights is None else part.of_rows(group.weights) for part in group.parts]
     if sharing == "reduce" and inputs[0][0].is_floating_point():
         inputs = _mean_inputs(inputs, any(part.inside is not None for part in group.parts))
     for (right, mask), of_rows in zip(inputs, weights):
-        counted, of_inputs = _counted(mask, right), _input_weights(of_rows, mask, right)
+        counted, of_inputs = _counted(mask, right), _at_inputs(of_rows, right)
+        of_inputs = None if of_inputs is None else _counted(mask, of_inputs.unsqueeze(1))
         if counted.is_floating_point():
             block.count += counted.shape[0] * counted.shape[2] if of_inputs is None else float(of_inputs.sum())
             block.right.add(counted if of_inputs is None else counted * of_inputs.sqrt().unsqueeze(-1))
@@ -379,14 +366,12 @@ def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
 
 def _mean_inputs(inputs: Sequence[MaskedInput], ragged: bool) -> list[MaskedInput]:
     """Return the mean of each point's inputs over positions, then calls; of ragged rows over all rows of a point."""
-    if not ragged:
-        return [(torch.stack([_mean_input(mask, right) for right, mask in inputs]).mean(0), inputs[0][1])]
-    masks = []
-    for right, mask in inputs:
-        inside = right.new_ones(right.shape[0], right.shape[2], dtype=torch.bool) if mask is None else mask
-        masks.append(inside if _has_positions(inside, right) else inside.unsqueeze(1).expand(-1, right.shape[2]))
-    together = torch.cat(masks, 1)
-    return [(_mean_input(together, torch.cat([right for right, _ in inputs], 2)), together.any(1))]
+    if ragged:
+        rights, masks = [right for right, _ in inputs], [mask for _, mask in inputs]
+        rows = [r.new_ones(len(r), r.shape[2], dtype=torch.bool) if m is None else m for r, m in zip(rights, masks)]
+        inputs = [(torch.cat(rights, 2), torch.cat(rows, 1))]
+    mean = torch.stack([_mean_input(mask, right) for right, mask in inputs]).mean(0)
+    return [(mean, _at_inputs(inputs[0][1], mean))]
 
 
 def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any, weights: Tensor | None = None) -> Shaped[Tensor, " V"]:
