@@ -270,15 +270,14 @@ class GGN(Curvature):
     def __init__(
         self, lin: Linearization, mc_samples: int | None = None, generator: torch.Generator | None = None
     ) -> None:
-        hyperparameters = lin.likelihood.hyperparameters
-        if mc_samples is None:
-            super().__init__(lin.theta, *hyperparameters, lin=lin, draws=None, rows=None, cache=Cache())
-            return
-        require_no_gradient(lin.likelihood, "GGN(lin, mc_samples=…)")
-        draws = lin.draw_residuals(mc_samples, generator)
-        rows = lin.passes.with_root(Sampled(lin.likelihood, draws))
-        fixed = (tensor.detach() for tensor in hyperparameters)  # the draws do not change with them
-        super().__init__(lin.theta, *fixed, lin=lin, draws=draws, rows=rows, cache=Cache())
+        hyperparameters: Sequence[Tensor] = lin.likelihood.hyperparameters
+        draws, rows = None, None
+        if mc_samples is not None:
+            require_no_gradient(lin.likelihood, "GGN(lin, mc_samples=…)")
+            draws = lin.draw_residuals(mc_samples, generator)
+            rows = lin.passes.with_root(Sampled(lin.likelihood, draws))
+            hyperparameters = [tensor.detach() for tensor in hyperparameters]  # the draws do not change with them
+        super().__init__(lin.theta, *hyperparameters, lin=lin, draws=draws, rows=rows, cache=Cache())
 
     @property
     def output(self) -> OutputFisher:
