@@ -258,13 +258,11 @@ def _section(title: str, text: str, rows: list[Row]) -> str:
 
 
 def _draw(curve: Regression, digits: Classification, output: Path) -> None:
-    figure, ax = style.panel(8.4, 4.8)
-    plots.regression(curve.post, torch.linspace(-4, 4, 200), title="Error bars open where there are no data", ax=ax)
-    plots.save(figure, output / "regression.png")
-    figure, ax = style.panel(5.6, 5.4)
-    plots.reliability(digits.probabilities, digits.labels, title="Digits, one label in five wrong", ax=ax)
-    plots.save(figure, output / "reliability.png")
-    figure, ax = style.panel(5.6, 5.4)
+    ax = plots.regression(curve.post, torch.linspace(-4, 4, 200), title="Error bars open where there are no data")
+    plots.save(ax, output / "regression.png")
+    ax = plots.reliability(digits.probabilities, digits.labels, title="Digits, one label in five wrong")
+    plots.save(ax, output / "reliability.png")
+    ax = style.axes_of(None, 5.6, 5.4)
     names = {"network": "network's entropy", "Laplace": "epistemic uncertainty"}
     for (name, look), row in zip(style.looks(digits.scores).items(), (digits.rows[3].network, digits.rows[3].laplace)):
         label = f"{names[name]}, AUROC {row:.3f}"
@@ -272,7 +270,7 @@ def _draw(curve: Regression, digits: Classification, output: Path) -> None:
     ax.plot([0, 1], [0, 1], label="by chance", **style.REFERENCE)
     style.dress(ax, "known digits above the threshold", "unseen digits above it", "Digits never seen in training")
     ax.legend(fontsize=style.SMALL, loc="lower right")
-    plots.save(figure, output / "unseen.png")
+    plots.save(ax, output / "unseen.png")
 
 
 @dataclass(frozen=True)

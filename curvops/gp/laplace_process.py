@@ -17,7 +17,7 @@ from curvops.checks import carries_graph, check_options, refuse
 from curvops.errors import ModeNotFoundError
 from curvops.linalg import Estimate, Reason
 from curvops.linalg.core.algorithm import keep
-from curvops.linalg.core.results import default_rtol
+from curvops.linalg.core.results import ACCEPTED, default_rtol
 from curvops.linalg.core.solve_routes import KERNEL_COPIES
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
@@ -208,11 +208,9 @@ def laplace_gp(
         raise ValueError("laplace_gp needs a prior_precision that is a number, a vector or a mapping {glob: number}.")
     refuse(carries_graph((A, prior.mean)), "laplace_gp has no gradient for prior_precision or prior_mean: detach it.")
     mode, dual = _find_mode(lin, prior, A, float(rtol), maxiter)
-    if not math.isfinite(mode.gradient):
-        raise ModeNotFoundError(Reason.NON_FINITE, mode.gradient, mode.steps, rtol, NOT_FINITE)
-    if mode.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
-        remedy = REMEDIES.get(mode.reason, mode.reason.value)
-        raise ModeNotFoundError(mode.reason, mode.gradient, mode.steps, rtol, remedy)
+    reason = mode.reason if math.isfinite(mode.gradient) else Reason.NON_FINITE
+    if reason not in ACCEPTED:
+        raise ModeNotFoundError(reason, mode.gradient, mode.steps, rtol, REMEDIES.get(reason, reason.value))
     curvature = DisplacedGGN.at(lin, lin.push(mode.theta - lin.theta))
     by_position = -1, lin.output_shape[-1]
     return LaplaceProcess(
@@ -242,7 +240,7 @@ def _find_mode(
     outputs = lin.num_data * max(lin.num_outputs, lin.likelihood.root_columns(lin.num_outputs))
     if outputs <= lin.num_parameters and 2 * KERNEL_COPIES * 8 * outputs**2 <= lin.memory.room():
         dual = dual_mode(space, 1.0, prior.mean, rtol, most_steps)
-        if dual.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT) or not math.isfinite(dual.gradient):
+        if dual.reason not in ACCEPTED or not math.isfinite(dual.gradient):
             return dual, None
         L = space.root(dual.outputs)
         factor = space.factor(L, 1.0)
