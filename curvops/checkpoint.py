@@ -143,6 +143,10 @@ class Checkpoint:
         """Return the folder of a named step inside."""
         return None if self.folder is None else self.folder / name
 
+    def step(self, name: str, device: torch.device, alone: bool = False) -> Checkpoint:
+        """Return the checkpoint of a named step inside, which this process may run alone; it has no steps itself."""
+        return Checkpoint(self.part(name), name, device=device, ranks=None if alone else self.ranks)
+
     def next_part(self, what: str) -> Path | None:
         """Return the folder of the next step inside."""
         if self.folder is None or self._name:
@@ -300,23 +304,6 @@ def begin(
 def current() -> Checkpoint:
     """Return the checkpoint of the run that this is a step of."""
     return current_run().checkpoint or NOTHING
-
-
-def named_part(name: str, device: torch.device) -> Checkpoint:
-    """Return the checkpoint of a named step inside the current run; the step has no steps of its own."""
-    run = current()
-    return Checkpoint(run.part(name), name, device=device, ranks=run.ranks) if run else NOTHING
-
-
-def part_of_rank(name: str, device: torch.device) -> Checkpoint:
-    """Return the checkpoint of a named step inside the current run that this process runs alone."""
-    return Checkpoint(current().part(name), name, device=device)
-
-
-def part_of_whole(name: str, device: torch.device) -> Checkpoint:
-    """Return the checkpoint of a result that several steps of the whole run need, wherever it is computed."""
-    whole = current().whole
-    return Checkpoint(whole.part(name), name, device=device, ranks=whole.ranks)
 
 
 def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:

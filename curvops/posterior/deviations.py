@@ -23,7 +23,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.ambient import Memories, as_step, hold, remark, running
-from curvops.checkpoint import Checkpoint, current, named_part
+from curvops.checkpoint import Checkpoint, current
 from curvops.checks import carries_graph, check_choice, check_options, checked_number, drawn_seed, refuse
 from curvops.errors import DivergenceError, NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
@@ -211,7 +211,7 @@ class StochasticDescent:
 
     def solve(self, systems: Systems, x0: Float[Tensor, "D k"] | None, rtol: float) -> Solution:
         """Find the minimiser for each column; a checkpoint is written after an epoch."""
-        saved = named_part("descent", systems.like.device)
+        saved = current().step("descent", systems.like.device)
         if saved.done:
             return saved.result(Solution)
         generator = saved.source("generator", systems.noise.generator("cpu"), torch.device("cpu"))

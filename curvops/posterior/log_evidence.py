@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import part_of_whole
+from curvops.checkpoint import current
 from curvops.checks import carries_graph
 from curvops.errors import MaxStepsWarning, NotPositiveSemidefiniteError, warn
 from curvops.linalg import Damped, Estimate, effective_dimension, logdet, spectral_quadrature, trace
@@ -366,7 +366,7 @@ def decompose(cache: CurvatureCache) -> DenseSpectrum:
     A, formed = cache.curvature, cache.peek("formed")
 
     def compute() -> DenseSpectrum:
-        saved = part_of_whole("spectrum", A.device)
+        saved = current().whole.step("spectrum", A.device)
         if saved.done:
             return saved.result(DenseSpectrum)
         at_hand = formed is not None and formed.base is A

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from curvops.ambient import CACHE_BYTES
-from curvops.checkpoint import digest, part_of_rank
+from curvops.checkpoint import current, digest
 from curvops.errors import NoFactorsWarning, warn
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
@@ -281,7 +281,7 @@ class SummedWalk:
         # These are sums over this process's own points; they can be reused for the same points in the same batches.
         prints = lin.data.own_prints
         mark = digest([torch.tensor([prints.order, *lin.data.sizes])])[:16]
-        self.saved = saved = part_of_rank(f"{name} {mark}", lin.theta.device)
+        self.saved = saved = current().step(f"{name} {mark}", lin.theta.device, alone=True)
         state = saved.state or {"points": 0, "chunk": lin.passes.chunk_bytes, "sums": saved.outcome}
         self.points, self.chunk, self.sums = (state[name] for name in ("points", "chunk", "sums"))
         fisher.resume(saved)

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import current, part_of_whole
+from curvops.checkpoint import current
 from curvops.linalg import Estimate, Inverse, Reason, solve
 from curvops.linalg.core.algorithm import holding, keep
 from curvops.linalg.core.solve_routes import FORMED_COPIES, KERNEL_COPIES, MOST_OUTPUTS, RESOLVED
@@ -115,7 +115,7 @@ class FunctionSpace:
         if not run or run.held.get("kernel") is self:
             return
         run.held["kernel"] = self
-        saved = part_of_whole("kernel", self.lin.theta.device)
+        saved = run.step("kernel", self.lin.theta.device)
         if not saved.done:
             saved.finish(self.kernel)
         elif NAME not in self.of_data or not torch.equal(self.kernel, saved.outcome):
