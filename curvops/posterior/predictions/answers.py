@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -221,9 +221,9 @@ def normal_log_likelihoods(
 
 def join_uncertainties(parts: Sequence[Uncertainty]) -> Uncertainty:
     """Concatenate the uncertainties of groups of points."""
-    names = ("mean", "total", "aleatoric", "epistemic", *(() if parts[0].stderr is None else ("stderr",)))
+    names = [name for name, value in vars(parts[0]).items() if isinstance(value, Tensor)]
     tensors: dict[str, Any] = {name: torch.cat([getattr(uncertainty, name) for uncertainty in parts]) for name in names}
-    return Uncertainty(unit=parts[0].unit, **{"stderr": None} | tensors)
+    return replace(parts[0], **tensors)
 
 
 def add_noise(
