@@ -97,7 +97,7 @@ CALLS = {
     "P.solve(b)": (solve, 28, 180),
     "co.linalg.cg(P, B)": (block_solve, 22, 142),
     "co.linalg.trace(G)": (trace, 35, 170),
-    "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 48, 300),
+    "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 48, 294),
     "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 41, 200),
     "post.sample(4), KFAC": (sample, 26, 95),
     "sgld.update": (sgld, 11, 40),

@@ -344,14 +344,14 @@ def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
     """
     assert group.layer is not None
     inputs: list[MaskedInput] = []
-    for part in group.parts:
-        right = part.right()
-        inside = _at_inputs(part.inside, right)  # of ragged rows, those inside the table of their points
-        mask = None if group.positions is None else _at_inputs(part.of_rows(group.positions), right)
+    for call in group.parts:
+        right = call.right()
+        inside = _at_inputs(call.inside, right)  # of ragged rows, those inside the table of their points
+        mask = None if group.positions is None else _at_inputs(call.of_rows(group.positions), right)
         inputs.append((right, mask if inside is None else inside if mask is None else inside & mask))
-    weights = [None if group.weights is None else part.of_rows(group.weights) for part in group.parts]
+    weights = [None if group.weights is None else call.of_rows(group.weights) for call in group.parts]
     if sharing == "reduce" and inputs[0][0].is_floating_point():
-        inputs = _mean_inputs(inputs, any(part.inside is not None for part in group.parts))
+        inputs = _mean_inputs(inputs, any(call.inside is not None for call in group.parts))
     for (right, mask), of_rows in zip(inputs, weights):
         counted, of_inputs = _counted(mask, right), _at_inputs(of_rows, right)
         of_inputs = None if of_inputs is None else _counted(mask, of_inputs.unsqueeze(1))
