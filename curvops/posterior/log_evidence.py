@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import current
-from curvops.checks import carries_graph
+from curvops.checks import carries_graph, check_options
 from curvops.errors import MaxStepsWarning, NotPositiveSemidefiniteError, warn
 from curvops.linalg import Damped, Estimate, effective_dimension, logdet, spectral_quadrature, trace
 from curvops.linalg.core import solve_routes as routes
@@ -34,7 +34,6 @@ from curvops.operators import GGN
 from curvops.operators.curvatures.subnetwork import principal_block, sums_rows
 from curvops.posterior.linear_mode import find_mode, linear_log_likelihood
 from curvops.posterior.precision import kernel_of, naming_the_ggn, posterior_system
-from curvops.posterior.predictions.normals import chi_squared
 from curvops.posterior.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.summary import Summarised, Table, Tabular, by_columns_of, summary
 
@@ -477,7 +476,7 @@ class Tuning(Tabular):
         """
         self._warn_of_intervals()
         last = self.steps[-1]
-        low, high = chi_squared(last.effective_parameters, level)
+        low, high = _chi_squared(last.effective_parameters, level)
         return last.prior_precision * low, last.prior_precision * high
 
     def noise_interval(self, level: float = 0.95) -> tuple[float, float]:
@@ -498,7 +497,7 @@ class Tuning(Tabular):
         last = self.steps[-1]
         if last.noise is None or isinstance(last.noise, Tensor) or self.targets is None:
             raise ValueError("no single noise was tuned: see mackay(post, tune_noise=True), maximize(post, 'noise').")
-        low, high = chi_squared(self.targets - last.effective_parameters.sum(), level)
+        low, high = _chi_squared(self.targets - last.effective_parameters.sum(), level)
         return last.noise / float(high), last.noise / float(low)
 
     __repr__ = Tabular.as_text
@@ -548,3 +547,13 @@ class Validation(Tabular):
         noises = {} if self.noises is None else {"noise": list(map(summary, self.noises))}
         precisions, scores = ([*map(summary, numbers)] for numbers in (self.prior_precisions, self.scores))
         return [by_columns_of({"prior precision": precisions, **noises, "held-out log-likelihood per point": scores})]
+
+
+def _chi_squared(freedom: Tensor, level: float) -> tuple[Tensor, Tensor]:
+    """Return the quantiles of χ² for its degrees of freedom that enclose the level."""
+    from scipy.special import chdtri  # a slow import that few calls need
+
+    check_options(level=level)
+    tail, degrees = (1 - level) / 2, freedom.detach().double().cpu().clamp_min(1e-3)
+    low, high = (degrees.new_tensor(chdtri(degrees.numpy(), q)) / degrees for q in (1 - tail, tail))
+    return low.to(freedom.device), high.to(freedom.device)

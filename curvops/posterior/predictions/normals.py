@@ -115,18 +115,12 @@ class SampledNormal(Normal):
 
     def variance_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*N C"], Float[Tensor, "*N C"]]:
         """Return the exact interval of each variance from quantiles of χ²; `level` is in (0, 1)."""
-        low, high = chi_squared(torch.tensor(self._known_draws()), level)
-        return self.variance / float(high), self.variance / float(low)
+        from scipy.special import chdtri  # a slow import that few calls need
 
-
-def chi_squared(freedom: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """Return the quantiles of χ², over its degrees of freedom, that enclose the level."""
-    from scipy.special import chdtri  # a slow import that few calls need
-
-    check_options(level=level)
-    tail, degrees = (1 - level) / 2, freedom.detach().double().cpu().clamp_min(1e-3)
-    low, high = (degrees.new_tensor(chdtri(degrees.numpy(), q)) / degrees for q in (1 - tail, tail))
-    return low.to(freedom.device), high.to(freedom.device)
+        check_options(level=level)
+        k, tail = self._known_draws(), (1 - level) / 2
+        low, high = (k / float(chdtri(k, q)) for q in (tail, 1 - tail))
+        return self.variance * low, self.variance * high
 
 
 def _check_event(value: Tensor, event: torch.Size) -> None:
