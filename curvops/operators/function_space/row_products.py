@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -121,16 +122,18 @@ def _rows(sides: Sides, block: Block, most_bytes: int) -> Float[Tensor, "nr pq"]
     most = most_bytes // 4 if left.is_cuda else min(most_bytes // 4, CACHE_BYTES)
     step = max(1, most // max(1, sides.point_bytes))
     for points in (slice(start, start + step) for start in range(0, n, step)):
-        rows[points] = _formed(left[points], sides.right(points), block)
+        first, second, here = _positions(left[points], block), sides.right(points)[:, block.groups], rows[points]
+        if first.shape[1] == 1:
+            torch.bmm(first[:, 0], second[:, 0], out=here.view(len(here), -1, sides.width))
+        else:
+            here.copy_((first @ second).unflatten(2, (r, -1)).transpose(1, 2).flatten(2))
     return rows.flatten(0, 1)
 
 
 def _recorded_rows(sides: Sides, block: Block) -> Float[Tensor, "nr pq"]:
-    return _formed(sides.left, sides.right(slice(None)), block).flatten(0, 1)
+    rows = _positions(sides.left, block) @ sides.right(slice(None))[:, block.groups]
+    return rows.unflatten(2, (sides.left.shape[1], -1)).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _formed(left: Float[Tensor, "n r g t p"], right: Float[Tensor, "n g t q"], block: Block) -> Float[Tensor, "n r pq"]:
-    """Return these entries of Σ_t left ⊗ right."""
-    some = left[:, :, block.groups, :, block.channels].permute(0, 2, 1, 4, 3).flatten(2, 3)  # (n, g, rp, t)
-    rows = some @ right[:, block.groups]
-    return rows.unflatten(2, (left.shape[1], -1)).transpose(1, 2).flatten(2)
+def _positions(left: Tensor, block: Block) -> Float[Tensor, "n g rp t"]:
+    return left[:, :, block.groups, :, block.channels].permute(0, 2, 1, 4, 3).flatten(2, 3)
