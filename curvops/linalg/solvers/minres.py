@@ -224,7 +224,7 @@ class MinimalResiduals(ShortRecurrence):
         self.records.iteration += 1
         self.records.matvecs += len(self.active)
         image = norm(p)
-        p = axpy(as_block(p), V.before, -scale)
+        p = axpy(p.clone(), V.before, -scale)
         alfa = inner(p, v)
         axpy(p, V.last, -alfa.to(scale.dtype) / scale)
         z = p if self.precondition is None else self.precondition(p)
