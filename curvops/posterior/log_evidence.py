@@ -126,6 +126,7 @@ def find_evidence(
         linear_mode = find_mode(terms, start)
         theta, log_likelihood = linear_mode.theta, linear_log_likelihood(cache, linear_mode.theta)
         reason = None if linear_mode.converged else linear_mode.reason
+    cache.require_no_other_gradient(log_likelihood)
     ratio = log_ratio(terms, rtol, generator, many)
     ratio = ratio if reason is None else replace(ratio, reason=reason)
     count = partial(count_parameters, terms, rtol, generator)

@@ -75,12 +75,14 @@ class Sources:
 
     `partial`: the data of a further part are unknown. `detached`: a part was detached from the weights at which it was
     built. `repeated`: several terms of a sum have the same data, so that their factor is not a temperature.
+    `recorded`: a factor requires a gradient, which the counts have not.
     """
 
     counts: Mapping[Hashable, float] = field(default_factory=dict)
     partial: bool = False
     detached: bool = False
     repeated: bool = False
+    recorded: bool = False
 
     def detach(self) -> Sources:
         """Return the sources of a copy that is detached from its weights."""
@@ -93,11 +95,12 @@ def sources_of(operator: Any) -> Sources | None:
 
 
 def scale_sources(sources: Sources | None, factor: Tensor) -> Sources | None:
-    """Return the sources of an operator times a number (a 0-d tensor, whose gradient does not matter)."""
+    """Return the sources of an operator times a number, a 0-d tensor."""
     if sources is None:
         return None
     scale = float(factor.detach())
-    return replace(sources, counts={name: scale * count for name, count in sources.counts.items()})
+    counts = {name: scale * count for name, count in sources.counts.items()}
+    return replace(sources, counts=counts, recorded=sources.recorded or factor.requires_grad)
 
 
 def merge_sources(*sources: Sources | None) -> Sources | None:
@@ -112,7 +115,7 @@ def merge_sources(*sources: Sources | None) -> Sources | None:
         for name, count in one.counts.items():
             counts[name] = counts.get(name, 0.0) + count
     partial, detached = any(one.partial for one in with_data), any(one.detached for one in with_data)
-    return Sources(counts, partial, detached, repeated)
+    return Sources(counts, partial, detached, repeated, any(one.recorded for one in with_data))
 
 
 def sources_of_sum(terms: Sequence[Any]) -> Sources | None:

@@ -57,6 +57,7 @@ class ByAutograd(Likelihood):
     def fisher(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, "n C C"]:
         """Return H of each point, weights included."""
         H = with_autograd(self._fisher, f, y)
+        H = H if f.requires_grad else H.detach()  # tensors inside the function have no gradient from an operator
         return H if w is None else H * w[:, None, None]
 
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
