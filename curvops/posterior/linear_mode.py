@@ -386,10 +386,19 @@ def problem_of_mode(terms: PrecisionTerms) -> dict[str, Any]:
 
 
 def linear_log_likelihood(cache: CurvatureCache, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
-    """Return the log-likelihood of the linear model at other weights, with its gradient in hyperparameters."""
+    """Return the log-likelihood of the linear model at other weights, with its gradient in hyperparameters.
+
+    Raises ValueError if a tensor inside a likelihood's function requires a gradient, which the curvature lacks.
+    """
     delta = theta - cache.lin.theta
     parts = [DisplacedGGN.at(lin, lin.push(delta)) for lin in cache.known_data("the log evidence")]
-    return cache.power * torch.stack([displaced.log_likelihood() for displaced in parts]).sum()
+    total = torch.stack([displaced.log_likelihood() for displaced in parts]).sum()
+    if total.requires_grad and not any(tensor.requires_grad for _, tensor in cache.hyperparameters):
+        raise ValueError(
+            f"the log evidence has no gradient for the tensors inside {cache.lin.likelihood!r}, one of which requires "
+            "one: detach it, or use torch.no_grad()."
+        )
+    return cache.power * total
 
 
 TOLERATED = 1.0

@@ -120,13 +120,14 @@ def find_evidence(
     """
     cache, theta = terms.cache, terms.lin.theta
     cache.require_gradients()
+    if cache.scaled_with_graph and torch.is_grad_enabled():  # the power of the likelihood is a number
+        raise ValueError("the log evidence has no gradient for the factor of the curvature: detach it.")
     if mode == "map":  # rejects unknown data before products are spent
         log_likelihood, reason = cache.log_likelihood(), None
     else:
         linear_mode = find_mode(terms, start)
         theta, log_likelihood = linear_mode.theta, linear_log_likelihood(cache, linear_mode.theta)
         reason = None if linear_mode.converged else linear_mode.reason
-    cache.require_no_other_gradient(log_likelihood)
     ratio = log_ratio(terms, rtol, generator, many)
     ratio = ratio if reason is None else replace(ratio, reason=reason)
     count = partial(count_parameters, terms, rtol, generator)

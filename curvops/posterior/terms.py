@@ -102,6 +102,8 @@ class CurvatureCache:
     ) -> None:
         self.lin, self.curvature, self.generator = lin, curvature, generator
         self.data, self.power = data_terms(lin, curvature), power_of(lin, curvature)
+        sources = sources_of(curvature)
+        self.scaled_with_graph = sources is not None and sources.recorded
         self.lock = threading.RLock()
         self.checks_mode = checks_mode  # until there was a warning; False if the user wants none
         self._values = dict[str, Any]()
@@ -217,20 +219,6 @@ class CurvatureCache:
         if isinstance(data, str):
             return None
         return self.get("gradient", lambda: self.power * torch.stack([lin.gradient() for lin in data]).sum(0))
-
-    def require_no_other_gradient(self, log_likelihood: Tensor) -> None:
-        """Raise ValueError if a gradient is needed that an evidence with this log-likelihood lacks in part.
-
-        It lacks those of tensors inside a likelihood's function, and of a factor of the curvature.
-        """
-        sources = sources_of(self.curvature)
-        if torch.is_grad_enabled() and sources is not None and sources.recorded:
-            raise ValueError("the log evidence has no gradient for the factor of the curvature: detach it.")
-        if log_likelihood.requires_grad and not any(tensor.requires_grad for _, tensor in self.hyperparameters):
-            raise ValueError(
-                f"the log evidence has no gradient for the tensors inside {self.lin.likelihood!r}, one of which "
-                "requires one: detach it, or use torch.no_grad()."
-            )
 
     def require_gradients(self) -> None:
         """Raise ValueError if a hyperparameter has changed, or needs a gradient that the curvature lacks."""
