@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from curvops.network.data.batch_parts import aligned_parts, holds_all, parts_of,
 from curvops.network.data.batches import Batches, as_source
 from curvops.network.data.inputs import group_alike, join
 from curvops.network.data.randomness import items
-from curvops.network.likelihoods import Gaussian, Sequences
+from curvops.network.likelihoods import Categorical, Gaussian, Likelihood, Sequences
 from curvops.operators import Linearization
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
@@ -65,9 +66,9 @@ def validate(
 
     The search tries factors from 1e-4 to 1e4 of the current value, a decade apart (and beyond, as long as that gains
     more than 1e-4 nats per point), and then refines the best one. Values under which G + A proves to be indefinite, as
-    for a Hessian, are passed over. Of points with many positions, such as tokens or pixels, all values are scored at
-    the same positions, chosen at random by a fixed seed among those with targets: at 20, or at as many as give 2,000
-    outputs in all.
+    for a Hessian, are passed over. Labels are scored as they are, without the label smoothing of training. Of points
+    with many positions, such as tokens or pixels, all values are scored at the same positions, chosen at random by a
+    fixed seed among those with targets: at 20, or at as many as give 2,000 outputs in all.
 
     Args:
         post: a posterior from `co.laplace`.
@@ -190,6 +191,15 @@ def some_positions(lin: Linearization, points: int, used: Tensor | None = None) 
     return lin.at_positions(order[:most].sort().values.tolist()) if most < T and len(order) else None
 
 
+def of_labels_as_they_are(likelihood: Likelihood) -> Likelihood:
+    """Return the likelihood without label smoothing, under which the most likely posterior would be too unsure."""
+    if not isinstance(likelihood, Categorical) or not likelihood.label_smoothing:
+        return likelihood
+    unsmoothed = copy.copy(likelihood)
+    unsmoothed.label_smoothing = 0.0
+    return unsmoothed
+
+
 def _held_out_data(data: Any, post: Laplace) -> list[tuple[Any, Any]]:
     """Return the inputs and targets of data in any form; those of one form, such as one length of texts, together."""
     data = post.lin.model.calls.read_data(data)
@@ -235,9 +245,11 @@ class _Search:
             post = predicting_at(self.under(prior), noise)
             require_usable(post.terms)
             scored = [(post.at(x, gather=self.gather), y) for x, y in self.held_out]
-            if self.part is not None:
-                likelihood = Sequences(post.lin.likelihood.of_position, *self.part.output_shape)
-                scored = [(at.of(self.part.with_likelihood(likelihood)), y) for at, y in scored]
+            lin, trained = post.lin if self.part is None else self.part, post.lin.likelihood
+            likelihood = of_labels_as_they_are(trained.of_position)
+            if self.part is not None or likelihood is not trained.of_position:
+                likelihood = Sequences(likelihood, *lin.output_shape) if isinstance(trained, Sequences) else likelihood
+                scored = [(at.of(lin.with_likelihood(likelihood)), y) for at, y in scored]
             estimates = [at.log_likelihood(y, self.joint, draws, self.link) for at, y in scored]
         except NotPSDError as error:  # a Hessian under a small prior is no precision: there is no such posterior
             self.refusal = error

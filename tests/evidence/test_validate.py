@@ -75,14 +75,8 @@ def test_of_given_precisions_the_best_is_returned_for_data_in_any_form(regressio
     forms += [[(x[:3], y[:3]), (x[3:], y[3:])], (x.numpy(), y.numpy()), {"inputs": x, "targets": y}]
     for data in forms:
         assert co.evidence.validate(post, data, prior_precisions=precisions).tuning.scores == expected
-    for data, error, message in [
-        ([], ValueError, "no points"),
-        (x, MissingLabelsError, "A batch is"),
-        ((x, y, y), TypeError, "a third item"),
-        (iter([(x, y)]), TypeError, "only once"),
-    ]:
-        with pytest.raises(error, match=message):
-            co.evidence.validate(post, data)
+    with pytest.raises(MissingLabelsError, match="A batch is"):
+        co.evidence.validate(post, x)
 
 
 def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(annotations_unchecked):
@@ -93,8 +87,7 @@ def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(annot
     lin = co.linearize(model, (x, y), "classification")
     shape = torch.linspace(0.5, 2, lin.num_parameters, dtype=DOUBLE)
     post = co.laplace(lin, co.DiagonalGGN, shape, check_mode=False)
-    best = co.evidence.validate(post, new, noisy, link="mc", generator=torch.Generator().manual_seed(0))
-    again = co.evidence.validate(post, new, noisy, link="mc", generator=torch.Generator().manual_seed(0))
+    best, again = (co.evidence.validate(post, new, noisy, link="mc", generator=seeded()) for _ in range(2))
     ratio = best.prior_precision / shape
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
     assert torch.equal(best.prior_precision, again.prior_precision) and ratio[0] != 1
@@ -105,16 +98,22 @@ def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(annot
     assert best.tuning.noises is None and min(best.tuning.stderrs) > 0
 
 
-def test_some_positions_choose_the_prior_of_images():
-    """Of 60 pixels of 20 images 33, by a fixed seed, and 20 of the 30 at which targets of 40 images are known."""
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_some_positions_choose_the_prior_of_images(smoothing):
+    """Of 60 pixels of 20 images 33, by a fixed seed, and 20 of the 30 at which targets of 40 images are known.
+
+    Labels are scored as they are, without the smoothing of training.
+    """
     x, y = torch.randn(60, 2, 6, 10, generator=seeded()).double(), torch.arange(3600).view(60, 6, 10) % 7 % 3
     y[20:, 3:], order = -100, torch.randperm(60, generator=seeded())
     torch.manual_seed(0)
-    lin = co.linearize(torch.nn.Conv2d(2, 3, 3, padding=1).double(), (x[:20], y[:20]), torch.nn.CrossEntropyLoss())
+    smoothed = torch.nn.CrossEntropyLoss(label_smoothing=smoothing)
+    lin = co.linearize(torch.nn.Conv2d(2, 3, 3, padding=1).double(), (x[:20], y[:20]), smoothed)
     variances = co.laplace(lin).predict(x[:20]).variance.flatten(1, 2)
     assert float(variances[:, order[:33]].mean()) == pytest.approx(0.25, rel=0.01)
     post = co.laplace(lin, validation=(x[20:], y[20:]))
-    scores = post.log_likelihood(x[20:], y[20:], link="probit").value.flatten(1)
+    p = post.probabilities(x[20:]).gather(1, y[20:].clamp(min=0).unsqueeze(1))
+    scores = p.log().flatten(1)
     assert max(post.tuning.scores) == pytest.approx(float(scores[:, order[order < 30][:20]].mean()), rel=1e-10)
 
 
@@ -135,7 +134,6 @@ def test_priors_under_which_the_precision_is_indefinite_are_passed_over():
     [
         (slice(0, 8), "8 of the 8 held-out points are training points"),
         (slice(5, 14), "7 of the 9 held-out points are training points"),
-        (slice(12, 13), "all 1 held-out points have the same target"),
         (slice(12, 24, 3), "all 4 held-out points have the same target"),
     ],
 )
