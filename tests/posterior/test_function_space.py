@@ -55,6 +55,13 @@ def blocks_of(matrix, size):
     return matrix.reshape(n, size, n, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
+def test_the_mode_under_a_loss_in_single_precision():
+    """Its sums are in float64, and torch's Huber loss takes outputs and targets of one dtype alone."""
+    posts = [co.laplace(wide(nn.HuberLoss()).cast(dtype), prior_precision=ALPHA) for dtype in (torch.float32, DOUBLE)]
+    single, double = (post.linear_mode().theta.double() for post in posts)
+    torch.testing.assert_close(single, double, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("likelihood", ["classification", "gaussian"])
 def test_predictions_at_a_few_points_are_exact_by_the_kernel(likelihood):
     """For each form of a covariance × two priors and temperatures; a gradient in the prior takes solves."""

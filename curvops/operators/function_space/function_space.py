@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -39,7 +39,9 @@ from curvops.linalg.operators.base import by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
 from curvops.linalg.spectra.apply_function import inverse_root_product
-from curvops.network import Exact, Passes, linear
+from curvops.network import Batch, Exact, Passes, linear
+from curvops.network.data.inputs import move_tensor
+from curvops.network.likelihoods import Likelihood
 from curvops.operators.curvatures.ggn import CurvatureRoot
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.linearization import Linearization
@@ -70,8 +72,17 @@ class FunctionSpace:
 
     @cached_property
     def batches(self) -> list[tuple[Any, Tensor]]:
-        """The labels and the outputs f* of each batch. One pass over the data."""
-        return [(batch, J.outputs.detach().double()) for batch, J in self.lin.gathered().passes.each(0)]
+        """The labels and the outputs f* of each batch, in float64. One pass over the data."""
+
+        def in_float64(batch: Batch) -> Batch:
+            return replace(batch, any_targets=move_tensor(batch.any_targets, None, torch.float64))
+
+        return [(in_float64(batch), J.outputs.detach().double()) for batch, J in self.lin.gathered().passes.each(0)]
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood with its tensors in float64, since torch's Huber loss takes outputs of its targets' dtype."""
+        return self.lin.likelihood.to(dtype=torch.float64)
 
     @property
     def outputs(self) -> Float[Tensor, "N C"]:
@@ -84,14 +95,14 @@ class FunctionSpace:
 
     def root(self, f: Float[Tensor, "N C"]) -> Float[Tensor, "N C R"]:
         """Return L of each point at these outputs."""
-        fisher = Exact(self.lin.likelihood)
+        fisher = Exact(self.likelihood)
         columns = fisher.num_columns(self.lin.num_outputs)
         parts = self._by_batch(lambda batch, at: fisher.columns(at, batch, 0, columns), f)
         return torch.cat(parts, 1).permute(1, 2, 0)
 
     def loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
         """Return −log p(y | f) and its gradient."""
-        likelihood = self.lin.likelihood
+        likelihood = self.likelihood
         logs = self._by_batch(lambda b, at: likelihood.log_prob(at, b.targets, b.weights).sum(), f)
         gradients = self._by_batch(lambda b, at: likelihood.residual(at, b.targets, b.weights), f)
         return -torch.stack(logs).sum(), torch.cat(gradients).flatten()

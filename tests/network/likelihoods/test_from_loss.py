@@ -45,18 +45,17 @@ def hinge(f: Tensor, y: Tensor) -> Tensor:
     return F.relu(1 - f.gather(-1, y.unsqueeze(-1)) + f).square().sum(-1)
 
 
-def huber(f: Tensor, y: Tensor) -> Tensor:
-    return F.huber_loss(f, y, reduction="none", delta=0.7)
+huber = partial(F.huber_loss, reduction="sum", delta=0.7)
 
 
 # name: (what is given, shape of a point's outputs, positive outputs, targets, the loss as a sum)
 Case = tuple[Any, tuple[int, ...], bool, Tensor, Callable[[Tensor, Tensor], Tensor]]
 LABELS = torch.arange(N) % C
 CASES: dict[str, Case] = {
-    "huber": (nn.HuberLoss(delta=0.7), (C,), False, reals(C), lambda f, y: huber(f, y).sum()),
-    "huber, reduced by sum": (nn.HuberLoss("sum", 0.7), (C,), False, reals(C), lambda f, y: huber(f, y).sum()),
-    "huber of numbers": (nn.HuberLoss(delta=0.7), (), False, reals(), lambda f, y: huber(f, y).sum()),
-    "huber of positions": (nn.HuberLoss(delta=0.7), (T, C), False, reals(T, C), lambda f, y: huber(f, y).sum()),
+    "huber": (nn.HuberLoss(delta=0.7), (C,), False, reals(C), huber),
+    "huber, reduced by sum": (nn.HuberLoss("sum", 0.7), (C,), False, reals(C), huber),
+    "huber of numbers": (nn.HuberLoss(delta=0.7), (), False, reals(), huber),
+    "huber of positions": (nn.HuberLoss(delta=0.7), (T, C), False, reals(T, C), huber),
     "smooth": (nn.SmoothL1Loss(beta=0.3), (C,), False, reals(C), partial(F.smooth_l1_loss, reduction="sum", beta=0.3)),
     "rates": (
         nn.PoissonNLLLoss(log_input=False, full=True),
@@ -95,11 +94,8 @@ def dense(case: str) -> tuple[nn.Module, Tensor, Tensor, dict[str, Tensor]]:
 
     f = outputs(theta)
     J = torch.autograd.functional.jacobian(outputs, theta).reshape(f.numel(), -1)
-    points = torch.stack(
-        [
-            torch.autograd.functional.jacobian(lambda at, i=i: total(outputs(at)[i : i + 1], y[i : i + 1]), theta)
-            for i in range(N)
-        ]
+    points = torch.autograd.functional.jacobian(
+        lambda at: torch.stack([total(outputs(at)[i : i + 1], y[i : i + 1]) for i in range(N)]), theta
     )
     H = torch.autograd.functional.hessian(lambda g: total(g, y), f).reshape(f.numel(), f.numel())
     hessian = torch.autograd.functional.hessian(lambda at: total(outputs(at), y), theta)
