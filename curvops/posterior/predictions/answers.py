@@ -209,7 +209,11 @@ def normal_log_likelihoods(
     wide = torch.linspace(-WIDEST, WIDEST, NODES, dtype=mean.dtype, device=mean.device).unsqueeze(1)
 
     def integrand(z: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
-        return log_likelihoods(likelihood, [mean + deviation * z.unsqueeze(-1)], targets) - z.square() / 2
+        f = mean + deviation * z.unsqueeze(-1)
+        log_p = log_likelihoods(likelihood, [f], targets)
+        # Far out a density may overflow, as that of a count does with its rate: it is zero there.
+        overflows = log_p.isnan() & f.squeeze(-1).isfinite()
+        return log_p.masked_fill(overflows, -math.inf) - z.square() / 2
 
     with torch.no_grad():
         found, step = integrand(wide.expand(-1, len(mean))), wide[1] - wide[0]
