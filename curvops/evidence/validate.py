@@ -258,7 +258,7 @@ class _Search:
         errors = torch.cat([estimate.stderr for estimate in estimates])
         value = float(scores.mean())
         self.trials.append(_Trial(prior, noise, value, float(errors.norm()) / scores.numel()))
-        return value
+        return -math.inf if math.isnan(value) else value  # a density that overflows
 
     @property
     def best(self) -> _Trial:

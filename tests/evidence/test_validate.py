@@ -75,8 +75,14 @@ def test_of_given_precisions_the_best_is_returned_for_data_in_any_form(regressio
     forms += [[(x[:3], y[:3]), (x[3:], y[3:])], (x.numpy(), y.numpy()), {"inputs": x, "targets": y}]
     for data in forms:
         assert co.evidence.validate(post, data, prior_precisions=precisions).tuning.scores == expected
-    with pytest.raises(MissingLabelsError, match="A batch is"):
-        co.evidence.validate(post, x)
+    for data, error, message in [
+        ([], ValueError, "no points"),
+        (x, MissingLabelsError, "A batch is"),
+        ((x, y, y), TypeError, "a third item"),
+        (iter([(x, y)]), TypeError, "only once"),
+    ]:
+        with pytest.raises(error, match=message):
+            co.evidence.validate(post, data)
 
 
 def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(annotations_unchecked):
@@ -134,6 +140,7 @@ def test_priors_under_which_the_precision_is_indefinite_are_passed_over():
     [
         (slice(0, 8), "8 of the 8 held-out points are training points"),
         (slice(5, 14), "7 of the 9 held-out points are training points"),
+        (slice(12, 13), "all 1 held-out points have the same target"),
         (slice(12, 24, 3), "all 4 held-out points have the same target"),
     ],
 )

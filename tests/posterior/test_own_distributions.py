@@ -197,6 +197,18 @@ def test_a_rate_that_overflows_far_out_has_no_likelihood_there() -> None:
     torch.testing.assert_close(own, builtin, **TIGHT)
 
 
+@pytest.mark.filterwarnings("error::curvops.errors.UndeterminedWarning")
+def test_prior_precisions_under_which_a_density_overflows_are_not_chosen() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2)), X.float()
+    own, found = lambda f: distributions.Independent(counts(f), 1), []
+    for likelihood in (own, co.likelihoods.Poisson()):
+        lin = co.linearize(model, (x, events(x).float()), likelihood)
+        found.append(co.laplace(lin, validation=(9 * x, 1 - events(x).float())))
+    assert not all(map(math.isfinite, found[0].tuning.scores)) and all(map(math.isfinite, found[1].tuning.scores))
+    torch.testing.assert_close(found[0].prior_precision, found[1].prior_precision, rtol=0.01, atol=0)
+
+
 def test_heteroscedastic_targets_have_their_own_noise() -> None:
     """In closed form E exp(s) = exp(E s + Var s / 2), for points, groups and jointly."""
     post = posterior(co.likelihoods.HeteroscedasticGaussian(), 4, real)
