@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
 from curvops.checks import refuse
@@ -20,6 +21,7 @@ from curvops.evidence.validate import POINTS, ROWS, some_positions, validate
 from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
 from curvops.network import needs_noise
 from curvops.network.data.inputs import group_alike, join, num_points
+from curvops.network.data.objects import WholeBatch
 from curvops.network.likelihoods import Gaussian, Poisson
 from curvops.operators import GGN, KFAC, DiagonalGGN, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
@@ -70,9 +72,9 @@ def laplace(
             and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
             logits have a variance of 1/4 at the training inputs (the outputs, under a distribution of the user's);
             otherwise by the evidence, as `co.evidence.maximize`: for Gaussian noise, and for several outputs of
-            numbers, counts and classes, that of the linearised network, mode="linear", and of evenly spaced training
-            points if all have more than 2,000 outputs. Held-out data also choose a noise that was not given, unless
-            there are several outputs, whose noises remain those of the residuals.
+            numbers, counts and classes, that of the linearised network, mode="linear", and of random training points,
+            by a fixed seed, if all have more than 2,000 outputs. Held-out data also choose a noise that was not given,
+            unless there are several outputs, whose noises remain those of the residuals.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
@@ -163,21 +165,25 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
 
 
 def _maximize_on_some(post: Laplace) -> Laplace:
-    """Return the posterior under the prior precision of largest linear evidence of `some_points`.
+    """Return the posterior under the prior precision of largest linear evidence of random points, by a fixed seed.
 
-    The evidence of all points takes a linear mode of all of them for each value tried, and chooses much the same.
+    The evidence of all points takes a linear mode of all of them for each value tried, and chooses much the same. Even
+    spaces could follow a pattern in the data, such as that of weights.
     """
     lin = post.lin
     if lin.num_data * lin.num_outputs <= ROWS or not isinstance(post.curvature, UserOperator):
         return _maximize(post, "linear")
-    some = some_points(lin)
+    chosen: Tensor | int = most_points(lin)
+    if not isinstance(lin.data.few, WholeBatch):
+        chosen = torch.randperm(lin.num_data, generator=torch.Generator().manual_seed(0))[:chosen].sort().values
+    some = lin.restrict(chosen, 1.0)
     curvature = post.curvature.of(some, _seeded(post))
     if curvature is None:
         return _maximize(post, "linear")
     trial = replace(post, lin=some, curvature=curvature, cache=CurvatureCache(some, curvature))
-    chosen = _maximize(trial, "linear")
+    best = _maximize(trial, "linear")
     by = f"the evidence of {some.num_data:,} points"
-    return tell_choice(replace(post.with_prior(float(chosen.prior_precision)), tuning=chosen.tuning), by)
+    return tell_choice(replace(post.with_prior(float(best.prior_precision)), tuning=best.tuning), by)
 
 
 def _maximize(post: Laplace, mode: str) -> Laplace:
@@ -231,13 +237,17 @@ def limit_variance(post: Laplace) -> Laplace:
 
 
 def training_inputs(lin: Linearization) -> list[Any]:
-    """Return the inputs of `some_points` of all ranks; those of one form, such as one length of texts, are together."""
-    return [join(kind) for kind in group_alike(batch.inputs for batch in some_points(lin).gathered().data)]
+    """Return training inputs of all ranks, `most_points` of them, evenly spaced in their order.
+
+    Those of one form, such as one length of texts, are together.
+    """
+    data = lin.restrict(most_points(lin), 1.0).gathered().data
+    return [join(kind) for kind in group_alike(batch.inputs for batch in data)]
 
 
-def some_points(lin: Linearization) -> Linearization:
-    """Return the linearisation at evenly spaced training points: of `ROWS` outputs, or at least `POINTS`."""
-    return lin.restrict(min(lin.num_data, max(POINTS, ROWS // lin.num_outputs)), 1.0)
+def most_points(lin: Linearization) -> int:
+    """Return the number of training points that choose a prior precision: with `ROWS` outputs, or at least `POINTS`."""
+    return min(lin.num_data, max(POINTS, ROWS // lin.num_outputs))
 
 
 def _seeded(post: Laplace) -> torch.Generator:
