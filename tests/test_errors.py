@@ -101,7 +101,6 @@ def test_warnings_point_at_the_line_of_the_user() -> None:
 
 @pytest.mark.parametrize("asked", [(), (3, 1e-6)])
 def test_a_limit_of_the_precision_comes_with_the_residual_that_was_reached(asked: tuple[Any, ...]) -> None:
-    torch.manual_seed(0)
     with pytest.warns(co.errors.PrecisionWarning, match=r"largest true relative residual is \d\.\de-0\d, where rtol="):
         ill_conditioned(*asked)
     with warnings.catch_warnings():

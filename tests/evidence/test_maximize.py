@@ -131,14 +131,12 @@ def test_by_probes_it_comes_near_the_exact_one(network, over, annotations_unchec
 
 
 def test_where_data_determine_few_of_many_weights_the_solves_do_not_keep_it_from_converging(network):
-    torch.manual_seed(0)
     x, wide = network[1], nn.Sequential(nn.Linear(network[1].shape[1], 500), nn.Tanh(), nn.Linear(500, 2)).double()
     assert len(co.evidence.maximize(posterior((wide, x, x[:, :1].sin().expand(-1, 2))), "layers").tuning.steps) < 30
 
 
 def test_weighted_targets_count_by_their_weights():
     """Integer weights are repeated points."""
-    torch.manual_seed(0)
     model, x = nn.Linear(2, 1).double(), torch.randn(9, 2, dtype=DOUBLE)
     y, w = x.sum(1, keepdim=True) + torch.randn(9, 1).double(), torch.tensor([1.0, 2, 3] * 3).double()
     often = w.long()
@@ -155,7 +153,6 @@ def test_weighted_targets_count_by_their_weights():
 
 
 def test_dead_weights_stay_and_undetermined_ones_are_named():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     x = torch.randn(20, 3, dtype=DOUBLE)
     x[:, 0] = 0  # the first column of the first weight has no curvature
@@ -232,7 +229,6 @@ def test_the_noise_of_each_of_several_outputs_is_tuned(curvature):
 
 def test_noises_of_outputs_are_those_of_networks_of_their_own():
     """A linear model of two outputs under a prior of two layers is two models, of one noise each."""
-    torch.manual_seed(0)
     x = torch.randn(40, 2, dtype=DOUBLE)
     y = x + torch.tensor([0.1, 0.8]).double() * torch.randn(40, 2).double()
     layers = [nn.Linear(2, 1, bias=False).double() for _ in range(2)]

@@ -47,7 +47,6 @@ def batches(texts: list[tuple[Tensor, int]]) -> DataLoader[Any]:
 @pytest.mark.filterwarnings("error::curvops.errors.UndeterminedWarning")
 @pytest.mark.parametrize("validated", [True, False], ids=["by held-out data", "by the variance of the logits"])
 def test_the_prior_is_that_of_texts_padded_to_one_length(validated: bool) -> None:
-    torch.manual_seed(0)
     model, train, held_out = Text().double(), items(24, 0), items(30, 1)
     model.map.weight.data.mul_(6)
     right = model(*together(held_out)[0]).argmax(1).tolist()

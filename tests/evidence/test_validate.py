@@ -146,7 +146,6 @@ def test_priors_under_which_the_precision_is_indefinite_are_passed_over():
 )
 def test_points_that_say_little_are_named(rows, words):
     """Of 24 points and three classes in turn the first twelve are those of training."""
-    torch.manual_seed(0)
     x, y = torch.randn(24, 4).double(), torch.arange(24) % 3
     lin = co.linearize(torch.nn.Linear(4, 3).double(), [(x[:5], y[:5]), (x[5:12], y[5:12])], "classification")
     with pytest.warns(co.evidence.UndeterminedWarning, match=words):

@@ -265,7 +265,6 @@ ACQUISITIONS: dict[str, Callable[[LaplaceModel], AcquisitionFunction]] = {
 
 @pytest.mark.parametrize("name", ACQUISITIONS)
 def test_acquisition_functions_are_optimised(name: str) -> None:
-    torch.manual_seed(0)
     acquisition = ACQUISITIONS[name](LaplaceModel(posterior()))
     q = 1 if name in ("LogEI", "Thompson") else 2
     options, one_by_one = {"maxiter": 3}, name in ("qMES", "GIBBON")

@@ -99,7 +99,6 @@ def test_expectations_are_those_of_quadrature(activation: str, a: float, b: floa
 @pytest.mark.parametrize(("kind", "variances"), [("nngp", "no biases"), ("ntk", "by layer")])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_matrices_diagonals_and_batches(activation: str, kind: str, variances: str) -> None:
-    torch.manual_seed(0)
     k, x, z = kernel(activation, kind, variances), torch.randn(2, 2, 4), torch.randn(2, 4)
     square = torch.tensor([[[by_quadrature(activation, kind, variances, p, q) for q in b] for p in b] for b in x])
     cross = torch.tensor([[[by_quadrature(activation, kind, variances, p, q) for q in z] for p in b] for b in x])
@@ -145,7 +144,6 @@ def arc_cosine(x: list[Any], y: list[Any], depth: int, weight: Any, bias: Any) -
 @pytest.mark.parametrize("distance", [1.0, 1e-3, 1e-6, 1e-8, 1e-10])
 def test_near_points_keep_their_digits(distance: float, bias: float) -> None:
     """The angle as an arc cosine would have an error of 1e-8 at distances below that."""
-    torch.manual_seed(0)
     x, step = torch.randn(2, 1, 6)
     y = x + distance * step
     k = InfiniteWidthKernel(3, "relu", weight_variance=2.0, bias_variance=bias)
@@ -204,7 +202,6 @@ def test_no_gradient_is_nan_at_the_origin_without_biases() -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_second_derivatives_are_right_or_refused(activation: str) -> None:
-    torch.manual_seed(0)
     x, k, same = torch.randn(3, 2, requires_grad=True), kernel(activation), 0 if activation == "relu" else 1
     try:
         assert torch.autograd.gradgradcheck(lambda x: k(torch.cat([x, x[:same]])).to_dense(), (x,), fast_mode=True)
@@ -230,7 +227,6 @@ def test_gradients_in_variances(activation: str, kind: str, variances: str) -> N
 
 
 def test_the_ntk_precision_makes_the_empirical_kernel_of_the_ntk_parametrisation() -> None:
-    torch.manual_seed(0)
     weight_std, bias_std, x = 1.3, 0.4, torch.randn(4, 3)
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 1))
     lin = co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0))
@@ -262,7 +258,6 @@ class Process(gpytorch.models.ExactGP):
 @pytest.mark.usefixtures("no_foreign_solvers", "iterating")
 @pytest.mark.parametrize(("activation", "kind"), [("erf", "nngp"), ("relu", "ntk")])
 def test_an_exact_process_is_the_dense_one(activation: str, kind: str) -> None:
-    torch.manual_seed(0)
     x, new = torch.randn(12, 3), torch.randn(4, 3)
     y, likelihood = torch.randn(12), gpytorch.likelihoods.GaussianLikelihood()
     likelihood.noise = 0.3

@@ -165,7 +165,6 @@ def test_casting_the_kernel_casts_its_parameters_and_not_the_matrix(over: str) -
 
 
 def test_a_parameter_without_a_layer_rule_and_a_subnetwork() -> None:
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     data = torch.randn(5, 3, dtype=DOUBLE), torch.randn(5, 2, dtype=DOUBLE)
     lin = co.linearize(net, data, co.likelihoods.Gaussian(noise=1.0), parameters=torch.tensor([1, 5, 17, 20]))

@@ -193,7 +193,6 @@ def test_gradients_in_the_inputs() -> None:
 
 
 def test_sequences_are_their_positions() -> None:
-    torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     x, y = torch.randn(4, 5, 3, dtype=DOUBLE), torch.arange(20).view(4, 5) % 2
     process = laplace_gp(co.linearize(network, (x, y), "classification"), 0.7)
@@ -206,7 +205,6 @@ def test_sequences_are_their_positions() -> None:
 
 
 def test_repeated_points_and_separable_classes_take_no_jitter() -> None:
-    torch.manual_seed(0)
     x = torch.randn(4, 3, dtype=DOUBLE).repeat(3, 1)
     lin = co.linearize(mlp(8, 2), (x, (x[:, 0] > 0).long()), "classification")
     process = laplace_gp(lin, 1e-4)
@@ -217,7 +215,6 @@ def test_repeated_points_and_separable_classes_take_no_jitter() -> None:
 
 
 def test_scoring_by_a_fisher_that_is_no_hessian_ends_at_the_same_mode_after_more_steps() -> None:
-    torch.manual_seed(0)
     x, y = torch.randn(N, 3, dtype=DOUBLE), torch.randn(N, 1, dtype=DOUBLE)
     lin = co.linearize(mlp(3, 2), (x, y), co.likelihoods.HeteroscedasticGaussian())
     with pytest.raises(ModeNotFoundError, match="raise maxiter"):

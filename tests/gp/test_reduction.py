@@ -273,7 +273,6 @@ def test_a_gaussian_of_few_features_has_draws_and_no_density():
 @pytest.mark.parametrize("features", FEATURES)
 def test_nothing_of_size_n_times_d_is_formed(features):
     """2,000 points and 5,501 weights: J itself would take 84 MiB in float64."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 100), nn.Tanh(), nn.Linear(100, 43), nn.Tanh(), nn.Linear(43, 1)).double()
     x = torch.randn(2000, 10, dtype=DOUBLE)
     budget = 12 * 2**20

@@ -60,7 +60,6 @@ def test_heuristic_damping_stays_kronecker_factored():
 
 @pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])
 def test_layers_that_get_a_diagonal_for_want_of_factors_are_named(kind):
-    torch.manual_seed(0)
     data = torch.randn(4, 40).double(), torch.arange(4) % 3
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3)).double()
     without = (lambda values, x: functional_call(model, values, (x,))), dict(model.named_parameters())
@@ -77,7 +76,6 @@ def test_layers_that_get_a_diagonal_for_want_of_factors_are_named(kind):
 
 
 def test_a_layer_without_a_rule_that_gets_a_diagonal_is_named():
-    torch.manual_seed(0)
     lin = co.linearize(Recurrent(nn.GRU, 3, 24).double(), (torch.randn(3, 4, 3), torch.arange(3) % 2), "classification")
     with pytest.warns(co.errors.NoFactorsWarning, match="rnn.*no layer rule.*co.GGN"):
         co.KFAC(lin)

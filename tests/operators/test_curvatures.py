@@ -236,7 +236,6 @@ def _within(blocks: Any) -> Tensor:
 
 def test_wrong_second_derivatives_are_refused() -> None:
     """torch's fused weight_norm is not symmetric under double backward, here by one per cent."""
-    torch.manual_seed(0)
     norm = nn.utils.parametrizations.weight_norm
     model = nn.Sequential(norm(nn.Linear(2, 50)), nn.Tanh(), norm(nn.Linear(50, 1)))
     lin = co.linearize(model, (torch.randn(30, 2), torch.zeros(30, 1)), co.likelihoods.Gaussian(noise=1.0))

@@ -72,7 +72,6 @@ def test_tied_layers_are_held_together(room):
 
 
 def test_a_kernel_in_another_dtype_stays_symmetric():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     lin = co.linearize(model, (torch.randn(6, 3), torch.arange(6) % 2), "classification")
     for kernel in (co.TangentKernel(lin), co.TangentKernel(lin, 2.0, x=torch.randn(3, 3), x2=torch.randn(2, 3))):

@@ -68,7 +68,6 @@ def test_single_precision_has_the_answers_of_double_precision(name: str) -> None
 
 def test_a_wide_factor_of_few_rows_is_decomposed_from_them() -> None:
     """The same eigenvalues as of a thousand copies of the rows, an orthogonal basis, exact zeros in the null space."""
-    torch.manual_seed(0)
     model, x, y = nn.Linear(600, 3).double(), torch.randn(7, 600).double(), torch.arange(7) % 3
     thin = co.KFAC(co.linearize(model, (x, y), "classification"))
     whole = co.KFAC(co.linearize(model, (x.repeat(1000, 1), y.repeat(1000)), "classification"))
@@ -157,7 +156,6 @@ def test_what_a_dtype_does_not_hold_survives_conversions_and_scaling() -> None:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_biases_in_blocks_of_their_own(kind: Any, sharing: str) -> None:
     """The joint blocks without what weight and bias share; EKFAC with each block's own second moments."""
-    torch.manual_seed(0)
     body = [nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 3)]
     model = nn.Sequential(*body).double()
     x = torch.randn(5, 2, 4, 4).double()
@@ -183,7 +181,6 @@ def test_biases_in_blocks_of_their_own(kind: Any, sharing: str) -> None:
 
 def test_sampled_targets_do_not_depend_on_the_batches() -> None:
     """Drawn in the walk's own pass from one batch, in a pass of their own from several."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     x, y = torch.randn(7, 4).double(), torch.arange(7) % 3
     for kind in (co.KFAC, co.EKFAC, co.DiagonalGGN, co.GGN):
@@ -196,7 +193,6 @@ def test_sampled_targets_do_not_depend_on_the_batches() -> None:
 
 def test_eigendecompositions_run_side_by_side_and_are_shown():
     """They were made one after the other in silence: two threads that share one had taken eight times as long."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 420), nn.Tanh(), nn.Linear(420, 3)).double()
     x, y = torch.randn(500, 30).double(), torch.arange(500) % 3
     seen, answers = [], []

@@ -103,7 +103,6 @@ def test_each_structure_is_what_solves_for_the_rows_give(name, structure):
 @pytest.mark.parametrize("curvature", [co.KFAC, co.EKFAC, functools.partial(co.KFAC, bias="separate")])
 def test_layers_at_more_positions_than_they_have_columns(curvature):
     """An adapter of low rank beside many tokens, and a convolution of few channels in groups."""
-    torch.manual_seed(0)
     adapter = nn.Sequential(nn.Linear(5, 2, bias=False), nn.Linear(2, 7), nn.Tanh(), nn.Linear(7, 2))
     images = nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(2), nn.Linear(25, 2))
     for model, shape in ((adapter, (4, 11, 5)), (images, (4, 2, 6, 6))):
@@ -141,7 +140,6 @@ ENDS = {
 )
 def test_linear_operations_after_a_position_wise_layer(end, structure):
     """Blocks, variances and the gradient in x, of the last layer and of all, against rows and solves."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2), Applied(ENDS[end])).double()
     x = torch.randn(5, 3, 2, dtype=torch.float64)
     y = torch.zeros_like(model(x)).detach()
@@ -224,7 +222,6 @@ def test_some_points_at_a_time():
 def test_long_rows_in_single_precision(positions):
     """2.4 million products of a 512 × 4,608 weight were added one to the next: variances off by 2e-4."""
 
-    torch.manual_seed(0)
     model, x = Pooled(nn.Sequential(nn.Linear(1024, 64), nn.Tanh()), 64), torch.randn(2, positions, 1024)
     lin = co.linearize(model, (x, torch.arange(2)), "classification")
     inverse = co.KFAC(lin).add_diagonal(1.0).inverse()

@@ -109,7 +109,6 @@ class Atoms(nn.Module):
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_uneven_rows_have_the_factors_of_their_formula(sharing: str) -> None:
-    torch.manual_seed(0)
     model, x, counts = Atoms().double(), torch.randn(N, T, D).double(), torch.tensor([1, 3, 0, 2, 3, 2])
     owner = torch.arange(N).repeat_interleave(counts)
     a = torch.cat([x[torch.arange(T) < counts.unsqueeze(1)], torch.ones(len(owner), 1).double()], 1)

@@ -21,7 +21,6 @@ def summed(bag):
 @pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])
 def test_padding_tokens_count_for_nothing(kind, bag):
     """They were counted among the inputs: KFAC gave a padding row curvature, and all others less the more there was."""
-    torch.manual_seed(0)
     model, y = summed(bag), torch.arange(6) % 3
     tokens = torch.randint(1, 7, (6, 5))
     padded = torch.cat([tokens, torch.zeros(6, 4, dtype=torch.long)], 1)
@@ -33,7 +32,6 @@ def test_padding_tokens_count_for_nothing(kind, bag):
 @pytest.mark.parametrize("bag", [False, True])
 def test_tokens_of_either_integer_type_that_embeddings_take(bag):
     """KFAC and EKFAC of 32-bit tokens beside a padding row raised IndexError."""
-    torch.manual_seed(0)
     model, tokens, y = summed(bag), torch.randint(0, 7, (6, 5)), torch.arange(6) % 3
     for kind in (co.KFAC, co.EKFAC, co.DiagonalGGN, co.GGN, co.TangentKernel):
         long, int32 = (kind(co.linearize(model, (x, y), "classification")) for x in (tokens, tokens.int()))
@@ -47,7 +45,6 @@ def test_tokens_of_either_integer_type_that_embeddings_take(bag):
 @pytest.mark.parametrize("length", [1.0, 30.0])
 @pytest.mark.parametrize(("s", "shift"), [(1e4, 1.0), (1e4, 1e-2), (1e5, 1e-2), (1e4, 1e-4)])
 def test_low_rank_solves_within_its_span_in_single_precision(s, shift, length):
-    torch.manual_seed(0)
     U = torch.linalg.qr(torch.randn(500, 10)).Q
     P = LowRank(length * U, torch.full((10,), s / length**2)).add_diagonal(shift)
     b = U @ torch.randn(10, 2)

@@ -83,7 +83,6 @@ def test_the_same_weights_under_other_data_may_be_combined(name):
 
 @pytest.mark.parametrize("name", ["GGN", "DiagonalGGN", "KFAC", "damped"])
 def test_other_parameters_of_the_same_number_are_refused(name):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     data = torch.randn(6, 3), torch.arange(6) % 3
     one, other = (co.linearize(model, data, "classification", parameters=glob) for glob in ("0.*", "2.*"))

@@ -355,7 +355,6 @@ QUESTIONS = {
 @pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
 def test_answers_neither_read_nor_advance_the_global_generator(ask):
     """Of 483 weights, so that systems are solved by preconditioned iterations; each time no engine is kept."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 3)).double()
     x = torch.randn(40, 8, dtype=DOUBLE)
     found = []

@@ -92,7 +92,6 @@ def test_predictions_at_a_few_points_are_exact_by_the_kernel(likelihood):
 
 def test_single_precision_adds_up_in_float64():
     """The determinant lies in its bound, and zᵀP z of draws is χ², where λ/α in units of rounding is far above 1."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
     x, at = torch.randn(20, 3), torch.randn(3, 3)
     lin = co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(1e-3))

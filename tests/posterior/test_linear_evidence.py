@@ -63,7 +63,6 @@ class RootMeanSquareNorm(nn.Module):
 
 @pytest.mark.parametrize("layer", [lambda: nn.LayerNorm(5), lambda: nn.BatchNorm1d(5), lambda: RootMeanSquareNorm()])
 def test_a_network_with_a_normalisation_uses_it_by_default(layer):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), layer(), nn.Tanh(), nn.Linear(5, 1)).double().eval()
     x = torch.randn(9, 3, dtype=DOUBLE)
     post = co.laplace(
@@ -78,7 +77,6 @@ def test_a_network_with_a_normalisation_uses_it_by_default(layer):
 
 def test_where_the_mode_was_not_found_the_reason_says_so():
     """Fisher scoring, where the Fisher is not the Hessian, takes hundreds of steps."""
-    torch.manual_seed(0)
     x, y = torch.randn(4, 3, dtype=DOUBLE), torch.randn(4, 1, dtype=DOUBLE)
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)).double()
     lin = co.linearize(model, (x, y), co.likelihoods.HeteroscedasticGaussian())
@@ -88,7 +86,6 @@ def test_where_the_mode_was_not_found_the_reason_says_so():
 
 def test_in_float32_the_mode_is_found_to_the_rounding_of_the_loss():
     """A strong prior on one layer: its gradient cannot fall to the tolerance, which must not end as a failure."""
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(15, 4)
     prior, found = {"0.*": 0.16, "2.*": 8e4}, []
     for dtype in (torch.float32, DOUBLE):

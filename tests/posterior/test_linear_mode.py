@@ -87,7 +87,6 @@ def test_single_precision_steps_on_where_the_loss_is_lost_in_rounding(annotation
 
 def test_the_mode_is_found_in_function_space_whatever_the_curvature_is():
     """There the Hessian is the GGN's. With little memory, a solve of one column by CG takes more than the budget."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 60), nn.LayerNorm(60), nn.Tanh(), nn.Linear(60, 3)).double()
     data = torch.randn(10, 40, dtype=DOUBLE), torch.arange(10) % 3
     wide, narrow = (co.linearize(model, data, "classification", memory_budget=b) for b in (2**30, 14 * 2763 * 8))

@@ -362,7 +362,6 @@ def test_the_dyadic_score_is_the_mean_of_products_of_pairs(classes):
 
 def test_covariances_beyond_the_budget_are_refused_and_variances_are_not():
     """70 classes at 430 points: 17 MB of covariances in float64, more than the least room."""
-    torch.manual_seed(0)
     x, y = torch.randn(20, 4).double(), torch.arange(20) * 3
     lin = co.linearize(nn.Linear(4, 70).double(), (x, y), "classification", memory_budget=2**24)
     post, points = co.laplace(lin, co.DiagonalGGN, 1.3, check_mode=False), torch.randn(430, 4).double()

@@ -64,7 +64,6 @@ def test_within_modules_and_at_random(lin):
 
 def test_inert_weights_are_warned_of_with_their_share():
     """A dead unit: its 5 weights have no curvature and the largest variance of all."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
     with torch.no_grad():
         model[0].weight[1], model[0].bias[1] = 0.0, -1.0

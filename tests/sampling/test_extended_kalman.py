@@ -72,7 +72,6 @@ def test_a_cut_at_the_rank_of_the_data_loses_nothing_and_below_it_keeps_the_diag
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_is_the_printed_formula(form: str, fisher: str) -> None:
     """On a network, with a transition and a rate: P = (P₀⁻¹ + q)⁻¹ + ε G, θ = θ₀ − ε P⁻¹ g, diagonals where asked."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     x, y = torch.randn(6, 2).double(), torch.arange(6) % 2
     rank = {"rank": 40} if form == "low_rank_diagonal" else {}

@@ -92,7 +92,6 @@ def test_a_subnetwork_is_one_tensor() -> None:
 
 
 def test_sequences_weights_and_mappings() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 7)).double()
     tokens = torch.randint(0, 7, (5, 4), generator=seeded(0))
     f = S.log_posterior(model, co.likelihoods.Categorical(), data_size=5)
@@ -118,7 +117,6 @@ def test_chains_of_a_network_by_vmap_are_those_of_a_loop() -> None:
 
 
 def test_a_network_without_vmap_falls_back_to_the_loop() -> None:
-    torch.manual_seed(0)
     X, y = torch.randn(11, 3), torch.arange(11) % 2
     f = S.log_posterior(Halting(), "classification", data_size=11)
     sampler = S.sgld(f, 0.1)

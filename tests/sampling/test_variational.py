@@ -305,7 +305,6 @@ def test_density_and_covariance_are_those_of_the_draws(family: str, inputs: int)
 @pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.filterwarnings("ignore::curvops.sampling.UnsettledWarning")
 def test_the_posterior_of_a_network_is_saved_and_follows_the_linearisation_s_order(tmp_path) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x, y = torch.randn(20, 3).double(), torch.arange(20) % 2
     log_posterior = co.sampling.log_posterior(model, "classification", data_size=20)

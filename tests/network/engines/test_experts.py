@@ -41,7 +41,6 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_products_in_every_form_of_a_block(way: str) -> None:
-    torch.manual_seed(0)
     model, x = Experts(grouped=True).eval(), torch.randn(N, WIDTH)
     same = Experts(grouped=False).double().eval()
     same.load_state_dict(model.state_dict())

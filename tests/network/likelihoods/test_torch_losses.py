@@ -272,7 +272,6 @@ def test_a_subclass_with_a_forward_of_its_own_is_a_loss_of_ones_own(loss: str) -
 @pytest.mark.parametrize(("gap", "activation"), [(6, nn.Tanh), (17, nn.Tanh), (30, nn.ReLU), (200, nn.Tanh)])
 def test_rounding_refuses_no_hessian(gap: int, activation: type[nn.Module], dtype: torch.dtype) -> None:
     """Of a network so confident that its gradient, and so its second derivatives, are rounding errors."""
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(2, 5), activation(), nn.Linear(5, C)).to(dtype), normal(N, 2, dtype=dtype)
     with torch.no_grad():
         best, second = model(x).topk(2).values.unbind(1)

@@ -114,7 +114,6 @@ AFFINE = {
 @pytest.mark.parametrize(("end", "names"), AFFINE.values(), ids=AFFINE)
 def test_the_outputs_are_affine_in_what_is_found(end: Callable[[Any, Tensor], Tensor], names: tuple[str, ...]) -> None:
     """J is the same at other weights of these names, and products, curvatures and predictions are the dense ones."""
-    torch.manual_seed(0)
     model, x = HeadFirst(end).double(), torch.randn(5, 4, dtype=torch.float64)
     y = torch.randn_like(model(x)).detach()
     lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=0.5), "last_layer")
@@ -166,7 +165,6 @@ class Molecules(nn.Module):
 @pytest.mark.parametrize("total", SUMS.values(), ids=SUMS)
 def test_sums_over_the_atoms_of_a_molecule(total: Callable[[Tensor, Tensor, int], Tensor]) -> None:
     """The head's rows are atoms, not points; products and predictions are those of the dense Jacobian."""
-    torch.manual_seed(0)
     model, x = Molecules(total).double(), torch.randn(5, 4, 4, dtype=torch.float64)
     lin = co.linearize(model, (x, torch.arange(5) % 3), "classification", "last_layer")
     assert lin.model.selection.names == HEAD

@@ -153,7 +153,6 @@ REFERRING: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("change", REFERRING.values(), ids=REFERRING)
 def test_functions_that_refer_to_the_module_refer_to_its_snapshot(change: Callable[[Any], None]) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     change(model)
     x = X[:, :, 0]
@@ -222,7 +221,6 @@ def test_parameters_and_what_is_computed_from_them_may_be_kept_in_the_module(kin
 
     The first pass filled the cache from the snapshot, and all others found a constant there.
     """
-    torch.manual_seed(0)
     model, x = Weight(*KEPT[kind]).double(), X[:, :, 0]
     untouched = Weight(*KEPT[kind]).double()
     untouched.load_state_dict(model.state_dict())
