@@ -76,7 +76,6 @@ def test_the_noise_of_a_regression_is_found(annotations_unchecked):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(150, 2, generator=generator, dtype=torch.float64)
     y = x.sin().sum(1, keepdim=True) + 0.3 * torch.randn(150, 1, generator=generator).double()
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 1)).double()
     likelihood = co.likelihoods.Gaussian(9.0)
     options = {"epochs": 120, "every": 15, "optimizer": lambda p: torch.optim.Adam(p, 0.05), "curvature": co.GGN}

@@ -112,7 +112,6 @@ def test_some_positions_choose_the_prior_of_images(smoothing):
     """
     x, y = torch.randn(60, 2, 6, 10, generator=seeded()).double(), torch.arange(3600).view(60, 6, 10) % 7 % 3
     y[20:, 3:], order = -100, torch.randperm(60, generator=seeded())
-    torch.manual_seed(0)
     smoothed = torch.nn.CrossEntropyLoss(label_smoothing=smoothing)
     lin = co.linearize(torch.nn.Conv2d(2, 3, 3, padding=1).double(), (x[:20], y[:20]), smoothed)
     variances = co.laplace(lin).predict(x[:20]).variance.flatten(1, 2)

@@ -223,7 +223,6 @@ def test_a_sample_of_weight_two_counts_as_two(kind: Any, options: dict[str, str]
     """Weights multiplied the sensitivities alone, and inputs were averaged as if all points counted alike."""
     weights = torch.tensor([1, 2, 0, 3, 1, 2])
     repeated = torch.arange(6).repeat_interleave(weights)
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     networks = (model, torch.randn(6, 3).double(), torch.arange(6) % 3), sequences()
     for net, x, y in networks if options != {"fisher": "empirical"} else networks[:1]:

@@ -128,7 +128,6 @@ def pooled(head):
 def test_a_head_that_is_pooled_reaches_its_mode():
     """By Newton's method, as the outputs are affine in its weights: that takes few passes through the rest."""
     x, y = data(60)
-    torch.manual_seed(0)
     model, passes = pooled(nn.Linear(6, 3)), []
     model[1].register_forward_hook(lambda module, inputs, outputs: passes.append(len(outputs)))
     fit = co.fit_mode(model, (x, y), "classification", 1.0, parameters="last_layer")
@@ -141,7 +140,6 @@ def test_a_head_that_is_pooled_reaches_its_mode():
 def test_a_normalised_head_is_descended_and_tells_how_far_it_came():
     """A prior draws the direction to 0, where it is not smooth: rounding decides whether 0.01 nats are reached."""
     x, y = data(60)
-    torch.manual_seed(0)
     model = pooled(nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))
     fit = co.fit_mode(model, (x, y), "classification", 10.0, parameters="last_layer")
     assert fit.converged == (fit.remaining <= 0.01) and fit.remaining < 0.1
@@ -181,7 +179,6 @@ def test_frozen_tied_and_complex_parameters():
         def forward(self, x):
             return self.head(self.b((self.a(x).tanh() * self.scale).real).tanh())
 
-    torch.manual_seed(0)
     model = Tied().double()
     model.scale.data = model.scale.data.to(torch.complex128)
     model.head.bias.requires_grad_(False)
@@ -226,7 +223,6 @@ def test_what_remains_is_told_in_nats_where_training_ends_early(annotations_unch
 def test_the_evidence_is_too_low_by_the_nats_in_its_warning(annotations_unchecked):
     """Of a linear model with a Gaussian likelihood, the evidence at the mode of the linear model is exact."""
     x, y = data(30, "regression")
-    torch.manual_seed(0)
     lin = co.linearize(nn.Linear(4, 3).double(), (x, y), co.likelihoods.Gaussian(0.1))
     with pytest.warns(co.errors.NoiseWarning):
         post = co.laplace(lin, co.GGN, prior_precision=1.0)

@@ -47,7 +47,6 @@ def test_what_is_kept_is_proven_on_the_batch_that_it_serves() -> None:
         h = m.fc1(x)
         return m.head(NoGradTanh.apply(h) if bool((x.detach().abs() > 50).any()) else h.tanh())
 
-    torch.manual_seed(0)
     model, x = Wired(wiring).double(), torch.randn(6, 4).double()
     x[4:] += 100
     J = dense_jacobian(model, x)
@@ -199,7 +198,6 @@ def test_a_layer_whose_points_are_squeezed_away_is_left_to_autodiff() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x[:, None, :].squeeze()).view(-1, 2)
 
-    torch.manual_seed(0)
     model = Squeezed(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
     G, apart = (

@@ -135,7 +135,6 @@ def test_what_cannot_be_copied_is_shared_and_the_rest_is_as_it_was() -> None:
             with self.attribute["lock"]:
                 return super().forward(x) * self.attribute["factor"]
 
-    torch.manual_seed(0)
     model, x = Scaled(2, 2).double(), X[:, :, 0]
     model.attribute, model.features = {"lock": threading.Lock(), "factor": 2.0}, model.weight.exp()
     expected = model(x).detach()
