@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from curvops import storage
+from tests.linalg.interrupted import equal
 
 TREE = {"words": ["a", "ü"], "numbers": [1, 2.5, None, True, -(2**62)], "deep": {"x": torch.arange(3.0)}}
 
@@ -26,17 +26,6 @@ def load(path: Path, kind: str = "thing", version: int = 1) -> Any:
     found, tree = storage.load(path, kind, version)
     assert found == 1
     return tree
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal, tensors by dtype and bits."""
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(part, other[key]) for key, part in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
 
 
 def contents(path: Path) -> dict[str, Any]:
@@ -66,10 +55,10 @@ def test_plain_values_and_tensors_come_back(tmp_path: Path) -> None:
     save(tmp_path / "new" / "deep", tree | {"numpy": [np.int64(-3), np.float32(0.5)]})
     found = load(tmp_path / "new" / "deep")
     tree["leaf"] = tree["leaf"].detach()
-    assert same(found, tree)
+    assert equal(found, tree)
     assert found["turned"].stride() == tree["turned"].stride() and found["shapes"][2].stride() == (1, 6)
     found["deep"]["x"].add_(1)  # memory of its own: neither the file nor another load sees it
-    assert same(load(tmp_path / "new" / "deep"), tree)
+    assert equal(load(tmp_path / "new" / "deep"), tree)
 
 
 def test_the_folder_holds_two_files_that_all_who_may_read_the_folder_may_read(tmp_path: Path) -> None:
@@ -146,7 +135,7 @@ def test_damage_is_named_and_the_next_save_replaces_it(name: str, tmp_path: Path
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
     save(tmp_path)
-    assert same(load(tmp_path), TREE)
+    assert equal(load(tmp_path), TREE)
 
 
 class Crash(BaseException):
@@ -193,22 +182,22 @@ def test_a_crash_at_any_step_leaves_the_old_or_the_new(
             except Crash:
                 assert not tidied
             else:
-                assert same(load(path), new)
+                assert equal(load(path), new)
                 break
         if first and not (path / "curvops.json").exists():
             outcomes.append("nothing")
             with pytest.raises(FileNotFoundError):
                 load(path)
         else:
-            outcomes.append("new" if same(load(path), new) else "old")
-            assert outcomes[-1] == "new" or same(load(path), TREE)
+            outcomes.append("new" if equal(load(path), new) else "old")
+            assert outcomes[-1] == "new" or equal(load(path), TREE)
             assert not tidied or len(list(path.iterdir())) == 2 or outcomes[-1] == "new"
         save(path, new)  # what is left of the crash does no harm ...
-        assert same(load(path), new)
+        assert equal(load(path), new)
         for each in path.iterdir():
             os.utime(each, (0, 0))
         save(path)  # ... and is removed once it is old
-        assert same(load(path), TREE) and len(list(path.iterdir())) == 2
+        assert equal(load(path), TREE) and len(list(path.iterdir())) == 2
     assert outcomes[: len(BEFORE)] == ["nothing" if first else "old"] * len(BEFORE)
     assert set(outcomes[len(BEFORE) :]) == (set() if tidied else {"new"})
 
@@ -226,7 +215,7 @@ def test_a_disk_that_takes_no_more_leaves_the_earlier_contents(tmp_path: Path) -
                 save(path, large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert same(load(tmp_path / "kept"), TREE) and len(list((tmp_path / "kept").iterdir())) == 2
+    assert equal(load(tmp_path / "kept"), TREE) and len(list((tmp_path / "kept").iterdir())) == 2
 
 
 def test_young_files_of_another_save_are_left_alone(tmp_path: Path) -> None:

@@ -79,7 +79,6 @@ def linearized(
     w: Tensor | None,
     sizes: tuple[int, ...],
     parameters: Any,
-    **options: Any,
 ) -> co.operators.Linearization:
     """The network on the same data in batches of these sizes."""
     model, inputs = ZOO[name].build()
