@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributions, nn
 
 import curvops as co
+from tests.posterior.trained import untrained
 from tests.randomness import seeded
 
 FromDistribution = co.likelihoods.FromDistribution
@@ -23,16 +24,6 @@ N, K = 5, 40
 
 
 X = torch.randn(N, 4, dtype=DOUBLE, generator=seeded(1))
-
-
-def posterior(likelihood, outputs: int, targets, **options):
-    """A small network with a Monte-Carlo Fisher, which every distribution has; not at a mode, which nothing needs."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
-    x = torch.randn(30, 4, dtype=DOUBLE)
-    lin = co.linearize(model, (x, targets(x)), likelihood)
-    G = co.GGN(lin, mc_samples=2, generator=seeded()) if options.pop("mc", False) else co.GGN(lin)
-    return co.laplace(lin, G, prior_precision=2.0, check_mode=False, **options)
 
 
 def label(x: Tensor) -> Tensor:
@@ -79,7 +70,7 @@ PAIRS = {
 def pair(name):
     """The posteriors under a user's distribution and under the built-in likelihood, and the targets."""
     function, builtin, outputs, targets = PAIRS[name]
-    return *(posterior(likelihood, outputs, targets) for likelihood in (FromDistribution(function), builtin)), targets
+    return *(untrained(likelihood, outputs, targets) for likelihood in (FromDistribution(function), builtin)), targets
 
 
 @pytest.mark.parametrize("samples", [False, True], ids=["by points", "by samples"])
@@ -121,7 +112,7 @@ LABELLED = {
 
 @pytest.mark.parametrize(("function", "outputs", "targets", "probs"), LABELLED.values(), ids=LABELLED)
 def test_classes_are_averaged_over_the_draws(function, outputs, targets, probs) -> None:
-    post = posterior(FromDistribution(function), outputs, targets)
+    post = untrained(FromDistribution(function), outputs, targets)
     draws = post.sample(K, seeded())
     f = post.functions(X, K, samples=draws)
     p = torch.stack([function(g).base_dist.probs if probs is None else probs(function(g)) for g in f])
@@ -146,7 +137,7 @@ def dense_targets(post, function, draws: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_real_targets_have_the_noise_that_the_user_gives_them() -> None:
-    post = posterior(FromDistribution(spread_of), 4, real, mc=True)
+    post = untrained(FromDistribution(spread_of), 4, real, mc=True)
     draws = post.sample(K, seeded())
     mean, covariance = dense_targets(post, spread_of, draws)
     joint = post.predict(X, joint=True, samples=draws, noise=True)
@@ -177,7 +168,7 @@ def test_real_targets_have_the_noise_that_the_user_gives_them() -> None:
 def test_the_score_of_real_targets_averages_their_density_over_the_draws(kind) -> None:
     """Their own draws are those around the mode of each target, by a Hessian that is not the Fisher."""
     likelihood = FromDistribution(lambda f: kind(f[:, :1], f[:, 1:].exp()))
-    post = posterior(likelihood, 2, lambda x: x[:, :1].sin(), mc=True)
+    post = untrained(likelihood, 2, lambda x: x[:, :1].sin(), mc=True)
     draws, y = post.sample(K, seeded()), X[:, :1].sin()
     log_p = torch.stack([likelihood.log_prob(g, y) for g in post.functions(X, K, samples=draws)])
     score = post.log_likelihood(X, y, samples=draws).value
@@ -211,7 +202,7 @@ def test_prior_precisions_under_which_a_density_overflows_are_not_chosen() -> No
 
 def test_heteroscedastic_targets_have_their_own_noise() -> None:
     """In closed form E exp(s) = exp(E s + Var s / 2), for points, groups and jointly."""
-    post = posterior(co.likelihoods.HeteroscedasticGaussian(), 4, real)
+    post = untrained(co.likelihoods.HeteroscedasticGaussian(), 4, real)
     f, joint = post.predict(X), post.predict(X, joint=True).covariance_matrix
     noise = (f.mean[:, 2:] + f.variance[:, 2:] / 2).exp()
     keep = torch.arange(4 * N).view(N, 4)[:, :2].flatten()
@@ -287,13 +278,13 @@ REFUSED = {
 @pytest.mark.parametrize(("function", "outputs", "targets", "ask", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_has_no_answer_is_refused_by_name(function, outputs, targets, ask, words) -> None:
     with pytest.raises(ValueError, match=words):
-        ask(posterior(FromDistribution(function), outputs, targets, mc=True))
+        ask(untrained(FromDistribution(function), outputs, targets, mc=True))
 
 
 def test_counts_and_vectors_have_variances() -> None:
-    post = posterior(FromDistribution(counts), 2, lambda x: x[:, :2].exp().round())
+    post = untrained(FromDistribution(counts), 2, lambda x: x[:, :2].exp().round())
     f, found = post.predict(X), post.uncertainty(X, generator=seeded())
     rate = (f.mean + f.variance / 2).exp()
     assert float((found.mean / rate).log().abs().max()) < 0.2 and bool((found.total > found.mean).all())
-    post = posterior(FromDistribution(correlated), 2, real)
+    post = untrained(FromDistribution(correlated), 2, real)
     torch.testing.assert_close(post.uncertainty(X).aleatoric, torch.full((N, 2), 1.5, dtype=DOUBLE), **TIGHT)

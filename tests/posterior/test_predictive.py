@@ -14,7 +14,7 @@ from torch import nn
 import curvops as co
 from curvops.network import PointNormals
 from curvops.posterior.predictions import answers, outputs
-from tests.posterior.trained import problem
+from tests.posterior.trained import problem, untrained
 from tests.randomness import seeded
 
 DOUBLE = torch.float64
@@ -22,15 +22,6 @@ TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 
 
 X = torch.randn(5, 4, dtype=DOUBLE, generator=seeded(1))
-
-
-def posterior(likelihood, outputs=3, target=None):
-    """A small network and targets of a kind; not at a mode, which nothing here needs."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
-    x = torch.randn(30, 4, dtype=DOUBLE)
-    y = target(x) if target else x[:, :outputs].sin()
-    return co.laplace(co.linearize(model, (x, y), likelihood), co.GGN, prior_precision=2.0, check_mode=False)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +32,14 @@ def classes():
 
 @pytest.fixture(scope="module")
 def labels():
-    return posterior(co.likelihoods.Bernoulli(), 2, lambda x: (x[:, :2] > 0).double())
+    return untrained(co.likelihoods.Bernoulli(), 2, lambda x: (x[:, :2] > 0).double())
 
 
 @pytest.fixture(scope="module")
 def numbers():
-    return posterior(co.likelihoods.Gaussian(noise=torch.tensor([0.1, 0.2, 0.3], dtype=DOUBLE)))
+    return untrained(
+        co.likelihoods.Gaussian(noise=torch.tensor([0.1, 0.2, 0.3], dtype=DOUBLE)), 3, lambda x: x[:, :3].sin()
+    )
 
 
 def normal_average(function, mean, variance, nodes=80):
@@ -219,7 +212,7 @@ def test_numbers_decompose_in_closed_form(numbers):
 
 
 def test_rates_are_averaged_over_the_posterior():
-    counts = posterior(co.likelihoods.Poisson(), 2, lambda x: x[:, :2].exp().round())
+    counts = untrained(co.likelihoods.Poisson(), 2, lambda x: x[:, :2].exp().round())
     predicted, found = counts.predict(X), counts.uncertainty(X)
     rate = normal_average(torch.exp, predicted.mean, predicted.variance)
     squared = normal_average(lambda f: (2 * f).exp(), predicted.mean, predicted.variance)
@@ -312,7 +305,7 @@ def test_the_log_likelihood_of_numbers_is_that_of_the_predictive(numbers):
 def test_the_log_likelihood_of_a_single_output_is_an_integral():
     """Far from the predictions, too, where a thousand draws of the output are ten nats too low."""
     law = torch.distributions.LogNormal
-    post = posterior(lambda f: law(f, 0.3), 1, lambda x: x[:, :1].exp())
+    post = untrained(lambda f: law(f, 0.3), 1, lambda x: x[:, :1].exp())
     y, f = torch.logspace(-3, 3, 5, dtype=DOUBLE).unsqueeze(1), post.predict(X)
     expected = law(f.mean, (f.variance + 0.3**2).sqrt()).log_prob(y)
     torch.testing.assert_close(post.log_likelihood(X, y).value, expected[:, 0], **TIGHT)
@@ -321,7 +314,7 @@ def test_the_log_likelihood_of_a_single_output_is_an_integral():
 def test_the_log_likelihood_of_several_outputs_is_drawn_where_the_target_is_likely():
     """Fifty standard deviations from the prediction, too, where draws around it are hundreds of nats too low."""
     lognormal = torch.distributions.LogNormal
-    post = posterior(lambda f: torch.distributions.Independent(lognormal(f, 3.0), 1), 2, lambda x: x[:, :2].exp())
+    post = untrained(lambda f: torch.distributions.Independent(lognormal(f, 3.0), 1), 2, lambda x: x[:, :2].exp())
     predicted, y = post.predict(X), torch.logspace(-60, 60, 10, dtype=DOUBLE).view(5, 2)
     law = torch.distributions.MultivariateNormal(predicted.mean, predicted.covariance_matrix + 9 * torch.eye(2))
     found = post.log_likelihood(X, y, generator=seeded())

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from tests.randomness import seeded
 
 DOUBLE = torch.float64
 
@@ -72,6 +73,16 @@ def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300, 
     model, x, y, state = trained(likelihood, n, outputs, prior, steps, width)
     torch.set_rng_state(state)
     return copy.deepcopy(model), x.clone(), y.clone()
+
+
+def untrained(likelihood, outputs, targets, **options):
+    """A posterior away from a mode, which few answers need; `mc` is the Fisher that every distribution has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    x = torch.randn(30, 4, dtype=DOUBLE)
+    lin = co.linearize(model, (x, targets(x)), likelihood)
+    G = co.GGN(lin, mc_samples=2, generator=seeded()) if options.pop("mc", False) else co.GGN(lin)
+    return co.laplace(lin, G, prior_precision=2.0, check_mode=False, **options)
 
 
 def linear_problem():
