@@ -55,6 +55,7 @@ SPELLINGS = {
     "G.mT": (lambda G, H: G.mT, A),
     "(G @ H).mT": (lambda G, H: (G @ H).mT, B @ A),
     "slice": (lambda G, H: G[2:9, 5:], A[2:9, 5:]),
+    "index": (lambda G, H: G[torch.tensor([4, 1]), :], A[[4, 1]]),
     "mask": (lambda G, H: G[V > 1, :], A[V > 1]),
     "slice of damped": (lambda G, H: G.add_diagonal(V)[:7, :7], (A + V.diag())[:7, :7]),
     "inverse": (lambda G, H: G.add_diagonal(V).inverse(), torch.linalg.inv(A + V.diag())),
@@ -119,7 +120,8 @@ def test_the_diagonal_and_single_entries_of_a_large_operator():
     torch.testing.assert_close(P[rows, columns], (A + V.diag())[rows, columns], rtol=1e-12, atol=1e-12)
 
 
-LAST = [-1, (-1, -1), (0, -2), (-3, slice(2, 5)), (..., -1), (range(2), [-2, 1]), (torch.tensor([-1, 0]), slice(None))]
+LAST = [-1, (-1, -1), (0, -2), (-3, slice(2, 5)), (..., -1), ([0, -1], [-2, 1]), (torch.tensor([-1, 0]), slice(None))]
+LAST += [(range(2), [-2, 1])]
 
 
 @pytest.mark.parametrize("index", LAST, ids=str)
