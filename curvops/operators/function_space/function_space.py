@@ -39,9 +39,7 @@ from curvops.linalg.operators.base import by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
 from curvops.linalg.spectra.apply_function import inverse_root_product
-from curvops.network import Batch, Exact, Passes, linear
-from curvops.network.data.inputs import move_tensor
-from curvops.network.likelihoods import Likelihood
+from curvops.network import Exact, Passes, linear, move
 from curvops.operators.curvatures.ggn import CurvatureRoot
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.linearization import Linearization
@@ -74,13 +72,13 @@ class FunctionSpace:
     def batches(self) -> list[tuple[Any, Tensor]]:
         """The labels and the outputs f* of each batch, in float64. One pass over the data."""
 
-        def in_float64(batch: Batch) -> Batch:
-            return replace(batch, any_targets=move_tensor(batch.any_targets, None, torch.float64))
+        def in_float64(batch: Any) -> Any:
+            return replace(batch, any_targets=move(batch.any_targets, None, torch.float64))
 
         return [(in_float64(batch), J.outputs.detach().double()) for batch, J in self.lin.gathered().passes.each(0)]
 
     @property
-    def likelihood(self) -> Likelihood:
+    def likelihood(self) -> Any:
         """The likelihood with its tensors in float64, since torch's Huber loss takes outputs of its targets' dtype."""
         return self.lin.likelihood.to(dtype=torch.float64)
 
