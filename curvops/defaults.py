@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
 from curvops.checks import refuse
@@ -20,8 +19,8 @@ from curvops.evidence.maximize import maximize, secant_step
 from curvops.evidence.validate import POINTS, ROWS, some_positions, validate
 from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
 from curvops.network import needs_noise
+from curvops.network.data.batches import Batches
 from curvops.network.data.inputs import group_alike, join, num_points
-from curvops.network.data.objects import WholeBatch
 from curvops.network.likelihoods import Gaussian, Poisson
 from curvops.operators import GGN, KFAC, DiagonalGGN, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
@@ -72,9 +71,10 @@ def laplace(
             and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
             logits have a variance of 1/4 at the training inputs (the outputs, under a distribution of the user's);
             otherwise by the evidence, as `co.evidence.maximize`: for Gaussian noise, and for several outputs of
-            numbers, counts and classes, that of the linearised network, mode="linear", and of random training points,
-            by a fixed seed, if all have more than 2,000 outputs. Held-out data also choose a noise that was not given,
-            unless there are several outputs, whose noises remain those of the residuals.
+            numbers, counts and classes, that of the linearised network, mode="linear". Of more than 2,000 numbers, it
+            is that of random training points, unless points have weights or targets are missing. Held-out data also
+            choose a noise that was not given, unless there are several outputs, whose noises remain those of the
+            residuals.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
@@ -167,16 +167,17 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
 def _maximize_on_some(post: Laplace) -> Laplace:
     """Return the posterior under the prior precision of largest linear evidence of random points, by a fixed seed.
 
-    The evidence of all points takes a linear mode of all of them for each value tried, and chooses much the same. Even
-    spaces could follow a pattern in the data, such as that of weights.
+    The evidence of all points takes a linear mode of all of them for each value tried, and chooses much the same, if
+    each says as much: numbers without weights, of which none is missing, and points that can be taken alone.
     """
     lin = post.lin
-    if lin.num_data * lin.num_outputs <= ROWS or not isinstance(post.curvature, UserOperator):
+    targets = [member.of_position for member in lin.likelihood.members]
+    alike = all(isinstance(target, Gaussian) and target.missing is None for target in targets)
+    alike = alike and isinstance(lin.data, Batches) and not lin.data.weighted and not lin.data.of_whole_batches
+    if not alike or lin.num_data * lin.num_outputs <= ROWS or not isinstance(post.curvature, UserOperator):
         return _maximize(post, "linear")
-    chosen: Tensor | int = most_points(lin)
-    if not isinstance(lin.data.few, WholeBatch):
-        chosen = torch.randperm(lin.num_data, generator=torch.Generator().manual_seed(0))[:chosen].sort().values
-    some = lin.restrict(chosen, 1.0)
+    order = torch.randperm(lin.num_data, generator=torch.Generator().manual_seed(0))
+    some = lin.restrict(order[: most_points(lin)].sort().values, 1.0)
     curvature = post.curvature.of(some, _seeded(post))
     if curvature is None:
         return _maximize(post, "linear")

@@ -180,7 +180,10 @@ def test_many_numbers_choose_by_the_evidence_of_random_points() -> None:
     torch.testing.assert_close(post.prior_precision, few.prior_precision, rtol=1e-8, atol=0)
     explicit = co.laplace(every, prior_precision=float(post.prior_precision))
     torch.testing.assert_close(post.precision.to_dense(), explicit.precision.to_dense(), **CLOSE)
-    assert float(co.evidence.maximize(explicit, mode="linear").prior_precision) != float(post.prior_precision)
+    by_all = co.evidence.maximize(explicit, mode="linear")
+    assert float(by_all.prior_precision) != float(post.prior_precision)
+    weighted = co.linearize(model, (*data[:], torch.ones(3000).double()), likelihood, weights=True)
+    torch.testing.assert_close(co.laplace(weighted).prior_precision, by_all.prior_precision, rtol=0.01, atol=0)
 
 
 def test_data_that_determine_all_weights_get_a_weak_prior() -> None:

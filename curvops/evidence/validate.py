@@ -66,9 +66,9 @@ def validate(
 
     The search tries factors from 1e-4 to 1e4 of the current value, a decade apart (and beyond, as long as that gains
     more than 1e-4 nats per point), and then refines the best one. Values under which G + A proves to be indefinite, as
-    for a Hessian, are passed over. Labels are scored as they are, without the label smoothing of training. Of points
-    with many positions, such as tokens or pixels, all values are scored at the same positions, chosen at random by a
-    fixed seed among those with targets: at 20, or at as many as give 2,000 outputs in all.
+    for a Hessian, are passed over. Labels of a single output are scored as they are, without the label smoothing of
+    training. Of points with many positions, such as tokens or pixels, all values are scored at the same positions,
+    chosen at random by a fixed seed among those with targets: at 20, or at as many as give 2,000 outputs in all.
 
     Args:
         post: a posterior from `co.laplace`.

@@ -23,7 +23,6 @@ from curvops.linalg.core.solve_routes import (
     CLOSED_FORM,
     DENSE_BLOCK,
     DENSE_SIZE,
-    FEWER_OUTPUTS,
     METHODS,
     SKETCH_SERVES,
     UNEVEN,
@@ -175,7 +174,7 @@ def kernel_of_mode(terms: PrecisionTerms) -> FunctionSpace | None:
     # The factors of an exact GGN serve its determinants, too.
     facts = replace(system.posterior or PosteriorFacts(), gram_cost=min(cache.gram_cost, cache.mode_cost))
     if DENSE_SIZE < facts.outputs <= DENSE_BLOCK:  # a moment, where conjugate gradients take hundreds of products
-        system = replace(system, rows=FEWER_OUTPUTS * system.rows)
+        facts = replace(facts, fewer_outputs=1)
     table = determinants(replace(system, posterior=facts))
     if not any(route.name == "formed kernel" and route.possible for route in table):
         return None

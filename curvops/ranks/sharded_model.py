@@ -229,6 +229,10 @@ class ShardedModel(Model):
     def tensors(self) -> list[Tensor]:
         return list(self._snapshot.values())
 
+    @property
+    def kept_tensors(self) -> Blocks:
+        return dict(self._snapshot)
+
     def named_snapshot(self) -> dict[str, Any]:
         """Return the selected parameters of the snapshot by name, laid out as the parameters are."""
         return {name: self.shards.as_parameter(name, self._snapshot[name].clone()) for name in self.selection.names}

@@ -94,6 +94,8 @@ class PosteriorFacts:
     """The number N·C of outputs."""
     gram_cost: float | int = math.inf
     """The gradients that forming J Jᵀ takes; ∞ unless the curvature is the exact GGN of these data alone."""
+    fewer_outputs: int = FEWER_OUTPUTS
+    """The least ratio of weights to outputs for J Jᵀ."""
     resolved: bool = True
     """False if the prior precision is known to be below the rounding of J Jᵀ."""
     budget: float | int = math.inf
@@ -260,7 +262,7 @@ def _formed_kernel(s: System, p: PosteriorFacts, most_gradients: float | int, *o
         (p.gram_cost == math.inf, "it needs the exact GGN of these data only"),
         (s.recorded, NO_GRADIENT),
         (p.outputs > MOST_OUTPUTS, f"more than {MOST_OUTPUTS:,} outputs in total"),
-        (FEWER_OUTPUTS * p.outputs > s.rows, f"fewer than {FEWER_OUTPUTS} weights per output"),
+        (p.fewer_outputs * p.outputs > s.rows, f"fewer than {p.fewer_outputs} weights per output"),
         (nbytes > p.budget // 2, "half of the memory budget has no room for it"),
         (p.gram_cost > most_gradients, f"J Jᵀ takes more than {most_gradients:.0f} gradients"),
         *obstacles,

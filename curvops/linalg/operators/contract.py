@@ -416,12 +416,15 @@ def _from_start(index: Any, size: int) -> Any:
 
     linear_operator takes neither negative integers nor masks.
     """
+    index = int(index) if isinstance(index, np.integer) else index
     if isinstance(index, int) and not isinstance(index, bool):
         if not -size <= index < size:
             raise IndexError(f"index {index} is out of range for a dimension of size {size}.")
         return index % size
     if isinstance(index, list | range | np.ndarray):
-        index = torch.as_tensor(index)
+        array = np.asarray(index)
+        whole = array.dtype.kind in "iu" or not array.size
+        index = torch.from_numpy(np.array(array, dtype=np.int64 if whole else None, order="C"))
     if isinstance(index, Tensor) and index.dtype == torch.bool:
         if index.shape != (size,):
             raise IndexError(f"the mask has shape {tuple(index.shape)}, but the dimension has size {size}.")

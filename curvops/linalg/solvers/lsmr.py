@@ -174,8 +174,10 @@ class Bidiagonalisation(ShortRecurrence):
         self.operator, self.consistent, self.x = operator, consistent, as_block(records.X)
         K = records.B.shape[1]
         moved = records.warm and K > 0
-        start = [as_block(records.B), zero_block(self.x, K)]
-        r = operator.residual(records.B, self.x) if moved else StackedVectors(start if operator.damp else start[:1])
+        if moved:
+            r = operator.residual(records.B, self.x)
+        else:
+            r = StackedVectors([as_block(records.B), *([zero_block(self.x, K)] if operator.damp else [])])
         super().__init__(records, norm(r.parts[0]))
         if moved:  # otherwise ‖A‖ is unknown before the first step
             images, sizes = torch.stack([norm(self.B - r.parts[0]), norm(self.x)]).cpu().tolist()

@@ -8,7 +8,6 @@ on every later one.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -269,13 +268,20 @@ class Batches:
         read = self._reading
         return Reading(like.device, like.dtype, weights=weights, missing=read.missing, any_target=read.any_target)
 
+    @property
+    def of_whole_batches(self) -> bool:
+        """Whether only the model can read the batches, so that no point can be taken alone."""
+        return isinstance(self._few, WholeBatch)
+
     def _evenly_spaced(self, count: int) -> Tensor:
-        """Return the positions of so many points; of batches that only the model can read, those of whole ones here."""
-        if not isinstance(self._few, WholeBatch):
+        """Return the positions of so many points, evenly spaced; or of random whole batches here with as many."""
+        if not self.of_whole_batches:
             return torch.arange(count) * self.num_data // count
-        batches = torch.arange(self.start, self.start + sum(self.sizes)).split(self.sizes)
-        some = math.ceil(len(batches) * count / self.num_data)
-        return torch.cat([batches[i * len(batches) // some] for i in range(some)])
+        batches, some = torch.arange(self.start, self.start + sum(self.sizes)).split(self.sizes), list[Tensor]()
+        for index in torch.randperm(len(batches), generator=torch.Generator().manual_seed(0)).tolist():
+            if sum(map(len, some)) < count:
+                some.append(batches[index])
+        return torch.cat(some).sort().values
 
     def _chosen(self, chosen: Tensor | int, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor | None, Tensor]]:
         """Return those of the chosen points, or of so many evenly spaced ones, that this process has, with weights.
@@ -293,6 +299,8 @@ class Batches:
                 weights = (ones if batch.weights is None else batch.weights)[index] * factor
                 targets = batch.targets[index] if batch.labelled else None
                 batches.append((take(batch.inputs, index), targets, weights))
+        if any(isinstance(inputs, Objects) for inputs, _, _ in batches):
+            return batches  # as large as a batch may be where points differ in size
         if len(group_alike(batch[:2] for batch in batches)) != 1:
             return batches
         inputs, all_targets, all_weights = zip(*batches)

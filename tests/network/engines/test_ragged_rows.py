@@ -251,12 +251,13 @@ def test_batches_of_graphs_that_cannot_be_taken_apart(sizes: tuple[list[int], ..
 
 
 def test_whole_batches_choose_a_prior() -> None:
-    """The logits have a variance of a quarter at as many of them, evenly spaced, as have 2,000 outputs."""
+    """The logits have a variance of a quarter at as many of them, by a fixed seed, as have 2,000 outputs."""
     torch.manual_seed(0)
     owners = torch.arange(100)
     batches = [(Graphs(torch.randn(100, D).double(), owners, 100), owners % 2) for _ in range(12)]
     post = co.laplace(co.linearize(Atoms().double().eval(), batches, "classification"))
-    variances = [post.predict(batches[12 * i // 10][0]).variance for i in range(10)]
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))[:10]
+    variances = [post.predict(batches[i][0]).variance for i in order]
     assert float(torch.stack(variances).mean()) == pytest.approx(0.25, rel=3e-3)
 
 
