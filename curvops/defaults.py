@@ -242,7 +242,7 @@ def training_inputs(lin: Linearization) -> list[Any]:
 
     Those of one form, such as one length of texts, are together.
     """
-    data = lin.restrict(most_points(lin), 1.0).gathered().data
+    data = lin.restrict(lin.data.evenly_spaced(most_points(lin)), 1.0).gathered().data
     return [join(kind) for kind in group_alike(batch.inputs for batch in data)]
 
 

@@ -109,7 +109,7 @@ class Shard(Batches):
             items.append(BatchParts(take(points.inputs, slice(start, start + step)), targets, labels.weights))
         return Batches(items, self.reading_again(like, self.weighted))
 
-    def restrict(self, chosen: Tensor | int, factor: float, like: Tensor) -> Batches:
+    def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
         local_batches = [] if self.borrows else self._chosen(chosen, factor, like)
         return Shard(local_batches, self.reading_again(like, weights=True), self.ranks)
 

@@ -259,8 +259,8 @@ class Batches:
         """The fingerprints of the points of this process."""
         return self.prints
 
-    def restrict(self, chosen: Tensor | int, factor: float, like: Tensor) -> Batches:
-        """Return some points, in ascending order or so many, on the device of `like`; their weights times a factor."""
+    def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Batches:
+        """Return some points, in ascending order, on the device of `like`; their weights are multiplied by a factor."""
         return Batches(self._chosen(chosen, factor, like), self.reading_again(like, weights=True))
 
     def reading_again(self, like: Tensor, weights: bool) -> Reading:
@@ -273,22 +273,21 @@ class Batches:
         """Whether only the model can read the batches, so that no point can be taken alone."""
         return isinstance(self._few, WholeBatch)
 
-    def _evenly_spaced(self, count: int) -> Tensor:
-        """Return the positions of so many points, evenly spaced; or of random whole batches here with as many."""
+    def evenly_spaced(self, count: int) -> Tensor:
+        """Return the positions of so many points in ascending order; or of random whole batches here with as many."""
         if not self.of_whole_batches:
             return torch.arange(count) * self.num_data // count
-        batches, some = torch.arange(self.start, self.start + sum(self.sizes)).split(self.sizes), list[Tensor]()
-        for index in torch.randperm(len(batches), generator=torch.Generator().manual_seed(0)).tolist():
-            if sum(map(len, some)) < count:
-                some.append(batches[index])
-        return torch.cat(some).sort().values
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))
+        enough = torch.tensor(self.sizes)[order].cumsum(0) >= count
+        some = order[: int((~enough).sum()) + 1].tolist()
+        batches = torch.arange(self.start, self.start + sum(self.sizes)).split(self.sizes)
+        return torch.cat([batches[index] for index in sorted(some)])
 
-    def _chosen(self, chosen: Tensor | int, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor | None, Tensor]]:
-        """Return those of the chosen points, or of so many evenly spaced ones, that this process has, with weights.
+    def _chosen(self, chosen: Tensor, factor: float, like: Tensor) -> list[tuple[Inputs, Tensor | None, Tensor]]:
+        """Return those of the chosen points that this process has, with their weights.
 
         Points of one form are in as few batches as the largest of the data allows.
         """
-        chosen = self._evenly_spaced(chosen) if isinstance(chosen, int) else chosen
         batches, start = [], self.start
         for batch in self:
             inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
@@ -299,9 +298,9 @@ class Batches:
                 weights = (ones if batch.weights is None else batch.weights)[index] * factor
                 targets = batch.targets[index] if batch.labelled else None
                 batches.append((take(batch.inputs, index), targets, weights))
-        if any(isinstance(inputs, Objects) for inputs, _, _ in batches):
-            return batches  # as large as a batch may be where points differ in size
-        if len(group_alike(batch[:2] for batch in batches)) != 1:
+        # Where points differ in size, only batches that were read show what fits.
+        are_objects = any(isinstance(inputs, Objects) for inputs, _, _ in batches)
+        if are_objects or len(group_alike(batch[:2] for batch in batches)) != 1:
             return batches
         inputs, all_targets, all_weights = zip(*batches)
         targets, weights = torch.cat(all_targets) if self.labelled else None, torch.cat(all_weights)
@@ -429,7 +428,11 @@ class AbsentBatches:
     def __iter__(self) -> Iterator[NoReturn]:
         raise ValueError("this needs the training points: pass them, co.load(path, model, data).")
 
-    def restrict(self, chosen: Tensor | int, factor: float, like: Tensor) -> Any:
+    def evenly_spaced(self, count: int) -> Any:
+        """Raise ValueError, as reading a batch does."""
+        return iter(self)
+
+    def restrict(self, chosen: Tensor, factor: float, like: Tensor) -> Any:
         """Raise ValueError, as reading a batch does."""
         return iter(self)
 

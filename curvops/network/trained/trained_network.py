@@ -380,11 +380,8 @@ class TrainedNetwork(NetworkOnData):
         """Return the network at other values of its selected parameters, with the same data."""
         return self._with(self.data, self.token, model=self.model.at(theta))
 
-    def restrict(self: N, chosen: Int[Tensor, " m"] | int, factor: float) -> N:
-        """Return the network with some of its points, and their weights multiplied by a factor.
-
-        These are at positions in ascending order, or so many, evenly spaced.
-        """
+    def restrict(self: N, chosen: Int[Tensor, " m"], factor: float) -> N:
+        """Return the network with some of its points, in ascending order, and their weights multiplied by a factor."""
         return self._with(self.data.restrict(chosen, factor, self.theta), None)
 
     def of_whole_network(self: N) -> N:
