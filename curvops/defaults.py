@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
 from curvops.checks import refuse
@@ -18,7 +20,7 @@ from curvops.errors import ConvergenceError, MissingLabelsError, UndeterminedWar
 from curvops.evidence.maximize import maximize, secant_step
 from curvops.evidence.validate import POINTS, ROWS, some_positions, validate
 from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
-from curvops.network import needs_noise
+from curvops.network import Batch, needs_noise
 from curvops.network.data.batches import Batches
 from curvops.network.data.inputs import group_alike, join, num_points
 from curvops.network.likelihoods import Gaussian, Poisson
@@ -72,9 +74,8 @@ def laplace(
             logits have a variance of 1/4 at the training inputs (the outputs, under a distribution of the user's);
             otherwise by the evidence, as `co.evidence.maximize`: for Gaussian noise, and for several outputs of
             numbers, counts and classes, that of the linearised network, mode="linear". Of more than 2,000 numbers, it
-            is that of random training points, unless points have weights or targets are missing. Held-out data also
-            choose a noise that was not given, unless there are several outputs, whose noises remain those of the
-            residuals.
+            is that of random training points, which say as much. Held-out data also choose a noise that was not given,
+            unless there are several outputs, whose noises remain those of the residuals.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
@@ -167,17 +168,14 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
 def _maximize_on_some(post: Laplace) -> Laplace:
     """Return the posterior under the prior precision of largest linear evidence of random points, by a fixed seed.
 
-    The evidence of all points takes a linear mode of all of them for each value tried, and chooses much the same, if
-    each says as much: numbers without weights, of which none is missing, and points that can be taken alone.
+    The evidence of all points takes a linear mode of all of them for each value tried, and chooses much the same.
     """
-    lin = post.lin
-    targets = [member.of_position for member in lin.likelihood.members]
-    alike = all(isinstance(target, Gaussian) and target.missing is None for target in targets)
-    alike = alike and isinstance(lin.data, Batches) and not lin.data.weighted and not lin.data.of_whole_batches
-    if not alike or lin.num_data * lin.num_outputs <= ROWS or not isinstance(post.curvature, UserOperator):
+    lin, points = post.lin, None
+    if lin.num_data * lin.num_outputs > ROWS and isinstance(lin.data, Batches):
+        points = _random_points(lin, lin.data)
+    if points is None or not len(points) or not isinstance(post.curvature, UserOperator):
         return _maximize(post, "linear")
-    order = torch.randperm(lin.num_data, generator=torch.Generator().manual_seed(0))
-    some = lin.restrict(order[: most_points(lin)].sort().values, 1.0)
+    some = lin.restrict(points, 1.0)
     curvature = post.curvature.of(some, _seeded(post))
     if curvature is None:
         return _maximize(post, "linear")
@@ -185,6 +183,35 @@ def _maximize_on_some(post: Laplace) -> Laplace:
     best = _maximize(trial, "linear")
     by = f"the evidence of {some.num_data:,} points"
     return tell_choice(replace(post.with_prior(float(best.prior_precision)), tuning=best.tuning), by)
+
+
+def _random_points(lin: Linearization, data: Batches) -> Int[Tensor, " m"]:
+    """Return the positions of random points that say as much as `most_points` of weight one.
+
+    Points without weight are left out. The number of points of weight one that say as much as others is at most the sum
+    of their weights w, and at most (Σw)² / Σw² (Kish 1965). Whole batches are taken only if all weights are one.
+    """
+    count = most_points(lin)
+    weights = lin.passes.line_up([lin.theta.new_zeros(0), *(_weights(lin, batch) for batch in data)]).double().cpu()
+    if data.of_whole_batches:
+        return data.evenly_spaced(count) if bool((weights == 1).all()) else torch.arange(lin.num_data)
+    order = torch.randperm(lin.num_data, generator=torch.Generator().manual_seed(0))
+    order = order[weights[order] > 0]
+    w = weights[order]
+    total, squares = w.cumsum(0), w.square().cumsum(0)
+    too_few = (total < count) | (total.square() < count * squares)
+    return order[: int(too_few.cumprod(0).sum()) + 1].sort().values
+
+
+def _weights(lin: Linearization, batch: Batch) -> Float[Tensor, " n"]:
+    """Return what each point counts: the mean weight of its positions, zero for targets that are left out."""
+    likelihood, ones = lin.likelihood, lin.theta.new_ones(batch.num_points)
+    weights = likelihood.weights_of_points(batch.targets, batch.weights)
+    counted = likelihood.counted(batch.targets, batch.weights)
+    for factor in (weights, counted):
+        if factor is not None:
+            ones = ones * factor.to(ones).view(len(ones), -1).mean(1)
+    return ones
 
 
 def _maximize(post: Laplace, mode: str) -> Laplace:

@@ -183,7 +183,26 @@ def test_many_numbers_choose_by_the_evidence_of_random_points() -> None:
     by_all = co.evidence.maximize(explicit, mode="linear")
     assert float(by_all.prior_precision) != float(post.prior_precision)
     weighted = co.linearize(model, (*data[:], torch.ones(3000).double()), likelihood, weights=True)
-    torch.testing.assert_close(co.laplace(weighted).prior_precision, by_all.prior_precision, rtol=0.01, atol=0)
+    torch.testing.assert_close(co.laplace(weighted).prior_precision, post.prior_precision, rtol=1e-8, atol=0)
+
+
+def test_points_that_say_less_choose_less() -> None:
+    """Of 5,000 points the weights of most are zero, or their targets are missing: the other 1,250 choose."""
+    x, counts = normal(5000, 2), torch.arange(5000) % 4 == 0
+    y, w = x[:, :1].sin(), counts.double()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    few = co.laplace(co.linearize(model, (x[counts], y[counts]), co.likelihoods.Gaussian(0.1)))
+    absent = y.where(counts.unsqueeze(1), torch.nan), co.likelihoods.Gaussian(0.1, missing="ignore")
+    weighted = co.linearize(model, (x, y, w), co.likelihoods.Gaussian(0.1), weights=True)
+    for lin in (weighted, co.linearize(model, (x, absent[0]), absent[1])):
+        post = co.laplace(lin)
+        assert "by the evidence of 1,250 points, " in repr(post)
+        torch.testing.assert_close(post.prior_precision, few.prior_precision, rtol=1e-6, atol=0)
+    rare = co.laplace(
+        co.linearize(model, (x, y, 1e-3 * torch.ones(5000).double()), co.likelihoods.Gaussian(0.1), weights=True)
+    )
+    assert "by the evidence of 5,000 points, " in repr(rare)  # which say as much as five
 
 
 def test_data_that_determine_all_weights_get_a_weak_prior() -> None:
