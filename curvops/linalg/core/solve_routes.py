@@ -18,8 +18,8 @@ and for an estimate without a budget, whose value is then exact."""
 DENSE_BLOCK = 2048
 """Up to this many rows, a matrix is formed once if it is used for many later answers: a block next to others that have
 closed forms, a posterior's curvature for many draws. A matrix that exists is factorised, in float64."""
-MOST_FORMED = 4096
-"""Up to this many rows, a posterior's curvature is formed once for its covariances: 512 MiB with factor and work."""
+MOST_FORMED = 8192
+"""Up to this many rows, a posterior's curvature is formed once for its covariances: 2 GiB with factor and work."""
 ALWAYS_FORMED = 1024
 """The largest matrix that is formed however few rows of J need it, since more may follow: this takes a few solves."""
 MOST_DECOMPOSED = 1024
