@@ -33,8 +33,8 @@ MOST_SOLVES = 200
 """The number of solves for the effective dimension under a prior operator, one for each probe."""
 PRODUCTS_A_SOLVE = 8
 """The least number of products per column of a block solve: from rows / 8 columns on, forming the matrix is cheaper."""
-GRADIENTS_A_SOLVE = 2.0 * PRODUCTS_A_SOLVE
-"""The least number of gradients that a solve for one draw takes."""
+PRODUCTS_A_ROW = 64
+"""The products that a solve for a row of J takes, to more digits; what is formed serves all later rows, too."""
 MOST_GRADIENTS = 200.0
 """The largest cost of J Jᵀ in gradients for determinants: for one prior precision (probes: 300–500), or on request."""
 MOST_OUTPUTS = 6144
@@ -217,7 +217,7 @@ def routes(system: System) -> tuple[Route, ...]:
     narrow = bool(p.root_columns) and FEWER_OUTPUTS * p.root_columns <= s.rows and p.diagonal
     short = narrow and block > s.room and s.columns > 1
     often = s.requested == "dual" or short or s.rows_of_J
-    most = MOST_GRADIENTS if often else GRADIENTS_A_SOLVE * s.columns
+    most = MOST_GRADIENTS if often else 2.0 * PRODUCTS_A_SOLVE * s.columns
     unresolved = (not p.resolved, "the prior precision is below the rounding of J Jᵀ")
     stochastic = (
         (not p.root_columns, f"needs the curvature's square root by points, which {p.name} does not have"),
@@ -236,7 +236,8 @@ def routes(system: System) -> tuple[Route, ...]:
 def _formed_matrix(s: System, p: PosteriorFacts) -> Route:
     nbytes, once = FORMED_COPIES * 8 * s.rows**2, s.rows_of_J  # for all later rows, too
     most, serves = MOST_FORMED if once else DENSE_BLOCK, once and (p.formed or s.rows <= ALWAYS_FORMED)
-    few = PRODUCTS_A_SOLVE * s.columns < s.rows and not serves
+    least = PRODUCTS_A_ROW if once else PRODUCTS_A_SOLVE
+    few = least * s.columns < s.rows and not serves
     return _route(
         "formed matrix",
         0 if p.formed else s.rows,
@@ -246,7 +247,7 @@ def _formed_matrix(s: System, p: PosteriorFacts) -> Route:
         (not once and s.rows <= DENSE_SIZE, f"up to {DENSE_SIZE:,} rows each solve forms its own"),
         (s.recorded, NO_GRADIENT),
         (not p.psd, "the curvature is not known to be positive semidefinite"),
-        (few, f"fewer than rows / {PRODUCTS_A_SOLVE} columns"),
+        (few, f"fewer than rows / {least} columns"),
         (nbytes > s.room and not p.formed, "memory has no room for it"),
     )
 

@@ -158,8 +158,8 @@ class Predictive(ABC):
             gather: over a process group, collect the predictions for the points of all ranks on each rank, in order.
                 Without it each rank predicts at its own x, whether or not other ranks have the same points.
 
-        Covariances are lazy. Exact ones solve for N·C rows of J on first use; up to 1,024 weights, and up to 4,096 for
-        D / 8 rows or more, the matrix is formed and factorised instead, and kept for later calls. Under a structured
+        Covariances are lazy. Exact ones solve for N·C rows of J on first use; up to 1,024 weights, and up to 8,192 for
+        D / 64 rows or more, the matrix is formed and factorised instead, and kept for later calls. Under a structured
         curvature (KFAC, EKFAC, diagonal, low rank, dense blocks of layers or of all selected weights) they come from
         each layer's inputs and sensitivities, at C backward passes and a few matrix products (joint ones if memory has
         room for all rows); for a last layer they come from its inputs, without a further pass. Variances need no C × C

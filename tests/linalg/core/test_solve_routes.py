@@ -35,8 +35,8 @@ TAKEN = {
     "columns enough to form it": (posterior(rows=2048, columns=256), "formed matrix"),
     "a column fewer": (posterior(rows=2048, columns=255), "cg with a sketch"),
     "a row more": (posterior(rows=2049, columns=2048), "cg with a sketch"),
-    "rows enough to form it": (posterior(rows=8192, columns=1024, rows_of_J=True), "formed matrix"),
-    "a row of J fewer": (posterior(rows=8192, columns=1023, rows_of_J=True), "cg with a sketch"),
+    "rows enough to form it": (posterior(rows=8192, columns=128, rows_of_J=True), "formed matrix"),
+    "a row of J fewer": (posterior(rows=8192, columns=127, rows_of_J=True), "cg with a sketch"),
     "a single one, formed before": (
         posterior(replace(NETWORK, formed=True), rows=4096, columns=1, rows_of_J=True),
         "formed matrix",
