@@ -30,8 +30,7 @@ from curvops.linalg import Diagonal, Estimate, Reason, Solution, cg, draw
 from curvops.linalg.core.algorithm import PRODUCT_VECTORS, solve_width
 from curvops.linalg.core.results import Reasoned
 from curvops.linalg.core.solve_routes import CLOSED_FORM, EPOCHS, METHOD_OF, METHODS, SKETCHED, directions_pay
-from curvops.linalg.core.structure import is_psd
-from curvops.linalg.core.vectors import inner, join, norm
+from curvops.linalg.core.vectors import inner, is_psd, join, norm
 from curvops.linalg.estimators.trace import sample_mean
 from curvops.linalg.operators.damped import Damped
 from curvops.linalg.solvers.solve import solve

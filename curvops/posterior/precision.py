@@ -34,7 +34,7 @@ from curvops.linalg.core.solve_routes import (
     determinants,
     routes,
 )
-from curvops.linalg.core.structure import is_psd
+from curvops.linalg.core.vectors import is_psd
 from curvops.linalg.operators.closed_form import ClosedFormPreconditioner
 from curvops.operators.curvatures.ggn import root_of
 from curvops.operators.function_space.function_space import DualInverse, FunctionSpace

@@ -48,7 +48,7 @@ from curvops.linalg import Damped, Estimate, Operator, SpectralQuadrature
 from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.matrix_identity import common, form_of, sources_of, spaces_of
 from curvops.linalg.core.solve_routes import DENSE_BLOCK, NEWTON_STEPS
-from curvops.linalg.core.structure import is_psd, is_symmetric
+from curvops.linalg.core.vectors import is_psd, is_symmetric
 from curvops.linalg.operators.base import as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.damped import ScaledPreconditioner

@@ -18,8 +18,7 @@ from curvops.ambient import Memories, Memory
 from curvops.linalg.core.algorithm import memories_of
 from curvops.linalg.core.structure import columns_of, rows
 from curvops.linalg.core.vectors import Description, described_for_ranks, entries, gram, product, transposed_product
-from curvops.linalg.operators.algebra import UnaryOperator
-from curvops.linalg.operators.base import Operator, by_columns
+from curvops.linalg.operators.base import Operator, UnaryOperator, by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, closed_form
 from curvops.linalg.operators.given_matrix import Dense, Diagonal
 from curvops.ranks.process_group import Ranks, is_dtensor

@@ -24,7 +24,7 @@ from curvops.checks import check_kind, check_like, check_options, check_shape, c
 from curvops.errors import DivergenceError
 from curvops.linalg import Diagonal, Inverse, Operator
 from curvops.linalg.core.matrix_identity import spaces_of
-from curvops.linalg.core.structure import is_psd
+from curvops.linalg.core.vectors import is_psd
 from curvops.linalg.operators.closed_form import Eigenbasis
 from curvops.linalg.operators.draws import dense_eigenpairs, draw
 from curvops.network import TangentSpace

@@ -29,16 +29,6 @@ LEAST_HALVED = 128
 """The rows of a symmetric product up to which it is computed whole."""
 
 
-def is_symmetric(A: Any) -> bool:
-    """Return whether A is tagged as symmetric; tensors and foreign operators have no tag."""
-    return bool(getattr(A, "symmetric", False))
-
-
-def is_psd(A: Any) -> bool:
-    """Return whether A is tagged as positive semidefinite; tensors and foreign operators have no tag."""
-    return bool(getattr(A, "psd", False))
-
-
 @singledispatch
 def rows(A: Matrix) -> Callable[[Tensor], Any]:
     """Return the map index -> A[index, :], dense (b, n); for other `vectors` an object with ``@`` and ``diagonal()``.

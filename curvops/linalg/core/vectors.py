@@ -141,6 +141,16 @@ def describe_square(A: Matrix) -> Description:
     return facts
 
 
+def is_symmetric(A: Any) -> bool:
+    """Return whether A is tagged as symmetric; tensors and foreign operators have no tag."""
+    return bool(getattr(A, "symmetric", False))
+
+
+def is_psd(A: Any) -> bool:
+    """Return whether A is tagged as positive semidefinite; tensors and foreign operators have no tag."""
+    return bool(getattr(A, "psd", False))
+
+
 def product(A: Matrix) -> Callable[[Tensor], Tensor]:
     """Return the map V -> A V on blocks (n, K), which counts its columns as products and records no graph."""
     return partial(_multiplied, A.detach().matmul if isinstance(A, Tensor) else A._matmul, A.shape[0])

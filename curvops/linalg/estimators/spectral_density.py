@@ -23,8 +23,7 @@ from curvops.checks import check_choice, check_options, checked_whole
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.structure import is_psd
-from curvops.linalg.core.vectors import NEAR_ZERO, Given, Matrix, as_matrix, describe_square
+from curvops.linalg.core.vectors import NEAR_ZERO, Given, Matrix, as_matrix, describe_square, is_psd
 from curvops.linalg.spectra.lanczos import TWO_STEPS_VECTORS, LockStep
 from curvops.summary import Summarised
 

@@ -16,51 +16,15 @@ from curvops.linalg.core.matrix_identity import (
     Spaces,
     common,
     scale_sources,
-    sources_of,
     sources_of_sum,
     spaces_of,
     spaces_of_sum,
 )
-from curvops.linalg.core.structure import is_psd, is_symmetric
-from curvops.linalg.operators.base import Operator, as_part, joined, number_of
+from curvops.linalg.core.vectors import is_psd, is_symmetric
+from curvops.linalg.operators.base import Operator, UnaryOperator, as_part, joined, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, ScaledForm
 from curvops.linalg.operators.draws import draw_together, normal
 from curvops.ranks.sharded_vectors import Layouts, layouts_of
-
-
-class UnaryOperator(Operator):
-    """An operator built from an operator A, its first argument, with A's properties unless a class overrides them."""
-
-    @property
-    def base(self) -> LinearOperator:
-        """The operator A."""
-        return self._args[0]
-
-    @property
-    def spaces(self) -> Spaces:
-        return spaces_of(self.base)
-
-    @property
-    def sources(self) -> Sources | None:
-        return sources_of(self.base)
-
-    @property
-    def symmetric(self) -> bool:
-        return is_symmetric(self.base)
-
-    @property
-    def psd(self) -> bool:
-        return is_psd(self.base)
-
-    def _size(self) -> torch.Size:
-        return self.base.shape
-
-    def _made_of(self) -> str:
-        return as_part(self.base)
-
-    def _transpose_nonbatch(self) -> LinearOperator:
-        transposed = self.base.mT
-        return self if transposed is self.base else self.__class__(transposed, *self._args[1:], **self._kwargs)
 
 
 class Transposed(UnaryOperator):
@@ -121,19 +85,16 @@ class Sum(Operator):
         tensor([3., 3.])
     """
 
+    _shown = ("terms",)
     _in_formula: ClassVar[str] = "({})"
 
     def __init__(self, *terms: LinearOperator) -> None:
-        flat = [summand for term in terms for summand in (term.terms if isinstance(term, Sum) else (term,))]
+        flat = [summand for term in terms for summand in (term._args if isinstance(term, Sum) else (term,))]
         _ = spaces_of_sum(flat)
         if len({term.matrix_shape for term in flat}) > 1:
             raise ValueError(f"cannot add operators of shapes {[tuple(term.shape) for term in flat]}.")
         super().__init__(*flat)
-
-    @property
-    def terms(self) -> tuple[LinearOperator, ...]:
-        """The summands."""
-        return self._args
+        self.terms = tuple(flat)
 
     @property
     def spaces(self) -> Spaces:
@@ -199,6 +160,7 @@ class Scaled(UnaryOperator):
         tensor([3., 6.])
     """
 
+    _shown: ClassVar[tuple[str, ...]] = ("base", "factor")
     _damped_form: ClassVar[type[ClosedForm] | None] = ScaledForm
     _in_formula: ClassVar[str] = "({})"
 
@@ -268,20 +230,17 @@ class Product(Operator):
         (Product(2 × 2, Dense · Diagonal, float32, cpu), tensor([21., 43.]))
     """
 
+    _shown = ("factors",)
     _in_formula: ClassVar[str] = "({})"
 
     def __init__(self, *factors: LinearOperator) -> None:
-        flat = [inner for factor in factors for inner in (factor.factors if isinstance(factor, Product) else (factor,))]
+        flat = [inner for factor in factors for inner in (factor._args if isinstance(factor, Product) else (factor,))]
         for left, right in pairwise(flat):
             common(spaces_of(left)[1], spaces_of(right)[0])
             if left.shape[-1] != right.shape[-2]:
                 raise ValueError(f"cannot multiply operators of shapes {[tuple(factor.shape) for factor in flat]}.")
         super().__init__(*flat)
-
-    @property
-    def factors(self) -> tuple[LinearOperator, ...]:
-        """The factors, left to right."""
-        return self._args
+        self.factors = tuple(flat)
 
     @property
     def spaces(self) -> Spaces:
@@ -346,20 +305,12 @@ class Sliced(UnaryOperator):
         (tensor([[1., 2.]]), tensor([[3.]]))
     """
 
+    _shown = ("base", "rows", "columns")
     _in_formula: ClassVar[str] = "({})"
 
     def __init__(self, base: LinearOperator, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
         super().__init__(base, rows=rows, columns=columns)
-
-    @property
-    def rows(self) -> Tensor | None:
-        """The positions of the selected rows, None for all."""
-        return self._kwargs["rows"]
-
-    @property
-    def columns(self) -> Tensor | None:
-        """The positions of the selected columns, None for all."""
-        return self._kwargs["columns"]
+        self.rows, self.columns = rows, columns
 
     @property
     def spaces(self) -> Spaces:

@@ -25,8 +25,17 @@ from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_like, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import differentiable_once
-from curvops.linalg.core.matrix_identity import Sources, Spaces
-from curvops.linalg.core.vectors import ROUNDINGS, Vectors, as_columns, has_rows, product, shaped_as
+from curvops.linalg.core.matrix_identity import Sources, Spaces, sources_of, spaces_of
+from curvops.linalg.core.vectors import (
+    ROUNDINGS,
+    Vectors,
+    as_columns,
+    has_rows,
+    is_psd,
+    is_symmetric,
+    product,
+    shaped_as,
+)
 from curvops.linalg.estimators.spectral_density import spectral_density
 from curvops.linalg.estimators.trace import trace
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
@@ -513,6 +522,42 @@ class Operator(LinearOperatorContract):
         if self.psd and not self.batch_shape:
             return draw_by_products(self, k, generator)
         raise ValueError(f"no root of this {type(self).__name__} is known, nor that it is positive semidefinite.")
+
+
+class UnaryOperator(Operator):
+    """An operator built from an operator A, its first argument, with A's properties unless a class overrides them."""
+
+    _shown: ClassVar[tuple[str, ...]] = ("base",)
+
+    def __init__(self, base: LinearOperator, *args: Any, **kwargs: Any) -> None:
+        super().__init__(base, *args, **kwargs)
+        self.base = base
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)
+
+    @property
+    def sources(self) -> Sources | None:
+        return sources_of(self.base)
+
+    @property
+    def symmetric(self) -> bool:
+        return is_symmetric(self.base)
+
+    @property
+    def psd(self) -> bool:
+        return is_psd(self.base)
+
+    def _size(self) -> torch.Size:
+        return self.base.shape
+
+    def _made_of(self) -> str:
+        return as_part(self.base)
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        transposed = self.base.mT
+        return self if transposed is self.base else self.__class__(transposed, *self._args[1:], **self._kwargs)
 
 
 def as_part(value: Any) -> str:

@@ -18,11 +18,10 @@ from curvops.linalg.core.algorithm import keep
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import Sources, Spaces, common, merge_sources, scale_sources, spaces_of
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
-from curvops.linalg.core.structure import is_psd, is_symmetric
-from curvops.linalg.core.vectors import describe, require_precision
+from curvops.linalg.core.vectors import describe, is_psd, is_symmetric, require_precision
 from curvops.linalg.estimators.logdet import ShiftedParts
-from curvops.linalg.operators.algebra import Product, Sum, UnaryOperator
-from curvops.linalg.operators.base import Operator, as_part, number_of
+from curvops.linalg.operators.algebra import Product, Sum
+from curvops.linalg.operators.base import Operator, UnaryOperator, as_part, number_of
 from curvops.linalg.operators.closed_form import (
     ClosedForm,
     DiagonalPlusRoot,
@@ -67,12 +66,8 @@ class Damped(UnaryOperator):
     ) -> None:
         if not isinstance(shift, Tensor):
             shift = torch.as_tensor(shift, dtype=base.dtype, device=base.device)
-        super().__init__(base, shift, cache=Cache() if cache is None else cache, sources=sources)
-
-    @property
-    def shift(self) -> Tensor:
-        """The shift d: 0-d, (n,) or (..., n)."""
-        return self._args[1]
+        self.shift, self._shift_sources, self._cache = shift, sources, Cache() if cache is None else cache
+        super().__init__(base, shift, cache=self._cache, sources=sources)
 
     def diagonal_plus_root(self) -> DiagonalPlusRoot | None:
         parts = self.base.diagonal_plus_root() if isinstance(self.base, Operator) else None
@@ -85,10 +80,6 @@ class Damped(UnaryOperator):
             return replace(of_shift, partial=True)
         return merge_sources(of_base, of_shift)
 
-    @property
-    def _shift_sources(self) -> Sources | None:
-        return self._kwargs["sources"]
-
     def with_sources(self, sources: Sources | None) -> Damped:
         """Return the operator with further sources of its shift."""
         if sources is None:
@@ -98,10 +89,6 @@ class Damped(UnaryOperator):
     def on_layouts(self, rows: RowLayout, columns: RowLayout) -> LinearOperator:
         base = over_ranks(self.base, rows)
         return Damped(base, self.shift, sources=self._shift_sources)
-
-    @property
-    def _cache(self) -> Cache:
-        return self._kwargs["cache"]
 
     @property
     def psd(self) -> bool:

@@ -15,7 +15,7 @@ from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import Sources, Space, scale_sources
 from curvops.linalg.core.partition import Partition, partition
-from curvops.linalg.core.structure import is_psd, is_symmetric
+from curvops.linalg.core.vectors import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator, joined
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis, closed_form
 from curvops.linalg.operators.draws import draw
@@ -134,22 +134,8 @@ class DirectSum(Operator):
         """Store the blocks, and the keywords of a subclass."""
         if not isinstance(positions, Partition):
             positions = check_blocks(blocks, positions)
-        LinearOperator.__init__(self, *blocks, positions=positions, cache=Cache() if cache is None else cache, **extra)
-
-    @property
-    def blocks(self) -> tuple[Operator, ...]:
-        """The operators on the diagonal."""
-        return self._args
-
-    @property
-    def partition(self) -> Partition:
-        """The entries that each block acts on."""
-        return self._kwargs["positions"]
-
-    @property
-    def cache(self) -> Cache:
-        """The cache of the factorisations."""
-        return self._kwargs["cache"]
+        self.blocks, self.partition, self.cache = tuple(blocks), positions, Cache() if cache is None else cache
+        LinearOperator.__init__(self, *blocks, positions=positions, cache=self.cache, **extra)
 
     @property
     def symmetric(self) -> bool:

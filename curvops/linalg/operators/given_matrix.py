@@ -162,20 +162,11 @@ class Dense(Operator):
         if tensor.ndim < 2:
             raise ValueError(f"tensor must be a matrix (m, n) or a batch of them, got {tuple(tensor.shape)}.")
         super().__init__(tensor, psd=psd, space=space, rest=rest, sources=sources)
+        self.tensor, self.rest = tensor, rest
 
     @property
     def at_hand(self) -> bool:
         return True
-
-    @property
-    def tensor(self) -> Tensor:
-        """The matrix, (..., m, n)."""
-        return self._args[0]
-
-    @property
-    def rest(self) -> Tensor | None:
-        """The part of the matrix that rounding to its dtype removed, if it is known."""
-        return self._kwargs["rest"]
 
     @property
     def psd(self) -> bool:
@@ -276,6 +267,7 @@ class Diagonal(Operator):
         (tensor([4., 2.]), tensor([0.2500, 0.5000]))
     """
 
+    _shown = ("entries",)
     symmetric = True
     _damped_form: ClassVar[type[ClosedForm] | None] = DiagonalForm
 
@@ -284,11 +276,7 @@ class Diagonal(Operator):
         if entries.ndim != 1:
             raise ValueError(f"entries must be a vector (n,), got {tuple(entries.shape)}.")
         super().__init__(entries, space=space, sources=sources)
-
-    @property
-    def entries(self) -> Tensor:
-        """The diagonal d, (n,)."""
-        return self._args[0]
+        self.entries = entries
 
     @property
     def psd(self) -> bool:

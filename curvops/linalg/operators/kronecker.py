@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -150,10 +149,8 @@ class _GroupedBlocks(Operator):
     _shown: ClassVar[tuple[str, ...]] = ()
     symmetric = True
 
-    @property
-    @abstractmethod
-    def sizes(self) -> tuple[int, int, int]:
-        """The sizes (g, p, q)."""
+    sizes: tuple[int, ...]
+    """The sizes (g, p, q)."""
 
     def _size(self) -> torch.Size:
         return torch.Size((math.prod(self.sizes),) * 2)
@@ -213,27 +210,10 @@ class Kronecker(_GroupedBlocks):
                 raise ValueError(f"{name} must be (g, m, m), or (g, m) if diagonal, with one g: {factor.shape}.")
         if left.dtype != right.dtype:
             raise TypeError(f"left and right must have one dtype, got {left.dtype} and {right.dtype}.")
-        super().__init__(left, right, cache=Cache() if cache is None else cache, details=details)
-
-    @property
-    def left(self) -> Tensor:
-        """The left factor, (g, p, p), or its diagonal, (g, p)."""
-        return self._args[0]
-
-    @property
-    def right(self) -> Tensor:
-        """The right factor, (g, q, q), or its diagonal, (g, q)."""
-        return self._args[1]
-
-    @property
-    def details(self) -> tuple[Details, Details]:
-        """The details of the two factors beyond their dtype."""
-        return self._kwargs["details"]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        left, right = self._args
-        return left.shape[0], left.shape[-1], right.shape[-1]
+        self.left, self.right, self.details = left, right, details
+        self.sizes = left.shape[0], left.shape[-1], right.shape[-1]
+        self._cache = Cache() if cache is None else cache
+        super().__init__(left, right, cache=self._cache, details=details)
 
     def _product(self, block: Tensor) -> Tensor:
         return _two_sided(self.left, self.right, block)
@@ -285,9 +265,7 @@ class Kronecker(_GroupedBlocks):
         complete its eigenvectors. Raises NotPositiveSemidefiniteError if a factor has an eigenvalue below zero beyond
         its dtype's rounding.
         """
-        return self._kwargs["cache"].get_or_compute(
-            "eigen", self._args, lambda: self._assemble(*decompositions(self.factors))
-        )
+        return self._cache.get_or_compute("eigen", self._args, lambda: self._assemble(*decompositions(self.factors)))
 
     def eigenvalues(self) -> Float[Tensor, "g p q"]:
         """Return the eigenvalues."""
@@ -296,17 +274,16 @@ class Kronecker(_GroupedBlocks):
     @property
     def known_eigen(self) -> EigenKronecker | None:
         """The eigendecomposition, if it was computed before."""
-        return self._kwargs["cache"].get("eigen", self._args)
+        return self._cache.get("eigen", self._args)
 
     def keep_eigen(self, eigen: EigenKronecker) -> None:
         """Keep an eigendecomposition that was computed from the same factors."""
-        self._kwargs["cache"].get_or_compute("eigen", self._args, lambda: eigen)
+        self._cache.get_or_compute("eigen", self._args, lambda: eigen)
 
     @property
     def factors(self) -> tuple[Factor, Factor]:
         """Both factors, with their details and names."""
-        left, right = self._args
-        return (left, self.details[0], "left"), (right, self.details[1], "right")
+        return (self.left, self.details[0], "left"), (self.right, self.details[1], "right")
 
     @property
     def rounding(self) -> float:
@@ -381,37 +358,9 @@ class EigenKronecker(_GroupedBlocks):
         rounding: float = 0.0,
         of_rows: float = 0.0,
     ) -> None:
+        self.left_vectors, self.right_vectors, self.values = left_vectors, right_vectors, values
+        self.rounding, self.of_rows, self.sizes = rounding, of_rows, tuple(values.shape)
         super().__init__(left_vectors, right_vectors, values, rounding=rounding, of_rows=of_rows)
-
-    @property
-    def left_vectors(self) -> Tensor:
-        """The matrices U_l, eigenvectors as columns, (g, p, p) or ones (g, p)."""
-        return self._args[0]
-
-    @property
-    def right_vectors(self) -> Tensor:
-        """The matrices U_r, eigenvectors as columns, (g, q, q) or ones (g, q)."""
-        return self._args[1]
-
-    @property
-    def values(self) -> Tensor:
-        """The eigenvalues, (g, p, q)."""
-        return self._args[2]
-
-    @property
-    def rounding(self) -> float:
-        """The largest error of the values, relative to the largest of them."""
-        return self._kwargs["rounding"]
-
-    @property
-    def of_rows(self) -> float:
-        """The largest error of the values' roots, relative to the root of their sum."""
-        return self._kwargs["of_rows"]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        g, p, q = self.values.shape
-        return g, p, q
 
     @property
     def psd(self) -> bool:
@@ -427,7 +376,7 @@ class EigenKronecker(_GroupedBlocks):
 
     def filter(self, weights: Float[Tensor, "g p q"], block: Tensor) -> Tensor:
         """Return U diag(weights) Uᵀ B for columns B (n, K)."""
-        left, right, _ = self._args
+        left, right = self.left_vectors, self.right_vectors
         rotated = _both(_transpose(left), _transpose(right), _to_groups(block, weights.shape))
         return _from_groups(_both(left, right, weights.unsqueeze(1) * rotated))
 

@@ -29,7 +29,6 @@ from curvops.linalg.core.matrix_identity import Sources, Space, problem_of, scal
 from curvops.linalg.core.probed import ESTIMATE_VECTORS, Probed
 from curvops.linalg.core.results import Estimate, default_rtol
 from curvops.linalg.core.solve_routes import SKETCH_RANK
-from curvops.linalg.core.structure import is_psd
 from curvops.linalg.core.vectors import (
     CHUNK,
     ROUNDINGS,
@@ -42,6 +41,7 @@ from curvops.linalg.core.vectors import (
     combine,
     describe_square,
     gram,
+    is_psd,
     norm,
     part,
     rounding_level,
@@ -323,24 +323,10 @@ class LowRank(Operator):
             dtypes = f"{vectors.dtype} and {values.dtype}"
             raise TypeError(f"vectors and values must be of one dtype, got {dtypes}: pass values.to(vectors.dtype).")
         super().__init__(vectors, values, error=error, space=space, sources=sources)
+        self.vectors, self.values, self.error = vectors, values, error
 
     def _made_of(self) -> str:
         return f"of rank {self.values.shape[0]}"
-
-    @property
-    def vectors(self) -> Tensor:
-        """The matrix U, (n, r)."""
-        return self._args[0]
-
-    @property
-    def values(self) -> Tensor:
-        """The eigenvalues s, (r,)."""
-        return self._args[1]
-
-    @property
-    def error(self) -> Estimate | None:
-        """The relative error ‖A − Â‖_F / ‖A‖_F of this approximation to A, if `co.low_rank` made it."""
-        return self._kwargs["error"]
 
     @property
     def root(self) -> Tensor:

@@ -18,7 +18,7 @@ from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.solve_routes import SKETCH_RANK
-from curvops.linalg.core.structure import is_psd, require_symmetric, rounding_of
+from curvops.linalg.core.structure import require_symmetric, rounding_of
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -32,6 +32,7 @@ from curvops.linalg.core.vectors import (
     describe_square,
     empty_block,
     gram,
+    is_psd,
     join,
     norm,
     part,

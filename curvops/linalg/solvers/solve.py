@@ -45,7 +45,7 @@ from curvops.linalg.core.algorithm import algorithm, longest
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.results import Reason, Solution, accept, default_rtol
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, SKETCHED, System, chosen, routes
-from curvops.linalg.core.structure import clearly_indefinite, is_psd, is_symmetric
+from curvops.linalg.core.structure import clearly_indefinite
 from curvops.linalg.core.vectors import (
     Given,
     Matrix,
@@ -56,6 +56,8 @@ from curvops.linalg.core.vectors import (
     empty_block,
     has_rows,
     inner,
+    is_psd,
+    is_symmetric,
     norm,
     part,
     product,

@@ -27,9 +27,10 @@ from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.matrix_identity import sources_of, spaces_of
 from curvops.linalg.core.results import accept
 from curvops.linalg.core.solve_routes import FORMED_COPIES
-from curvops.linalg.core.structure import add_gram, is_psd, mirror
-from curvops.linalg.core.vectors import unit_columns
-from curvops.linalg.operators.algebra import Scaled, Sum, UnaryOperator
+from curvops.linalg.core.structure import add_gram, mirror
+from curvops.linalg.core.vectors import is_psd, unit_columns
+from curvops.linalg.operators.algebra import Scaled, Sum
+from curvops.linalg.operators.base import UnaryOperator
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.contract import COLUMN_BLOCK
 from curvops.linalg.operators.given_matrix import DenseForm, round_with_rest
@@ -70,26 +71,21 @@ class Subnetwork(Dense):
     """
 
     def __init__(self, source: LinearOperator | Tensor, indices: Positions | None = None, **stored: Any) -> None:
-        if "psd" in stored:
-            LinearOperator.__init__(self, source, indices=indices, **stored)
-            return
-        if stored or indices is None:
-            raise TypeError("Subnetwork takes an operator (D, D) and indices, co.Subnetwork(co.GGN(lin), indices).")
-        check_kind("source", source, (LinearOperator, Tensor), "an operator (D, D), such as co.GGN(lin)")
-        operator = source if isinstance(source, LinearOperator) else Dense(source)
-        check_shape("source", operator, operator.shape[-1:] * 2)
-        indices = checked_indices(indices, operator.shape[-1]).to(operator.device)
-        require_no_graph(operator.representation(), "Subnetwork")
-        block, rest = round_with_rest(principal_block(operator, indices), operator.dtype)
-        whole, sources = spaces_of(operator)[0], sources_of(operator)
-        space = None if whole is None else whole.part(indices)
-        options = {"psd": is_psd(operator), "space": space, "rest": rest, "sources": sources}
-        LinearOperator.__init__(self, block, indices=indices, **options)
-
-    @property
-    def indices(self) -> Int[Tensor, " S"]:
-        """Positions of the subnetwork's weights in the vector of all weights."""
-        return self._kwargs["indices"]
+        block: Any = source
+        if "psd" not in stored:
+            if stored or indices is None:
+                raise TypeError("Subnetwork takes an operator (D, D) and indices, co.Subnetwork(co.GGN(lin), indices).")
+            check_kind("source", source, (LinearOperator, Tensor), "an operator (D, D), such as co.GGN(lin)")
+            operator = source if isinstance(source, LinearOperator) else Dense(source)
+            check_shape("source", operator, operator.shape[-1:] * 2)
+            indices = checked_indices(indices, operator.shape[-1]).to(operator.device)
+            require_no_graph(operator.representation(), "Subnetwork")
+            block, rest = round_with_rest(principal_block(operator, indices), operator.dtype)
+            whole, sources = spaces_of(operator)[0], sources_of(operator)
+            space = None if whole is None else whole.part(indices)
+            stored = {"psd": is_psd(operator), "space": space, "rest": rest, "sources": sources}
+        LinearOperator.__init__(self, block, indices=indices, **stored)
+        self.tensor, self.rest, self.indices = block, stored["rest"], indices
 
 
 class BlockDiagonal(UserOperator, DirectSum):

@@ -35,7 +35,7 @@ from curvops.linalg.core.solve_routes import FORMED_COPIES, KERNEL_COPIES, MOST_
 from curvops.linalg.core.structure import eigh_in_place
 from curvops.linalg.core.vectors import check_finite
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, rounding_of_eigenvalues
-from curvops.linalg.operators.base import by_columns
+from curvops.linalg.operators.base import UnaryOperator, by_columns
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
 from curvops.linalg.spectra.apply_function import inverse_root_product
@@ -247,7 +247,7 @@ class DualInverse(Inverse):
         output_root: Float[Tensor, "N C R"],
         rtol: float | None = None,
     ) -> None:
-        LinearOperator.__init__(self, base, factor, output_root, rtol=rtol)
+        UnaryOperator.__init__(self, base, factor, output_root, rtol=rtol)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return by_columns(self._solve_columns, rhs)

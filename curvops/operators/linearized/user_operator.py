@@ -15,6 +15,7 @@ from curvops.checkpoint import identify
 from curvops.checks import carries_graph, check_kind
 from curvops.linalg.core.matrix_identity import Sources, sources_of
 from curvops.linalg.operators.algebra import Scaled
+from curvops.linalg.operators.base import UnaryOperator
 from curvops.network import likelihoods
 from curvops.operators.linearized.linearization import Linearization
 from curvops.ranks.sharded_linearization import KNOWN_OF_SHARDS, ShardedLinearization
@@ -151,7 +152,7 @@ class ScaledByNoise(UserOperator, Scaled):
     CARRIED = True
 
     def __init__(self, base: LinearOperator, noise: Tensor, *, reference: float, power: int) -> None:
-        LinearOperator.__init__(self, base, noise, reference=reference, power=power)
+        UnaryOperator.__init__(self, base, noise, reference=reference, power=power)
         self.arguments = getattr(base, "arguments", None)
 
     @property
