@@ -20,21 +20,12 @@ from torch import Tensor
 from curvops.ambient import columns_at_a_time, current_run, remark
 from curvops.checkpoint import derive_generator
 from curvops.checks import check_choice, check_generator, check_options, checked_number
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply, working
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.solve_routes import DENSE_SIZE
 from curvops.linalg.core.structure import may_be_formed
-from curvops.linalg.core.vectors import (
-    Description,
-    Matrix,
-    Vectors,
-    check_finite,
-    describe,
-    largest,
-    norm,
-    product,
-    random_block,
-)
+from curvops.linalg.core.vectors import Description, Matrix, Vectors
 
 ProbeKind: TypeAlias = Literal["signs", "spherical"]
 
@@ -92,9 +83,9 @@ class Probed:
         The j-th column is the same however many are drawn at a time.
         """
         if kind == "signs":
-            return random_block(self.facts, k, generator=self.generator)
-        Z = random_block(self.facts, k, "separate", self.generator)
-        return Z * (math.sqrt(self.facts.columns) / norm(Z)).to(Z)
+            return vec.random_block(self.facts, k, generator=self.generator)
+        Z = vec.random_block(self.facts, k, "separate", self.generator)
+        return Z * (math.sqrt(self.facts.columns) / vec.norm(Z)).to(Z)
 
     def apart(self) -> Probed:
         """Return the matrix with a separate source of random numbers, so that a sketch does not change the probes."""
@@ -143,7 +134,7 @@ def probing(
     check_generator(generator)
     with working(A, least, multiply) as (multiply, room):
         formable = may_be_formed(A, limits.products, room)
-        yield Probed(multiply, describe(A), generator, replace(limits, memory=room), formable)
+        yield Probed(multiply, vec.describe(A), generator, replace(limits, memory=room), formable)
 
 
 @runtime_checkable
@@ -173,7 +164,7 @@ def require_finite(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
 
     def apply(V: Tensor) -> Tensor:
         result = multiply(V)
-        check_finite(largest(result))
+        vec.check_finite(vec.largest(result))
         return result
 
     return apply
@@ -194,7 +185,7 @@ def estimate(
             bar.
     """
     check_choice("method", method, (*families, EXACT))
-    whole, most = describe(A).columns, limits.matvecs
+    whole, most = vec.describe(A).columns, limits.matvecs
     if limits.rtol is None:
         most = 128 if most is None else most
         limits = replace(limits, matvecs=most)
@@ -202,7 +193,7 @@ def estimate(
     current_run().expect(total)
     with (
         torch.no_grad(),
-        probing(A, generator, limits, ESTIMATE_VECTORS, require_finite(product(A))) as probed,
+        probing(A, generator, limits, ESTIMATE_VECTORS, require_finite(vec.product(A))) as probed,
     ):
         if method == EXACT:
             return exact(probed), None

@@ -18,23 +18,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import Progress
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import PROBES_AT_ONCE, Estimator, Limits, Probed, estimate, require_finite
 from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.structure import known_diagonal
-from curvops.linalg.core.vectors import (
-    ROUNDINGS,
-    Given,
-    Matrix,
-    as_matrix,
-    by_rows,
-    combine,
-    describe_square,
-    largest,
-    norm,
-    product,
-    unit_blocks,
-)
+from curvops.linalg.core.vectors import ROUNDINGS, Given, Matrix
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, NystromSketch, RangeSketch
 
 METHODS = ("xdiag", "xnysdiag", "bekas", "exact")
@@ -83,14 +72,14 @@ def diagonal(
         >>> co.linalg.diagonal(A).value
         tensor([2., 3.])
     """
-    A = as_matrix(A)
-    describe_square(A)
+    A = vec.as_matrix(A)
+    vec.describe_square(A)
     limits = Limits(rtol, max_matvecs)
     if method is None and (exact := known_diagonal(A)) is not None:
         limits.check(0)
         return Estimate.rounded(*exact, limits.rtol)
     families: dict[str, Callable[[Probed], Estimator]] = {
-        "xdiag": lambda probed: XDiag(probed, require_finite(product(A.mT))),
+        "xdiag": lambda probed: XDiag(probed, require_finite(vec.product(A.mT))),
         "xnysdiag": XNysDiag,
         "bekas": Bekas,
     }
@@ -100,9 +89,9 @@ def diagonal(
 
 def _exact(probed: Probed) -> Estimate:
     total, sizes = None, list[Tensor]()
-    for E in unit_blocks(probed.facts, probed.block):
+    for E in vec.unit_blocks(probed.facts, probed.block):
         Y = probed.multiply(E)
-        sums, sizes = by_rows(E, Y, function=lambda E, Y: _row_sums(E * Y)), [*sizes, norm(Y)]
+        sums, sizes = vec.by_rows(E, Y, function=lambda E, Y: _row_sums(E * Y)), [*sizes, vec.norm(Y)]
         total = sums if total is None else total + sums
     assert total is not None
     rounding = ROUNDINGS * torch.finfo(total.dtype).eps * torch.cat(sizes)
@@ -110,7 +99,7 @@ def _exact(probed: Probed) -> Estimate:
 
 
 def _row_sums(X: Tensor, weight: float = 1.0) -> Tensor:
-    return combine(X, torch.full((X.shape[1], 1), weight, dtype=torch.float64, device=X.device))
+    return vec.combine(X, torch.full((X.shape[1], 1), weight, dtype=torch.float64, device=X.device))
 
 
 def _moments(samples: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,7 +110,7 @@ def _moments(samples: Tensor) -> tuple[Tensor, Tensor]:
 
 def _mean_error(samples: Tensor) -> Tensor:
     """Return the root of Σ (x − x̄)²/(K (K − 1)) in each row."""
-    size = float(largest(samples).amax())
+    size = float(vec.largest(samples).amax())
     size, K = size if size > 0 else 1.0, samples.shape[1]
     _, squares = _moments(samples / size)
     return size * (squares[:, 0].clamp_min(0) / (K * (K - 1))).sqrt()
@@ -142,9 +131,9 @@ class Bekas:
         """Spend one product per probe."""
         for Z in self.probed.stream(matvecs - self.count):
             Y = self.probed.multiply(Z)
-            if not self.count and (size := float(largest(Y).amax())) > 0:
+            if not self.count and (size := float(vec.largest(Y).amax())) > 0:
                 self.size = size
-            moments = by_rows(Z, Y, function=lambda Z, Y: torch.cat(_moments(Z * Y / self.size), 1))
+            moments = vec.by_rows(Z, Y, function=lambda Z, Y: torch.cat(_moments(Z * Y / self.size), 1))
             mean, squares = moments.split(1, 1)
             new, total = Y.shape[1], self.count + Y.shape[1]
             step = mean - self.mean
@@ -176,16 +165,16 @@ class XDiag(LeaveOneOut):
         # A ωᵢ = Q R eᵢ lies in the range, so its residual without probe i is (sᵢᵀR eᵢ) Q sᵢ.
         left = (out.S * sketch.R).sum(0)
         entries = partial(self._entries, S=out.S, left=left, eps=eps)
-        value, stderr, jackknife = by_rows(sketch.Omega, sketch.Q, sketch.Z, function=entries).mT
+        value, stderr, jackknife = vec.by_rows(sketch.Omega, sketch.Q, sketch.Z, function=entries).mT
         stderr = torch.maximum(stderr, 1e-3 * jackknife)  # samples may agree by chance
         widening = torch.where(stderr > 0, caution(K) * jackknife / (INFLATION * stderr), 1.0)
-        bias = torch.full_like(stderr, eps * float(norm(sketch.Z).amax()))
+        bias = torch.full_like(stderr, eps * float(vec.norm(sketch.Z).amax()))
         return Estimate(value, stderr, K, sketch.matvecs, bias, Reason.BUDGET_SPENT, INFLATION, widening=widening)
 
     @staticmethod
     def _entries(Omega: Tensor, Q: Tensor, Z: Tensor, S: Tensor, left: Tensor, eps: float) -> Float[Tensor, "n 3"]:
         """Return value, standard error by the samples and by the jackknife, for the entries of these rows."""
-        QS, ZS = combine(Q, S), combine(Z, S)
+        QS, ZS = vec.combine(Q, S), vec.combine(Z, S)
         in_range, residual = QS * ZS, Omega * left.to(QS)
         samples = residual * QS - in_range
         value = _row_sums(Q * Z) + _row_sums(samples, 1 / len(S))
@@ -194,8 +183,9 @@ class XDiag(LeaveOneOut):
         a = 1 / (1 - c.square()).clamp_min(100 * eps)
         a.fill_diagonal_(0)
         ac = a * c
-        without = QS * combine(ZS, ac) + ZS * combine(QS, ac) - in_range * (a.sum(0) - 1).to(in_range)
-        without = without - combine(in_range, ac * c) + combine(residual * QS, a) - QS * combine(residual, ac)
+        without = QS * vec.combine(ZS, ac) + ZS * vec.combine(QS, ac) - in_range * (a.sum(0) - 1).to(in_range)
+        without = without - vec.combine(in_range, ac * c) + vec.combine(residual * QS, a)
+        without = without - QS * vec.combine(residual, ac)
         return torch.stack([value[:, 0], _mean_error(samples), _mean_error(without)], 1)
 
 
@@ -215,12 +205,12 @@ class XNysDiag(LeaveOneOut):
         share = torch.where(pivots > 0, 1 / pivots, 0.0)
 
         def entries(Y: Tensor, Omega: Tensor) -> Float[Tensor, "n 2"]:
-            F = combine(Y, inverse)
-            in_range = combine(F, inverse.mT * share)
+            F = vec.combine(Y, inverse)
+            in_range = vec.combine(F, inverse.mT * share)
             samples = in_range * (Omega * share.to(in_range) - in_range)
             value = _row_sums(F.square()) - nu + _row_sums(samples, 1 / samples.shape[1])
             return torch.stack([value[:, 0], _mean_error(samples)], 1)
 
-        value, stderr = by_rows(Y, sketch.Omega, function=entries).mT
+        value, stderr = vec.by_rows(Y, sketch.Omega, function=entries).mT
         K, bias = sketch.matvecs, torch.full_like(stderr, nu)
         return Estimate(value, stderr, K, K, bias, Reason.BUDGET_SPENT, INFLATION)

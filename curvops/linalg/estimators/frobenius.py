@@ -21,24 +21,11 @@ from torch import Tensor
 
 from curvops.ambient import Progress
 from curvops.checks import refuse
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.probed import Estimator, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.vectors import (
-    Given,
-    Matrix,
-    as_matrix,
-    axpy,
-    combine,
-    describe,
-    gram,
-    norm,
-    product,
-    random_block,
-    rounding_level,
-    spawn_generator,
-    unit_blocks,
-)
+from curvops.linalg.core.vectors import Given, Matrix
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, RangeSketch, TwoLeftOut, leave_one_out, mean_over_pairs
 from curvops.linalg.estimators.trace import Hutchinson
 
@@ -88,8 +75,8 @@ def frobenius_norm(
         >>> round(float(co.linalg.frobenius_norm(A)) ** 2, 4)
         15.0
     """
-    A = as_matrix(A)
-    facts = describe(A)
+    A = vec.as_matrix(A)
+    facts = vec.describe(A)
     square = facts.rows == facts.columns
     method = ("xtrace" if square else "hutchinson") if method is None else method
     limits = Limits(rtol, max_matvecs)
@@ -100,9 +87,9 @@ def frobenius_norm(
 
 def _exact(probed: Probed) -> Estimate:
     total = torch.zeros((), dtype=torch.float64, device=probed.facts.device)
-    for E in unit_blocks(probed.facts, probed.block):
-        total = total + norm(probed.multiply(E)).square().sum()
-    value, rounding = total.sqrt(), rounding_level(probed.facts.dtype, probed.facts.rows)
+    for E in vec.unit_blocks(probed.facts, probed.block):
+        total = total + vec.norm(probed.multiply(E)).square().sum()
+    value, rounding = total.sqrt(), vec.rounding_level(probed.facts.dtype, probed.facts.rows)
     return Estimate.rounded(value, rounding * value, probed.limits.rtol, probed.facts.columns)
 
 
@@ -122,7 +109,7 @@ class Norms(Hutchinson):
 
     def sample(self, Z: Tensor, Y: Tensor) -> Float[Tensor, " k"]:
         """Return ‖Az‖² of each probe."""
-        return norm(Y).square()
+        return vec.norm(Y).square()
 
     def estimate(self) -> Estimate:
         """Return the root of the mean."""
@@ -140,17 +127,17 @@ class XNorm(LeaveOneOut):
     def samples(self) -> Float[Tensor, " K"]:
         """Return one estimate of ‖A‖_F² for each probe left out."""
         sketch, out = self.sketch, self.sketch.leave_out()
-        residual = axpy(combine(sketch.Q, sketch.R), sketch.Z, -out.residual_coefficients)
-        in_range = norm(combine(sketch.Z, out.S)).square()
-        return norm(sketch.Z).square().sum() - in_range + out.scale * norm(residual).square()
+        residual = vec.axpy(vec.combine(sketch.Q, sketch.R), sketch.Z, -out.residual_coefficients)
+        in_range = vec.norm(vec.combine(sketch.Z, out.S)).square()
+        return vec.norm(sketch.Z).square().sum() - in_range + out.scale * vec.norm(residual).square()
 
     def without(self) -> Float[Tensor, " K"]:
         """Return the estimate of ‖A‖_F² without each probe."""
         sketch, out = self.sketch, TwoLeftOut(self.sketch.leave_out())
-        H, R = gram(sketch.Z, sketch.Z), sketch.R
+        H, R = vec.gram(sketch.Z, sketch.Z), sketch.R
         first, second, _ = out.form(H)
         # A(I − P)ω = Q R eⱼ − Z p.
-        residual = R.square().sum(0) - 2 * out.against(gram(sketch.Z, sketch.Q) @ R) + out.quadratic(H)
+        residual = R.square().sum(0) - 2 * out.against(vec.gram(sketch.Z, sketch.Q) @ R) + out.quadratic(H)
         return mean_over_pairs(H.trace() - first - second + out.scale * residual)
 
     def estimate(self) -> Estimate:
@@ -164,20 +151,20 @@ def relative_distance(A: Matrix, B: Matrix, generator: torch.Generator | None = 
 
     It is exact, from all unit vectors, if A has at most 16 columns. Cost: one product with each matrix per vector.
     """
-    facts = describe(A)
+    facts = vec.describe(A)
     n, exact = facts.columns, facts.columns <= PROBES
     with torch.no_grad(), working(A, 3 * PROBES) as (multiply, _):
         if exact:
-            probes = next(unit_blocks(facts, n))
+            probes = next(vec.unit_blocks(facts, n))
         else:
-            probes = random_block(facts, PROBES, generator=spawn_generator(generator))
-        images, others = multiply(probes), product(B)(probes)
-        sizes, errors = norm(images).square(), norm(images - others).square()
-        of_other = norm(others).square()
+            probes = vec.random_block(facts, PROBES, generator=vec.spawn_generator(generator))
+        images, others = multiply(probes), vec.product(B)(probes)
+        sizes, errors = vec.norm(images).square(), vec.norm(images - others).square()
+        of_other = vec.norm(others).square()
     tiny = torch.finfo(sizes.dtype).tiny
     size = (sizes.sum() if exact else sizes.mean()).clamp_min(tiny)
     # Each product has an error of a few units of rounding of its own size, however close the two are to each other.
-    rounding = rounding_level(facts.dtype, facts.rows) * (1 + (of_other.sum() / sizes.sum().clamp_min(tiny)).sqrt())
+    rounding = vec.rounding_level(facts.dtype, facts.rows) * (1 + (of_other.sum() / sizes.sum().clamp_min(tiny)).sqrt())
     if exact:
         return Estimate.rounded((errors.sum() / size).sqrt(), rounding, matvecs=n, size=1.0)
     return root_of_ratio(errors, sizes, size, PROBES, rounding)

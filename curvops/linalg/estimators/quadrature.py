@@ -25,19 +25,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from curvops.ambient import Progress, columns_at_a_time, current_run
 from curvops.checks import check_options, check_shape
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import ESTIMATE_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
-from curvops.linalg.core.vectors import (
-    Given,
-    Matrix,
-    ScalarFunction,
-    Vectors,
-    as_matrix,
-    describe_square,
-    gram,
-    product,
-)
+from curvops.linalg.core.vectors import Given, Matrix, ScalarFunction, Vectors
 from curvops.linalg.estimators.dense_spectrum import ROUNDING_UNITS, dense_spectrum, log_ratio, share, stack
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep
@@ -213,8 +205,8 @@ def spectral_quadrature(
         >>> [round(float(quadrature.logdet(shift)), 4) for shift in (1.0, 10.0)]
         [4.7875, 0.8765]
     """
-    G = as_matrix(G)
-    mu, limits, n = positive(shift), Limits(rtol, max_matvecs), describe_square(G).rows
+    G = vec.as_matrix(G)
+    mu, limits, n = positive(shift), Limits(rtol, max_matvecs), vec.describe_square(G).rows
     limits.check(LEAST_PRODUCTS)
     check_options(probes=probes)
     exact = probes is None and rank is None and limits.allow_dense(n)
@@ -264,8 +256,8 @@ def effective_dimension(
         >>> round(float(co.linalg.effective_dimension(G, 1.0)), 4)
         1.4
     """
-    G = as_matrix(G)
-    n, _, dtype, device = describe_square(G)
+    G = vec.as_matrix(G)
+    n, _, dtype, device = vec.describe_square(G)
     limits = Limits(rtol, max_matvecs)
     limits.check(min(LEAST_PRODUCTS, n))
     precision = torch.as_tensor(prior, dtype=dtype, device=device).detach()
@@ -273,7 +265,7 @@ def effective_dimension(
         check_shape("prior", precision, (n,))
     if not bool(((precision > 0) & torch.isfinite(precision)).all()):
         raise ValueError(f"prior must be positive and finite, got {float(precision.amin())}.")
-    multiply, mu = product(G), float(prior) if precision.ndim == 0 else 1.0
+    multiply, mu = vec.product(G), float(prior) if precision.ndim == 0 else 1.0
     if precision.ndim:
         scale = precision.rsqrt()[:, None]
         multiply = partial(_scaled_product, multiply, scale)
@@ -478,7 +470,7 @@ class Sampler:
         nodes, control = torch.zeros(0, dtype=torch.float64), torch.zeros(len(self.rules), 0, dtype=torch.float64)
         if sketch is not None:
             nodes = sketch.eigenvalues
-            control = torch.cat([gram(Z.to(self.facts.dtype), sketch.U).square() for Z in self.signs])
+            control = torch.cat([vec.gram(Z.to(self.facts.dtype), sketch.U).square() for Z in self.signs])
         highest, lowest = max(r.highest for r in self.rules), min(r.lowest for r in self.rules)
         rounding = ROUNDING_UNITS * torch.finfo(self.facts.dtype).eps * max(self.scale, highest)
         device = self.facts.device

@@ -28,25 +28,13 @@ from torch.autograd import Function
 
 from curvops.ambient import Progress
 from curvops.checks import carries_graph, check_generator
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.probed import PROBES_AT_ONCE, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.structure import known_diagonal
-from curvops.linalg.core.vectors import (
-    ROUNDINGS,
-    Given,
-    Matrix,
-    as_matrix,
-    axpy,
-    describe_square,
-    empty_block,
-    gram,
-    inner,
-    join,
-    norm,
-    unit_blocks,
-)
+from curvops.linalg.core.vectors import ROUNDINGS, Given, Matrix
 from curvops.linalg.estimators.exchangeable import RangeSketch, XNysTrace, XTrace
 
 VectorPairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
@@ -80,7 +68,7 @@ class Hutchinson:
 
     def sample(self, Z: Tensor, Y: Tensor) -> Float[Tensor, " k"]:
         """Return the samples of probes Z with products Y."""
-        return inner(Z, Y)
+        return vec.inner(Z, Y)
 
     def estimate(self) -> Estimate:
         """Return mean and standard error of the samples."""
@@ -105,7 +93,7 @@ class HutchPlusPlus:
 
     def __init__(self, probed: Probed) -> None:
         self.probed, self.sketch = probed, RangeSketch(probed, "signs")
-        self.G = self.AG = empty_block(probed.facts, 0)
+        self.G = self.AG = vec.empty_block(probed.facts, 0)
 
     @property
     def matvecs(self) -> int:
@@ -118,24 +106,25 @@ class HutchPlusPlus:
         self.sketch.grow(matvecs // 3)
         new = slice(before, self.sketch.columns)
         if self.G.shape[1]:
-            overlap = gram(self.sketch.Q[:, new], self.G)
-            self.G = axpy(self.G, self.sketch.Q[:, new], -overlap)
-            self.AG = axpy(self.AG, self.sketch.Z[:, new], -overlap)
+            overlap = vec.gram(self.sketch.Q[:, new], self.G)
+            self.G = vec.axpy(self.G, self.sketch.Q[:, new], -overlap)
+            self.AG = vec.axpy(self.AG, self.sketch.Z[:, new], -overlap)
         missing = matvecs - self.matvecs
         if missing > 0:
             G = self.probed.probes(missing)
-            G = axpy(G, self.sketch.Q, -gram(self.sketch.Q, G))
-            self.G, self.AG = join(self.G, G), join(self.AG, self.probed.multiply(G))
+            G = vec.axpy(G, self.sketch.Q, -vec.gram(self.sketch.Q, G))
+            self.G, self.AG = vec.join(self.G, G), vec.join(self.AG, self.probed.multiply(G))
 
     def samples(self) -> Float[Tensor, " k"]:
         """Return gᵀ(I − P)A(I − P)g for each residual probe."""
-        return inner(self.G, self.AG)
+        return vec.inner(self.G, self.AG)
 
     def estimate(self) -> Estimate:
         """Return the exact part plus the mean of the samples; the bias bound is rounding."""
-        in_range = inner(self.sketch.Q, self.sketch.Z).sum()
+        in_range = vec.inner(self.sketch.Q, self.sketch.Z).sum()
         rounding = math.sqrt(self.probed.facts.rows) * torch.finfo(self.probed.facts.dtype).eps
-        return sample_mean(self.samples(), self.matvecs, in_range, rounding * norm(self.sketch.Z).square().sum().sqrt())
+        bias = rounding * vec.norm(self.sketch.Z).square().sum().sqrt()
+        return sample_mean(self.samples(), self.matvecs, in_range, bias)
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks L, R with E tr LᵀXR = tr X."""
@@ -190,8 +179,8 @@ def trace(
         >>> float(co.linalg.trace(A))
         5.0
     """
-    A = as_matrix(A)
-    facts, limits = describe_square(A), Limits(rtol, max_matvecs)
+    A = vec.as_matrix(A)
+    facts, limits = vec.describe_square(A), Limits(rtol, max_matvecs)
     check_generator(generator)
     if method is None and (exact := known_diagonal(A)) is not None:
         limits.check(0)
@@ -208,16 +197,16 @@ def trace(
 
     def pairs(_: Matrix) -> Iterable[tuple[Tensor, Tensor]]:
         """Return blocks L, R with tr X = tr LᵀXR, in expectation or exactly."""
-        return ((E, E) for E in unit_blocks(facts, PROBES_AT_ONCE)) if family is None else family.functional()
+        return ((E, E) for E in vec.unit_blocks(facts, PROBES_AT_ONCE)) if family is None else family.functional()
 
     return attach_gradient(value, A, pairs)
 
 
 def _exact(probed: Probed) -> Estimate:
     total = torch.zeros(2, dtype=torch.float64, device=probed.facts.device)
-    for E in unit_blocks(probed.facts, probed.block):
+    for E in vec.unit_blocks(probed.facts, probed.block):
         Y = probed.multiply(E)
-        total = total + torch.stack([inner(E, Y).sum(), norm(Y).sum()])
+        total = total + torch.stack([vec.inner(E, Y).sum(), vec.norm(Y).sum()])
     rounding = ROUNDINGS * torch.finfo(probed.facts.dtype).eps
     return Estimate.rounded(total[0], rounding * total[1], probed.limits.rtol, probed.facts.rows)
 

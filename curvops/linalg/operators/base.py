@@ -24,18 +24,10 @@ from curvops.argument_types import Mesh
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_like, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.linalg.core import solve_routes as routes
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.cache import differentiable_once
 from curvops.linalg.core.matrix_identity import Sources, Spaces, sources_of, spaces_of
-from curvops.linalg.core.vectors import (
-    ROUNDINGS,
-    Vectors,
-    as_columns,
-    has_rows,
-    is_psd,
-    is_symmetric,
-    product,
-    shaped_as,
-)
+from curvops.linalg.core.vectors import ROUNDINGS, Vectors
 from curvops.linalg.estimators.spectral_density import spectral_density
 from curvops.linalg.estimators.trace import trace
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
@@ -247,14 +239,14 @@ class Operator(LinearOperatorContract):
         self.require_fit(block)
         if carries_graph(self.representation()):
             raise TypeError("no gradient passes through sharded vectors: detach() the operator.")
-        image = product(over_ranks(self, block.rows))(as_columns(block))
-        return stored(shaped_as(image, block))
+        image = vec.product(over_ranks(self, block.rows))(vec.as_columns(block))
+        return stored(vec.shaped_as(image, block))
 
     def require_fit(self, other: Vectors) -> None:
         """Raise ValueError if this cannot be multiplied."""
         refuse_modes(self.dtype, self.device)
         check_like("the right-hand side", other, self, type(self).__name__)
-        if not has_rows(other, self.shape[-1]):
+        if not vec.has_rows(other, self.shape[-1]):
             raise ValueError(f"cannot multiply an operator of shape {tuple(self.shape)} by {tuple(other.shape)}.")
 
     @property
@@ -506,7 +498,7 @@ class Operator(LinearOperatorContract):
         """
         if not self.is_square:
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
-        if isinstance(right_tensor, Tensor) and not has_rows(right_tensor, self.shape[-1]):  # as in linear_operator
+        if isinstance(right_tensor, Tensor) and not vec.has_rows(right_tensor, self.shape[-1]):  # as in linear_operator
             raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
         solution = solve(self, right_tensor)
         return solution if left_tensor is None else left_tensor @ solution
@@ -543,11 +535,11 @@ class UnaryOperator(Operator):
 
     @property
     def symmetric(self) -> bool:
-        return is_symmetric(self.base)
+        return vec.is_symmetric(self.base)
 
     @property
     def psd(self) -> bool:
-        return is_psd(self.base)
+        return vec.is_psd(self.base)
 
     def _size(self) -> torch.Size:
         return self.base.shape

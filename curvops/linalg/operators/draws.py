@@ -15,14 +15,9 @@ from torch import Tensor
 from curvops.ambient import Groups, Memories, hold
 from curvops.checks import drawn_seed, refuse_modes
 from curvops.errors import NotPositiveSemidefiniteError
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import algorithm, assembled, memories_of, solve_width
-from curvops.linalg.core.vectors import (
-    Description,
-    check_finite,
-    join,
-    random_block,
-    require_precision,
-)
+from curvops.linalg.core.vectors import Description
 from curvops.linalg.spectra.apply_function import sqrt
 from curvops.ranks.sharded_vectors import SEED, ranks_together
 
@@ -126,9 +121,9 @@ def draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | No
 
 def dense_eigenpairs(operator: LinearOperator) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues, at least zero, and eigenvectors of the dense matrix, which must not be indefinite."""
-    require_precision(operator.dtype, operator.device)
+    vec.require_precision(operator.dtype, operator.device)
     dense = operator.to_dense()
-    check_finite(dense, f"cannot draw: {type(operator).__name__} {tuple(operator.shape)}")
+    vec.check_finite(dense, f"cannot draw: {type(operator).__name__} {tuple(operator.shape)}")
     values, vectors = torch.linalg.eigh(dense)
     require_not_negative(values, rounding=10 * len(values) * torch.finfo(values.dtype).eps * values.abs().max())
     return values.clamp_min(0), vectors
@@ -142,7 +137,7 @@ def draw_by_products(operator: LinearOperator, k: int, generator: torch.Generato
     n, dtype, device, rtol = operator.shape[-1], operator.dtype, operator.device, 1e-5
     noise = normal(n, k, dtype, device, generator)
     roots = [sqrt(operator, block, rtol=rtol).raise_if_failed(rtol) for block in noise.split(32, 1)]
-    return join(*(block.value for block in roots)) if k else noise
+    return vec.join(*(block.value for block in roots)) if k else noise
 
 
 def require_not_negative(values: Tensor, rounding: float | Tensor = 0.0) -> None:
@@ -157,4 +152,4 @@ def normal(n: int, k: int, dtype: torch.dtype, device: torch.device, generator: 
         rows = torch.empty(k, n, dtype=dtype, device=generator.device)
         generator.fill(rows)
         return rows.to(device).mT
-    return random_block(Description(n, n, dtype, device), k, "gaussian", generator)
+    return vec.random_block(Description(n, n, dtype, device), k, "gaussian", generator)

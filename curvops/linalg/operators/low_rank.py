@@ -24,31 +24,13 @@ from curvops.checks import (
     require_no_graph,
 )
 from curvops.errors import RankWarning, warn
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.matrix_identity import Sources, Space, problem_of, scale_sources, sources_of, spaces_of
 from curvops.linalg.core.probed import ESTIMATE_VECTORS, Probed
 from curvops.linalg.core.results import Estimate, default_rtol
 from curvops.linalg.core.solve_routes import SKETCH_RANK
-from curvops.linalg.core.vectors import (
-    CHUNK,
-    ROUNDINGS,
-    Description,
-    Given,
-    Matrix,
-    as_columns,
-    as_matrix,
-    by_rows,
-    combine,
-    describe_square,
-    gram,
-    is_psd,
-    norm,
-    part,
-    rounding_level,
-    shaped_as,
-    spawn_generator,
-    unit_blocks,
-)
+from curvops.linalg.core.vectors import CHUNK, ROUNDINGS, Description, Given, Matrix
 from curvops.linalg.estimators.frobenius import PROBES, root_of_ratio
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
@@ -133,7 +115,7 @@ class LowRankForm(ClosedForm):
     @cached_property
     def _condition(self) -> float:
         """The largest s ‖u‖²/d, on the CPU."""
-        return float((self.base.values.detach() * norm(self.U.detach()).square()).max() / self.shift.detach().min())
+        return float((self.base.values.detach() * vec.norm(self.U.detach()).square()).max() / self.shift.detach().min())
 
     def _split_solve(self, block: Tensor) -> Tensor:
         """Return U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part orthogonalised to U three times.
@@ -141,11 +123,11 @@ class LowRankForm(ClosedForm):
         For a b in the span of U the second part is rounding, much of it in the span: two passes are not enough.
         """
         inside = self._against(block)
-        outside = block - combine(self.U, inside)
+        outside = block - vec.combine(self.U, inside)
         again = self._against(outside)
-        outside = outside - combine(self.U, again)
+        outside = outside - vec.combine(self.U, again)
         left = (inside + again) / (self.base.values + self.shift).unsqueeze(-1) - self._against(outside) / self.shift
-        return outside / self.shift + combine(self.U, left)
+        return outside / self.shift + vec.combine(self.U, left)
 
     def solve(self, block: Tensor) -> Tensor:
         if self._remedy == "split":
@@ -155,7 +137,7 @@ class LowRankForm(ClosedForm):
         U, weights = self.U, self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self._pull(block))
         tensors = (self.base.vectors, self.base.values, self.shift, block)
         if self.shift.ndim or isinstance(U, Sharded) or carries_graph(tensors):
-            return self.inverse_shift * (block - combine(U, weights))
+            return self.inverse_shift * (block - vec.combine(U, weights))
         # As (K, n), the layout of a block, with the fewest passes over it.
         return torch.addmm(block.mT, (weights * self.inverse_shift).mT, U.mT, beta=self._scale, alpha=-1).mT
 
@@ -215,15 +197,15 @@ class LowRankForm(ClosedForm):
     def inverse_diagonal_error(self) -> Tensor:
         unit, inverse_shift, U = self._unit, self.shift.detach().reciprocal(), self.U.detach()
         if self._remedy == "split":
-            gap = (gram(U, U) - self._eye).abs()  # P⁻¹ has (S⁻¹d + UᵀU)⁻¹ where the formula has (S⁻¹d + I)⁻¹
-            forms, size = (by_rows(U, function=partial(_sizes_of_rows, matrix=m)) for m in (gap, self._eye))
+            gap = (vec.gram(U, U) - self._eye).abs()  # P⁻¹ has (S⁻¹d + UᵀU)⁻¹ where the formula has (S⁻¹d + I)⁻¹
+            forms, size = (vec.by_rows(U, function=partial(_sizes_of_rows, matrix=m)) for m in (gap, self._eye))
             return (3 * forms[:, 0] + unit * (1 + size[:, 0])) * inverse_shift
         sizes, least, error = self._rounding
         if math.isinf(error):  # 0 < P⁻¹ ≤ D⁻¹
             return inverse_shift + self.inverse_diagonal().detach().abs()
         weights = self.base.values.detach().double() / sizes * ((error + len(sizes) * unit) / least)
         return (
-            by_rows(self.scaled.detach(), function=partial(_sizes_of_rows, matrix=weights.diag()))[:, 0]
+            vec.by_rows(self.scaled.detach(), function=partial(_sizes_of_rows, matrix=weights.diag()))[:, 0]
             + unit * inverse_shift
         )
 
@@ -231,11 +213,10 @@ class LowRankForm(ClosedForm):
         values = self.base.values
         if self._remedy != "split":
             middle = values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self._eye)
-            return (
-                self.shift.reciprocal() - by_rows(self.scaled, function=partial(_quadratic_forms, matrix=middle))[:, 0]
-            )
+            forms = vec.by_rows(self.scaled, function=partial(_quadratic_forms, matrix=middle))
+            return self.shift.reciprocal() - forms[:, 0]
         weights = torch.stack([(values + self.shift).reciprocal(), torch.ones_like(values)], 1)
-        inside, size = by_rows(self.U, function=lambda rows: rows.square() @ weights).mT
+        inside, size = vec.by_rows(self.U, function=lambda rows: rows.square() @ weights).mT
         return inside + (1 - size).clamp_min(0) / self.shift
 
     @cached_property
@@ -274,7 +255,7 @@ def _sizes_of_rows(rows: Tensor, matrix: Tensor) -> Float[Tensor, "n 1"]:
 
 
 def _times_transposed(X: Any, block: Any) -> Tensor:
-    return gram(X, block).to(block.dtype) if isinstance(X, Sharded) else X.mT @ block
+    return vec.gram(X, block).to(block.dtype) if isinstance(X, Sharded) else X.mT @ block
 
 
 class LowRank(Operator):
@@ -353,8 +334,8 @@ class LowRank(Operator):
         if self.layouts is None:
             return super()._matmul(rhs)
         U = block_of(self.vectors)
-        block = as_columns(rhs if isinstance(rhs, Sharded) else U.like(rhs[U.rows.own]))
-        image: Any = shaped_as(combine(U, self.values.unsqueeze(-1) * gram(U, block)), rhs)
+        block = vec.as_columns(rhs if isinstance(rhs, Sharded) else U.like(rhs[U.rows.own]))
+        image: Any = vec.shaped_as(vec.combine(U, self.values.unsqueeze(-1) * vec.gram(U, block)), rhs)
         return image if isinstance(rhs, Sharded) else image.whole()
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
@@ -363,7 +344,7 @@ class LowRank(Operator):
     def _diagonal(self) -> Tensor:
         if self.layouts is None:
             return self.vectors.square() @ self.values
-        return by_rows(block_of(self.vectors), function=lambda rows: (rows.square() @ self.values)[:, None])[:, 0]
+        return vec.by_rows(block_of(self.vectors), function=lambda rows: (rows.square() @ self.values)[:, None])[:, 0]
 
     def _times(self, factor: Tensor) -> LinearOperator:
         sources = scale_sources(self.sources, factor)
@@ -451,8 +432,8 @@ def low_rank(
         >>> approximation.values.round(), approximation.vectors.shape
         (tensor([100.,  50.], dtype=torch.float64), torch.Size([4, 2]))
     """
-    op = as_matrix(op)
-    facts = describe_square(op)
+    op = vec.as_matrix(op)
+    facts = vec.describe_square(op)
     require_no_graph((op,) if isinstance(op, Tensor) else op.representation(), "low_rank")
     if rank is not None:
         checked_whole("rank", rank, 1, facts.rows)
@@ -464,7 +445,7 @@ def low_rank(
     small = memory_budget is not None and memory_budget < least
     refuse(small, f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
     saved = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
-    generator = spawn_generator(generator)
+    generator = vec.spawn_generator(generator)
     beside = saved.source("generator of the error's probes", derive_generator(generator), facts.device)
     generator = saved.source("generator", generator, facts.device)
 
@@ -482,8 +463,10 @@ def low_rank(
 
             def error_of(U: Tensor, values: Tensor, matvecs: int) -> Estimate:
                 if not probed_once:
-                    exact = facts.rows <= probes
-                    Z = next(unit_blocks(facts, probes)) if exact else replace(probed, generator=beside).probes(probes)
+                    if facts.rows <= probes:
+                        Z = next(vec.unit_blocks(facts, probes))
+                    else:
+                        Z = replace(probed, generator=beside).probes(probes)
                     probed_once.extend((Z, multiply(Z)))
                 Z, images = probed_once
                 return _relative_error(facts, Z, images, U, values, matvecs)
@@ -492,7 +475,7 @@ def low_rank(
                 return aim is not None and _bound(error_of(U, values, 0)) <= aim
 
             fixed = limit if aim is None else None
-            sketch = grow(probed, fixed, limit, satisfied=is_accurate, known_psd=is_psd(op), saved=saved)
+            sketch = grow(probed, fixed, limit, satisfied=is_accurate, known_psd=vec.is_psd(op), saved=saved)
             values = sketch.eigenvalues.to(sketch.U)
             made = saved.finish(_Made(sketch.U, values, error_of(sketch.U, values, sketch.matvecs), limit))
     values, error, limit, r = made.values, made.error, made.limit, len(made.values)
@@ -528,20 +511,20 @@ def _relative_error(
     count, width = probes.shape[1], max(1, CHUNK // facts.rows)
     errors, seen = [], []
     for start in range(0, count, width):
-        image = combine(U, values[:, None] * gram(U, part(probes, start, start + width)))
-        seen.append(norm(image).square())
-        image -= part(images, start, start + width)
-        errors.append(norm(image).square())
+        image = vec.combine(U, values[:, None] * vec.gram(U, vec.part(probes, start, start + width)))
+        seen.append(vec.norm(image).square())
+        image -= vec.part(images, start, start + width)
+        errors.append(vec.norm(image).square())
     error, size_seen = torch.cat(errors), torch.cat(seen)
     # The products with A, and with Â, which is no larger, have errors of this size relative to their own.
-    rounding = 2 * rounding_level(facts.dtype, facts.rows)
+    rounding = 2 * vec.rounding_level(facts.dtype, facts.rows)
     if count == facts.rows:
-        size = norm(images).square().sum()
+        size = vec.norm(images).square().sum()
         value = (error.sum() / size).sqrt() if bool(size > 0) else error.new_zeros(())
         return Estimate.rounded(value, rounding, matvecs=matvecs + count, size=1.0)
     # ‖Â‖_F is known, so the probes estimate only ‖A‖² − ‖Â‖²; this is not negative for a projection of A.
     approximation_size = values.double().square().sum()
-    sizes = approximation_size + norm(images).square() - size_seen
+    sizes = approximation_size + vec.norm(images).square() - size_seen
     size = torch.maximum(sizes.mean(), approximation_size)
     if not bool(size > 0):
         return Estimate(size, torch.zeros_like(size), count, matvecs + count)

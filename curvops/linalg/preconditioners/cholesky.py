@@ -22,24 +22,11 @@ from torch import Tensor
 from curvops.ambient import Progress, current_run
 from curvops.checks import check_choice, check_options, check_shape, checked_number
 from curvops.errors import NotPositiveSemidefiniteError
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.structure import columns_of, diagonal_of, require_symmetric, skew_tolerance
-from curvops.linalg.core.vectors import (
-    Matrix,
-    as_columns,
-    axpy,
-    check_finite,
-    combine,
-    describe_square,
-    draw_positions,
-    empty_block,
-    entries,
-    gram,
-    join,
-    shaped_as,
-    tall_qr,
-)
+from curvops.linalg.core.vectors import Matrix
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.summary import Summarised
 
@@ -84,7 +71,7 @@ class PivotedCholesky(Summarised):
         shift = self.shift if shift is None else shift
         checked_number("shift", shift, "[0, inf)")
         n = len(self.F)
-        Q, R = tall_qr(self.F)
+        Q, R = vec.tall_qr(self.F)
         V, S, _ = torch.linalg.svd(R)
         rank = int((S[:1] * n * torch.finfo(self.F.dtype).eps < S).sum())
         values = S[:rank].square()
@@ -95,11 +82,11 @@ class PivotedCholesky(Summarised):
         if level <= 0:
             raise ValueError("a preconditioner from an operator of low rank needs a positive shift; got 0.")
         added = values + shift
-        return LowRankPreconditioner(combine(Q, V[:, :rank]), values, added, level, self.matvecs)
+        return LowRankPreconditioner(vec.combine(Q, V[:, :rank]), values, added, level, self.matvecs)
 
     def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
         """Multiply the approximation by a vector or a block."""
-        return shaped_as(combine(self.F, gram(self.F, as_columns(V))), V)
+        return vec.shaped_as(vec.combine(self.F, vec.gram(self.F, vec.as_columns(V))), V)
 
 
 @algorithm
@@ -148,7 +135,7 @@ def cholesky(
         >>> co.linalg.cg(A + torch.eye(3), torch.ones(3), preconditioner=P).iterations
         1
     """
-    n, _, dtype, _ = describe_square(A)
+    n, _, dtype, _ = vec.describe_square(A)
     check_choice("pivoting", pivoting, ("greedy", "random"))
     check_options(rank=rank)
     if rtol is not None:
@@ -174,7 +161,7 @@ def cholesky(
 def _scale(diagonal: Tensor) -> float:
     """Return the largest entry of a diagonal; raise an error if it is not finite or negative."""
     ends = torch.stack([diagonal.amin(), diagonal.amax()]).cpu()
-    check_finite(ends, "the diagonal of A")
+    vec.check_finite(ends, "the diagonal of A")
     low, high = ends.tolist()
     if low < 0:
         raise _indefinite(low)
@@ -189,7 +176,7 @@ def _grow(
     Returns F, the pivots, the trace left, the number of columns read, and whether the range of A is exhausted.
     """
     n = len(left)
-    F = empty_block(left, min(limit, 64))
+    F = vec.empty_block(left, min(limit, 64))
     floor = n * torch.finfo(left.dtype).eps * scale
     pivots: list[Tensor] = []
     r, spent, trace = 0, 0, float(left.double().sum())
@@ -198,12 +185,12 @@ def _grow(
         if block == 1:
             chosen = left.argmax().reshape(1)
         else:
-            chosen = draw_positions(left, min(block, limit - r), generator)
-        G = axpy(columns_of(A, chosen).clone(), F[:, :r], -entries(F[:, :r], chosen).mT)
+            chosen = vec.draw_positions(left, min(block, limit - r), generator)
+        G = vec.axpy(columns_of(A, chosen).clone(), F[:, :r], -vec.entries(F[:, :r], chosen).mT)
         # The rows of earlier pivots vanish if A is symmetric.
-        strays = entries(G, torch.cat(pivots)) if pivots else G[:0]
+        strays = vec.entries(G, torch.cat(pivots)) if pivots else G[:0]
         spent += len(chosen)
-        core = torch.cat([entries(G, chosen), left[chosen].unsqueeze(1)], 1).double().cpu()
+        core = torch.cat([vec.entries(G, chosen), left[chosen].unsqueeze(1)], 1).double().cpu()
         core, expected = core[:, :-1], core[:, -1]
         _check_core(core, expected, scale, left.dtype)
         require_symmetric(core, torch.finfo(left.dtype).eps, scale)
@@ -211,9 +198,9 @@ def _grow(
         if len(accepted):
             where = accepted.to(G.device)
             inverse = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype), upper=False)
-            fresh = combine(G[:, where], inverse.mT.to(G.device))
+            fresh = vec.combine(G[:, where], inverse.mT.to(G.device))
             if r + len(accepted) > F.shape[1]:
-                F = join(F, empty_block(F, min(limit - F.shape[1], F.shape[1])))
+                F = vec.join(F, vec.empty_block(F, min(limit - F.shape[1], F.shape[1])))
             F[:, r : r + len(accepted)] = fresh
             left = left - fresh.square().sum(1)
             pivots.append(chosen[where])
@@ -234,7 +221,7 @@ def _grow(
 
 def _check_core(core: Tensor, expected: Tensor, scale: float, dtype: torch.dtype) -> None:
     """Raise ValueError if the columns and the diagonal disagree."""
-    check_finite(core, "a column of A")
+    vec.check_finite(core, "a column of A")
     gap = (core.diagonal() - expected).abs().amax()
     if not bool(gap <= math.sqrt(torch.finfo(dtype).eps) * scale):
         raise ValueError(f"diagonal and columns of A differ by {float(gap):.3e}: pass the exact diagonal.")

@@ -13,35 +13,14 @@ from torch import Tensor
 from curvops.ambient import Progress, current_run
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin
 from curvops.checks import check_options, checked_number
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.solve_routes import SKETCH_RANK
 from curvops.linalg.core.structure import require_symmetric, rounding_of
-from curvops.linalg.core.vectors import (
-    Given,
-    Matrix,
-    Vectors,
-    as_block,
-    as_columns,
-    as_matrix,
-    axpy,
-    check_finite,
-    combine,
-    describe_square,
-    empty_block,
-    gram,
-    is_psd,
-    join,
-    norm,
-    part,
-    random_block,
-    rotate,
-    shaped_as,
-    spawn_generator,
-    tall_qr,
-)
+from curvops.linalg.core.vectors import Given, Matrix, Vectors
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner, blockwise
 from curvops.summary import Summarised
 
@@ -97,7 +76,7 @@ class Nystrom(Summarised):
     @blockwise
     def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
         """Multiply the approximation by a vector or a block."""
-        return shaped_as(combine(self.U, self.eigenvalues[:, None] * gram(self.U, as_columns(V))), V)
+        return vec.shaped_as(vec.combine(self.U, self.eigenvalues[:, None] * vec.gram(self.U, vec.as_columns(V))), V)
 
 
 @algorithm
@@ -149,20 +128,20 @@ def nystrom(
         >>> co.linalg.cg(A + 1e-3 * torch.eye(3), torch.ones(3).double(), preconditioner=P).iterations <= 2
         True
     """
-    A = as_matrix(A)
-    facts = describe_square(A)
+    A = vec.as_matrix(A)
+    facts = vec.describe_square(A)
     n = facts.rows
     check_options(rank=rank, max_rank=max_rank)
     checked_number("shift", shift, "[0, inf)")
     checked_number("rhs", rhs, "[0, inf]")
     limit = min(n, SKETCH_RANK if rank is None else rank, n if max_rank is None else max_rank)
     saved = begin("nystrom", checkpoint, lambda: problem_of(A), facts.device)
-    source = saved.source("generator", spawn_generator(generator), facts.device)
+    source = saved.source("generator", vec.spawn_generator(generator), facts.device)
     if saved.done:
         return saved.result(Nystrom)
     current_run().expect(None if rank is None else limit)
     with probing(A, source, Limits()) as probed:
-        return saved.finish(grow(probed, rank, limit, float(shift), rhs, known_psd=is_psd(A), saved=saved))
+        return saved.finish(grow(probed, rank, limit, float(shift), rhs, known_psd=vec.is_psd(A), saved=saved))
 
 
 def grow(
@@ -184,7 +163,7 @@ def grow(
     facts, n, memory = probed.facts, probed.facts.rows, probed.limits.memory
     if memory is not None:
         limit = min(limit, memory // max(1, SKETCH_ARRAYS * facts.vector_bytes))
-    Omega = Y = empty_block(facts, 0)
+    Omega = Y = vec.empty_block(facts, 0)
     target = min(limit, 8) if rank is None else limit
     history: list[list[float]] = []
     if saved.state is not None:
@@ -192,15 +171,15 @@ def grow(
         Omega, Y, target, limit, history = (saved.state[name] for name in names)
     while True:
         if Omega.shape[1] < target:
-            fresh = random_block(facts, target - Omega.shape[1], "gaussian", probed.generator)
-            fresh, _ = tall_qr(fresh, overwrite=True)
+            fresh = vec.random_block(facts, target - Omega.shape[1], "gaussian", probed.generator)
+            fresh, _ = vec.tall_qr(fresh, overwrite=True)
             for _ in range(2 if Omega.shape[1] else 0):
-                fresh, _ = tall_qr(axpy(fresh, Omega, -gram(Omega, fresh)), overwrite=True)
-            Omega = join(Omega, fresh)
+                fresh, _ = vec.tall_qr(vec.axpy(fresh, Omega, -vec.gram(Omega, fresh)), overwrite=True)
+            Omega = vec.join(Omega, fresh)
             del fresh
         while Y.shape[1] < target:
             stop = min(target, Y.shape[1] + 32) if saved else target  # products between two saves
-            Y = join(Y, probed.multiply(part(Omega, Y.shape[1], stop)))
+            Y = vec.join(Y, probed.multiply(vec.part(Omega, Y.shape[1], stop)))
             saved.save(lambda: {"Omega": Omega, "Y": Y, "target": target, "limit": limit, "history": history})  # noqa: B023
         U, values, exhausted = _factor(Omega, Y, known_psd, probed.multiply)
         history.append([float(Y.shape[1]), float(values[-1]) if len(values) else 0.0])
@@ -235,14 +214,14 @@ def negligible_size(eps: float, known_psd: bool) -> float:
 def _factor(Omega: Vectors, Y: Vectors, known_psd: bool, multiply: Multiply) -> tuple[Vectors, Tensor, bool]:
     """Return U, the eigenvalues above rounding, and whether some fell below it, so that the range of A is exhausted."""
     n, r = Omega.shape
-    total = norm(Y).square().sum().sqrt()
-    check_finite(total)
+    total = vec.norm(Y).square().sum().sqrt()
+    vec.check_finite(total)
     size = float(total)
     if size == 0:
-        return part(Omega, 0, 0), torch.zeros(0, dtype=torch.float64, device=Y.device), r > 0
+        return vec.part(Omega, 0, 0), torch.zeros(0, dtype=torch.float64, device=Y.device), r > 0
     nu = math.sqrt(n) * torch.finfo(Y.dtype).eps * size
-    core = gram(Omega, Y)
-    require_symmetric(core, torch.finfo(Y.dtype).eps, size, lambda: rounding_of(multiply, part(Omega, 0, 1)))
+    core = vec.gram(Omega, Y)
+    require_symmetric(core, torch.finfo(Y.dtype).eps, size, lambda: rounding_of(multiply, vec.part(Omega, 0, 1)))
     core = (core + core.mT) / 2
     eye = torch.eye(r, dtype=torch.float64, device=Y.device)
     L, info = torch.linalg.cholesky_ex(core + nu * eye)
@@ -254,14 +233,14 @@ def _factor(Omega: Vectors, Y: Vectors, known_psd: bool, multiply: Multiply) -> 
     if bool(info != 0):
         raise indefinite(f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}.")
     # B = (Y + νΩ) L⁻ᵀ; only the small factor of its QR needs a singular value decomposition.
-    shifted = axpy(as_block(Y), Omega, torch.full((r,), nu, dtype=torch.float64, device=Y.device))
-    rotate(shifted, torch.linalg.solve_triangular(L, eye, upper=False).mT)
-    Q, R = tall_qr(shifted, overwrite=True)
+    shifted = vec.axpy(vec.as_block(Y), Omega, torch.full((r,), nu, dtype=torch.float64, device=Y.device))
+    vec.rotate(shifted, torch.linalg.solve_triangular(L, eye, upper=False).mT)
+    Q, R = vec.tall_qr(shifted, overwrite=True)
     V, S, _ = torch.linalg.svd(R)
     values = S.square() - nu
     rank = int((values > nu).sum())
-    rotate(Q, V[:, :rank])
-    return part(Q, 0, rank), values[:rank], rank < min(r, n) or r == n
+    vec.rotate(Q, V[:, :rank])
+    return vec.part(Q, 0, rank), values[:rank], rank < min(r, n) or r == n
 
 
 def expected_products(condition: float, rhs: float | int) -> float:

@@ -19,30 +19,11 @@ from torch import Tensor
 
 from curvops.ambient import Progress, current_run, hold
 from curvops.checkpoint import NOTHING, Place, begin
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.vectors import (
-    Description,
-    Given,
-    Matrix,
-    Vectors,
-    as_block,
-    as_matrix,
-    axpy,
-    columns,
-    combine,
-    describe_square,
-    empty_block,
-    gram,
-    independent_basis,
-    inner,
-    norm,
-    part,
-    product,
-    put,
-    put_columns,
-)
+from curvops.linalg.core.vectors import Description, Given, Matrix, Vectors
 from curvops.linalg.solvers.refinement import Refinement
 from curvops.linalg.solvers.systems import (
     ANSWERED,
@@ -135,8 +116,8 @@ def cg(
         >>> solution.x.round(decimals=4), solution.reasons[0].name
         (tensor([1., 1.]), 'CONVERGED')
     """
-    A = as_matrix(A, B)
-    facts = describe_square(A)
+    A = vec.as_matrix(A, B)
+    facts = vec.describe_square(A)
     goal = check(facts, B, rtol, maxiter, x0, callback)
     if refine not in (True, False, torch.float32, torch.float64):
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
@@ -154,11 +135,11 @@ def cg(
 
     def solve(B: Vectors, X0: Vectors | None, state: Mapping[str, Any] | None, save: Save | None) -> Solution:
         records = Records(B, X0, B, goal)
-        return ConjugateGradients(product(A), precondition, block, most, records, state).solve(save)
+        return ConjugateGradients(vec.product(A), precondition, block, most, records, state).solve(save)
 
     def solve_refined(B: Vectors, X0: Vectors | None, *_: object) -> Solution:
         low = facts.dtype if isinstance(refine, bool) else refine
-        multiply = product(A.to(low))
+        multiply = vec.product(A.to(low))
         M = None if precondition is None else lambda V: precondition(V.to(facts.dtype)).to(V.dtype)
 
         def correct(R: Vectors, goal: Goal) -> Solution:
@@ -200,15 +181,15 @@ class ConjugateGradients:
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self.multiply, self.precondition, self.block, self.most = multiply, precondition, block, most
-        self.products = gram if block else inner
+        self.products = vec.gram if block else vec.inner
         self.records, self.B, K = records, records.B, records.B.shape[1]
         self.active = list(range(K))
-        self.x, self.r = as_block(records.X), as_block(self.B)
+        self.x, self.r = vec.as_block(records.X), vec.as_block(self.B)
         if records.warm and K and state is None:
             self.r -= multiply(records.X)
-        self.energies: list[float] = (-(inner(records.X, self.B) + inner(records.X, self.r)) / 2).tolist()
+        self.energies: list[float] = (-(vec.inner(records.X, self.B) + vec.inner(records.X, self.r)) / 2).tolist()
         """The energy ½xᵀAx − bᵀx of each column's best solution."""
-        records.start(norm(self.r).tolist())
+        records.start(vec.norm(self.r).tolist())
         records.matvecs = K if records.warm else 0
         self.eps = torch.finfo(self.B.dtype).eps
         self.norm_A = 0.0
@@ -273,9 +254,9 @@ class ConjugateGradients:
         P = self.r if self.precondition is None else self.precondition(self.r)
         if self.last:
             W, AW = self.last
-            P = axpy(as_block(P), W, -self.products(AW, P))
+            P = vec.axpy(vec.as_block(P), W, -self.products(AW, P))
         overlap = self.products(P, P)
-        packet = torch.cat([norm(self.r), overlap.flatten()]).cpu()
+        packet = torch.cat([vec.norm(self.r), overlap.flatten()]).cpu()
         k = self.r.shape[1]
         return P, packet[:k].tolist(), packet[k:].view(overlap.shape)
 
@@ -284,9 +265,9 @@ class ConjugateGradients:
         if not self.block:
             sizes = torch.where(overlap > 0, overlap.sqrt(), 1.0)
             return P / sizes.to(P.device, P.dtype, non_blocking=True)
-        Q = independent_basis(P, overlap)
+        Q = vec.independent_basis(P, overlap)
         for W, AW in self.panels:  # as late as this, since a basis of nearly dependent columns magnifies its error
-            axpy(Q, W, -gram(AW, Q))
+            vec.axpy(Q, W, -vec.gram(AW, Q))
         return Q
 
     def step(self, Q: Vectors) -> None:
@@ -296,7 +277,7 @@ class ConjugateGradients:
         records.matvecs += Q.shape[1]
         records.iteration += 1
         curvature = self.products(Q, AQ)
-        packet = torch.cat([norm(AQ), curvature.flatten()]).cpu()
+        packet = torch.cat([vec.norm(AQ), curvature.flatten()]).cpu()
         images, curvature = packet[: Q.shape[1]], packet[Q.shape[1] :].view(curvature.shape)
         self.norm_A = max(self.norm_A, float(torch.where(torch.isfinite(images), images, 0.0).max()))
         scale, failed = (self.block_scale if self.block else self.column_scales)(Q, AQ, curvature, images)
@@ -308,11 +289,11 @@ class ConjugateGradients:
                 del failed[j]
         self.renewed = renewed
         scale = scale.to(Q.device, Q.dtype, non_blocking=True)
-        W, AW = (combine(Q, scale), combine(AQ, scale)) if self.block else (Q * scale, AQ * scale)
+        W, AW = (vec.combine(Q, scale), vec.combine(AQ, scale)) if self.block else (Q * scale, AQ * scale)
         del Q, AQ
         alpha = self.products(W, self.r)
-        axpy(self.x, W, alpha)
-        axpy(self.r, AW, -alpha)
+        vec.axpy(self.x, W, alpha)
+        vec.axpy(self.r, AW, -alpha)
         self.last = [W, AW]
         if self.block:
             self.append(W, AW)
@@ -338,10 +319,10 @@ class ConjugateGradients:
         # Too close to singular for directions that are kept; after a step along the safe ones, a column may restart.
         self.most, self.count, self.panels = 0, 0, []
         values, V = torch.linalg.eigh(curvature)
-        sizes = norm(combine(AQ, V.to(AQ.device))).cpu()
+        sizes = vec.norm(vec.combine(AQ, V.to(AQ.device))).cpu()
         sound, indefinite = classify_directions(values, sizes, self.norm_A, noise)
         if self.precondition is not None and bool(indefinite.any()):  # for want of the largest eigenvalues, it may be
-            self.norm_A = raise_norm(self.norm_A, norm(self.multiply(AQ)).tolist(), norm(AQ).tolist())
+            self.norm_A = raise_norm(self.norm_A, vec.norm(self.multiply(AQ)).tolist(), vec.norm(AQ).tolist())
             self.records.matvecs += AQ.shape[1]
             sound, indefinite = classify_directions(values, sizes, self.norm_A, noise)
         if bool(indefinite.any()):
@@ -383,29 +364,29 @@ class ConjugateGradients:
             self.panels.pop()
         else:
             filled, width = 0, min(max(64, r), self.most - self.count)
-            self.last_panel = empty_block(W, width), empty_block(W, width)
+            self.last_panel = vec.empty_block(W, width), vec.empty_block(W, width)
         directions, images = self.last_panel
-        put(directions, filled, W)
-        put(images, filled, AW)
-        self.panels.append((part(directions, 0, filled + r), part(images, 0, filled + r)))
+        vec.put(directions, filled, W)
+        vec.put(images, filled, AW)
+        self.panels.append((vec.part(directions, 0, filled + r), vec.part(images, 0, filled + r)))
         self.count += r
 
     def inspect(self, positions: Sequence[int], failed: Mapping[int, Reason]) -> None:
         """Compare with the true residual; drop columns that stop, with reasons, and replace residuals that drifted."""
         records, index = self.records, torch.tensor(positions)
         whole = len(positions) == self.x.shape[1]
-        x, r = (self.x, self.r) if whole else (columns(self.x, index), columns(self.r, index))
+        x, r = (self.x, self.r) if whole else (vec.columns(self.x, index), vec.columns(self.r, index))
         image = self.multiply(x)
         records.matvecs += len(positions)
         gaps = torch.zeros(len(positions), dtype=torch.float64, device=self.B.device)
         if self.last and self.last[0].shape[1]:  # |xᵀAw − (Ax)ᵀw| / ‖w‖ shows Aᵀ ≠ A without a further product
             W, AW = self.last
-            lengths = norm(W)
-            gaps = ((gram(x, AW) - gram(image, W)).abs() / torch.where(lengths > 0, lengths, 1.0)).amax(1)
-        true = columns(self.B, torch.tensor([self.active[j] for j in positions]))
-        true = axpy(true, image, -torch.ones_like(gaps))
-        energies = -(inner(x, true) + inner(x, image) / 2)
-        facts = torch.stack([norm(true), norm(true - r), norm(x), norm(image), gaps, energies]).cpu()
+            lengths = vec.norm(W)
+            gaps = ((vec.gram(x, AW) - vec.gram(image, W)).abs() / torch.where(lengths > 0, lengths, 1.0)).amax(1)
+        true = vec.columns(self.B, torch.tensor([self.active[j] for j in positions]))
+        true = vec.axpy(true, image, -torch.ones_like(gaps))
+        energies = -(vec.inner(x, true) + vec.inner(x, image) / 2)
+        facts = torch.stack([vec.norm(true), vec.norm(true - r), vec.norm(x), vec.norm(image), gaps, energies]).cpu()
         del image
         growth = torch.nan_to_num(facts[3] / facts[2], nan=0.0, posinf=0.0)
         self.norm_A = max(self.norm_A, float(growth.max()))
@@ -419,31 +400,31 @@ class ConjugateGradients:
             stopped = failed.get(j) or self.verdict(column, residual, drift, backward)
             if stopped is None and skewed and residual >= records.best[column]:
                 stopped = Reason.STAGNATION
-            self.keep(column, part(x, i, i + 1), residual, backward, energy)
+            self.keep(column, vec.part(x, i, i + 1), residual, backward, energy)
             if stopped is not None:
                 if stopped is Reason.STAGNATION and self.precondition is not None:
-                    self.sharpen_norm(column, part(true, i, i + 1), residual)
+                    self.sharpen_norm(column, vec.part(true, i, i + 1), residual)
                 reason = self.classify(column, stopped)
                 # The energy of every iterate is the least so far, while its residual may grow by √κ on the way.
                 truncated = reason in (Reason.ITERATION_LIMIT, Reason.NOT_POSITIVE_DEFINITE)
                 if truncated and energy < self.energies[column]:
-                    records.keep(column, part(x, i, i + 1), residual, backward)
+                    records.keep(column, vec.part(x, i, i + 1), residual, backward)
                 records.give(column, Reason.NOT_SYMMETRIC if reason in UNDECIDED and skewed else reason)
             elif drift > DRIFT * residual:
                 replaced.append(i)
         if replaced:
-            put_columns(self.r, index[replaced], columns(true, torch.tensor(replaced)))
+            vec.put_columns(self.r, index[replaced], vec.columns(true, torch.tensor(replaced)))
             for W, AW in self.panels:  # these components are in no later direction
-                alpha = gram(W, self.r)
-                axpy(self.x, W, alpha)
-                axpy(self.r, AW, -alpha)
+                alpha = vec.gram(W, self.r)
+                vec.axpy(self.x, W, alpha)
+                vec.axpy(self.r, AW, -alpha)
         remaining = [j for j, column in enumerate(self.active) if column not in records.reasons]
         if len(remaining) < len(self.active):
             index = torch.tensor(remaining, dtype=torch.long)
             self.active = [self.active[j] for j in remaining]
-            self.x, self.r = columns(self.x, index), columns(self.r, index)
+            self.x, self.r = vec.columns(self.x, index), vec.columns(self.r, index)
             if not self.block:
-                self.last = [columns(V, index) for V in self.last]
+                self.last = [vec.columns(V, index) for V in self.last]
 
     def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float, energy: float) -> None:
         """Store the solution if it is the best, and return whether it is an improvement."""
@@ -484,8 +465,8 @@ class ConjugateGradients:
         records = self.records
         if 0 < length <= ANSWERED and not records.limited(column):
             records.matvecs += 1
-            self.norm_A = raise_norm(self.norm_A, norm(self.multiply(r)).tolist(), [length])
-            size = float(norm(part(records.X, column, column + 1)))
+            self.norm_A = raise_norm(self.norm_A, vec.norm(self.multiply(r)).tolist(), [length])
+            size = float(vec.norm(vec.part(records.X, column, column + 1)))
             records.backward[column] = records.best[column] / (self.norm_A * size + 1)
 
     def classify(self, column: int, reason: Reason) -> Reason:

@@ -18,22 +18,11 @@ from jaxtyping import Float, Shaped
 
 from curvops.ambient import Progress, as_step
 from curvops.checks import check_options, checked_number
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.structure import rows
-from curvops.linalg.core.vectors import (
-    Matrix,
-    Vectors,
-    as_block,
-    describe_square,
-    entries,
-    norm,
-    part,
-    product,
-    put_entries,
-    random_block,
-    zero_block,
-)
+from curvops.linalg.core.vectors import Matrix, Vectors
 from curvops.linalg.solvers.systems import Callback, Goal, Records, check, raise_norm, solve_in_groups
 
 
@@ -94,7 +83,7 @@ def dual_descent(
         >>> solution.reasons[0].name, bool(solution.relative_residuals[0] < 0.01)
         ('CONVERGED', True)
     """
-    facts = describe_square(K)
+    facts = vec.describe_square(K)
     n = facts.rows
     check(facts, B, rtol, maxiter, x0, callback)
     check_options(batch_size=batch_size, step_size=step_size)
@@ -126,8 +115,9 @@ class DualDescent:
     def __init__(self, K: Matrix, records: Records, options: DescentOptions) -> None:
         self.B, self.options, self.records = records.B, options, records
         self.n, k = self.B.shape
-        self.rows, self.plain = rows(K), product(K)
-        self.alpha, self.average, self.velocity = as_block(records.X), as_block(records.X), zero_block(records.X, k)
+        self.rows, self.plain = rows(K), vec.product(K)
+        self.alpha, self.average = vec.as_block(records.X), vec.as_block(records.X)
+        self.velocity = vec.zero_block(records.X, k)
         self.norm_A = 0.0
 
     def multiply(self, V: Vectors) -> Vectors:
@@ -150,8 +140,8 @@ class DualDescent:
             if not steady:
                 halvings += 1
                 self.beta /= 2
-                self.alpha, self.average = (as_block(records.X) for _ in range(2))
-                self.velocity = zero_block(self.alpha, k)
+                self.alpha, self.average = (vec.as_block(records.X) for _ in range(2))
+                self.velocity = vec.zero_block(self.alpha, k)
             finite = halvings <= 20
             if records.iteration - max(records.gained) > patience:
                 break
@@ -176,10 +166,10 @@ class DualDescent:
         share = min(0.1, 100 * options.batch / (n * self.records.maxiter))
         for index in order.split(options.batch):
             ahead = self.alpha + options.momentum * self.velocity
-            gradient = self.rows(index) @ ahead + options.noise * entries(ahead, index) - entries(self.B, index)
+            gradient = self.rows(index) @ ahead + options.noise * vec.entries(ahead, index) - vec.entries(self.B, index)
             self.velocity *= options.momentum
             step = self.beta * (n / len(index)) * gradient
-            put_entries(self.velocity, index, entries(self.velocity, index) - step)
+            vec.put_entries(self.velocity, index, vec.entries(self.velocity, index) - step)
             self.alpha += self.velocity
             self.average += share * (self.alpha - self.average)
 
@@ -188,23 +178,24 @@ class DualDescent:
         records, k = self.records, self.B.shape[1]
         image = self.multiply(alpha)
         records.matvecs += k
-        residuals, sizes, images = torch.stack([norm(self.B - image), norm(alpha), norm(image)]).cpu().tolist()
+        norms = [vec.norm(block) for block in (self.B - image, alpha, image)]
+        residuals, sizes, images = torch.stack(norms).cpu().tolist()
         self.norm_A = raise_norm(self.norm_A, images, sizes)
         for column, (residual, size) in enumerate(zip(residuals, sizes)):
             records.measure(column, residual)
             if residual <= records.best[column]:
-                records.keep(column, part(alpha, column, column + 1), residual, residual / (self.norm_A * size + 1))
+                records.keep(column, vec.part(alpha, column, column + 1), residual, residual / (self.norm_A * size + 1))
         records.record(range(k), records.best)
         return all(residual <= 10 * best for residual, best in zip(residuals, records.best))
 
     def default_step(self) -> float:
         """Return 1/L, L = λ_max + (n/b) max_i (K_ii + noise): batches of b coordinates (Richtárik & Takáč 2016)."""
         n, b = self.n, self.options.batch
-        V = random_block(self.B, 1, generator=self.options.generator)
+        V = vec.random_block(self.B, 1, generator=self.options.generator)
         size, steps = 0.0, 12
         for _ in range(steps):
             V = self.multiply(V)
-            size = float(norm(V)[0])
+            size = float(vec.norm(V)[0])
             V = V / size if size > 0 else V
         self.records.matvecs += steps + 1
         probe = torch.arange(min(n, b), device=self.B.device)

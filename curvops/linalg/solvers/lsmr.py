@@ -22,24 +22,10 @@ from torch import Tensor
 
 from curvops.ambient import Progress
 from curvops.checks import checked_number
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.vectors import (
-    Given,
-    Matrix,
-    Vectors,
-    as_block,
-    as_matrix,
-    axpy,
-    columns,
-    describe,
-    norm,
-    part,
-    product,
-    put_columns,
-    transposed_product,
-    zero_block,
-)
+from curvops.linalg.core.vectors import Given, Matrix, Vectors
 from curvops.linalg.solvers.short_recurrence import (
     ColumnCheck,
     ColumnState,
@@ -102,10 +88,10 @@ def lsmr(
         >>> co.linalg.lsmr(A, torch.tensor([1.0, 2.0, 3.0])).x.round(decimals=4)
         tensor([1., 1.])
     """
-    A = as_matrix(A, B)
-    facts = describe(A)
+    A = vec.as_matrix(A, B)
+    facts = vec.describe(A)
     goal = check(facts, B, rtol, maxiter, x0, callback)
-    operator = AugmentedMatrix(product(A), transposed_product(A), checked_number("damp", damp, "[0, inf)"))
+    operator = AugmentedMatrix(vec.product(A), vec.transposed_product(A), checked_number("damp", damp, "[0, inf)"))
 
     def solve(B: Vectors, X0: Vectors | None, *_: object) -> Solution:
         return Bidiagonalisation(operator, Records(B, X0, facts, goal), consistent).solve()
@@ -121,7 +107,7 @@ class StackedVectors:
 
     def norm(self) -> Float[Tensor, " k"]:
         """Return the 2-norm of each column, over both parts."""
-        return reduce(torch.hypot, map(norm, self.parts))
+        return reduce(torch.hypot, map(vec.norm, self.parts))
 
     def less(self, other: StackedVectors, weights: Float[Tensor, " k"]) -> StackedVectors:
         """Subtract other times a number per column."""
@@ -133,12 +119,12 @@ class StackedVectors:
 
     def select(self, index: Int[Tensor, " j"]) -> StackedVectors:
         """Return some of the columns."""
-        return StackedVectors([columns(block, index) for block in self.parts])
+        return StackedVectors([vec.columns(block, index) for block in self.parts])
 
     def put(self, index: Int[Tensor, " j"], other: StackedVectors) -> None:
         """Write other over some of the columns."""
         for mine, block in zip(self.parts, other.parts):
-            put_columns(mine, index, block)
+            vec.put_columns(mine, index, block)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,19 +157,19 @@ class Bidiagonalisation(ShortRecurrence):
     """
 
     def __init__(self, operator: AugmentedMatrix, records: Records, consistent: bool) -> None:
-        self.operator, self.consistent, self.x = operator, consistent, as_block(records.X)
+        self.operator, self.consistent, self.x = operator, consistent, vec.as_block(records.X)
         K = records.B.shape[1]
         moved = records.warm and K > 0
         if moved:
             r = operator.residual(records.B, self.x)
         else:
-            r = StackedVectors([as_block(records.B), *([zero_block(self.x, K)] if operator.damp else [])])
-        super().__init__(records, norm(r.parts[0]))
+            r = StackedVectors([vec.as_block(records.B), *([vec.zero_block(self.x, K)] if operator.damp else [])])
+        super().__init__(records, vec.norm(r.parts[0]))
         if moved:  # otherwise ‖A‖ is unknown before the first step
-            images, sizes = torch.stack([norm(self.B - r.parts[0]), norm(self.x)]).cpu().tolist()
+            images, sizes = torch.stack([vec.norm(self.B - r.parts[0]), vec.norm(self.x)]).cpu().tolist()
             self.norm_A = raise_norm(0.0, images, sizes)
         self.u, self.v, self.scalars = self.begin(r)
-        self.h, self.hbar = as_block(self.v), zero_block(self.x, K)
+        self.h, self.hbar = vec.as_block(self.v), vec.zero_block(self.x, K)
         self.slopes, self.totals, self.noise = [math.inf] * K, [math.inf] * K, [0.0] * K
         """‖Aᵀr‖ and ‖r‖ of each column's best solution, by true products with damping; the rounding of ‖Aᵀr‖."""
         self.records.reference = (self.scalars.zetabar * self.scalars.normr).tolist()
@@ -196,7 +182,7 @@ class Bidiagonalisation(ShortRecurrence):
         u = r / self.positive(beta)
         v = self.operator.pull(u)
         self.records.matvecs += v.shape[1]
-        alpha = norm(v)
+        alpha = vec.norm(v)
         v = v / self.positive(alpha)
         alpha, beta = to_host(alpha, beta)
         self.norm_A = max([self.norm_A, *(a for a in alpha.tolist() if a < math.inf)])
@@ -224,7 +210,7 @@ class Bidiagonalisation(ShortRecurrence):
         u = u / self.positive(beta)
         v = self.operator.pull(u) - self.v * beta.to(self.B.dtype)
         self.records.matvecs += 2 * len(self.active)
-        alpha = norm(v)
+        alpha = vec.norm(v)
         v = v / self.positive(alpha)
         packet = to_host(alpha, beta, image.norm())
         broken = not_finite(packet)
@@ -235,9 +221,9 @@ class Bidiagonalisation(ShortRecurrence):
         with np.errstate(all="ignore"):  # true residuals decide
             weights = self.scalars.advance(a, b)
         in_hbar, in_x, in_h = to_device(weights, self.B)
-        self.hbar = axpy(as_block(self.h), self.hbar, -in_hbar)
-        axpy(self.x, self.hbar, in_x)
-        self.h = axpy(as_block(v), self.h, -in_h)
+        self.hbar = vec.axpy(vec.as_block(self.h), self.hbar, -in_hbar)
+        vec.axpy(self.x, self.hbar, in_x)
+        self.h = vec.axpy(vec.as_block(v), self.h, -in_h)
         self.u, self.v = u, v
         ended = np.minimum(a, b) <= 10 * self.eps * self.norm_A
         ended |= np.abs(self.scalars.zetabar) <= 0.1 * self.records.level * self.norm_A * self.scalars.normr
@@ -245,17 +231,17 @@ class Bidiagonalisation(ShortRecurrence):
 
     def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
         index = torch.tensor(positions)
-        x = columns(self.x, index)
-        r = self.operator.residual(columns(self.B, torch.tensor([self.active[j] for j in positions])), x)
+        x = vec.columns(self.x, index)
+        r = self.operator.residual(vec.columns(self.B, torch.tensor([self.active[j] for j in positions])), x)
         gradient = self.operator.pull(r)
         self.records.matvecs += 2 * len(positions)
-        facts = torch.stack([norm(r.parts[0]), r.norm(), norm(gradient), norm(x)]).cpu().tolist()
+        facts = torch.stack([vec.norm(r.parts[0]), r.norm(), vec.norm(gradient), vec.norm(x)]).cpu().tolist()
         self.norm_A = raise_norm(self.norm_A, facts[2], facts[1])
         checks = []
         for i, j in enumerate(positions):
             column = self.active[j]
             residual, total, slope, size = (row[i] for row in facts)
-            self.keep(column, part(x, i, i + 1), residual, total, slope, self.norm_A * size + 1)
+            self.keep(column, vec.part(x, i, i + 1), residual, total, slope, self.norm_A * size + 1)
             # A recurrence that drifts by rounding still makes progress until its estimates are within the tolerance.
             drifted = total > 2 * float(self.scalars.normr[j]) or slope > 2 * abs(float(self.scalars.zetabar[j]))
             over = j in ended or (drifted and j in self.within)
@@ -265,8 +251,8 @@ class Bidiagonalisation(ShortRecurrence):
             where = torch.tensor(again)
             u, v, scalars = self.begin(r.select(where))
             self.u.put(index[where], u)
-            for block, value in ((self.v, v), (self.h, v), (self.hbar, zero_block(v, len(again)))):
-                put_columns(block, index[where], value)
+            for block, value in ((self.v, v), (self.h, v), (self.hbar, vec.zero_block(v, len(again)))):
+                vec.put_columns(block, index[where], value)
             self.scalars.put(index[where].tolist(), scalars)
 
         return checks, restart
@@ -323,7 +309,7 @@ class Bidiagonalisation(ShortRecurrence):
     def select(self, remaining: list[int]) -> None:
         where = torch.tensor(remaining, dtype=torch.long)
         self.u, self.scalars = self.u.select(where), self.scalars.select(remaining)
-        self.v, self.h, self.hbar, self.x = (columns(block, where) for block in (self.v, self.h, self.hbar, self.x))
+        self.v, self.h, self.hbar, self.x = (vec.columns(block, where) for block in (self.v, self.h, self.hbar, self.x))
 
 
 @dataclass(eq=False)

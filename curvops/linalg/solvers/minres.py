@@ -21,25 +21,11 @@ from torch import Tensor
 
 from curvops.ambient import Progress
 from curvops.checks import checked_number
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.structure import beyond_rounding, most_explained, rounding_of
-from curvops.linalg.core.vectors import (
-    Given,
-    Matrix,
-    Vectors,
-    as_block,
-    as_matrix,
-    axpy,
-    columns,
-    describe_square,
-    inner,
-    norm,
-    part,
-    product,
-    put_columns,
-    zero_block,
-)
+from curvops.linalg.core.vectors import Given, Matrix, Vectors
 from curvops.linalg.solvers.short_recurrence import (
     ColumnCheck,
     ColumnState,
@@ -117,11 +103,11 @@ def minres(
         >>> co.linalg.minres(A, torch.ones(2)).x.round(decimals=4)
         tensor([ 1.0000, -0.5000])
     """
-    A = as_matrix(A, B)
-    facts = describe_square(A)
+    A = vec.as_matrix(A, B)
+    facts = vec.describe_square(A)
     goal = check(facts, B, rtol, maxiter, x0, callback)
     sigma = checked_number("shift", shift, "(-inf, inf)")
-    plain, precondition = product(A), None if preconditioner is None else as_function(preconditioner, facts)
+    plain, precondition = vec.product(A), None if preconditioner is None else as_function(preconditioner, facts)
 
     def multiply(V: Vectors) -> Vectors:
         return plain(V) + sigma * V if sigma else plain(V)
@@ -145,22 +131,22 @@ class LanczosVectors:
 
     def select(self, index: Tensor) -> LanczosVectors:
         """Return the columns that remain."""
-        return LanczosVectors(*(columns(block, index) for block in vars(self).values()))
+        return LanczosVectors(*(vec.columns(block, index) for block in vars(self).values()))
 
     def restart(self, index: Tensor, x: Vectors, r: Vectors, z: Vectors) -> None:
         """Restart some columns from x with residual r and z = M⁻¹r."""
-        nothing = zero_block(x, len(index))
+        nothing = vec.zero_block(x, len(index))
         fields = {"before": nothing, "last": r, "z": z, "wl": nothing, "w": nothing, "x": x}
         for name, value in fields.items():
-            put_columns(getattr(self, name), index, value)
+            vec.put_columns(getattr(self, name), index, value)
 
     def turn(self, v: Vectors, c: Float[Tensor, "7 k"]) -> None:
         """Add a Lanczos vector by two right reflections; the part that no later step changes goes to x."""
         cr1, sr1, cr2, sr2, ul2, _, _ = c
-        fresh = axpy(self.wl * sr2, v, -cr2)
-        done = axpy(self.wl * cr2, v, sr2)
-        self.wl = axpy(self.w * cr1, fresh, sr1)
-        self.w = axpy(self.w * sr1, fresh, -cr1)
+        fresh = vec.axpy(self.wl * sr2, v, -cr2)
+        done = vec.axpy(self.wl * cr2, v, sr2)
+        self.wl = vec.axpy(self.w * cr1, fresh, sr1)
+        self.w = vec.axpy(self.w * sr1, fresh, -cr1)
         done *= ul2
         done += self.x
         self.x = done
@@ -172,39 +158,39 @@ class MinimalResiduals(ShortRecurrence):
     def __init__(self, multiply: Multiply, precondition: Multiply | None, records: Records) -> None:
         self.multiply, self.precondition = multiply, precondition
         K = records.B.shape[1]
-        r = as_block(records.B - multiply(records.X) if records.warm and K else records.B)
-        super().__init__(records, norm(r))
-        self.origin = as_block(records.X) if records.warm else None
+        r = vec.as_block(records.B - multiply(records.X) if records.warm and K else records.B)
+        super().__init__(records, vec.norm(r))
+        self.origin = vec.as_block(records.X) if records.warm else None
         self.norm_T = 0.0
         self.near: set[int] = set()
         """Positions whose recurrence is near a null vector."""
         self.spoiled: dict[int, float] = {}
         """‖A z‖/(‖A‖‖z‖) of columns from which so much was removed along z that z is no longer a null vector."""
         z, beta = self.in_metric(r)
-        before, wl, w = (zero_block(r, K) for _ in range(3))
-        self.vectors = LanczosVectors(before, r, as_block(z), wl, w, as_block(records.X))
+        before, wl, w = (vec.zero_block(r, K) for _ in range(3))
+        self.vectors = LanczosVectors(before, r, vec.as_block(z), wl, w, vec.as_block(records.X))
         self.scalars = QLP.start(beta)
         self.parts = torch.zeros(2, K, dtype=self.B.dtype, device=self.B.device)
         """The coefficients of the solution along wl and w."""
-        self.metric = to_host(norm(r))[0] / positive(beta)
+        self.metric = to_host(vec.norm(r))[0] / positive(beta)
         """The true residual over its norm in the preconditioner's metric, which the recurrence minimises."""
 
     def in_metric(self, r: Vectors) -> tuple[Vectors, Numbers]:
         """Return M⁻¹r and, on the CPU, the norm of r in that metric."""
         if self.precondition is None:
-            return r, to_host(norm(r))[0]
+            return r, to_host(vec.norm(r))[0]
         z = self.precondition(r)
-        squares = to_host(inner(r, z))[0]
+        squares = to_host(vec.inner(r, z))[0]
         return self.in_metric(r) if self.strengthen(self.precondition, r, squares) else (z, np.sqrt(squares))
 
     def strengthen(self, precondition: Multiply, r: Vectors, squares: Numbers) -> bool:
         """Add its rounding to a preconditioner with rᵀM⁻¹r < 0; raise ValueError if rounding does not explain that."""
         if not bool((squares < 0).any()):
             return False
-        vector = columns(r, torch.tensor([int(squares.argmin())]))
-        size = float(norm(precondition(part(self.B, 0, 1))))
+        vector = vec.columns(r, torch.tensor([int(squares.argmin())]))
+        size = float(vec.norm(precondition(vec.part(self.B, 0, 1))))
         explained = most_explained(max(rounding_of(precondition, vector), self.eps * size), 1)
-        if not -float(squares.min()) <= explained * float(inner(vector, vector)):
+        if not -float(squares.min()) <= explained * float(vec.inner(vector, vector)):
             raise ValueError("the preconditioner must be positive definite: a vector r with r'M⁻¹r < 0 was found.")
         self.precondition = lambda V: precondition(V) + explained * V
         self.records.reference = [math.inf] * len(self.records.reference)  # columns restart with it
@@ -223,13 +209,13 @@ class MinimalResiduals(ShortRecurrence):
         p = self.multiply(v)
         self.records.iteration += 1
         self.records.matvecs += len(self.active)
-        image = norm(p)
-        p = axpy(p.clone(), V.before, -scale)
-        alfa = inner(p, v)
-        axpy(p, V.last, -alfa.to(scale.dtype) / scale)
+        image = vec.norm(p)
+        p = vec.axpy(p.clone(), V.before, -scale)
+        alfa = vec.inner(p, v)
+        vec.axpy(p, V.last, -alfa.to(scale.dtype) / scale)
         z = p if self.precondition is None else self.precondition(p)
-        square = norm(p) if self.precondition is None else inner(p, z)
-        packet = to_host(alfa, square, image, norm(v))
+        square = vec.norm(p) if self.precondition is None else vec.inner(p, z)
+        packet = to_host(alfa, square, image, vec.norm(v))
         broken = not_finite(packet)
         if broken:
             self.near = set()
@@ -256,20 +242,21 @@ class MinimalResiduals(ShortRecurrence):
     def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
         records, V, index = self.records, self.vectors, torch.tensor(positions)
         along = self.parts[:, index.to(self.B.device)]
-        x = axpy(axpy(columns(V.x, index), columns(V.wl, index), along[0]), columns(V.w, index), along[1])
+        x = vec.axpy(vec.columns(V.x, index), vec.columns(V.wl, index), along[0])
+        x = vec.axpy(x, vec.columns(V.w, index), along[1])
         image = self.multiply(x)
         records.matvecs += len(positions)
-        sizes, images = torch.stack([norm(x), norm(image)]).cpu().tolist()
+        sizes, images = torch.stack([vec.norm(x), vec.norm(image)]).cpu().tolist()
         self.norm_A = raise_norm(self.norm_A, images, sizes)
-        r = columns(self.B, torch.tensor([self.active[j] for j in positions])) - image
+        r = vec.columns(self.B, torch.tensor([self.active[j] for j in positions])) - image
         stalled = {j for j in positions if records.idle(self.active[j]) >= CHECK_EVERY}
         normal = self.lift(positions, x, r, [i for i, j in enumerate(positions) if j in ended | self.near | stalled])
         z, measures = self.in_metric(r)
-        residuals, sizes = torch.stack([norm(r), norm(x)]).cpu().tolist()
+        residuals, sizes = torch.stack([vec.norm(r), vec.norm(x)]).cpu().tolist()
         checks = []
         for i, j in enumerate(positions):
             column, residual, measure = self.active[j], residuals[i], float(measures[i])
-            self.keep(column, part(x, i, i + 1), residual, residual / (self.norm_A * sizes[i] + 1), normal[i])
+            self.keep(column, vec.part(x, i, i + 1), residual, residual / (self.norm_A * sizes[i] + 1), normal[i])
             self.metric[j] = residual / measure if measure > 0 else 1.0
             drifted = measure > 2 * float(self.scalars.phi[j])
             null = records.normal[column] <= records.vanishing
@@ -279,7 +266,7 @@ class MinimalResiduals(ShortRecurrence):
 
         def restart(again: list[int]) -> None:
             which = torch.tensor(again)
-            V.restart(index[which], columns(x, which), columns(r, which), columns(z, which))
+            V.restart(index[which], vec.columns(x, which), vec.columns(r, which), vec.columns(z, which))
             self.scalars.put(index[which].tolist(), QLP.start(measures[again]))
             self.parts[:, index[which].to(self.B.device)] = 0.0
 
@@ -312,22 +299,22 @@ class MinimalResiduals(ShortRecurrence):
         if not which:
             return normal
         index = torch.tensor(which)
-        left = columns(r, index)
+        left = vec.columns(r, index)
         z, square = self.in_metric(left)
         image, sizes, gains = self.images(z)
-        moved = columns(x, index)
+        moved = vec.columns(x, index)
         if self.origin is not None:
-            moved -= columns(self.origin, torch.tensor([self.active[positions[i]] for i in which]))
+            moved -= vec.columns(self.origin, torch.tensor([self.active[positions[i]] for i in which]))
         null = (gains <= self.records.vanishing) & (square > 0)
-        dots, lengths = to_host(inner(left, moved), norm(moved))
+        dots, lengths = to_host(vec.inner(left, moved), vec.norm(moved))
         along = np.where(null, dots / np.where(null, square**2, 1.0), 0.0)
         share = torch.from_numpy(along).to(self.B.device)
-        put_columns(x, index, axpy(columns(x, index), z, -share))
-        put_columns(r, index, axpy(left, image, share))
+        vec.put_columns(x, index, vec.axpy(vec.columns(x, index), z, -share))
+        vec.put_columns(r, index, vec.axpy(left, image, share))
         # More of x, along a null vector, adds errors that have to be measured.
         spoiled = (np.abs(along) * sizes > 1e-2 * lengths).nonzero()[0]
         if len(spoiled):
-            z, _ = self.in_metric(columns(r, index[torch.from_numpy(spoiled)]))
+            z, _ = self.in_metric(vec.columns(r, index[torch.from_numpy(spoiled)]))
             _, _, gains[spoiled] = self.images(z)
         for k, (i, value) in enumerate(zip(which, gains.tolist())):
             normal[i], column = value, self.active[positions[i]]
@@ -339,7 +326,7 @@ class MinimalResiduals(ShortRecurrence):
         """Return A z, the norms of z, and ‖A z‖/(‖A‖‖z‖)."""
         image = self.multiply(z)
         self.records.matvecs += z.shape[1]
-        sizes, heights = to_host(norm(z), norm(image))
+        sizes, heights = to_host(vec.norm(z), vec.norm(image))
         self.norm_A = raise_norm(self.norm_A, heights.tolist(), sizes.tolist())
         return image, sizes, heights / positive(self.norm_A * sizes)
 
@@ -352,10 +339,10 @@ class MinimalResiduals(ShortRecurrence):
     def skewed(self) -> bool:
         """Whether ⟨r, Av⟩ and ⟨Ar, v⟩, v = Ar, differ by more than rounding explains, r the residual of a column."""
         column = self.active[0]
-        r = part(self.B, column, column + 1) - self.multiply(part(self.records.X, column, column + 1))
+        r = vec.part(self.B, column, column + 1) - self.multiply(vec.part(self.records.X, column, column + 1))
         v, sizes, _ = self.images(r)
         image, heights, _ = self.images(v)
-        gap = abs(float(inner(r, image) - inner(v, v))) / float(positive(sizes * heights)[0])
+        gap = abs(float(vec.inner(r, image) - vec.inner(v, v))) / float(positive(sizes * heights)[0])
         self.records.matvecs += 1  # for r
 
         def rounding() -> float:

@@ -9,18 +9,9 @@ from typing import TypeAlias
 
 import torch
 
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.results import ACCEPTED, Reason, Solution
-from curvops.linalg.core.vectors import (
-    Matrix,
-    Vectors,
-    as_block,
-    columns,
-    finite_part,
-    norm,
-    part,
-    product,
-    put_columns,
-)
+from curvops.linalg.core.vectors import Matrix, Vectors
 from curvops.linalg.solvers.systems import Goal, Records, raise_norm
 
 CorrectionSolver: TypeAlias = Callable[[Vectors, Goal], Solution]
@@ -38,8 +29,8 @@ class Refinement:
     def __init__(self, exact: Matrix, dtype: torch.dtype, records: Records) -> None:
         if exact.dtype != torch.float64:
             raise ValueError(f"refine needs A.to(torch.float64), which gave {exact.dtype}; solve without refine.")
-        self.multiply, self.dtype, self.records = product(exact), dtype, records
-        self.x, self.r = as_block(records.X), as_block(records.B)
+        self.multiply, self.dtype, self.records = vec.product(exact), dtype, records
+        self.x, self.r = vec.as_block(records.X), vec.as_block(records.B)
         self.reasons = [Reason.CONVERGED] * records.B.shape[1]
         """The end of each column's last correction."""
         self.digits = 1e-5
@@ -54,7 +45,7 @@ class Refinement:
         while todo and records.iteration < records.maxiter:
             self.correct(todo, solver)
             todo = self.look(todo, moved=True)
-        for column, size in enumerate(norm(records.X).tolist()):
+        for column, size in enumerate(vec.norm(records.X).tolist()):
             records.backward[column] = records.best[column] / (self.norm_A * size + 1)
             records.stop(column, self.end(column))
         return replace(records.solution(), exact_matvecs=self.exact_matvecs)
@@ -62,18 +53,18 @@ class Refinement:
     def look(self, todo: Sequence[int], moved: bool) -> list[int]:
         """Compute the residuals of these columns, known unless x `moved`; return those halved, above the tolerance."""
         records, index = self.records, torch.tensor(todo, dtype=torch.long)
-        x = columns(self.x, index)
+        x = vec.columns(self.x, index)
         if moved and len(todo):
             image = self.multiply(x)
             self.exact_matvecs += len(todo)
             records.matvecs += len(todo)
-            put_columns(self.r, index, columns(records.B, index) - image)
-            self.norm_A = raise_norm(self.norm_A, norm(image).tolist(), norm(x).tolist())
+            vec.put_columns(self.r, index, vec.columns(records.B, index) - image)
+            self.norm_A = raise_norm(self.norm_A, vec.norm(image).tolist(), vec.norm(x).tolist())
         further = []
-        for i, (column, residual) in enumerate(zip(todo, norm(columns(self.r, index)).tolist())):
+        for i, (column, residual) in enumerate(zip(todo, vec.norm(vec.columns(self.r, index)).tolist())):
             before = records.best[column]
             if residual < before:
-                records.keep(column, part(x, i, i + 1), residual, math.inf)
+                records.keep(column, vec.part(x, i, i + 1), residual, math.inf)
             if records.rtol < residual < 0.5 * before:
                 further.append(column)
         records.record(todo, [records.best[column] for column in todo])
@@ -84,7 +75,7 @@ class Refinement:
         records, index = self.records, torch.tensor(todo)
         before = [records.best[column] for column in todo]
         inner = min(max(self.digits, 0.5 * records.rtol / max(before)), 0.5)
-        r = columns(self.r, index)
+        r = vec.columns(self.r, index)
         correction = solver(r.to(self.dtype), Goal(inner, records.maxiter - records.iteration))
         records.iteration += correction.iterations
         records.matvecs += correction.matvecs
@@ -95,8 +86,8 @@ class Refinement:
             records.history.append([of_column.get(column, best) for column, best in enumerate(records.best)])
         for column, reason in zip(todo, correction.reasons):
             self.reasons[column] = reason
-        self.norm_A = max(self.norm_A, _norm_seen(correction, norm(r)))
-        put_columns(self.x, index, columns(self.x, index) + finite_part(correction.x.to(torch.float64)))
+        self.norm_A = max(self.norm_A, _norm_seen(correction, vec.norm(r)))
+        vec.put_columns(self.x, index, vec.columns(self.x, index) + vec.finite_part(correction.x.to(torch.float64)))
 
     def end(self, column: int) -> Reason:
         """Return why a column stopped, as far as its last correction tells."""
@@ -114,5 +105,5 @@ def _norm_seen(correction: Solution, lengths: Vectors) -> float:
     The products of refinement itself are close to B and show little of ‖A‖.
     """
     ratio = correction.relative_residuals / correction.backward_errors - 1
-    ratio = ratio.to(correction.x.device) * lengths / norm(correction.x)
+    ratio = ratio.to(correction.x.device) * lengths / vec.norm(correction.x)
     return float(torch.nan_to_num(ratio, nan=0.0, posinf=0.0).amax())

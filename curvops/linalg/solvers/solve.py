@@ -41,32 +41,13 @@ from curvops.checks import (
     in_forward_mode,
     refuse_tangents,
 )
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import algorithm, longest
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.results import Reason, Solution, accept, default_rtol
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, SKETCHED, System, chosen, routes
 from curvops.linalg.core.structure import clearly_indefinite
-from curvops.linalg.core.vectors import (
-    Given,
-    Matrix,
-    as_columns,
-    as_matrix,
-    columns,
-    describe,
-    empty_block,
-    has_rows,
-    inner,
-    is_psd,
-    is_symmetric,
-    norm,
-    part,
-    product,
-    put,
-    random_block,
-    require_precision,
-    rounding_level,
-    shaped_as,
-)
+from curvops.linalg.core.vectors import Given, Matrix
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
@@ -114,7 +95,7 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
         itemsize=A.dtype.itemsize,
         closed_form=form,
         at_hand=isinstance(A, Tensor) or getattr(A, "at_hand", False),
-        symmetric=tagged and is_symmetric(A),
+        symmetric=tagged and vec.is_symmetric(A),
         definite=tagged and getattr(A, "definite", False),
         recorded=whole and hasattr(A, "definite") and carries_graph(to_linear_operator(A).representation()),
     )
@@ -125,11 +106,11 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
 
 def seems_symmetric(A: Matrix) -> bool:
     """Return whether ⟨u, Av⟩ = ⟨v, Au⟩ for two random vectors to half of the digits; it errs with probability √eps."""
-    facts = describe(A)
-    pair = random_block(facts, 2, "gaussian", torch.Generator().manual_seed(0))
-    image = product(A)(pair)
-    gap = inner(columns(pair, torch.tensor([1, 0])), image)
-    scale = norm(image).amax() * torch.finfo(facts.dtype).eps ** 0.5
+    facts = vec.describe(A)
+    pair = vec.random_block(facts, 2, "gaussian", torch.Generator().manual_seed(0))
+    image = vec.product(A)(pair)
+    gap = vec.inner(vec.columns(pair, torch.tensor([1, 0])), image)
+    scale = vec.norm(image).amax() * torch.finfo(facts.dtype).eps ** 0.5
     return bool((gap[0] - gap[1]).abs() <= scale)
 
 
@@ -179,17 +160,17 @@ def solve(
         >>> co.linalg.solve(A, torch.tensor([3.0, 4.0])).round(decimals=4)
         tensor([1., 1.])
     """
-    A = as_matrix(A, B)
+    A = vec.as_matrix(A, B)
     check_choice("method", method, ("auto", *get_args(Method)))
     check_tensor("A", A)
     check_tensor("B", B)
     if not A.dtype.is_floating_point or B.dtype != A.dtype:
         raise TypeError(f"A and B must have one real floating-point dtype, got {A.dtype} and {B.dtype}.")
-    require_precision(A.dtype, A.device)
+    vec.require_precision(A.dtype, A.device)
     if A.ndim < 2 or not A.shape.numel():
         raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
     check_options(maxiter=maxiter)
-    if not has_rows(B, A.shape[-2]):
+    if not vec.has_rows(B, A.shape[-2]):
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
     system = system_of(A) if method == "auto" else None
@@ -202,9 +183,9 @@ def solve(
         route = "dense"
     if route == "dense":
         # A curvature is positive semidefinite by its formula, a matrix only by its user's word.
-        promised = system is not None and getattr(A, "definite", False) and (system.at_hand or not is_psd(A))
-        dense = partial(solve_dense, operator, rtol=tolerance, symmetric=is_symmetric(A), definite=promised)
-        return shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(as_columns(B)), B)
+        promised = system is not None and getattr(A, "definite", False) and (system.at_hand or not vec.is_psd(A))
+        dense = partial(solve_dense, operator, rtol=tolerance, symmetric=vec.is_symmetric(A), definite=promised)
+        return vec.shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(vec.as_columns(B)), B)
     if in_forward_mode():
         refuse_tangents((B, *tensors))
     request = Request(route, tolerance, maxiter, preconditioner, memory_budget, progress)
@@ -246,7 +227,7 @@ class Request:
             exact = operator.exact_solver() if hasattr(operator, "exact_solver") else None
             if exact is None:
                 raise ValueError(f"no closed form of {type(operator).__name__} is known; use method='auto'.")
-            return shaped_as(exact(as_columns(rhs)), rhs)
+            return vec.shaped_as(exact(vec.as_columns(rhs)), rhs)
         if self.method == "lsmr":
             return accept(lsmr(operator, rhs, consistent=operator.is_square, **common), self.rtol)
         if self.method == "minres":
@@ -256,10 +237,10 @@ class Request:
             M = operator.preconditioner(K, memory_budget=self.memory_budget)
         if K <= MOST_COLUMNS:
             return accept(cg(operator, rhs, preconditioner=M, **common), self.rtol)
-        X = empty_block(rhs, K)
+        X = vec.empty_block(rhs, K)
         for start in range(0, K, MOST_COLUMNS):
-            block = part(rhs, start, start + MOST_COLUMNS)
-            put(X, start, accept(cg(operator, block, preconditioner=M, **common), self.rtol))
+            block = vec.part(rhs, start, start + MOST_COLUMNS)
+            vec.put(X, start, accept(cg(operator, block, preconditioner=M, **common), self.rtol))
         return X
 
     def in_backward(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
@@ -309,7 +290,7 @@ def certify_dense(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: floa
     scale = torch.linalg.vector_norm(matrix, dim=(-2, -1), dtype=torch.float64).unsqueeze(-1) * size + length
     backward = torch.where(scale > 0, residual / scale, 0.0).flatten().cpu()
     relative = torch.where(length > 0, residual / length, residual).flatten().cpu()
-    level = rounding_level(x.dtype, x.shape[-2])
+    level = vec.rounding_level(x.dtype, x.shape[-2])
     goal = max(default_rtol(x.dtype) if rtol is None else rtol, level)
     singular = bool((info != 0).any())
     if not singular and bool((relative <= goal).all()):  # a loop over thousands of columns is slow

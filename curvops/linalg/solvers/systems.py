@@ -19,26 +19,10 @@ from torch import Tensor
 from curvops.ambient import Groups, as_step, columns_at_a_time, current_run, hold, remark, time_left
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_options, check_tensor, checked_number, refuse, refuse_tangents, shown
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply
 from curvops.linalg.core.results import Reason, Solution, join_histories
-from curvops.linalg.core.vectors import (
-    Description,
-    Matrix,
-    Vectors,
-    as_block,
-    as_columns,
-    columns,
-    empty_block,
-    largest,
-    norm,
-    part,
-    product,
-    put,
-    put_columns,
-    rounding_level,
-    shaped_as,
-    zero_block,
-)
+from curvops.linalg.core.vectors import Description, Matrix, Vectors
 from curvops.storage import from_record, restore, state_of
 
 Callback: TypeAlias = Callable[[int, Tensor], object]
@@ -130,7 +114,7 @@ def as_function(preconditioner: Preconditioner, facts: Description) -> Multiply:
         if tuple(preconditioner.shape) != (facts.rows, facts.rows) or preconditioner.dtype != facts.dtype:
             given = f"{tuple(preconditioner.shape)} and {preconditioner.dtype}"
             raise ValueError(f"the preconditioner must be {(facts.rows,) * 2} and {facts.dtype}, as A is, got {given}.")
-        multiply = product(preconditioner)
+        multiply = vec.product(preconditioner)
     elif callable(getattr(preconditioner, "preconditioner", None)):
         raise TypeError(f"a {kind} approximates A, not A⁻¹: pass its preconditioner(shift).")
     elif hasattr(preconditioner, "__array_interface__"):
@@ -170,7 +154,7 @@ class UsableColumns:
     @classmethod
     def of(cls, B: Float[Vectors, "n K"]) -> UsableColumns:
         """Find the usable columns by their largest entries, with one small transfer."""
-        heights = largest(B).cpu()
+        heights = vec.largest(B).cpu()
         reasons = dict.fromkeys((heights == 0).nonzero().squeeze(1).tolist(), Reason.ZERO_RIGHT_HAND_SIDE)
         reasons |= dict.fromkeys((~torch.isfinite(heights)).nonzero().squeeze(1).tolist(), Reason.NON_FINITE)
         live = ((heights != 0) & torch.isfinite(heights)).nonzero().squeeze(1)
@@ -178,7 +162,7 @@ class UsableColumns:
 
     def scale(self, B: Float[Vectors, "n K"]) -> Float[Vectors, "n k"]:
         """Return the usable columns with a largest entry of 1."""
-        return columns(B, self.live) / self.heights[self.live].to(B.device, B.dtype)
+        return vec.columns(B, self.live) / self.heights[self.live].to(B.device, B.dtype)
 
     def spread(self, values: Tensor | Sequence[float]) -> Float[Tensor, " K"]:
         """Put a number for each usable column in its place, and 0 for the others."""
@@ -187,12 +171,12 @@ class UsableColumns:
 
     def place(self, X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n K"], list[int]]:
         """Put solutions in their places among zero (or NaN) columns, and list the columns that are not finite."""
-        every = zero_block(X, len(self.heights))
-        put_columns(every, self.live, X)
+        every = vec.zero_block(X, len(self.heights))
+        vec.put_columns(every, self.live, X)
         for j, reason in self.reasons.items():
             if reason is Reason.NON_FINITE:
-                put(every, j, part(every, j, j + 1) * math.nan)
-        return every, (~torch.isfinite(largest(every))).nonzero().squeeze(1).tolist()
+                vec.put(every, j, vec.part(every, j, j + 1) * math.nan)
+        return every, (~torch.isfinite(vec.largest(every))).nonzero().squeeze(1).tolist()
 
 
 class Records:
@@ -211,15 +195,15 @@ class Records:
         """Leave out zero and non-finite columns; solutions are ``like`` these vectors."""
         self.usable = usable = UsableColumns.of(B)
         unit = usable.scale(B)
-        self.length = norm(unit).to(B.dtype)
+        self.length = vec.norm(unit).to(B.dtype)
         self.height = usable.heights[usable.live].to(B.device, B.dtype)
         self.B, self.warm = unit / self.length, X0 is not None
         if X0 is None:
-            self.X = zero_block(like, len(usable.live))
+            self.X = vec.zero_block(like, len(usable.live))
         else:
-            self.X = as_block(columns(X0, usable.live) / self.height / self.length)
+            self.X = vec.as_block(vec.columns(X0, usable.live) / self.height / self.length)
         self.rtol, self.maxiter, self.callback = goal.rtol, goal.maxiter, goal.callback
-        self.level = rounding_level(B.dtype, max(self.B.shape[0], self.X.shape[0]))
+        self.level = vec.rounding_level(B.dtype, max(self.B.shape[0], self.X.shape[0]))
         self.patience = max(500, goal.maxiter // 2)
         self.trigger = max(0.95 * goal.rtol, torch.finfo(B.dtype).eps / 4)
         self.reasons: dict[int, Reason] = {}
@@ -265,7 +249,7 @@ class Records:
     def keep(self, column: int, x: Vectors, residual: float, backward: float) -> None:
         """Store this solution as the best."""
         self.best[column], self.backward[column] = residual, backward
-        put(self.X, column, x)
+        vec.put(self.X, column, x)
 
     def limited(self, column: int) -> bool:
         """Return whether the best solution is as good as the dtype allows."""
@@ -348,7 +332,7 @@ def solve_in_groups(
     A column needs ``vectors`` working vectors. x has the shape of B. If memory still runs out, fewer columns run at
     once. ``state`` is that of an earlier run of the group, and ``save`` takes a function that returns the present one.
     """
-    run, block, X0 = current_run(), as_columns(B), None if x0 is None else as_columns(x0)
+    run, block, X0 = current_run(), vec.as_columns(B), None if x0 is None else vec.as_columns(x0)
     K, column = block.shape[1], vectors * facts.vector_bytes
     groups = Groups("solved for", columns_at_a_time(K, column, run.room(column)))
     solutions: list[Solution] = []
@@ -369,19 +353,19 @@ def solve_in_groups(
         if saved is not NOTHING:
             save(lambda: earlier, now=True)
         with hold(run.memories, groups.width * column):
-            guess = None if X0 is None else part(X0, start, stop)
-            solution = solve(part(block, start, stop), guess, earlier, None if saved is NOTHING else save)
+            guess = None if X0 is None else vec.part(X0, start, stop)
+            solution = solve(vec.part(block, start, stop), guess, earlier, None if saved is NOTHING else save)
         if stop - start < K:
-            X = empty_block(solution.x, K) if X is None else X
-            put(X, start, solution.x)
-            solution = replace(solution, x=zero_block(solution.x, 0))
+            X = vec.empty_block(solution.x, K) if X is None else X
+            vec.put(X, start, solution.x)
+            solution = replace(solution, x=vec.zero_block(solution.x, 0))
         solutions.append(solution)
 
     with torch.no_grad():
         groups.each(K, solve_group, first)
     if X is None:
-        return replace(solutions[0], x=shaped_as(solutions[0].x, B))
-    return join_solutions(solutions, shaped_as(X, B))
+        return replace(solutions[0], x=vec.shaped_as(solutions[0].x, B))
+    return join_solutions(solutions, vec.shaped_as(X, B))
 
 
 def join_solutions(groups: Sequence[Solution], X: Vectors) -> Solution:

@@ -24,25 +24,11 @@ from torch.autograd import Function
 from curvops.ambient import Progress, as_step, current_run, remark, running
 from curvops.checks import check_options, checked_number
 from curvops.errors import PrecisionWarning, warn
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.results import FunctionProduct, Reason, indefinite
-from curvops.linalg.core.vectors import (
-    Given,
-    Matrix,
-    ScalarFunction,
-    Vectors,
-    as_columns,
-    as_matrix,
-    column_bytes,
-    describe_square,
-    join,
-    norm,
-    put,
-    random_block,
-    shaped_as,
-    zero_block,
-)
+from curvops.linalg.core.vectors import Given, Matrix, ScalarFunction, Vectors
 from curvops.linalg.solvers.systems import Callback, UsableColumns, check
 from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, TWO_STEPS_VECTORS, LockStep
 from curvops.linalg.spectra.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
@@ -214,15 +200,15 @@ def _apply(
     max_matvecs: int | None,
     callback: Callback | None,
 ) -> FunctionProduct:
-    A = as_matrix(A, B)
-    check(describe_square(A), B, rtol, maxiter, callback=callback)
+    A = vec.as_matrix(A, B)
+    check(vec.describe_square(A), B, rtol, maxiter, callback=callback)
     check_options(max_matvecs=max_matvecs)
     current_run().expect(max_matvecs)
     bound = None if lower_bound is None else float(lower_bound)
     with torch.no_grad(), working(A, TWO_STEPS_VECTORS) as (multiply, room):
-        job = FunctionRun(multiply, f, as_columns(B), bound, room, maxiter)
+        job = FunctionRun(multiply, f, vec.as_columns(B), bound, room, maxiter)
         job.solve(float(rtol), max_matvecs, callback)
-        value = shaped_as(job.value(float(rtol)), B)
+        value = vec.shaped_as(job.value(float(rtol)), B)
         return FunctionProduct(value, job.errors, tuple(job.reasons), job.depth, job.matvecs)
 
 
@@ -246,7 +232,7 @@ class FunctionRun:
         self.errors = torch.where(zero, 0.0, math.inf).double()
         self.f = SpectralFunction(f, bound, torch.finfo(B.dtype).eps)
         self.seen, self.search_matvecs = torch.zeros(0, dtype=torch.float64), 0
-        least = (LEAST_CAPACITY + 2) * len(self.live) * column_bytes(B)
+        least = (LEAST_CAPACITY + 2) * len(self.live) * vec.column_bytes(B)
         room = None if memory_budget is None else max(memory_budget, least)
         limit = 1000 if maxiter is None else maxiter
         self.run = LockStep.within(multiply, self.usable.scale(B), 32, limit, room)
@@ -353,7 +339,7 @@ class FunctionRun:
         if depth < LEAST_DEPTH:
             return False
         generator = torch.Generator(device=self.B.device).manual_seed(0)  # the user's generator does not advance
-        run = LockStep(self.run.multiply, random_block(self.B, 1, "gaussian", generator), LEAST_CAPACITY)
+        run = LockStep(self.run.multiply, vec.random_block(self.B, 1, "gaussian", generator), LEAST_CAPACITY)
         run.extend(depth, beyond_capacity=True)
         self.search_matvecs += run.matvecs
         T = run.tridiagonal(0)
@@ -376,16 +362,16 @@ class FunctionRun:
         empty = torch.zeros(0, dtype=torch.float64)
         coefficients = [empty if best is None else best for best in self.best]
         blocks, remade = self.run.combinations([y[:, None] for y in coefficients])
-        X = zero_block(self.B, len(self.live))
+        X = vec.zero_block(self.B, len(self.live))
         for k, block in enumerate(blocks):
-            put(X, k, block * self.size(k))
+            vec.put(X, k, block * self.size(k))
             self._note_noise(k, remade[k], rtol)
         X, lost = self.usable.place(X)
         for j in lost:
             self.reasons[j], self.errors[j] = Reason.NON_FINITE, math.inf
         # Entries below the smallest normal number may have any value.
         least = torch.finfo(X.dtype).tiny * math.sqrt(X.shape[0])
-        for y, j, length in zip(coefficients, self.live.tolist(), norm(X)[self.live.to(X.device)].tolist()):
+        for y, j, length in zip(coefficients, self.live.tolist(), vec.norm(X)[self.live.to(X.device)].tolist()):
             if y.any() and math.isfinite(float(self.errors[j])):
                 self.errors[j] += least / length if length else math.inf
                 if least > 0.1 * length:
@@ -434,11 +420,11 @@ class _InverseRootProduct(Function):
         inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
         if not any(ctx.needs_input_grad[3:]):
             return (None, None, _root_of_columns(operator, gradient, ctx.lower_bound)[0], *inside)
-        value, pairs = _root_of_columns(operator, join(gradient, rhs), ctx.lower_bound, with_pairs=True)
+        value, pairs = _root_of_columns(operator, vec.join(gradient, rhs), ctx.lower_bound, with_pairs=True)
         if pairs is not None:
             left, right = pairs
             # Both orders, since an operator may take the symmetry of its derivative for granted.
-            inside = operator._bilinear_derivative(join(left, right) / 2, join(right, left))
+            inside = operator._bilinear_derivative(vec.join(left, right) / 2, vec.join(right, left))
         return (None, None, value[:, : rhs.shape[1]], *inside)
 
 
@@ -483,7 +469,7 @@ def _pairs(run: FunctionRun) -> tuple[Tensor, Tensor] | None:
     if not both:
         return None
     left, right = zip(*((blocks[first], blocks[second]) for first, second in both))
-    return join(*left), join(*right)
+    return vec.join(*left), vec.join(*right)
 
 
 def _ritz(run: FunctionRun, k: int) -> tuple[Tensor, Tensor]:

@@ -22,33 +22,12 @@ from torch import Tensor
 from curvops.ambient import Progress, current_run
 from curvops.checkpoint import Place, begin
 from curvops.checks import check_choice, check_options, checked_number, checked_whole
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
 from curvops.linalg.core.structure import beyond_rounding, formed, may_be_formed, rounding_of
-from curvops.linalg.core.vectors import (
-    CHUNK,
-    NEAR_ZERO,
-    ROUNDINGS,
-    Description,
-    Given,
-    Matrix,
-    Vectors,
-    as_matrix,
-    columns,
-    combine,
-    describe,
-    describe_square,
-    empty_block,
-    gram,
-    inner,
-    norm,
-    part,
-    product,
-    put,
-    tall_qr,
-    zero_block,
-)
+from curvops.linalg.core.vectors import CHUNK, NEAR_ZERO, ROUNDINGS, Description, Given, Matrix, Vectors
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import Callback, iterations_allowed, shifted
 from curvops.linalg.spectra.lanczos import start_block
@@ -142,8 +121,8 @@ def eigsh(
         >>> pairs.values.round(decimals=6), pairs.vectors.shape
         (tensor([4., 3.], dtype=torch.float64), torch.Size([4, 2]))
     """
-    A = as_matrix(A)
-    facts = describe_square(A)
+    A = vec.as_matrix(A)
+    facts = vec.describe_square(A)
     n = facts.rows
     aimed = RTOL if rtol is None else checked_number("rtol", rtol, "[0, inf)")
     check_options(maxiter=maxiter, max_matvecs=max_matvecs, block_size=block_size)
@@ -160,7 +139,7 @@ def eigsh(
     S = getattr(A, "narrow_root", None) if start is None and which in ("LA", "LM") and sigma is None else None
     S = None if S is None or S.shape[1] < k else S
     searched = A if S is None else S.mT @ S
-    facts_of_A, facts, last = facts, describe(searched), k if S is None else k + (k + 1) // 2
+    facts_of_A, facts, last = facts, vec.describe(searched), k if S is None else k + (k + 1) // 2
     n = facts.rows
     wide = min(n, block_size) if start is None else start.shape[-1]
     narrow = wide if start is not None else 1
@@ -216,10 +195,10 @@ def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, 
     values, residuals = [], []
     width = max(width, CHUNK // vectors.shape[0])
     for start in range(0, vectors.shape[1], width):
-        V = part(vectors, start, start + width)
+        V = vec.part(vectors, start, start + width)
         W = multiply(V)
-        values.append(inner(V, W) / inner(V, V))
-        residuals.append(norm(W - V * values[-1].to(V.dtype)))
+        values.append(vec.inner(V, W) / vec.inner(V, V))
+        residuals.append(vec.norm(W - V * values[-1].to(V.dtype)))
     return torch.cat(values), torch.cat(residuals)
 
 
@@ -229,7 +208,7 @@ def _of_formed(multiply: Multiply, facts: Description, k: int, sigma: float, rto
     if not bool(dense.isfinite().all()):
         return _non_finite_pairs(facts, k, n, history)
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
-    vectors = columns(vectors, (values - sigma).abs().argsort()[:k]).to(facts.dtype)
+    vectors = vec.columns(vectors, (values - sigma).abs().argsort()[:k]).to(facts.dtype)
     size, (values, residuals) = float(values.abs().amax()), rayleigh(vectors, multiply, k)
     return _certify(vectors, values, residuals, "LM", sigma, rtol, size, Reason.CONVERGED, n + k, history)
 
@@ -239,20 +218,20 @@ def lift(S: Matrix, U: Float[Vectors, "m k"], generator: torch.Generator | None 
 
     S maps those of the eigenvalue zero to rounding, and random vectors orthogonal to all others take their place.
     """
-    multiply, k, norms = product(S), U.shape[1], list[Tensor]()
-    X = empty_block(describe(S.mT), k)
+    multiply, k, norms = vec.product(S), U.shape[1], list[Tensor]()
+    X = vec.empty_block(vec.describe(S.mT), k)
     width = max(1, CHUNK // X.shape[0])
     for start in range(0, k, width):
-        image = multiply(part(U, start, start + width))
-        norms.append(norm(image))
-        put(X, start, image / norms[-1].where(norms[-1] > 0, 1.0).to(X.dtype))
+        image = multiply(vec.part(U, start, start + width))
+        norms.append(vec.norm(image))
+        vec.put(X, start, image / norms[-1].where(norms[-1] > 0, 1.0).to(X.dtype))
     sizes = torch.cat(norms)
     reached = (sizes > NEAR_ZERO * torch.finfo(X.dtype).eps * sizes.amax()).nonzero().squeeze(1)
     if len(reached) == k:
-        return tall_qr(X, overwrite=True)[0]
+        return vec.tall_qr(X, overwrite=True)[0]
     basis = Basis(X, k, generator)
-    basis.append(tall_qr(columns(X, reached))[0])
-    basis.append(basis.fresh(k - len(reached), part(X, 0, 0)))
+    basis.append(vec.tall_qr(vec.columns(X, reached))[0])
+    basis.append(basis.fresh(k - len(reached), vec.part(X, 0, 0)))
     return basis.columns
 
 
@@ -278,13 +257,13 @@ def _certify(
     eps, norm_A = torch.finfo(vectors.dtype).eps, max(size, float(values.abs().amax()))
     sizes = values.abs() if sigma is None else torch.maximum(values.abs(), (values - sigma).abs())
     reasons = verdicts(residuals, sizes, rtol, norm_A, eps, reason)
-    vectors = vectors if owned and bool((order.diff() == 1).all()) else columns(vectors, order)
+    vectors = vectors if owned and bool((order.diff() == 1).all()) else vec.columns(vectors, order)
     return Eigenpairs(values, vectors, residuals, reasons, matvecs, history)
 
 
 def _non_finite_pairs(facts: Description, k: int, matvecs: int, history: Tensor) -> Eigenpairs:
     nothing = torch.full((k,), math.nan, dtype=torch.float64, device=facts.device)
-    vectors = zero_block(facts, k) * math.nan
+    vectors = vec.zero_block(facts, k) * math.nan
     return Eigenpairs(nothing, vectors, nothing.nan_to_num(math.inf), (Reason.NON_FINITE,) * k, matvecs, history)
 
 
@@ -297,7 +276,7 @@ class BlockLanczos(Projection):
     @property
     def skewed(self) -> bool:
         """Whether all columns multiplied so far show that A is not symmetric, beyond what rounding explains."""
-        size, start = self.size * math.sqrt(self.looked), part(self.basis.columns, 0, 1)
+        size, start = self.size * math.sqrt(self.looked), vec.part(self.basis.columns, 0, 1)
         noise = partial(rounding_of, lambda V: self._in_units(self.multiply(V)), start)
         return beyond_rounding(self.skew, size, self.eps, noise, self.looked)
 
@@ -342,7 +321,7 @@ class ShiftInverse(CountedProduct):
     """
 
     def __init__(self, A: Matrix, sigma: float, rtol: float, most: float | int, solver: Solver | None) -> None:
-        super().__init__(product(A))
+        super().__init__(vec.product(A))
         self.shifted, self.solver, self.most = shifted(A.detach(), -sigma), minres if solver is None else solver, most
         self.rtol = max(0.1 * rtol, 4 * torch.finfo(A.dtype).eps)  # solves are more accurate than the pairs
 
@@ -361,8 +340,8 @@ class ShiftInverse(CountedProduct):
         A Ritz pair of the inverse has a residual in A that is larger by ‖A − σ‖ |λ − σ|⁻¹; one more solve removes
         that factor (Ericsson & Ruhe 1980).
         """
-        Q, _ = tall_qr(self(V))
+        Q, _ = vec.tall_qr(self(V))
         W = super().__call__(Q)
-        T = gram(Q, W)
+        T = vec.gram(Q, W)
         values, Y = torch.linalg.eigh((T + T.mT) / 2)
-        return combine(Q, Y), combine(W, Y), float(values.abs().amax())
+        return vec.combine(Q, Y), vec.combine(W, Y), float(values.abs().amax())

@@ -12,32 +12,11 @@ from torch import Tensor
 
 from curvops.ambient import Progress, current_run
 from curvops.checks import check_like, check_options, check_shape, checked_whole
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply, algorithm, working
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.structure import beyond_rounding, rounding_of
-from curvops.linalg.core.vectors import (
-    Description,
-    Given,
-    Matrix,
-    Vectors,
-    as_block,
-    as_matrix,
-    axpy,
-    check_finite,
-    column_bytes,
-    columns,
-    combine,
-    describe_square,
-    empty_block,
-    inner,
-    largest,
-    norm,
-    part,
-    project_out,
-    put,
-    put_columns,
-    random_block,
-)
+from curvops.linalg.core.vectors import Description, Given, Matrix, Vectors
 from curvops.summary import Summarised
 
 
@@ -124,8 +103,8 @@ def lanczos(
         >>> torch.linalg.eigvalsh(T).round(decimals=6)
         tensor([1., 2., 3., 4.], dtype=torch.float64)
     """
-    A = as_matrix(A)
-    facts = describe_square(A)
+    A = vec.as_matrix(A)
+    facts = vec.describe_square(A)
     n = facts.rows
     check_options(steps=steps)
     if start is not None:
@@ -133,7 +112,7 @@ def lanczos(
     block = start_block(facts, None if start is None else start.unsqueeze(1), 1, generator)
     current_run().expect(min(steps, n))
     with working(A, TWO_STEPS_VECTORS) as (multiply, room):
-        depth = depth_within(steps, n, column_bytes(block), 1, room)
+        depth = depth_within(steps, n, vec.column_bytes(block), 1, room)
         run = LockStep(multiply, block, depth)
         run.extend(depth)
     m = int(run.depths[0])
@@ -155,14 +134,14 @@ def start_block(
 ) -> Float[Vectors, "n b"]:
     """Check the given start and scale its columns to size about 1, or draw a random one."""
     if start is None:
-        return random_block(facts, checked_whole("block_size", block_size, 1, facts.rows), "gaussian", generator)
+        return vec.random_block(facts, checked_whole("block_size", block_size, 1, facts.rows), "gaussian", generator)
     if start.ndim != 2 or len(start) != facts.rows:
         raise ValueError(f"start must have shape ({facts.rows}, b), got {tuple(start.shape)}.")
     check_like("start", start, facts, "A")
-    sizes = largest(start)
+    sizes = vec.largest(start)
     if not bool(torch.isfinite(sizes).all() & (sizes > 0).any()):
         raise ValueError("start must be finite and not zero.")
-    return as_block(start / torch.where(sizes > 0, sizes, 1.0).to(start.dtype))
+    return vec.as_block(start / torch.where(sizes > 0, sizes, 1.0).to(start.dtype))
 
 
 class LockStep:
@@ -188,10 +167,10 @@ class LockStep:
         self.n, self.K = starts.shape
         self.multiply = multiply
         self.eps = torch.finfo(starts.dtype).eps
-        self.sizes = norm(starts)
+        self.sizes = vec.norm(starts)
         self.capacity, self.most = capacity, capacity if most is None else most
-        self.store = empty_block(starts, self.K * (capacity + 1))
-        put_columns(self.store, torch.arange(self.K) * (capacity + 1), starts / self.sizes.to(starts.dtype))
+        self.store = vec.empty_block(starts, self.K * (capacity + 1))
+        vec.put_columns(self.store, torch.arange(self.K) * (capacity + 1), starts / self.sizes.to(starts.dtype))
         self.alphas = torch.zeros(self.K, 0, dtype=torch.float64)
         self.betas = torch.zeros(self.K, 0, dtype=torch.float64)
         self.depths = torch.zeros(self.K, dtype=torch.long)
@@ -206,7 +185,7 @@ class LockStep:
         cls, multiply: Multiply, starts: Float[Vectors, "n K"], first: int, steps: int, memory_budget: int | None
     ) -> LockStep:
         """Prepare for ``first`` and later at most ``steps`` steps, as many as fit in ``memory_budget`` bytes."""
-        n, K, vector = starts.shape[0], max(1, starts.shape[1]), column_bytes(starts)
+        n, K, vector = starts.shape[0], max(1, starts.shape[1]), vec.column_bytes(starts)
         most = depth_within(steps, n, vector, K, memory_budget)
         # If memory cannot hold a growing basis together with the previous one, all of it is reserved at once. On a CPU
         # memory that was reserved takes none until it is written to; more than 1 GiB may be refused all the same.
@@ -241,7 +220,7 @@ class LockStep:
 
         ``scale`` is the size of the terms of the products; if it is larger than the products, rounding grows with it.
         """
-        check_finite(torch.cat([self.alphas, self.betas]))
+        vec.check_finite(torch.cat([self.alphas, self.betas]))
         if float(self.gaps.amax().sqrt()) > 1e3 * self.eps * scale and self.skewed:
             raise ValueError(Reason.NOT_SYMMETRIC.value)
 
@@ -264,7 +243,7 @@ class LockStep:
     def vectors(self, k: int, m: int) -> Float[Vectors, "n m"]:
         """Return the first m vectors of start vector k's basis, sharing memory."""
         first = k * (self.capacity + 1)
-        return part(self.store, first, first + m)
+        return vec.part(self.store, first, first + m)
 
     def combinations(
         self, weights: Sequence[Float[Tensor, "_ _"]]
@@ -275,7 +254,7 @@ class LockStep:
         only if products of equal blocks differ.
         """
         stored = self.stored
-        blocks = [combine(self.vectors(k, min(len(C), stored)), C[:stored]) for k, C in enumerate(weights)]
+        blocks = [vec.combine(self.vectors(k, min(len(C), stored)), C[:stored]) for k, C in enumerate(weights)]
         alphas, betas = self.alphas.clone(), self.betas.clone()
         for m in range(stored - 1, max(map(len, weights), default=0) - 1):
             live = (self.depths > m).nonzero().squeeze(1)
@@ -283,7 +262,7 @@ class LockStep:
             for k, C in enumerate(weights):
                 if m + 1 < len(C):
                     first = k * (self.capacity + 1) + self.place(m + 1)
-                    axpy(blocks[k], part(self.store, first, first + 1), C[m + 1 : m + 2])
+                    vec.axpy(blocks[k], vec.part(self.store, first, first + 1), C[m + 1 : m + 2])
         depths = enumerate(self.depths.tolist())
         return blocks, [tridiagonal(alphas[k, :m], betas[k, : m - 1]) for k, m in depths]
 
@@ -297,9 +276,9 @@ class LockStep:
             return
         if 2 * capacity > self.most:
             capacity = max(capacity, self.most)
-        store, done = empty_block(self.store, self.K * (capacity + 1)), self.alphas.shape[1] + 1
+        store, done = vec.empty_block(self.store, self.K * (capacity + 1)), self.alphas.shape[1] + 1
         for k in range(self.K):
-            put(store, k * (capacity + 1), self.vectors(k, done))
+            vec.put(store, k * (capacity + 1), self.vectors(k, done))
         self.store, self.capacity = store, capacity
 
     def extend(self, depth: int, beyond_capacity: bool = False) -> None:
@@ -349,15 +328,15 @@ class LockStep:
         other entries of Qᵀ A q, which are zero for symmetric A.
         """
         bases = (live * (self.capacity + 1)).to(self.store.device, non_blocking=True)
-        V = columns(self.store, bases + self.place(m))
+        V = vec.columns(self.store, bases + self.place(m))
         W = self.multiply(V)
         self.matvecs += len(live)
-        image = norm(W)
-        alpha = inner(V, W)
-        mirrored = inner(columns(self.store, bases + self.place(m - 1)), W) if m else image
-        W, along = project_out(W, self.store, self.capacity + 1, min(m, self.capacity) + 1, live)
-        beta = norm(W)
-        put_columns(self.store, bases + self.place(m + 1), W / torch.where(beta > 0, beta, 1.0).to(W.dtype))
+        image = vec.norm(W)
+        alpha = vec.inner(V, W)
+        mirrored = vec.inner(vec.columns(self.store, bases + self.place(m - 1)), W) if m else image
+        W, along = vec.project_out(W, self.store, self.capacity + 1, min(m, self.capacity) + 1, live)
+        beta = vec.norm(W)
+        vec.put_columns(self.store, bases + self.place(m + 1), W / torch.where(beta > 0, beta, 1.0).to(W.dtype))
         # Beyond the capacity, a q need not be orthogonal to the image of the last vector stored.
         others = m - 1 if m <= self.capacity else self.capacity - 3
         stray = along[:, : max(others, 0)].double().square().sum(1)

@@ -20,27 +20,10 @@ from torch import Tensor
 
 from curvops.ambient import Progress, current_run
 from curvops.checks import check_choice, check_options, checked_number, checked_whole
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.results import Reason, SingularTriplets
-from curvops.linalg.core.vectors import (
-    CHUNK,
-    ROUNDINGS,
-    Description,
-    Given,
-    Matrix,
-    Vectors,
-    as_block,
-    as_matrix,
-    columns,
-    describe,
-    empty_block,
-    inner,
-    norm,
-    part,
-    product,
-    random_block,
-    zero_block,
-)
+from curvops.linalg.core.vectors import CHUNK, ROUNDINGS, Description, Given, Matrix, Vectors
 from curvops.linalg.solvers.systems import Callback, iterations_allowed
 from curvops.linalg.spectra.thick_restart import (
     BLOCK_VECTORS,
@@ -104,8 +87,8 @@ def svds(
         >>> co.linalg.svds(A, 2).values.round(decimals=6)
         tensor([3., 2.], dtype=torch.float64)
     """
-    A = as_matrix(A)
-    facts = describe(A)
+    A = vec.as_matrix(A)
+    facts = vec.describe(A)
     n = min(facts.rows, facts.columns)
     checked_whole("k", k, 1, n)
     check_choice("which", which, ("LM", "SM"))
@@ -114,14 +97,14 @@ def svds(
     least = math.ceil((k + 2 + BLOCK_VECTORS) * facts.pair_bytes / facts.vector_bytes)
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
     current_run().expect(max_matvecs)
-    with torch.no_grad(), working(A, least, product(tall)) as (forward, room):
+    with torch.no_grad(), working(A, least, vec.product(tall)) as (forward, room):
         capacity, b, capped = basis_columns(n, facts.pair_bytes, k, min(n, block_size), 1, room)
         most = math.inf if max_matvecs is None else max_matvecs - 2 * k
         if most < 2 * (k + b):
             raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} triplets need at least {4 * k + 2 * b}.")
-        multiply, adjoint = CountedProduct(forward), CountedProduct(product(wide))
-        start = random_block(describe(tall), b, "gaussian", generator)
-        process = GolubKahan(multiply, adjoint, describe(wide), start, capacity, generator)
+        multiply, adjoint = CountedProduct(forward), CountedProduct(vec.product(wide))
+        start = vec.random_block(vec.describe(tall), b, "gaussian", generator)
+        process = GolubKahan(multiply, adjoint, vec.describe(wide), start, capacity, generator)
         most_steps = iterations_allowed(n, maxiter)
         end: Which = "LA" if which == "LM" else "SA"  # singular values are not negative
         search = Search(process, end, k, aimed, capacity, capped, most_steps, most, callback)
@@ -135,13 +118,13 @@ def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[Tensor, Tensor]
     values, residuals = [], []
     width = max(process.block_size, CHUNK // max(U.shape[0], V.shape[0]))
     for start in range(0, V.shape[1], width):
-        u, v = part(U, start, start + width), part(V, start, start + width)
+        u, v = vec.part(U, start, start + width), vec.part(V, start, start + width)
         image = process.multiply(v)
-        values.append(inner(u, image).abs())
+        values.append(vec.inner(u, image).abs())
         scale = values[-1].to(u.dtype)
-        right = norm(image - u * scale)
+        right = vec.norm(image - u * scale)
         del image
-        left = norm(process.adjoint(u) - v * scale)
+        left = vec.norm(process.adjoint(u) - v * scale)
         residuals.append((right.square() + left.square()).sqrt())
     return torch.cat(values), torch.cat(residuals)
 
@@ -150,17 +133,17 @@ def _certify(
     process: GolubKahan, k: int, which: str, rtol: float | None, reason: Reason, history: Tensor
 ) -> SingularTriplets:
     """Order singular values, true residuals and reasons; all are NaN if a product was not finite."""
-    U, V = part(process.left.store, 0, process.locked), process.settled
+    U, V = vec.part(process.left.store, 0, process.locked), process.settled
     if reason is Reason.NON_FINITE:
-        U, V = (zero_block(X, k) + math.nan for X in (U, V))
-        nothing = norm(V)
+        U, V = (vec.zero_block(X, k) + math.nan for X in (U, V))
+        nothing = vec.norm(V)
         return SingularTriplets(U, nothing, V, nothing.nan_to_num(math.inf), (reason,) * k, process.matvecs, history)
     values, residuals = _sizes(process, U, V)
     order = values.argsort(descending=which == "LM")
     residuals, values = residuals[order], values[order]
     eps, norm_A = torch.finfo(V.dtype).eps, max(process.size * process.scale, float(values.amax()))
     reasons = verdicts(residuals, values, rtol, norm_A, eps, reason)
-    left, right = columns(U, order), columns(V, order)
+    left, right = vec.columns(U, order), vec.columns(V, order)
     return SingularTriplets(left, values, right, residuals, reasons, process.matvecs, history)
 
 
@@ -181,7 +164,7 @@ class GolubKahan(Projection):
     ) -> None:
         super().__init__(multiply, start, capacity, generator)
         self.adjoint = adjoint
-        self.left = Basis(empty_block(left, 0), min(capacity, self.n), generator)
+        self.left = Basis(vec.empty_block(left, 0), min(capacity, self.n), generator)
         self.X = self.Y
 
     def step(self) -> None:
@@ -191,7 +174,7 @@ class GolubKahan(Projection):
         if self.failed:
             return
         H, U, R = self.left.expand(W, ROUNDINGS * self.noise)
-        U = self.left.fresh(V.shape[1], as_block(U))
+        U = self.left.fresh(V.shape[1], vec.as_block(U))
         Z = self._in_units(self.adjoint(U))
         if self.failed:
             return

@@ -25,23 +25,9 @@ from torch import Tensor
 
 from curvops.ambient import as_step, remark
 from curvops.checkpoint import NOTHING, Checkpoint
+from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.vectors import (
-    ROUNDINGS,
-    Vectors,
-    as_block,
-    axpy,
-    combine,
-    empty_block,
-    gram,
-    join,
-    norm,
-    part,
-    put,
-    random_block,
-    rotate,
-    tall_qr,
-)
+from curvops.linalg.core.vectors import ROUNDINGS, Vectors
 from curvops.linalg.solvers.systems import Callback
 from curvops.storage import restore, state_of
 
@@ -321,8 +307,8 @@ class Projection(ABC):
         self.scale, self.size = 1.0, 0.0
         self.failed = False
         self.T = self.C = self.Y = torch.zeros(0, 0, dtype=torch.float64)
-        longest = float(norm(start).amax())
-        _, independent, _ = self.basis.expand(as_block(start), ROUNDINGS * self.eps * longest)
+        longest = float(vec.norm(start).amax())
+        _, independent, _ = self.basis.expand(vec.as_block(start), ROUNDINGS * self.eps * longest)
         self.pending = self.basis.fresh(self.block_size, independent)
         self.C = torch.zeros(self.pending_columns, 0, dtype=torch.float64)
 
@@ -358,7 +344,7 @@ class Projection(ABC):
         self._rotate(old, wanted)
         self.locked = self.basis.width
         self.T = self.C = torch.zeros(0, 0, dtype=torch.float64)
-        self.pending = part(self.pending, 0, 0)
+        self.pending = vec.part(self.pending, 0, 0)
         self.degree = 0
 
     def refill(self, width: int) -> None:
@@ -399,7 +385,7 @@ class Projection(ABC):
     @property
     def settled(self) -> Float[Vectors, "n k"]:
         """The locked columns."""
-        return part(self.basis.store, 0, self.locked)
+        return vec.part(self.basis.store, 0, self.locked)
 
     def krylov_value(self, value: float) -> float:
         """Return a value's eigenvalue in the operator whose powers make the Krylov space (a bound may be negative)."""
@@ -407,8 +393,8 @@ class Projection(ABC):
 
     def _in_units(self, W: Vectors) -> Vectors:
         """Return a copy of a product in units of ``scale``, which the first non-zero product sets."""
-        W = as_block(W)
-        image = float(norm(W).amax())
+        W = vec.as_block(W)
+        image = float(vec.norm(W).amax())
         if not math.isfinite(image):
             self.failed = True
             return W
@@ -430,18 +416,18 @@ class Basis:
 
     def __init__(self, like: Float[Vectors, "n k"], capacity: int, generator: torch.Generator | None) -> None:
         self.n = like.shape[0]
-        self.store = empty_block(like, capacity)
+        self.store = vec.empty_block(like, capacity)
         self.width = 0
         self.generator = generator
 
     @property
     def columns(self) -> Float[Vectors, "n m"]:
         """The columns in use, sharing memory."""
-        return part(self.store, 0, self.width)
+        return vec.part(self.store, 0, self.width)
 
     def append(self, V: Float[Vectors, "n b"]) -> None:
         """Add orthonormal columns that are orthogonal to those in use."""
-        put(self.store, self.width, V)
+        vec.put(self.store, self.width, V)
         self.width += V.shape[1]
 
     def rotate(self, old: Tensor, Y: Float[Tensor, "m k"]) -> None:
@@ -449,7 +435,7 @@ class Basis:
         C = torch.zeros(self.width, len(old) + Y.shape[1], dtype=torch.float64)
         C[old, torch.arange(len(old))] = 1.0
         C[self.width - len(Y) :, len(old) :] = Y
-        rotate(self.columns, C)
+        vec.rotate(self.columns, C)
         self.width = C.shape[1]
 
     def expand(
@@ -461,16 +447,16 @@ class Basis:
         m b operations.
         """
         Q = self.columns
-        H = gram(Q, W)
-        V = axpy(W, Q, -H)
+        H = vec.gram(Q, W)
+        V = vec.axpy(W, Q, -H)
         R = torch.eye(V.shape[1], dtype=torch.float64)
         H = H.cpu()
         for turn in range(4):
             V, R, share = _trim(V, R, floor, self.n - self.width)
             if not V.shape[1] or (turn and share > 0.7):  # orthogonal once a pass leaves this share
                 break
-            again = gram(Q, V)
-            V = axpy(V, Q, -again)
+            again = vec.gram(Q, V)
+            V = vec.axpy(V, Q, -again)
             H += again.cpu() @ R
         return H, V, R
 
@@ -479,16 +465,16 @@ class Basis:
         missing = min(width, self.n - self.width) - beside.shape[1]
         if missing <= 0:
             return beside
-        drawn = random_block(beside, missing, "gaussian", self.generator)
+        drawn = vec.random_block(beside, missing, "gaussian", self.generator)
         for _ in range(2):
-            drawn = axpy(drawn, self.columns, -gram(self.columns, drawn))
-            drawn, _ = tall_qr(axpy(drawn, beside, -gram(beside, drawn)))
-        return join(beside, drawn)
+            drawn = vec.axpy(drawn, self.columns, -vec.gram(self.columns, drawn))
+            drawn, _ = vec.tall_qr(vec.axpy(drawn, beside, -vec.gram(beside, drawn)))
+        return vec.join(beside, drawn)
 
 
 def _trim(V: Vectors, R: Tensor, floor: float, most: int) -> tuple[Vectors, Tensor, float]:
     """Return V's orthonormal basis without directions of V R up to ``floor``, its R, and V's least singular value."""
-    Q, S = tall_qr(V)
+    Q, S = vec.tall_qr(V)
     S = S.cpu()
     share = float(torch.linalg.svdvals(S)[-1]) if S.numel() else 0.0
     total = S @ R
@@ -496,4 +482,4 @@ def _trim(V: Vectors, R: Tensor, floor: float, most: int) -> tuple[Vectors, Tens
     rank = min(int((sizes > floor).sum()), most)
     if rank == len(sizes):
         return Q, total, share
-    return combine(Q, U[:, :rank].to(Q.device)), sizes[:rank, None] * Wt[:rank], share
+    return vec.combine(Q, U[:, :rank].to(Q.device)), sizes[:rank, None] * Wt[:rank], share
