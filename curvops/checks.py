@@ -199,24 +199,22 @@ def carries_graph(tensors: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def in_forward_mode() -> bool:
-    """Return whether the call is inside `torch.func.jvp`, `jacfwd` or a level of dual numbers."""
-    return bool(forward_ad._current_level >= 0)
-
-
 def in_functorch() -> bool:
     """Return whether the call is inside a transform of `torch.func`, such as `vmap`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def refuse_tangents(vectors: Iterable[object]) -> None:
-    """Raise RuntimeError inside a transform of `torch.func`, or for tensors whose tangents would count as zero."""
-    # Sharded vectors have no tangents.
-    if in_functorch() or (
-        in_forward_mode()
-        and any(forward_ad.unpack_dual(v).tangent is not None for v in vectors if isinstance(v, Tensor))
-    ):
+def refuse_tangents(values: Iterable[Any]) -> None:
+    """Raise RuntimeError inside a transform of `torch.func`, or if tangents of tensors or operators would be lost."""
+    if in_functorch():
         raise RuntimeError(NO_RULES)
+    if forward_ad._current_level < 0:
+        return
+    for value in values:
+        # Sharded vectors have no tangents.
+        tensors = value.representation() if hasattr(value, "representation") else (value,)
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors if isinstance(t, Tensor)):
+            raise RuntimeError(NO_RULES)
 
 
 def require_no_graph(tensors: Sequence[Tensor], what: str) -> None:

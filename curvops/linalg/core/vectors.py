@@ -27,7 +27,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.ambient import CACHE_BYTES, as_step
-from curvops.checks import check_generator, drawn_seed, in_forward_mode, refuse_modes, refuse_tangents
+from curvops.checks import check_generator, drawn_seed, refuse_modes, refuse_tangents
 
 Matrix: TypeAlias = Tensor | LinearOperator
 Given: TypeAlias = Callable[[Any], Any]
@@ -103,8 +103,7 @@ def describe(A: Matrix) -> Description:
     if not A.dtype.is_floating_point:
         raise TypeError(f"A must have a real floating-point dtype, got {A.dtype}.")
     require_precision(A.dtype, torch.device(A.device))
-    if in_forward_mode():
-        refuse_tangents((A,) if isinstance(A, Tensor) else A.representation())
+    refuse_tangents((A,))
     facts = Description(int(A.shape[0]), int(A.shape[1]), A.dtype, torch.device(A.device))
     return described_for_ranks(A, facts) if dist.is_available() and dist.is_initialized() else facts
 
@@ -149,6 +148,11 @@ def is_symmetric(A: Any) -> bool:
 def is_psd(A: Any) -> bool:
     """Return whether A is tagged as positive semidefinite; tensors and foreign operators have no tag."""
     return bool(getattr(A, "psd", False))
+
+
+def known_diagonal(A: Any) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]] | None:
+    """Return the diagonal of an operator that knows it without products, and the change of its entries by rounding."""
+    return A._diagonal_and_error() if getattr(A, "diagonal_matvecs", None) == 0 else None
 
 
 def product(A: Matrix) -> Callable[[Tensor], Tensor]:

@@ -38,7 +38,6 @@ from curvops.checks import (
     check_options,
     check_tensor,
     checked_number,
-    in_forward_mode,
     refuse_tangents,
 )
 from curvops.linalg.core import vectors as vec
@@ -186,8 +185,7 @@ def solve(
         promised = system is not None and getattr(A, "definite", False) and (system.at_hand or not vec.is_psd(A))
         dense = partial(solve_dense, operator, rtol=tolerance, symmetric=vec.is_symmetric(A), definite=promised)
         return vec.shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(vec.as_columns(B)), B)
-    if in_forward_mode():
-        refuse_tangents((B, *tensors))
+    refuse_tangents((B, *tensors))
     request = Request(route, tolerance, maxiter, preconditioner, memory_budget, progress)
     if not operator.is_square and (operator.ndim != 2 or B.ndim > 2):
         raise ValueError(f"least squares need one matrix and one block, got {operator.shape}, {tuple(B.shape)}.")
