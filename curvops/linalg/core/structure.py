@@ -60,14 +60,6 @@ def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
     return product(A)(unit_columns(index, A.shape[-1], A.dtype))
 
 
-def known_diagonal(A: Matrix) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]] | None:
-    """Return the diagonal of an operator that knows it without products, and the change of its entries by rounding."""
-    if isinstance(A, Tensor) or getattr(A, "diagonal_matvecs", None) != 0 or A.ndim > 2:
-        return None
-    pair: tuple[Tensor, Tensor] = A._diagonal_and_error()
-    return pair
-
-
 def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:
     """Return the diagonal of a square A, and the number of products it took (0 if they cannot be counted)."""
     if isinstance(A, Tensor):

@@ -18,11 +18,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.ambient import Progress
+from curvops.checks import check_options
 from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import Multiply, algorithm
 from curvops.linalg.core.probed import PROBES_AT_ONCE, Estimator, Limits, Probed, estimate, require_finite
 from curvops.linalg.core.results import Estimate, Reason, caution
-from curvops.linalg.core.structure import known_diagonal
 from curvops.linalg.core.vectors import ROUNDINGS, Given, Matrix
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, NystromSketch, RangeSketch
 
@@ -74,17 +74,16 @@ def diagonal(
     """
     A = vec.as_matrix(A)
     vec.describe_square(A)
-    limits = Limits(rtol, max_matvecs)
-    if method is None and (exact := known_diagonal(A)) is not None:
-        limits.check(0)
-        return Estimate.rounded(*exact, limits.rtol)
+    check_options(rtol=rtol, max_matvecs=max_matvecs, generator=generator)
+    if method is None and (exact := vec.known_diagonal(A)) is not None:
+        return Estimate.rounded(*exact, rtol)
     families: dict[str, Callable[[Probed], Estimator]] = {
         "xdiag": lambda probed: XDiag(probed, require_finite(vec.product(A.mT))),
         "xnysdiag": XNysDiag,
         "bekas": Bekas,
     }
     method = "xdiag" if method is None else method
-    return estimate(A, method, families, _exact, limits, generator)[0]
+    return estimate(A, method, families, _exact, Limits(rtol, max_matvecs), generator)[0]
 
 
 def _exact(probed: Probed) -> Estimate:

@@ -27,13 +27,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.ambient import Progress
-from curvops.checks import carries_graph, check_generator
+from curvops.checks import carries_graph, check_options
 from curvops.linalg.core import vectors as vec
 from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.probed import PROBES_AT_ONCE, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate, Reason, caution
-from curvops.linalg.core.structure import known_diagonal
 from curvops.linalg.core.vectors import ROUNDINGS, Given, Matrix
 from curvops.linalg.estimators.exchangeable import RangeSketch, XNysTrace, XTrace
 
@@ -180,12 +179,11 @@ def trace(
         5.0
     """
     A = vec.as_matrix(A)
-    facts, limits = vec.describe_square(A), Limits(rtol, max_matvecs)
-    check_generator(generator)
-    if method is None and (exact := known_diagonal(A)) is not None:
-        limits.check(0)
+    facts = vec.describe_square(A)
+    check_options(rtol=rtol, max_matvecs=max_matvecs, generator=generator)
+    if method is None and (exact := vec.known_diagonal(A)) is not None:
         diagonal, error = exact
-        return Estimate.rounded(diagonal.double().sum(), error.double().sum(), limits.rtol)
+        return Estimate.rounded(diagonal.double().sum(), error.double().sum(), rtol)
     families: dict[str, Callable[[Probed], TraceEstimator]] = {
         "xtrace": XTrace,
         "xnystrace": XNysTrace,
@@ -193,7 +191,7 @@ def trace(
         "hutchinson": partial(Hutchinson, keep=needs_gradient(A)),
     }
     method = "xtrace" if method is None else method
-    value, family = estimate(A, method, families, _exact, limits, generator)
+    value, family = estimate(A, method, families, _exact, Limits(rtol, max_matvecs), generator)
 
     def pairs(_: Matrix) -> Iterable[tuple[Tensor, Tensor]]:
         """Return blocks L, R with tr X = tr LᵀXR, in expectation or exactly."""
