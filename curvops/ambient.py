@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -129,11 +128,6 @@ def as_step(count: int, work: Callable[Options, T], *args: Options.args, **optio
     if count and run.steps is not None:
         run.steps.advance(count)
     return result
-
-
-def aside(work: Callable[Options, T]) -> Callable[Options, T]:
-    """Return this work as a function whose products are not counted and which saves no checkpoint."""
-    return partial(as_step, 0, work)
 
 
 def time_left(share: float, since: float) -> str:

@@ -14,7 +14,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import aside
+from curvops.ambient import as_step
 from curvops.checkpoint import digest, identify
 from curvops.linalg.core.vectors import Matrix, describe, norm, product
 
@@ -133,7 +133,7 @@ def problem_of(A: Matrix) -> dict[str, Any]:
     tensors = [A] if isinstance(A, Tensor) else A.representation()
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (2, facts.columns), generator=generator).mT.to(facts.device, facts.dtype) * 2 - 1
-    image = aside(product(A))(signs)
+    image = as_step(0, product(A), signs)
     return {
         "the size": [facts.rows, facts.columns],
         "the dtype": str(facts.dtype),

@@ -25,6 +25,7 @@ from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_like, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core import vectors as vec
+from curvops.linalg.core.algorithm import memories_of
 from curvops.linalg.core.cache import differentiable_once
 from curvops.linalg.core.matrix_identity import Sources, Spaces, sources_of, spaces_of
 from curvops.linalg.core.vectors import ROUNDINGS, Vectors
@@ -162,19 +163,12 @@ class Operator(LinearOperatorContract):
     @property
     def memories(self) -> Memories:
         """The memory budgets of the networks in A, within which algorithms on A allocate their vectors."""
-        memories: Memories = frozenset()
-        for arg in self._args:
-            memories |= getattr(arg, "memories", frozenset())
-        return memories
+        return Memories().union(*map(memories_of, self._args))
 
     @property
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
-        for arg in self._args:
-            progress: Progress = getattr(arg, "progress", None)
-            if progress is not None:
-                return progress
-        return None
+        return next((choice for arg in self._args if (choice := getattr(arg, "progress", None)) is not None), None)
 
     # Products
 

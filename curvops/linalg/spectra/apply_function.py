@@ -209,7 +209,7 @@ def _apply(
         job = FunctionRun(multiply, f, vec.as_columns(B), bound, room, maxiter)
         job.solve(float(rtol), max_matvecs, callback)
         value = vec.shaped_as(job.value(float(rtol)), B)
-        return FunctionProduct(value, job.errors, tuple(job.reasons), job.depth, job.matvecs)
+        return FunctionProduct(value, job.errors, tuple(job.reasons), job.run.depth, job.matvecs)
 
 
 class FunctionRun:
@@ -244,20 +244,17 @@ class FunctionRun:
         self.unverified: set[int] = set()
 
     @property
-    def depth(self) -> int:
-        return self.run.depth
-
-    @property
     def matvecs(self) -> int:
         return self.run.matvecs + self.search_matvecs
 
     def solve(self, rtol: float, budget: int | None, callback: Callback | None) -> None:
         while self.active:
-            target = min(self.wanted, self.depth + max(1, self.depth // 8))
-            while budget is not None and target > self.depth and self._cost(target) > budget:
+            depth = self.run.depth
+            target = min(self.wanted, depth + max(1, depth // 8))
+            while budget is not None and target > depth and self._cost(target) > budget:
                 target -= 1
-            if target == self.depth:
-                ended = Reason.ITERATION_LIMIT if self.depth == self.wanted else Reason.RANK_CAPPED
+            if target == depth:
+                ended = Reason.ITERATION_LIMIT if depth == self.wanted else Reason.RANK_CAPPED
                 for k in self.active:
                     self.reasons[int(self.live[k])] = Reason.UNVERIFIED if k in self.unverified else ended
                 return
@@ -268,7 +265,7 @@ class FunctionRun:
             self.active = [k for k in self.active if not self.stopped[k]]
             remark(lambda: f"error {float(self.errors.amax()):.1e}")
             if callback is not None:
-                as_step(0, callback, self.depth, self.errors.clone())
+                as_step(0, callback, self.run.depth, self.errors.clone())
 
     def _cost(self, target: int) -> int:
         """Return the products in total if the active columns go to depth ``target``, with those for the result."""
@@ -441,7 +438,7 @@ def _root_of_columns(
         reasons = [
             Reason.CONVERGED if error <= rtol else reason for error, reason in zip(run.errors.tolist(), run.reasons)
         ]
-        product = FunctionProduct(value, run.errors, tuple(reasons), run.depth, run.matvecs)
+        product = FunctionProduct(value, run.errors, tuple(reasons), run.run.depth, run.matvecs)
         if Reason.PRECISION_LIMIT in product.reasons:
             warn(Reason.PRECISION_LIMIT.value, PrecisionWarning)
         product.raise_if_failed(rtol)

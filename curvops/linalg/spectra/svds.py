@@ -153,6 +153,8 @@ class GolubKahan(Projection):
     Random left directions replace those that A does not reach, so that a triplet with σ = 0 has a left vector, too.
     """
 
+    maps = 2
+
     def __init__(
         self,
         multiply: CountedProduct,
@@ -203,11 +205,6 @@ class GolubKahan(Projection):
     def _rotate(self, old: Tensor, wanted: Tensor) -> None:
         self.basis.rotate(old, self.Y[:, wanted])
         self.left.rotate(old, self.X[:, wanted])
-
-    @property
-    def cost(self) -> int:
-        """Products of the next step, of A and of Aᵀ."""
-        return 2 * self.pending_columns
 
     @property
     def matvecs(self) -> int:

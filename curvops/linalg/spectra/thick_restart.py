@@ -138,7 +138,10 @@ class Search:
         process = self.process
         while True:
             self.saved.save(self.state)
-            spent = self.iteration >= self.maxiter or process.matvecs + process.cost > self.most_matvecs
+            spent = (
+                self.iteration >= self.maxiter
+                or process.matvecs + process.maps * process.pending_columns > self.most_matvecs
+            )
             if spent and process.locked + process.width >= self.k:
                 self._look()
                 return Reason.RANK_CAPPED if self.capped else Reason.ITERATION_LIMIT
@@ -294,6 +297,8 @@ class Projection(ABC):
     each copy of a multiple eigenvalue.
     """
 
+    maps: ClassVar[int] = 1
+    """The number of products with each column, in a step."""
     STATE: ClassVar[tuple[str, ...]] = ("pending", "T", "C", "Y", "locked", "degree", "scale", "size", "failed")
 
     def __init__(
@@ -361,11 +366,6 @@ class Projection(ABC):
     def pending_columns(self) -> int:
         """The number of columns to be multiplied next."""
         return self.pending.shape[1]
-
-    @property
-    def cost(self) -> int:
-        """The number of products of the next step."""
-        return self.pending_columns
 
     @property
     def matvecs(self) -> int:
