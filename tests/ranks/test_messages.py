@@ -83,8 +83,8 @@ def products_of(size: int) -> dict[str, Count]:
 
 BUILT = {
     "GGN": (2, sums()),
-    "diagonal": (2, sums(D, 1)),
-    "KFAC": (4, sums(*[n for p, q in LAYERS for n in (p * p, q * q, 1)], 1)),  # factors, positions; the log-likelihood
+    "diagonal": (2, sums(D, 1)),  # and the log-likelihood, which later walks know
+    "KFAC": (4, sums(*[n for p, q in LAYERS for n in (p * p, q * q, 1)])),  # factors, positions
 }
 """Of operators that are built: messages in which the arguments, and the layers that ran, are compared; and sums."""
 COMPARED = 1024

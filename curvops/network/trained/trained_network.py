@@ -296,8 +296,9 @@ class TrainedNetwork(NetworkOnData):
     def root_pieces(
         self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0
     ) -> Iterator[tuple[int, Iterator[Group]]]:
-        """Yield the root pieces of `passes`; a walk over all data also computes the log-likelihood."""
+        """Yield the root pieces of `passes`; the first walk over all data also computes the log-likelihood."""
         results, count = self.results_now(), 0
+        unscored = self.data.labelled and "log likelihood" not in results
         total: Tensor | None = None
 
         def score(f: Tensor, batch: Batch) -> None:
@@ -306,7 +307,7 @@ class TrainedNetwork(NetworkOnData):
                 total = accumulate(total, self.likelihood.log_prob(f, batch.targets, batch.weights).sum())
             count += batch.num_points
 
-        yield from self.passes.root_pieces(fisher, chunk, apart, first, score if self.data.labelled else None)
+        yield from self.passes.root_pieces(fisher, chunk, apart, first, score if unscored else None)
         if total is not None and count == sum(self.data.sizes):
             results["log likelihood"] = self.passes.add_up(total)
 
