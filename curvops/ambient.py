@@ -275,7 +275,7 @@ def hold(memories: Memories, nbytes: int) -> AbstractContextManager[Any]:
     return stack
 
 
-def room_in(memories: Memories, least: int) -> int | None:
+def room_in(memories: Memories, least: int = 0) -> int | None:
     """Return the bytes left in all of these budgets, at least ``least``; None if there are none.
 
     Warns if a whole budget is smaller.

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 import torch
 from linear_operator import LinearOperator
 
-from curvops.ambient import Groups, Memories, columns_at_a_time, current_run, hold, room_in, running, warn_below
+from curvops.ambient import Groups, Memories, columns_at_a_time, current_run, hold, room_in, running
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.vectors import Vectors, describe, empty_block, part, product, put
 from curvops.ranks.sharded_vectors import as_blocks, as_dtensors
@@ -82,8 +82,7 @@ def working(A: Any, least: int = 0, multiply: Multiply | None = None) -> Iterato
         yield in_parts(multiply, sys.maxsize), memory_budget
         return
     vector = describe(A).vector_bytes
-    warn_below(min(memory.budget for memory in memories), least * vector)
-    room = room_in(memories, 0) or 0
+    room = room_in(memories, least * vector) or 0
     inside = max(vector, longest(A) * A.dtype.itemsize)
     width = max(1, room // (4 * PRODUCT_VECTORS * inside))
     budget = max(least * vector, room - PRODUCT_VECTORS * width * inside)
@@ -138,5 +137,5 @@ def solve_width(A: Any, count: int, memories: Memories | None = None) -> tuple[i
     if not memories:
         return max(1, count), 0
     column = longest(A) * A.dtype.itemsize
-    width = columns_at_a_time(count, SOLVE_VECTORS * column, room_in(memories, 0))
+    width = columns_at_a_time(count, SOLVE_VECTORS * column, room_in(memories))
     return width, CALLER_VECTORS * width * column

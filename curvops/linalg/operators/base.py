@@ -25,7 +25,6 @@ from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_like, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core import vectors as vec
-from curvops.linalg.core.algorithm import memories_of
 from curvops.linalg.core.cache import differentiable_once
 from curvops.linalg.core.matrix_identity import Sources, Spaces, sources_of, spaces_of
 from curvops.linalg.core.vectors import ROUNDINGS, Vectors
@@ -163,12 +162,18 @@ class Operator(LinearOperatorContract):
     @property
     def memories(self) -> Memories:
         """The memory budgets of the networks in A, within which algorithms on A allocate their vectors."""
-        return Memories().union(*map(memories_of, self._args))
+        memories: Memories = frozenset()
+        for arg in self._args:
+            memories |= getattr(arg, "memories", memories)
+        return memories
 
     @property
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
-        return next((choice for arg in self._args if (choice := getattr(arg, "progress", None)) is not None), None)
+        for arg in self._args:
+            if (progress := getattr(arg, "progress", None)) is not None:
+                return progress
+        return None
 
     # Products
 

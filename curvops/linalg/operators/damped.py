@@ -194,7 +194,7 @@ class Damped(UnaryOperator):
         shift = self.shift.detach()
         generator = torch.Generator(self.device).manual_seed(0) if generator is None else generator
         base, level, scale = self._whiten(shift)
-        if memory_budget is None and (room := room_in(self.memories, 0)) is not None:
+        if memory_budget is None and (room := room_in(self.memories)) is not None:
             memory_budget = max(0, room - SOLVE_VECTORS * describe(self).vector_bytes)  # room for one column
         try:
             sketch = nystrom(

@@ -82,7 +82,7 @@ def decompositions(
     memories: Memories = frozenset() if memory is None else frozenset((memory,))
     workers = max(1, min(threads, math.ceil(sum(costs) / max(costs))))
     if memory is not None and workers > 1:
-        room = room_in(memories, 0)
+        room = room_in(memories)
         workers = max(1, min(workers, sum(total <= (room or 0) for total in accumulate(held))))
     inference = torch.is_inference_mode_enabled()
 

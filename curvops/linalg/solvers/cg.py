@@ -427,7 +427,7 @@ class ConjugateGradients:
                 self.last = [vec.columns(V, index) for V in self.last]
 
     def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float, energy: float) -> None:
-        """Store the solution if it is the best, and return whether it is an improvement."""
+        """Store the solution if it is the best, and note an improvement."""
         # The residual may first grow by √κ while the error shrinks: the backward error then shows the progress.
         best = self.records.best[column]
         if residual < 0.99 * best or backward < 0.99 * self.nearest[column]:
