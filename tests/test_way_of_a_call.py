@@ -93,12 +93,12 @@ def linearize() -> Callable[[], Any]:
 
 CALLS = {
     "linearize": (linearize, 31, 268),
-    "G @ v": (product, 13, 55),
-    "P.solve(b)": (solve, 28, 180),
-    "co.linalg.cg(P, B)": (block_solve, 22, 142),
-    "co.linalg.trace(G)": (trace, 35, 170),
+    "G @ v": (product, 13, 48),
+    "P.solve(b)": (solve, 26, 171),
+    "co.linalg.cg(P, B)": (block_solve, 21, 136),
+    "co.linalg.trace(G)": (trace, 34, 166),
     "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 48, 294),
-    "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 41, 200),
+    "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 40, 192),
     "post.sample(4), KFAC": (sample, 26, 95),
     "sgld.update": (sgld, 11, 40),
 }
