@@ -95,6 +95,8 @@ class TrainedNetwork(NetworkOnData):
         few, points = (None, sum(data.sizes)) if data.is_present else (data.few, 0)
         shard = data if isinstance(data, Shard) else None
         self.passes = Passes(model, LabelledSource(data), engine, memory_budget, engines, points, progress, few, shard)
+        self.memory = self.passes.memory
+        """The memory budget, with its present use by engines and by vectors of running algorithms."""
         self.theta: Float[Tensor, " D"] = model.theta
         """The selected parameters as one vector."""
         self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
@@ -169,11 +171,6 @@ class TrainedNetwork(NetworkOnData):
     def memory_budget(self) -> int:
         """The bytes for the engines kept between products and the vectors of algorithms, together."""
         return self.memory.budget
-
-    @property
-    def memory(self) -> Budget:
-        """The memory budget, with its present use by engines and by vectors of running algorithms."""
-        return self.passes.memory
 
     @property
     def plan(self) -> Plan:
