@@ -37,7 +37,7 @@ def shown(value: object) -> str:
 def check_tensor(name: str, value: object) -> None:
     """Raise TypeError unless the value is a tensor, or another object with its attributes; a NumPy array is none."""
     of_numpy = isinstance(value, np.ndarray | np.generic)
-    if of_numpy or not hasattr(value, "ndim"):
+    if of_numpy or not hasattr(value, "shape"):
         of_numbers = of_numpy or isinstance(value, list | tuple | numbers.Number)
         hint = f"; pass torch.as_tensor({name})" if of_numbers else ""
         raise TypeError(f"{name} must be a tensor, got {shown(value)}{hint}.")

@@ -166,7 +166,7 @@ def solve(
     if not A.dtype.is_floating_point or B.dtype != A.dtype:
         raise TypeError(f"A and B must have one real floating-point dtype, got {A.dtype} and {B.dtype}.")
     vec.require_precision(A.dtype, A.device)
-    if A.ndim < 2 or not A.shape.numel():
+    if len(A.shape) < 2 or not A.shape.numel():
         raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
     check_options(maxiter=maxiter)
     if not vec.has_rows(B, A.shape[-2]):
@@ -187,10 +187,10 @@ def solve(
         return vec.shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(vec.as_columns(B)), B)
     refuse_tangents((B, *tensors))
     request = Request(route, tolerance, maxiter, preconditioner, memory_budget, progress)
-    if not operator.is_square and (operator.ndim != 2 or B.ndim > 2):
+    if not operator.is_square and (operator.batch_shape or B.ndim > 2):
         raise ValueError(f"least squares need one matrix and one block, got {operator.shape}, {tuple(B.shape)}.")
-    rhs = B.unsqueeze(-1) if operator.ndim > 2 and B.ndim == 1 else B
-    if operator.ndim > 2:
+    rhs = B.unsqueeze(-1) if operator.batch_shape and B.ndim == 1 else B
+    if operator.batch_shape:
         batch = torch.broadcast_shapes(operator.batch_shape, rhs.shape[:-2])
         operator = operator if batch == operator.batch_shape else operator.expand(*batch, *operator.shape[-2:])
         rhs, tensors = rhs.expand(*batch, *rhs.shape[-2:]), operator.representation()
@@ -214,7 +214,7 @@ class Request:
 
     def __call__(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
         """Solve a batch of operators one by one; raise ConvergenceError if a column failed."""
-        if operator.ndim > 2:
+        if operator.batch_shape:
             return torch.stack([self(operator[i], rhs[i]) for i in range(operator.shape[0])])
         if rhs.ndim > 2:
             X = self(operator, rhs.movedim(-2, 0).flatten(1))
