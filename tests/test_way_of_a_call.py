@@ -94,9 +94,9 @@ def linearize() -> Callable[[], Any]:
 CALLS = {
     "linearize": (linearize, 31, 268),
     "G @ v": (product, 13, 48),
-    "P.solve(b)": (solve, 26, 171),
-    "co.linalg.cg(P, B)": (block_solve, 21, 136),
-    "co.linalg.trace(G)": (trace, 34, 166),
+    "P.solve(b)": (solve, 25, 169),
+    "co.linalg.cg(P, B)": (block_solve, 20, 135),
+    "co.linalg.trace(G)": (trace, 34, 165),
     "post.predict(x).variance, GGN": (lambda: predict(co.GGN), 48, 294),
     "post.predict(x).variance, KFAC": (lambda: predict(co.KFAC), 40, 192),
     "post.sample(4), KFAC": (sample, 26, 95),

@@ -1,4 +1,4 @@
-"""The structure of a matrix: its tags, entries that it gives without products, and tests of symmetry and definiteness.
+"""The structure of a matrix: rows, columns and diagonals that it gives, and tests of symmetry and definiteness.
 
 The tests distinguish a violation from rounding. Symmetry has one rule: for vectors X with known images AX, XᵀAX −
 (XᵀAX)ᵀ is compared with the size of the images. k random vectors show √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F; the formed matrix

@@ -1,7 +1,8 @@
-"""The few primitives through which every algorithm touches long vectors.
+"""The few primitives through which every algorithm touches long vectors, and what it asks of a matrix.
 
-A block of K vectors of length n has shape (n, K) and is stored as ``(K, n).mT``, so that a column is contiguous.
-Small results (scalars per column, K × K matrices) are float64 tensors whatever the vectors' dtype.
+Algorithms import the module as `vec`. A block of K vectors of length n has shape (n, K) and is stored as
+``(K, n).mT``, so that a column is contiguous. Small results (scalars per column, K × K matrices) are float64 tensors
+whatever the vectors' dtype.
 
 Other storage, such as blocks sharded over devices, changes no algorithm. Each primitive is a `functools.singledispatch`
 function whose default is for tensors. Register yours for your type of block (``inner.register(Sharded, ...)``), the
