@@ -164,7 +164,7 @@ class Operator(LinearOperatorContract):
         """The memory budgets of the networks in A, within which algorithms on A allocate their vectors."""
         memories: Memories = frozenset()
         for arg in self._args:
-            memories |= getattr(arg, "memories", memories)
+            memories |= getattr(arg, "memories", frozenset())
         return memories
 
     @property
