@@ -20,8 +20,7 @@ from curvops.checkpoint import digest
 from curvops.checks import check_options, refuse
 from curvops.errors import MaxStepsWarning, ModeWarning, warn
 from curvops.evidence.maximize import maximize
-from curvops.network.data.batch_parts import holds_all, parts_of, sizes_of
-from curvops.network.data.inputs import batch_inputs, move, move_tensor, value_of
+from curvops.network.data.inputs import batch_inputs, holds_all, move, move_tensor, parts_of, sizes_of, value_of
 from curvops.network.data.layouts import checked_outputs
 from curvops.network.data.point_sources import with_collate
 from curvops.network.model.parameters import as_real
@@ -170,8 +169,8 @@ def _loss_with_gradient(
     penalty = torch.stack([(precision * as_real(p).square()).sum() for precision, p in prior]).sum()
     loss = penalty / (2 * lin.num_data * (1 if shard is None else shard.ranks.size))
     batch = None if item is None else parts_of(item, False)
-    if batch is not None and (n := max(sizes_of(batch[1]))):
-        inputs, y = move(batch_inputs(batch[0], n), *at), move_tensor(layout.targets(batch[1]), *at)
+    if batch is not None and max(sizes_of(batch[1])):
+        inputs, y = move(batch_inputs(batch[0], batch[1]), *at), move_tensor(layout.targets(batch[1]), *at)
         arguments, named = lin.model.calls.arguments(value_of(inputs))
         outputs = checked_outputs(model(*arguments, **named), layout)
         fit = lin.likelihood.log_prob(layout.rows(outputs), y)

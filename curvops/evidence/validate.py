@@ -19,9 +19,8 @@ from curvops.checks import check_choice, check_options, drawn_seed, refuse
 from curvops.errors import MaxStepsWarning, NotLogitsWarning, PrecisionWarning, UndeterminedWarning, warn
 from curvops.evidence.hyperparameters import gaussians, named_noises, noises_of, why_it_does_not_scale
 from curvops.evidence.maximize import checked_precisions
-from curvops.network.data.batch_parts import aligned_parts, holds_all, parts_of, sizes_of
 from curvops.network.data.batches import Batches, as_source
-from curvops.network.data.inputs import group_alike, join
+from curvops.network.data.inputs import aligned_parts, group_alike, holds_all, join, parts_of, sizes_of
 from curvops.network.data.randomness import items
 from curvops.network.likelihoods import Categorical, Gaussian, Likelihood, Sequences
 from curvops.operators import Linearization

@@ -20,9 +20,22 @@ from torch.utils.data import Dataset, default_collate
 
 from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning, warn
 from curvops.fingerprints import in_64_bits, join_sums
-from curvops.network.data.batch_parts import ACCEPTED, BatchParts, holds_all, parts_of
 from curvops.network.data.batches import Batch, Batches, DataPrints, Reading
-from curvops.network.data.inputs import Inputs, first_of, join, map_inputs, move, normalise, num_points, rows_of, take
+from curvops.network.data.inputs import (
+    ACCEPTED,
+    BatchParts,
+    Inputs,
+    first_of,
+    holds_all,
+    join,
+    map_inputs,
+    move,
+    normalise,
+    num_points,
+    parts_of,
+    rows_of,
+    take,
+)
 from curvops.network.data.objects import NEEDS_POINTS, Objects, PointPairs, WholeBatch
 from curvops.ranks.process_group import Ranks
 

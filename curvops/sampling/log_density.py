@@ -30,9 +30,8 @@ from curvops.checkpoint import identify
 from curvops.checks import check_kind, check_like, check_shape, checked_whole, drawn_seed, refuse, shown
 from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
-from curvops.network.data.batch_parts import aligned_parts, parts_of, sizes_of
 from curvops.network.data.batches import Batches, Reading
-from curvops.network.data.inputs import Inputs, move, move_tensor, take
+from curvops.network.data.inputs import Inputs, aligned_parts, move, move_tensor, parts_of, sizes_of, take
 from curvops.network.data.point_sources import with_collate
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood

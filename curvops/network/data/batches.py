@@ -21,23 +21,18 @@ from torch.utils.data import DataLoader, Dataset
 from curvops.checks import refuse
 from curvops.errors import DataChangedError, MissingLabelsError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
-from curvops.network.data.batch_parts import (
-    ACCEPTED,
-    BatchParts,
-    aligned_parts,
-    holds_all,
-    split_batch,
-    targets_of,
-    unlabelled_source,
-)
 from curvops.network.data.inputs import (
+    ACCEPTED,
     MISSING,
+    BatchParts,
     Inputs,
+    aligned_parts,
     components,
     copy,
     cut,
     first_of,
     group_alike,
+    holds_all,
     join,
     move,
     move_tensor,
@@ -45,7 +40,10 @@ from curvops.network.data.inputs import (
     num_points,
     require_finite,
     rows_of,
+    split_batch,
     take,
+    targets_of,
+    unlabelled_source,
 )
 from curvops.network.data.layouts import Layout
 from curvops.network.data.objects import Objects, PointPairs, WholeBatch

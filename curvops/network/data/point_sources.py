@@ -33,7 +33,7 @@ from torch.utils.data import (
 
 from curvops.argument_types import Collate
 from curvops.errors import MissingLabelsError
-from curvops.network.data.batch_parts import holds_all, parts_of
+from curvops.network.data.inputs import holds_all, parts_of
 from curvops.network.data.objects import Objects, PointPairs, WholeBatch, copied_deep, digest_of, with_tensors
 
 

@@ -18,16 +18,18 @@ from torch import Tensor, nn
 from curvops.argument_types import Collate
 from curvops.checks import in_functorch
 from curvops.errors import MissingLabelsError, NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
-from curvops.network.data.batch_parts import ACCEPTED, holds_all, split_batch
 from curvops.network.data.batches import Batches, Reading, as_source
 from curvops.network.data.inputs import (
+    ACCEPTED,
     Inputs,
     first_of,
+    holds_all,
     in_pieces,
     is_finite,
     move,
     move_tensor,
     num_points,
+    split_batch,
     take,
     value_of,
 )

@@ -152,7 +152,7 @@ def _tried_points(record: Mapping[str, Any], few: Inputs | None, inputs: Any) ->
     tried = record["tried"]
     if tried["inputs"] is not None:
         return tried["inputs"]
-    points = few if inputs is None else batch_inputs(inputs, len(tried["prints"]))
+    points = few if inputs is None else batch_inputs(inputs, torch.tensor(tried["prints"]))
     if not isinstance(points, Objects) or points.prints().tolist() != tried["prints"]:
         raise ValueError(
             "the points at which the model was tried are objects, which are not saved, and not those given: pass the "

@@ -28,8 +28,7 @@ from curvops.checks import check_choice, refuse, shown
 from curvops.errors import NotLogitsWarning, warn
 from curvops.linalg import Estimate
 from curvops.metrics import divergences
-from curvops.network.data.batch_parts import sizes_of, targets_of
-from curvops.network.data.inputs import move, num_points
+from curvops.network.data.inputs import move, num_points, sizes_of, targets_of
 from curvops.network.likelihoods import (
     Bernoulli,
     BradleyTerry,

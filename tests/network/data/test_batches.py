@@ -1,6 +1,6 @@
 """Every form of data gives the same batches; changed data are noticed.
 
-Tests `batches.py` and `batch_parts.py`.
+Tests `batches.py`, and the parts of a batch in `inputs.py`.
 """
 
 from __future__ import annotations
