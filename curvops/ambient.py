@@ -30,7 +30,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 import torch
 from tqdm import tqdm
 
-from curvops.checks import checked_number
+from curvops.checks import check_options
 from curvops.errors import BlockSizeWarning, MemoryBudgetWarning, warn
 from curvops.ranks.process_group import Ranks
 
@@ -50,12 +50,6 @@ Options = ParamSpec("Options")
 Progress = bool | Callable[[str, int, int | None], None] | None
 in_force: ContextVar[Run | None] = ContextVar("in_force", default=None)
 """The `Run` in force; None outside of every algorithm."""
-
-
-def check_progress(progress: Any) -> None:
-    """Raise TypeError unless `progress` is None, a flag or a function."""
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise TypeError(f"progress must be None, False, True or a function (what, done, total), got {progress!r}.")
 
 
 def progress_bar(what: str, total: int | None = None, progress: Progress = None, unit: str = "step") -> Steps:
@@ -234,9 +228,9 @@ def running(
         TypeError: progress is neither None, a flag nor a function, or memory_budget is not a number.
         ValueError: memory_budget is negative.
     """
-    check_progress(progress)
+    check_options(progress=progress, memory_budget=memory_budget)
     if memory_budget is not None:
-        memory_budget = int(min(checked_number("memory_budget", memory_budget, "[0, inf]"), sys.maxsize))
+        memory_budget = int(min(memory_budget, sys.maxsize))
     outer = current_run()
     own_steps: Steps | None = None
     silent, steps = outer.silent, outer.steps

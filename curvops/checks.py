@@ -90,6 +90,10 @@ def check_options(**options: object) -> None:
             check_generator(value)
         elif value is None:
             continue
+        elif name == "progress":
+            if not (isinstance(value, bool) or callable(value)):
+                wanted = "None, False, True or a function (what, done, total)"
+                raise TypeError(f"progress must be {wanted}, got {value!r}.")
         elif name in ("rtol", "xtol", "atol", "temperature", "step_size", "bandwidth"):
             checked_number(name, value)
         elif name in ("maxiter", "max_matvecs", "memory_budget"):

@@ -20,7 +20,7 @@ from curvops.errors import ConvergenceError, MissingLabelsError, UndeterminedWar
 from curvops.evidence.maximize import maximize, secant_step
 from curvops.evidence.validate import POINTS, ROWS, some_positions, validate
 from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
-from curvops.network import Batch, needs_noise
+from curvops.network import Batch
 from curvops.network.data.batches import Batches
 from curvops.network.data.inputs import group_alike, join, num_points
 from curvops.network.likelihoods import Gaussian, Poisson
@@ -140,7 +140,7 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
         with warnings.catch_warnings():
             # It is an answer, too, that averaging over the weights does not pay.
             warnings.filterwarnings("ignore", ".*the larger the prior precision", UndeterminedWarning)
-            one_noise = isinstance(post.lin.likelihood.of_position, Gaussian) and needs_noise(post.lin.likelihood)
+            one_noise = isinstance(post.lin.likelihood.of_position, Gaussian) and post.lin.likelihood.needs_noise
             over = ("scalar", "noise") if one_noise else "scalar"
             return validate(post, validation, over=over, generator=_seeded(post))
     try:

@@ -110,7 +110,7 @@ def train(
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
         raise ValueError("the optimiser has a weight decay: leave it out, since prior_precision takes its place.")
 
-    data = with_collate(data, collate)
+    data = data if collate is None else with_collate(data, collate)
     given_modes = [(module, module.training) for module in model.modules()]
     training_modes = given_modes if model.training else [(module, True) for module, _ in given_modes]
     with _restore_on_failure(given_modes):

@@ -20,7 +20,6 @@ from curvops.network.likelihoods.gaussian import (
     gaps_and_weights,
     gaussians_with_sums,
     mean_squares,
-    needs_noise,
 )
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
 from curvops.network.model.model import Model, tensors_of
@@ -69,7 +68,6 @@ __all__ = [
     "linear",
     "mean_squares",
     "move",
-    "needs_noise",
     "own_randomness",
     "read_mean",
     "read_precision",

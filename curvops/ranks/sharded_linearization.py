@@ -15,7 +15,7 @@ from curvops.argument_types import Collate, Data, LikelihoodChoice, ParameterCho
 from curvops.checkpoint import identify
 from curvops.checks import check_kind
 from curvops.linalg.core.matrix_identity import Sources
-from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise
+from curvops.network.likelihoods.gaussian import estimated_noise
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical
 from curvops.network.trained.first_points import FirstPoints, output_shape
@@ -99,7 +99,7 @@ class ShardedLinearization(NetworkOnData):
         token = ranks.gather(os.urandom(16).hex())[0]
         walk = ShardedWalk(layers, shard, memory.budget)
         new = cls(walk, first.likelihood, output_shape(first.likelihood, first.layout), memory, token)
-        if needs_noise(first.likelihood):
+        if first.likelihood.needs_noise:
             new.likelihood = estimated_noise(first.likelihood, new.squared_residuals(), theta)
         facts = {
             "torch's version": torch.__version__,

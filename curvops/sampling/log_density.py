@@ -36,7 +36,6 @@ from curvops.network.data.point_sources import with_collate
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
 from curvops.network.likelihoods.conversions import interpretation_of
-from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.trained.first_points import (
     few_of,
     likelihood_at,
@@ -414,7 +413,7 @@ def _owned(likelihood: Any) -> Any:
     if interpretation_of(likelihood) is not None:
         return copy.deepcopy(likelihood)  # interpreted with the first batch, because it needs the shapes
     new = as_likelihood(likelihood).snapshot()
-    if needs_noise(new):
+    if new.needs_noise:
         raise ValueError(
             "the noise of this regression is unknown: pass Gaussian(noise=variance), or a linearisation, which has it."
         )
@@ -537,7 +536,7 @@ def minibatches(
     shard = log_posterior.shard if isinstance(log_posterior, SharedLogPosterior) else None
     count = log_posterior.data_size
     size = checked_whole("size", size, 1, count)
-    data = with_collate(data, collate)
+    data = data if collate is None else with_collate(data, collate)
     points = ChosenPoints.of(data, log_posterior.weighted, shard, count)
     seed = drawn_seed(generator)
     if shard is not None:

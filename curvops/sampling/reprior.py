@@ -29,7 +29,6 @@ from curvops.linalg import Estimate
 from curvops.linalg.core.results import Reason
 from curvops.network import Blocks, read_precision
 from curvops.network.likelihoods import Categorical, Gaussian
-from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.model.model import unwrap
 from curvops.operators import Linearization, linearize
 from curvops.posterior.terms import Prior
@@ -414,7 +413,7 @@ def reprior(
 
 def _likelihood(likelihood: Any, noise: float | None) -> Any:
     """Return the likelihood to pass to `linearize`."""
-    unknown = isinstance(likelihood, Gaussian) and needs_noise(likelihood)
+    unknown = isinstance(likelihood, Gaussian) and likelihood.needs_noise
     if not (likelihood is None or likelihood == "regression" or unknown):
         return likelihood
     if noise is None:

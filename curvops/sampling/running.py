@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from curvops.ambient import Progress, as_step, check_progress, progress_bar
+from curvops.ambient import Progress, as_step, progress_bar
 from curvops.argument_types import GivenBatch, SamplingMethod, Start
 from curvops.checkpoint import Checkpoint, Place, begin, identify, seed_of
 from curvops.checks import check_kind, check_options, checked_number, refuse
@@ -231,9 +231,8 @@ def run(
         torch.Size([1, 10, 17])
     """
     check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
-    check_options(steps=steps, warmup=warmup, thin=thin, generator=generator)
+    check_options(steps=steps, warmup=warmup, thin=thin, generator=generator, progress=progress)
     refuse(thin > steps, f"thin={thin} is more than steps={steps}: no draw would be kept.")
-    check_progress(progress)
     adaptation = _adaptation(sampler, target_acceptance, warmup)
     given_twice = isinstance(start, State) and generator is not None
     refuse(given_twice, "start is a state, which has its own generators: leave generator out.")

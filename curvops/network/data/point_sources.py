@@ -292,13 +292,11 @@ def _is_part(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
-def with_collate(data: Any, collate: Collate | None) -> Any:
+def with_collate(data: Any, collate: Collate) -> Any:
     """Return a user's data as points that `collate` joins: (points, targets[, weights]), or items of a list or Dataset.
 
-    Without a collate these are the data themselves. Raises TypeError for data of another form.
+    Raises TypeError for data of another form.
     """
-    if collate is None:
-        return data
     if isinstance(data, DataLoader):
         raise TypeError("a DataLoader joins points by its own collate_fn: leave collate= out, or pass its dataset.")
     if isinstance(data, Mapping) and "inputs" in data:

@@ -66,9 +66,7 @@ class Gaussian(Independent):
         self, noise: float | int | Tensor | np.ndarray | str | None = None, missing: str | None = None
     ) -> None:
         self.missing = checked_missing(missing)
-        self.estimated: str | None = None
-        """How `co.linearize` estimates the noise, as "one" number or "per_output"; None if it was given."""
-        self.found = False
+        self.estimated, self.found = None, False
         """Whether it was estimated: not before, nor if the residuals are zero to rounding."""
         if noise is None or (isinstance(noise, str) and noise == "per_output"):
             self.estimated, noise = noise or "one", 1.0
@@ -215,12 +213,6 @@ def mean_squares(likelihood: Likelihood, sums: Float[Tensor, "4 C"], eps: float)
     return squares / weights if bool((shown | ~seen).all() & seen.any()) else None
 
 
-def needs_noise(likelihood: Likelihood) -> bool:
-    """Return whether the likelihood, or one of several, is a Gaussian one whose noise is to be estimated."""
-    gaussians = (member.of_position for member in likelihood.members if isinstance(member.of_position, Gaussian))
-    return any(gaussian.estimated is not None for gaussian in gaussians)
-
-
 def gaussians_with_sums(
     likelihood: Likelihood, sums: Float[Tensor, "4 C"]
 ) -> list[tuple[Likelihood, Float[Tensor, "4 c"] | None]]:
@@ -245,7 +237,7 @@ def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "4 C"], like: Te
     if isinstance(likelihood, Multitask):
         members = gaussians_with_sums(likelihood, sums)
         return likelihood.with_members(
-            estimated_noise(member, member_sums, like) if member_sums is not None and needs_noise(member) else member
+            estimated_noise(member, member_sums, like) if member_sums is not None and member.needs_noise else member
             for member, member_sums in members
         )
     gaussian, limits = likelihood.of_position, torch.finfo(like.dtype)

@@ -58,6 +58,8 @@ class Likelihood(ABC):
     """The number of positions that a point must have; None for any number."""
     missing: str | None = None
     """What happens to targets that are NaN: "ignore" leaves them out, None refuses them."""
+    estimated: str | None = None
+    """How `co.linearize` estimates the noise, as "one" number or "per_output"; None if it does not."""
     form: TargetForm | None = None
     """The form of a target, by which predictions of targets are made; None if there are none."""
 
@@ -89,6 +91,11 @@ class Likelihood(ABC):
     def members(self) -> tuple[Likelihood, ...]:
         """The likelihoods of several outputs, or this one alone."""
         return (self,)
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether the noise of this likelihood, or of one of several, is to be estimated."""
+        return any(member.of_position.estimated is not None for member in self.members)
 
     def split(self, f: Outputs, y: Tensor, w: Weights = None) -> list[tuple[Likelihood, Tensor, Tensor, Weights]]:
         """Return each of the `members` with its outputs, targets and weights."""

@@ -81,7 +81,7 @@ class FirstPoints:
         cls, model: Model, data: Any, likelihood: Any, weights: bool, collate: Collate | None, ranks: Ranks | None
     ) -> FirstPoints:
         """Try a model and a likelihood on the first points of a user's data; fix the model's layout there."""
-        points, theta = with_collate(data, collate), model.theta
+        points, theta = data if collate is None else with_collate(data, collate), model.theta
         points, few, targets, model.calls.mapping_type = first_points(points, theta, weights, ranks)
         interpreted, layout, outputs = likelihood_at(model, few, likelihood, targets)
         return cls(points, few, targets, interpreted.snapshot(theta.device, theta.dtype), layout, outputs)

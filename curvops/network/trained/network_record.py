@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops.ambient import Progress, check_progress
+from curvops.ambient import Progress
 from curvops.argument_types import Collate
 from curvops.checks import check_options, refuse
 from curvops.fingerprints import fingerprint
@@ -35,7 +35,6 @@ from curvops.network.likelihoods import (
     Poisson,
     Sequences,
 )
-from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection, quoted
@@ -110,8 +109,7 @@ def recorded_network(
     are not in the record: those that the model was tried on are the first of the data, or `inputs`. Raises ValueError
     if the model, the data or the likelihood are not those of the record.
     """
-    check_progress(progress)
-    check_options(memory_budget=memory_budget)
+    check_options(progress=progress, memory_budget=memory_budget)
     held = tensors_of(model)
     stored: Mapping[str, Tensor] = record["weights"]
     require_same_network(record["tensors"], held, stored if load_weights else {})
@@ -127,8 +125,8 @@ def recorded_network(
         inputs = Objects((), collate).like(inputs)
     few = targets = None
     if data is not None:
-        data = with_collate(data, collate)
-        data, points, targets, network.calls.mapping_type = first_points(data, theta, saved["weighted"])
+        points = data if collate is None else with_collate(data, collate)
+        data, points, targets, network.calls.mapping_type = first_points(points, theta, saved["weighted"])
         few = first_of(points)
     tried = as_inputs(_tried_points(record, few, inputs), theta.device, theta.dtype)
     layout, outputs = _try_network(network, tried, record)
@@ -266,7 +264,7 @@ def _likelihood(record: Mapping[str, Any], spec: Any, layout: Layout, outputs: T
         stored = _recorded(saved, device)
         if (
             named is not None
-            and not needs_noise(named)
+            and not named.needs_noise
             and likelihood_state(at_positions(named, layout)[0]) != likelihood_state(stored)
         ):
             raise ValueError(f"the posterior was saved with {stored}, but likelihood={spec!r} is given; leave it out.")

@@ -35,7 +35,7 @@ from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.engines.self_check import require_symmetric
 from curvops.network.likelihoods.composite import Multitask, Sequences
-from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise
+from curvops.network.likelihoods.gaussian import estimated_noise
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.calls import explain
@@ -139,7 +139,7 @@ class TrainedNetwork(NetworkOnData):
             token = ranks.gather(os.urandom(16).hex())[0]
         shape = output_shape(first.likelihood, first.layout)
         new = cls(network, batches, first.likelihood, shape, engine, memory, progress, token, engines)
-        if not needs_noise(first.likelihood):
+        if not first.likelihood.needs_noise:
             return new
         return new.with_likelihood(estimated_noise(first.likelihood, new.squared_residuals(), network.theta))
 

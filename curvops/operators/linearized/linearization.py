@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from curvops.ambient import Progress, check_progress
+from curvops.ambient import Progress
 from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, Points
 from curvops.checks import (
     check_choice,
@@ -233,8 +233,7 @@ def linearize(
         Linearization(17 weights, 8 points, 2 outputs, Categorical, float32, cpu)
     """
     check_choice("engine", engine, get_args(EngineChoice))
-    check_progress(progress)
-    check_options(memory_budget=memory_budget)
+    check_options(progress=progress, memory_budget=memory_budget)
     check_flag("weights", weights, "Pass them with the data, (X, y, w), and weights=True.")
     if isinstance(likelihood, Tensor | np.ndarray):
         raise TypeError("inputs and targets are one argument: co.linearize(model, (X, y), likelihood).")

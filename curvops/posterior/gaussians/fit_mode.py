@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.ambient import Progress, Steps, check_progress, progress_bar
+from curvops.ambient import Progress, Steps, progress_bar
 from curvops.argument_types import Collate, Data, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checks import check_options
 from curvops.errors import ConvergenceError, ModeWarning, warn
@@ -121,8 +121,7 @@ def fit_mode(
 
     Source: Nocedal & Wright 2006, algorithms 3.5 and 7.5, in `torch.optim.LBFGS`.
     """
-    check_options(atol=atol, maxiter=maxiter)
-    check_progress(progress)
+    check_options(atol=atol, maxiter=maxiter, progress=progress)
     if holds_shards(model):
         raise ValueError("fit_mode trains on one process, and this model is sharded by fully_shard: pass a whole copy.")
     lin = linearize(

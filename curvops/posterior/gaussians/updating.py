@@ -15,7 +15,7 @@ from torch import Tensor
 from curvops.checks import check_choice, check_generator, checked_number, checked_whole, refuse
 from curvops.errors import NoiseWarning, warn
 from curvops.linalg.core.matrix_identity import form_of
-from curvops.network import Model, estimated_noise, gaps_and_weights, gaussians_with_sums, mean_squares, needs_noise
+from curvops.network import Model, estimated_noise, gaps_and_weights, gaussians_with_sums, mean_squares
 from curvops.network.likelihoods import Gaussian, Likelihood, Multitask
 from curvops.operators import Linearization
 from curvops.operators.function_space.gram_matrix import gram_matrix
@@ -112,7 +112,7 @@ def with_left_out_noise(lin: Linearization) -> Linearization:
     is not decomposed unasked. Over a process group each rank takes the data of all, and the result of the first. J Jᵀ
     is decomposed once for a linearisation, whatever posteriors are made from it.
     """
-    if not needs_noise(lin.likelihood) or not lin.data.is_present or lin.num_data * lin.num_outputs > 2000:
+    if not lin.likelihood.needs_noise or not lin.data.is_present or lin.num_data * lin.num_outputs > 2000:
         return lin
     if isinstance(lin.likelihood, Multitask):
         return lin
@@ -166,7 +166,7 @@ def warn_of_noise(lin: Linearization) -> None:
 
     def is_given(likelihood: Likelihood) -> bool:
         gaussian = likelihood.of_position
-        return isinstance(gaussian, Gaussian) and not needs_noise(gaussian) and not gaussian.noise.requires_grad
+        return isinstance(gaussian, Gaussian) and not gaussian.needs_noise and not gaussian.noise.requires_grad
 
     if not lin.data.is_present or not lin.data.labelled or not any(map(is_given, lin.likelihood.members)):
         return
