@@ -1,14 +1,5 @@
 """The network itself: parameters, likelihoods, data and engines; the interface for the floors above."""
 
-from curvops.errors import (
-    DataChangedError,
-    NoCurvatureWarning,
-    NoDataError,
-    NoProcessGroupWarning,
-    NotLogitsWarning,
-    RanksDifferError,
-    SharedPointsWarning,
-)
 from curvops.network import likelihoods
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import move
@@ -36,7 +27,6 @@ __all__ = [
     "Batch",
     "BatchMap",
     "Blocks",
-    "DataChangedError",
     "Empirical",
     "EngineChoice",
     "Exact",
@@ -45,20 +35,14 @@ __all__ = [
     "JacobianRows",
     "Layer",
     "Model",
-    "NoCurvatureWarning",
-    "NoDataError",
-    "NotLogitsWarning",
     "OuterRows",
     "OutputFisher",
     "Passes",
     "Plan",
     "PointNormals",
-    "RanksDifferError",
     "Sampled",
     "TangentSpace",
     "TrainedNetwork",
-    "SharedPointsWarning",
-    "NoProcessGroupWarning",
     "accumulate",
     "by_points",
     "estimated_noise",

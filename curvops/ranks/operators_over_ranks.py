@@ -26,7 +26,7 @@ from curvops.operators.curvatures.ggn import GGN, Curvature, DiagonalGGN, Empiri
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.function_space.tangent_kernel import TangentKernel
 from curvops.operators.linearized.network_operator import Jacobian
-from curvops.operators.linearized.user_operator import builds_sharded
+from curvops.operators.linearized.user_operator import SHARDED
 from curvops.ranks.on_shards import BlockRows, columns_over_ranks, formed_over_ranks
 from curvops.ranks.sharded_linearization import ShardedLinearization
 from curvops.ranks.sharded_vectors import Layouts, RowLayout, Sharded, times_block, transposed_times_block
@@ -218,7 +218,6 @@ class ShardedCurvature(Curvature):
         raise ValueError("a curvature of a sharded model cannot be converted: convert the model before fully_shard.")
 
 
-@builds_sharded(GGN)
 def _ggn(
     lin: ShardedLinearization, mc_samples: int | None = None, generator: torch.Generator | None = None
 ) -> LinearOperator:
@@ -227,13 +226,11 @@ def _ggn(
     return ShardedCurvature.with_output(lin, Sampled(lin.likelihood, lin.draw_residuals(mc_samples, generator)))
 
 
-@builds_sharded(EmpiricalFisher)
 def _empirical_fisher(lin: ShardedLinearization, per_token: bool = False) -> LinearOperator:
     lin.require_labels("the empirical Fisher")
     return ShardedCurvature.with_output(lin, Empirical(lin.likelihood, lin.positions_apart(per_token)))
 
 
-@builds_sharded(DiagonalGGN)
 def _diagonal(
     lin: ShardedLinearization, fisher: str = "exact", mc_samples: int = 1, generator: torch.Generator | None = None
 ) -> LinearOperator:
@@ -241,3 +238,6 @@ def _diagonal(
     curvature = ShardedCurvature.with_output(lin, lin.output_fisher(fisher, mc_samples, generator))
     entries = Diagonal(curvature.diagonal(), space=curvature.spaces[0], sources=curvature.sources)
     return entries.sharded(lin.model.shards.mesh)
+
+
+SHARDED.update({GGN: _ggn, EmpiricalFisher: _empirical_fisher, DiagonalGGN: _diagonal})

@@ -104,7 +104,7 @@ class Shard(Batches):
         inputs = join([batch.inputs for batch in batches])
         targets = torch.cat([batch.any_targets for batch in batches])
         local_batch = Batch(inputs, targets, torch.cat(weights) if weights else None, labelled=self.labelled)
-        self._require_one_form(local_batch.named_rows)
+        self._require_one_form(local_batch.rows.items())
         return replace(
             local_batch,
             inputs=over_ranks(self.ranks, local_batch.inputs, slice(0) if self.borrows else slice(None)),

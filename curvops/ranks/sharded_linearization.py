@@ -72,7 +72,6 @@ class ShardedLinearization(NetworkOnData):
     @classmethod
     def read(
         cls,
-        process_group: ProcessGroup | None,
         model: nn.Module,
         data: Data,
         likelihood: LikelihoodChoice,
@@ -81,6 +80,7 @@ class ShardedLinearization(NetworkOnData):
         engine: str,
         weights: bool,
         collate: Collate | None,
+        process_group: ProcessGroup | None,
     ) -> ShardedLinearization:
         """Read a sharded model, this rank's data and the likelihood, and check them against each other."""
         if process_group is None:

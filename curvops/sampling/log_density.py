@@ -412,7 +412,7 @@ def _owned(likelihood: Any) -> Any:
     """Return a copy of a likelihood or a loss, unaffected by later changes; raise ValueError for an unknown noise."""
     if interpretation_of(likelihood) is not None:
         return copy.deepcopy(likelihood)  # interpreted with the first batch, because it needs the shapes
-    new = as_likelihood(likelihood).snapshot()
+    new = as_likelihood(likelihood).to()
     if new.needs_noise:
         raise ValueError(
             "the noise of this regression is unknown: pass Gaussian(noise=variance), or a linearisation, which has it."

@@ -31,5 +31,4 @@ def test_operators_import_few_names_and_all_from_the_face() -> None:
 
 def test_each_name_of_the_face_is_asked_for_above() -> None:
     asked = {name for folder in ("operators", "posterior", "sampling", "evidence") for _, name in imports(folder)}
-    asked |= {name for name in network.__all__ if name in curvops.errors.__all__}
     assert set(network.__all__) <= asked, sorted(set(network.__all__) - asked)

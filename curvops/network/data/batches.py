@@ -100,20 +100,15 @@ class Batch:
         return named if self.weights is None else [*named, ("weights", self.weights)]
 
     @cached_property
-    def named_rows(self) -> list[tuple[str, Tensor]]:
-        """The tensors whose rows identify the points, as `rows_of` finds them, and their targets and weights."""
+    def rows(self) -> dict[str, Tensor]:
+        """The tensors whose rows identify the points, by name: as `rows_of` finds them, and targets and weights."""
         place = self.any_targets.device
-        return [*((name, tensor.to(place)) for name, tensor in rows_of(self.inputs)), *self.named_labels()]
-
-    @property
-    def rows(self) -> list[Tensor]:
-        """The tensors whose rows identify the points."""
-        return [tensor for _, tensor in self.named_rows]
+        return {name: tensor.to(place) for name, tensor in rows_of(self.inputs)} | dict(self.named_labels())
 
     @property
     def form(self) -> object:
         """The names, shapes and dtypes of these tensors."""
-        return [(name, tensor.shape, tensor.dtype) for name, tensor in self.named_rows]
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in self.rows.items()]
 
 
 @dataclass(frozen=True)
@@ -221,8 +216,9 @@ class Batches:
         points, sizes, prints = 0, [], []
         for index, item in enumerate(self._items()):
             batch = reading.read_checked(item, index)
-            self._note_points(point_prints(batch.rows), points)
-            prints.append(fingerprint(batch.rows))
+            rows = [*batch.rows.values()]
+            self._note_points(point_prints(rows), points)
+            prints.append(fingerprint(rows))
             self._forms.append(batch.form)
             sizes.append(batch.num_points)
             points += batch.num_points
@@ -313,10 +309,10 @@ class Batches:
         pairs = [(normalise(x), targets_of(y)) for x, y in batches]
         if self.weighted or not self.labelled or any(isinstance(x, WholeBatch) for x, _ in pairs):
             return 0
-        others = torch.cat([point_prints(self._reading.read(pair).rows) for pair in pairs])
+        others = torch.cat([point_prints([*self._reading.read(pair).rows.values()]) for pair in pairs])
         known = torch.zeros_like(others, dtype=torch.bool)
         for batch in self:
-            known |= torch.isin(others, point_prints(batch.rows))
+            known |= torch.isin(others, point_prints([*batch.rows.values()]))
         return int(known.sum())
 
     @property
@@ -344,13 +340,9 @@ class Batches:
         """Copies of the inputs of the first two points, or of the only one."""
         return copy(self._few)
 
-    @property
-    def num_batches(self) -> int:
-        """The number of batches."""
-        return len(self.sizes)
-
     def __len__(self) -> int:
-        return self.num_batches
+        """Return the number of batches."""
+        return len(self.sizes)
 
     def __iter__(self) -> Iterator[Batch]:
         yield from self._held or self._again()
@@ -361,7 +353,7 @@ class Batches:
             if index == len(self):
                 raise self._changed(f"there are more than the first pass's {len(self)} batches")
             batch = self._reading.read(item, index)
-            prints.append(fingerprint(batch.rows))
+            prints.append(fingerprint([*batch.rows.values()]))
             if batch.form != self._forms[index]:
                 raise self._changed(f"batch {index} has other shapes or dtypes")
             yield batch

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import components, in_pieces, map_inputs, normalise, num_points, take
 from curvops.network.data.objects import Objects
-from curvops.network.engines.replay import EagerMode, Recorder, Replay, bytes_beside, tensors_in
+from curvops.network.engines.replay import EagerMode, Recorder, Replay, all_of, bytes_beside
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.model import PROCESS_LOCK, Model
@@ -461,5 +461,5 @@ class Operations(EagerMode):
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.multiply_adds += count(*args, **(kwargs or {}), out_val=results) // 2
         if not any(result.alias_info for result in func._schema.returns):  # neither views nor written in place
-            self.nbytes += sum(result.nbytes for result in tensors_in(results) if result.layout is torch.strided)
+            self.nbytes += sum(result.nbytes for result in all_of(Tensor, results) if result.layout is torch.strided)
         return results

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvops.network.model.parameters import Blocks
 
+V = TypeVar("V")
 READS = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
 """Operations whose results Python gets, and may decide by."""
 
@@ -61,7 +62,7 @@ class Replay:
 
     def __init__(self, steps: Sequence[_Step], tangent_slots: dict[str, int], result: int, slots: int) -> None:
         self._steps, self._tangent_slots, self._result, self._slots = list(steps), tangent_slots, result, slots
-        last = {slot.index: i for i, step in enumerate(self._steps) for slot in _slots(step.args)}
+        last = {slot.index: i for i, step in enumerate(self._steps) for slot in all_of(_Slot, step.args)}
         last.pop(result, None)
         self._done: list[list[int]] = [[] for _ in self._steps]
         for slot, i in last.items():
@@ -83,7 +84,7 @@ class Replay:
 
     def nbytes(self, apart: Iterable[Tensor]) -> int:
         """Return the bytes of the constants, without those in the memory of the tensors in `apart`."""
-        return bytes_beside([tensor for step in self._steps for tensor in tensors_in(step.args)], apart)
+        return bytes_beside([tensor for step in self._steps for tensor in all_of(Tensor, step.args)], apart)
 
 
 class EagerMode(TorchDispatchMode):
@@ -122,7 +123,7 @@ class Recorder(EagerMode):
         for tensor in written:
             self._copy_what_shares(tensor)
         result = func(*args, **kwargs)
-        if not any(id(tensor) in self._slot_of for tensor in tensors_in([args, kwargs])):
+        if not any(id(tensor) in self._slot_of for tensor in all_of(Tensor, [args, kwargs])):
             return result
         self._broken = self._broken or func in READS
         tangent_slots = set(self._tangent_slots.values())
@@ -178,7 +179,7 @@ def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            written += tensors_in([value])
+            written += all_of(Tensor, [value])
     return written
 
 
@@ -189,20 +190,12 @@ def _fill(values: Sequence[Any], held: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _of_kind(values: Any, kind: type) -> list[Any]:
+def all_of(kind: type[V], values: Any) -> list[V]:
+    """Return the values of one kind in nested tuples, lists and dicts of any class."""
     if isinstance(values, kind):
         return [values]
     entries = values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ()
-    return [value for entry in entries for value in _of_kind(entry, kind)]
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists and dicts of any class."""
-    return _of_kind(values, Tensor)
-
-
-def _slots(values: Any) -> list[_Slot]:
-    return _of_kind(values, _Slot)
+    return [value for entry in entries for value in all_of(kind, entry)]
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ from curvops.network.model.skeleton import nodes_behind
 
 Push = Callable[[Mapping[str, Tensor]], Tensor]
 Pull = Callable[[Tensor], Blocks]
-T = TypeVar("T")
 MOVING = {
     *("Index", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut", "IndexReduce", "Gather", "Take", "Sort"),
     *("Scatter", "ScatterAdd", "ScatterReduce", "MaskedSelect", "MaskedScatter"),
@@ -93,12 +92,13 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
     saved, made, work = (total // num_points(inputs) for total in (saved, seen.nbytes, seen.multiply_adds))
     # Forward mode is wrong for a padding row, which later batches may contain even if this one does not.
     streamed = Streamed(model, inputs, names)
-    if not seen.looks_up_padding and _try(lambda: is_adjoint(streamed.push, u, v, pulled, generator)):
-        return Routes("forward mode", True, True, saved, saved, made, work, tried=False)
+    with suppress(RuntimeError):  # there is no forward mode
+        if not seen.looks_up_padding and is_adjoint(streamed.push, u, v, pulled, generator):
+            return Routes("forward mode", True, True, saved, saved, made, work, tried=False)
     pushes: Pushes = "double backward"
     try:
         right, why = is_adjoint(record_graph(model, inputs, names).push, u, v, pulled, generator), ""
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         right, why = False, f"there is neither a forward-mode nor a second derivative ({str(error).splitlines()[0]})"
     if not right:
         pushes, why = (
@@ -135,10 +135,11 @@ def try_recording(routes: Routes, model: Model, inputs: Any, names: Sequence[str
         return routes
     for replay in dict.fromkeys((record_replay(model, inputs, names), None)):
         engine = Recorded(model, inputs, names, replay)
-        # Twice: a replay that changes its constants would be right only once.
-        if _try(partial(proves_itself, engine, times=2)):
-            size = -(-engine.nbytes // num_points(inputs))
-            return replace(routes, replayed=replay is not None, recorded_bytes=size, tried=True)
+        with suppress(RuntimeError):
+            # Twice: a replay that changes its constants would be right only once.
+            if proves_itself(engine, times=2):
+                size = -(-engine.nbytes // num_points(inputs))
+                return replace(routes, replayed=replay is not None, recorded_bytes=size, tried=True)
         del engine
     return replace(routes, replayed=False, recordable=False, tried=True)
 
@@ -185,14 +186,6 @@ def _revealing(pulled: Blocks, generator: torch.Generator) -> Blocks:
         scale = norms[name].clamp_min(floor)
         blocks[name] = noise.add_(value / scale).div_(scale).mul_(largest.clamp_min(floor))
     return blocks
-
-
-def _try(run: Callable[[], T]) -> T | None:
-    """Return what `run` returns; None if some derivative does not exist."""
-    try:
-        return run()
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 # Rounding

@@ -314,9 +314,6 @@ class Multitask(Likelihood):
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Multitask:
         return self.with_members(member.to(device, dtype) for member in self.members)
 
-    def snapshot(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Multitask:
-        return self.with_members(member.snapshot(device, dtype) for member in self.members)
-
     def _columns_of_members(self, count: str) -> list[int]:
         """Return the numbers of columns of the members' roots, by the name of the method that counts them."""
         return [getattr(member, count)(R) for member, R in zip(self.members, self.num_outputs)]

@@ -220,26 +220,20 @@ class Likelihood(ABC):
         return self
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
-        """Return a copy on another device or in another floating-point dtype; gradients flow through."""
+        """Return a copy on another device or in another floating-point dtype; gradients flow through.
+
+        Its tensors are copied, too, unaffected by later changes, except those with gradients.
+        """
         new = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Likelihood):
                 setattr(new, name, value.to(device, dtype))
             elif isinstance(value, Tensor):
-                setattr(new, name, move_tensor(value, device, dtype))
-        return new
-
-    def snapshot(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
-        """Return the result of `to` with copied tensors, unaffected by later changes, except those with gradients."""
-        new = copy.copy(self.to(device, dtype))
-        for name, value in vars(self).items():
-            used = getattr(new, name)
-            if isinstance(value, Likelihood):
-                setattr(new, name, value.snapshot(device, dtype))
-            elif isinstance(value, Tensor) and any(value is tensor for tensor in self.hyperparameters):
-                setattr(new, name, copy_unless_recorded(value, used, f"{name} of {type(self).__name__}"))
-            elif isinstance(value, Tensor):
-                setattr(new, name, used.detach().clone())
+                moved = move_tensor(value, device, dtype)
+                is_parameter = any(value is tensor for tensor in self.hyperparameters)
+                what = f"{name} of {type(self).__name__}"
+                copied = copy_unless_recorded(value, moved, what) if is_parameter else moved.detach().clone()
+                setattr(new, name, copied)
         return new
 
 

@@ -144,7 +144,8 @@ class _LastLayers:
         leaves = dict(self.leaves)
         for number, name in enumerate(sorted(factors)):
             leaves[name] = leaves[name] + amount * _noise(leaves[name], -1 - number)
-        handles = [layer.register_forward_hook(note) for layer in _innermost(self.model.hookable)]
+        hookable = [module for module in self.model.paths if not isinstance(module, torch.jit.ScriptModule)]
+        handles = [layer.register_forward_hook(note) for layer in _innermost(hookable)]
         try:
             with explain(self.inputs), self.model.differentiating():
                 return self.model.raw(leaves, self.inputs), calls

@@ -199,11 +199,6 @@ class Model:
         """Whether a part of the module was in train mode at the snapshot."""
         return any(getattr(module, "training", False) for module in self.paths)  # frozen TorchScript has no mode
 
-    @property
-    def hookable(self) -> list[nn.Module]:
-        """The modules that accept hooks, which those of TorchScript do not."""
-        return [module for module in self.paths if not isinstance(module, torch.jit.ScriptModule)]
-
     def place_of(self, variable: Tensor) -> int | None:
         """Return a number that distinguishes this leaf of a graph from the model's other leaves, in every pass.
 

@@ -84,7 +84,7 @@ class FirstPoints:
         points, theta = data if collate is None else with_collate(data, collate), model.theta
         points, few, targets, model.calls.mapping_type = first_points(points, theta, weights, ranks)
         interpreted, layout, outputs = likelihood_at(model, few, likelihood, targets)
-        return cls(points, few, targets, interpreted.snapshot(theta.device, theta.dtype), layout, outputs)
+        return cls(points, few, targets, interpreted.to(theta.device, theta.dtype), layout, outputs)
 
     def batches(self, model: Model, step: int, weights: bool, ranks: Ranks | None) -> Batches:
         """Read all data, `step` points at a time where that is free, and check them; of a rank these are its shard."""

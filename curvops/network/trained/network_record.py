@@ -259,7 +259,7 @@ def _describe(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
 
 def _likelihood(record: Mapping[str, Any], spec: Any, layout: Layout, outputs: Tensor) -> tuple[Likelihood, Layout]:
     saved, device, dtype = record["likelihood"], outputs.device, outputs.dtype
-    named = None if spec is None else likelihood_for(spec, layout).snapshot(device, dtype)
+    named = None if spec is None else likelihood_for(spec, layout).to(device, dtype)
     if "class" in saved:
         stored = _recorded(saved, device)
         if (

@@ -116,14 +116,21 @@ class TrainedNetwork(NetworkOnData):
         weights: bool,
         collate: Collate | None,
         progress: Progress,
-        ranks: Ranks | None = None,
+        process_group: ProcessGroup | None,
     ) -> N:
         """Read a model, its data and its likelihood, as `co.linearize` does, and check them against each other.
 
-        Costs one pass over the data, some over two points, and a forward pass if the noise is to be estimated.
+        Costs one pass over the data, some over two points, and a forward pass if the noise is to be estimated. With a
+        process group the data are this rank's shard.
         """
+        ranks = None if process_group is None else Ranks(process_group)
         if ranks is None:
             warn_without_group()
+        else:
+            kinds = sorted({tensor.device.type for tensor in tensors_of(model).values()})
+            options = {"memory_budget": memory_budget, "the engine": engine, "whether points have weights": weights}
+            versions = {"torch's version": torch.__version__, "the version": WRITTEN_BY}
+            ranks.require_equal(versions | options | {"the kind of device": kinds})
         by_running = isinstance(parameters, str) and parameters == "last_layer"
         network = Model(model, None if by_running else parameters)
         network.refuse_modes()
@@ -139,21 +146,10 @@ class TrainedNetwork(NetworkOnData):
             token = ranks.gather(os.urandom(16).hex())[0]
         shape = output_shape(first.likelihood, first.layout)
         new = cls(network, batches, first.likelihood, shape, engine, memory, progress, token, engines)
-        if not first.likelihood.needs_noise:
-            return new
-        return new.with_likelihood(estimated_noise(first.likelihood, new.squared_residuals(), network.theta))
-
-    @classmethod
-    def read_shard(cls: type[N], process_group: ProcessGroup, **arguments: Any) -> N:
-        """Read what `read` does, where the data are this rank's shard of those of a process group."""
-        ranks = Ranks(process_group)
-        kinds = sorted({tensor.device.type for tensor in tensors_of(arguments["model"]).values()})
-        versions = {"torch's version": torch.__version__, "the version": WRITTEN_BY}
-        options = {"memory_budget": arguments["memory_budget"], "the engine": arguments["engine"]}
-        options |= {"whether points have weights": arguments["weights"]}
-        ranks.require_equal(versions | options | {"the kind of device": kinds})
-        new = cls.read(**arguments, ranks=ranks)
-        ranks.require_equal(new.identified_by)
+        if first.likelihood.needs_noise:
+            new = new.with_likelihood(estimated_noise(first.likelihood, new.squared_residuals(), network.theta))
+        if ranks is not None:
+            ranks.require_equal(new.identified_by)
         return new
 
     @property
@@ -350,7 +346,7 @@ class TrainedNetwork(NetworkOnData):
             wanted = "with_likelihood takes one of co.likelihoods (names, losses and mappings are for co.linearize)"
             raise TypeError(f"{wanted}; given {likelihood!r}.")
         new = copy_object(self)
-        new.likelihood, new._gradient_rows, new._views = likelihood.snapshot(), {}, {}
+        new.likelihood, new._gradient_rows, new._views = likelihood.to(), {}, {}
         new._results = None, {}
         return new
 

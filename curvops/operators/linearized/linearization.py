@@ -6,7 +6,6 @@ A random part of its data, weighted so that every sum over it is unbiased, makes
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -241,12 +240,12 @@ def linearize(
         memory_budget = int(min(memory_budget, sys.maxsize))  # 1e9 is also a number of bytes
     arguments: dict[str, Any] = {"model": model, "data": data, "likelihood": likelihood, "parameters": parameters}
     arguments |= {"memory_budget": memory_budget, "engine": engine, "weights": weights, "collate": collate}
+    arguments["process_group"] = process_group
     if holds_shards(model):
         if progress:
             raise ValueError("progress= is not supported for a model that is sharded by fully_shard: omit it.")
-        return cast(Any, ShardedLinearization.read(process_group, **arguments))
-    read = Linearization.read if process_group is None else partial(Linearization.read_shard, process_group)
-    lin = read(**arguments, progress=progress)
+        return cast(Any, ShardedLinearization.read(**arguments))
+    lin = Linearization.read(**arguments, progress=progress)
     if rounds_to_tf32(lin.theta.dtype, lin.theta.device):
         warn(TF32, UserWarning)
     return lin

@@ -25,17 +25,7 @@ ASIDE = ("lin", "generator", "checkpoint")
 
 
 SHARDED: dict[type, Callable[..., LinearOperator]] = {}
-"""The functions that build operators of a network whose parameters are sharded over ranks."""
-
-
-def builds_sharded(kind: type) -> Callable[[Callable[..., LinearOperator]], Callable[..., LinearOperator]]:
-    """Register a function that builds operators of this class if parameters are sharded over ranks."""
-
-    def register(build: Callable[..., LinearOperator]) -> Callable[..., LinearOperator]:
-        SHARDED[kind] = build
-        return build
-
-    return register
+"""The functions that build operators of a network whose parameters are sharded over ranks, by the operator's class."""
 
 
 class UserOperator(LinearOperator):
