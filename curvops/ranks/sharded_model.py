@@ -209,7 +209,7 @@ class ShardedModel(Model):
         self._buffers = {name: self._snapshot[name] for name in buffers}
         require_all_finite(weight_slices.values(), weight_slices, "leave it out of the selection")
         require_all_finite(self.frozen.values(), self.frozen, "load other weights")
-        self._settings, self._stand_ins = contexts_for(self.paths)
+        self._switches, self._stand_ins = contexts_for(self.paths)
         self.layout, self.calls = None, Calls(module)
         self._writes = self._differentiates = False
         self._admitted, self._depth = set(), 0

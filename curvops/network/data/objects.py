@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from numbers import Number
+from operator import itemgetter
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -150,7 +151,7 @@ class WholeBatch(Objects):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__((batch,), _only, device, dtype)
+        super().__init__((batch,), itemgetter(0), device, dtype)
         self._size = size
 
     @property
@@ -190,10 +191,6 @@ class WholeBatch(Objects):
 def _stacked(labels: Sequence[Any]) -> Any:
     """Return targets or weights of some points as tensors; None if there are none."""
     return None if all(label is None for label in labels) else default_collate(list(labels))
-
-
-def _only(points: list[Any]) -> Any:
-    return points[0]
 
 
 def join_objects(parts: Sequence[Objects]) -> Objects:
@@ -301,15 +298,11 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def copied_deep(value: Any) -> Any:
     """Return a deep copy, with tensors as leaves without a graph; what cannot be copied (a lock, a file) is shared."""
-    tensors = {id(tensor): _cloned(tensor) for tensor in tensors_inside(value)}
+    tensors = {id(tensor): _as_leaf(tensor.detach().clone(), tensor) for tensor in tensors_inside(value)}
     try:
         return copy.deepcopy(value, tensors)
     except TypeError:
         return value
-
-
-def _cloned(tensor: Tensor) -> Tensor:
-    return _as_leaf(tensor.detach().clone(), tensor)
 
 
 def placed(value: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> Any:

@@ -238,7 +238,10 @@ class _Graph:
             pushed = self.outputs.detach().new_zeros(columns, *self.outputs.shape)
             dummy, pulled = self._adjoint if self.outputs.requires_grad else (self.outputs, {})
             for k in range(columns if pulled else 0):  # without any, the derivative is zero whatever the cotangent
-                along = [_leave_inference(tangent) for tangent in _one_of(tangents, pulled, k).values()]
+                along = [
+                    tangent.clone() if tangent.is_inference() else tangent
+                    for tangent in _one_of(tangents, pulled, k).values()
+                ]
                 (result,) = torch.autograd.grad(list(pulled.values()), dummy, along, retain_graph=True)
                 pushed[k] = result.detach()
         return pushed
@@ -378,10 +381,6 @@ def _own_storage(view: Tensor) -> Tensor:
     if view.device.type in ("cpu", "cuda") and not view.is_inference():
         return from_dlpack(view.detach().resolve_neg())  # DLPack knows no bit for a sign
     return view.detach().clone()
-
-
-def _leave_inference(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def hessian_product(

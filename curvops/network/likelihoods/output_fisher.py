@@ -248,14 +248,6 @@ class Root:
         """Return the columns start … stop − 1 of every point."""
         return self.fisher.columns(f, self.batch, start, stop)
 
-    def product(self, f: Float[Tensor, "n C"], z: Float[Tensor, "K n R"]) -> Float[Tensor, "K n C"]:
-        """Return L z."""
-        return self.fisher.root_product(f, z, self.batch)
-
-    def transpose_product(self, f: Float[Tensor, "n C"], u: Float[Tensor, "K n C"]) -> Float[Tensor, "K n R"]:
-        """Return Lᵀ u."""
-        return self.fisher.root_transpose_product(f, u, self.batch)
-
 
 IDENTITY = Root(Unit(), Batch((), torch.empty(0)))
 """The root L = I for any points: the rows are those of J itself."""
@@ -282,8 +274,8 @@ class RootJacobian:
     def push(self, tangents: Any) -> Float[Tensor, "K n R"]:
         """Return Lᵀ J V."""
         pushed = self.whole.push(tangents)  # first, because a streamed push also computes the outputs
-        return self.root.transpose_product(self.outputs, pushed)
+        return self.root.fisher.root_transpose_product(self.outputs, pushed, self.root.batch)
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Any:
         """Return Jᵀ L U, in the form of J's pull."""
-        return self.whole.pull(self.root.product(self.outputs, cotangents))
+        return self.whole.pull(self.root.fisher.root_product(self.outputs, cotangents, self.root.batch))

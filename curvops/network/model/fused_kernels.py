@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 Contexts = Sequence[Callable[[], Any]]
+Switch = tuple[Callable[[], bool], Callable[[bool], None], bool]
+"""The getter and the setter of a setting of torch, and its value while derivatives are recorded."""
 
 
 def _has_tf32() -> bool:
@@ -22,26 +24,33 @@ def _has_tf32() -> bool:
         return False
 
 
-KERNELS = [
+KERNELS: list[Switch] = [
     (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), name == "math")
     for name in ("math", "flash", "mem_efficient", "cudnn", "overrideable")
 ] + [(_has_tf32, torch._C._set_cudnn_allow_tf32, False)]
-"""The getter and the setter of each attention kernel, on if it has forward mode, and of TF32 in convolutions, off."""
+"""Each attention kernel, on if it has forward mode, and TF32 in convolutions, off."""
+FAST_PATH: Switch = torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+"""The fused path of attention modules in eval mode, which has no derivatives."""
+FUSED_RNNS: tuple[Switch, ...] = (
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, False),
+)
+"""Fused recurrent layers: in float32 oneDNN's have no forward mode, cuDNN's no backward in eval mode."""
 
 
-def contexts_for(modules: Iterable[nn.Module]) -> tuple[Contexts, Contexts]:
-    """Return the contexts, in addition to `unfused`, in which these modules have derivatives of both modes.
+def contexts_for(modules: Iterable[nn.Module]) -> tuple[Sequence[Switch], Contexts]:
+    """Return the switches, in addition to `KERNELS`, with which these modules have derivatives of both modes, and more.
 
-    The first choose kernels, and are entered where derivatives are recorded; the second replace slow operations, or
-    those without derivatives, by others of equal values, and are entered in every pass.
+    Switches are set where derivatives are recorded. The contexts replace slow operations, or those without derivatives,
+    by others of equal values, and are entered in every pass.
     """
-    choices: dict[Callable[[], Any], None] = {}
+    switches: dict[Switch, None] = {}
     stand_ins: dict[Callable[[], Any], None] = {}
     for module in modules:
         if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
-            choices[_no_fast_path] = None  # in eval mode these take a fused path without derivatives
+            switches[FAST_PATH] = None
         elif isinstance(module, nn.RNNBase):
-            choices[_no_fused_rnn] = None
+            switches |= dict.fromkeys(FUSED_RNNS)
         elif isinstance(module, nn.EmbeddingBag) or (
             isinstance(module, nn.Embedding)
             and (module.sparse or module.scale_grad_by_freq or module.max_norm is not None)
@@ -51,54 +60,25 @@ def contexts_for(modules: Iterable[nn.Module]) -> tuple[Contexts, Contexts]:
             stand_ins[_unoptimised] = None
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             stand_ins[eagerly] = None
-    return [*choices], [*stand_ins]
+    return [*switches], [*stand_ins]
 
 
 @contextlib.contextmanager
-def unfused(settings: Contexts = ()) -> Iterator[None]:
-    """Keep attention on its kernel with forward mode and convolutions in full precision; enter further settings.
+def unfused(switches: Sequence[Switch] = ()) -> Iterator[None]:
+    """Keep attention on its kernel with forward mode and convolutions in full precision; set further switches.
 
     This does what `torch.nn.attention.sdpa_kernel(MATH)` does, which itself takes as long as a small layer.
     """
     changed = []
     try:
-        for get, choose, wanted in KERNELS:
+        for get, choose, wanted in (*KERNELS, *switches):
             if get() != wanted:
                 changed.append((choose, not wanted))
                 choose(wanted)
-        with contextlib.ExitStack() as stack:
-            for setting in settings:
-                stack.enter_context(setting())
-            yield
+        yield
     finally:
         for choose, was in changed:
             choose(was)
-
-
-@contextlib.contextmanager
-def _no_fused_rnn() -> Iterator[None]:
-    """Switch off fused recurrent layers: in float32 oneDNN's have no forward mode, cuDNN's no backward in eval mode.
-
-    The flags of `torch.backends` would also set and look up other things.
-    """
-    enabled = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    torch._C._set_cudnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled[0])
-        torch._C._set_cudnn_enabled(enabled[1])
-
-
-@contextlib.contextmanager
-def _no_fast_path() -> Iterator[None]:
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def _unoptimised() -> contextlib.AbstractContextManager[Any]:

@@ -96,7 +96,7 @@ class Model:
         require_all_finite([self._flat], chosen, "leave it out of the selection")
         require_all_finite(self.frozen.values(), self.frozen, "load other weights")
         self._views: tuple[Tensor | None, Blocks, Blocks] = (None, {}, {})  # their snapshot, values, leaves
-        self._settings, self._stand_ins = contexts_for(self.paths)
+        self._switches, self._stand_ins = contexts_for(self.paths)
         self.layout: Layout | None = None
         self.calls = Calls(self.module)
         self._writes = self._differentiates = False
@@ -371,7 +371,7 @@ class Model:
         enter.
         """
         # Set inference mode off even if it is off: this switches on forward mode, which custom functions switch off.
-        with self.lock, PROCESS_LOCK, torch.inference_mode(False), torch.enable_grad(), unfused(self._settings):
+        with self.lock, PROCESS_LOCK, torch.inference_mode(False), torch.enable_grad(), unfused(self._switches):
             yield
 
     @torch.inference_mode(False)
