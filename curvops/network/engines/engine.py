@@ -351,20 +351,20 @@ class Engines:
         rejected, names = self._rejected, self.model.selection.names
         if calls is None:
             calls = self._record(self.model, self._few, self._owners(rejected))[1]
-        calls = [call for call in calls if not set(call.layer.names.values()) & rejected.keys()]
-        served = {name for call in calls for name in call.layer.names.values()}
+        layers = [call.layer for call in calls if rejected.keys().isdisjoint(call.layer.names.values())]
+        served = {name for layer in layers for name in layer.names.values()}
         others = {name: rejected.get(name, "no layer rule") for name in names if name not in served}
         layerwise = self._choice in ("auto", "layerwise")
         self._served = self._owners(others)
         self.plan = Plan(
             engine=self._choice,
-            layers=tuple(call.layer for call in calls),
+            layers=tuple(layers),
             others=others,
             num_outputs=self._num_outputs,
             itemsize=self.model.theta.element_size(),
             size=self.model.selection.size,
             routes=self._routes_of(names),
-            rest=self._routes_of(tuple(others)) if calls and others and layerwise else None,
+            rest=self._routes_of(tuple(others)) if layers and others and layerwise else None,
             memory_budget=self.memory_budget,
             rates=CPU if self.model.theta.device.type == "cpu" else GPU,
             single=not isinstance(self._few, WholeBatch),

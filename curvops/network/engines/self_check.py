@@ -156,8 +156,7 @@ def proves_itself(engine: Recorded, times: int = 1) -> bool:
 def is_adjoint(push: Push, u: Tensor, v: Blocks, pulled: Blocks, generator: torch.Generator) -> bool:
     """Return whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ for a route to J v, to the accuracy that the model's own rounding allows."""
     pushed = push(v)
-    products = [_inner(value, v[name]) for name, value in pulled.items()]
-    gap, size = (_inner(pushed, u) - torch.stack(products).sum()).abs(), u.norm().double()
+    gap, size = (_inner(pushed, u) - sum(map(_inner, pulled.values(), v.values()))).abs(), u.norm().double()
     if bool(gap <= allowance(pushed) * size):
         return True
     noise = rounding(lambda block: {"": push(block)}, v, {"": pushed}, generator)[""]

@@ -315,9 +315,9 @@ class Model:
         Also return the names of the user's own parameters that it read, or of which it read what was computed before.
         """
         state, self._written = state_of([] if self.module is None else containers_in(self.module)), []
-        theirs: list[tuple[str, Tensor]] = [] if self.module is None else [*self.module.named_parameters()]
-        theirs += [(name, tensor) for name, tensor in self._computed if name in self.selection.names]
-        with TensorUse(theirs) as use:
+        computed = {id(tensor): name for name, tensor in self._computed if name in self.selection.names}
+        theirs = {} if self.module is None else {id(tensor): name for name, tensor in self.module.named_parameters()}
+        with TensorUse(theirs | computed) as use:
             outputs = self._call(self.values, inputs)
         self._written = changed_in(state)
         restore(state)

@@ -10,7 +10,7 @@ import io
 import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -214,11 +214,11 @@ def _script(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
 
 
 class TensorUse(TorchFunctionMode):
-    """A mode that records which functions are called, and the names of given tensors (by identity) that they use."""
+    """A mode that records which functions are called, and the names of tensors, by their identities, that they use."""
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
-        self._names = {id(tensor): name for name, tensor in named}
+        self._names = names
         self.names: set[str] = set()
         self.functions: set[Any] = set()
 

@@ -268,11 +268,12 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
             inputs = move(take(all_inputs, few), theta.device, theta.dtype)
             sample = inputs, None if labels is None else take(labels, few), kind
             break
-    some = [of_rank for of_rank in ([sample] if ranks is None else ranks.gather(sample)) if of_rank is not None]
-    if not some:
+    if ranks is not None:
+        sample = next((of_rank for of_rank in ranks.gather(sample) if of_rank is not None), None)
+    if sample is None:
         whose = "The data are empty: they" if ranks is None else f"the shards of all {ranks.size} ranks"
         raise NoDataError(f"{whose} hold no points. {ACCEPTED}")
-    inputs, targets, kind = some[0]
+    inputs, targets, kind = sample
     return data, move(inputs, theta.device), targets, kind
 
 

@@ -64,5 +64,5 @@ def rule_for(layer: nn.Module) -> Rule | None:
     rule = rule_of(type(layer))
     if rule is None or has_hooks(layer):
         return None
-    parameter_names = {name for name, parameter in layer._parameters.items() if parameter is not None}
-    return rule if parameter_names <= {"weight", "bias"} and rule.supports(layer) else None
+    parameters = dict(layer.named_parameters(recurse=False))
+    return rule if parameters.keys() <= {"weight", "bias"} and rule.supports(layer) else None
