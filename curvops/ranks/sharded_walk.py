@@ -60,7 +60,7 @@ class ShardedWalk(Walk):
         self._rounds, self._most_points = max(batches for batches, _ in counts), max(points for _, points in counts)
         self._own_batches = local_counts[0]
         first = next(iter(shard))
-        self._spare = copy_of(take(first.inputs, slice(0, 1))), first.copy().labels(slice(0, 1))
+        self._spare = copy_of(take(first.inputs, slice(0, 1))), first.labels(torch.zeros(1, dtype=torch.long))
         self._root: OutputFisher | None = None
         self._kept: list[tuple[OutputFisher | None, ShardedJacobian]] = []  # at most one, shared by walks with roots
 

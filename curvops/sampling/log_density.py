@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from curvops.argument_types import (
     Collate,
@@ -31,7 +32,8 @@ from curvops.checks import check_kind, check_like, check_shape, checked_whole, d
 from curvops.errors import NotVectorizedWarning, warn
 from curvops.network import Batch, Model
 from curvops.network.data.batches import Batches, Reading
-from curvops.network.data.inputs import Inputs, aligned_parts, move, move_tensor, parts_of, sizes_of, take
+from curvops.network.data.inputs import BatchParts, Inputs, aligned_parts, move, move_tensor, parts_of, sizes_of, take
+from curvops.network.data.inputs import copy as copy_of
 from curvops.network.data.point_sources import with_collate
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
@@ -197,7 +199,8 @@ class LogPosterior:
         pass for later ones, or none with the engines that `record` made for these weights and this batch.
         """
         likelihood, network, reading = self._reading(weights, batch)
-        data = Batches([batch], reading, hold=True)
+        inputs, *labels = reading.parts(batch)
+        data = Batches([BatchParts(copy_of(inputs), *tree_map_only(Tensor, torch.clone, labels))], reading)
         memory = Budget(self._budget, self.model.theta.device)
         if engines is None:
             engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget)

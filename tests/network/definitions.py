@@ -53,11 +53,9 @@ class Items(Dataset[Any]):
         return self.items[index]
 
 
-def as_batches(
-    data: object, batch_size: int, *reading: Any, weights: bool = False, hold: bool = False, **options: Any
-) -> Batches:
+def as_batches(data: object, batch_size: int, *reading: Any, weights: bool = False, **options: Any) -> Batches:
     """The batches of data in any form, after their first pass; further arguments are those of `Reading`."""
-    return Batches(as_source(data, batch_size, weights), Reading(*reading, weights=weights, **options), hold)
+    return Batches(as_source(data, batch_size, weights), Reading(*reading, weights=weights, **options))
 
 
 def autograd_gradient(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:

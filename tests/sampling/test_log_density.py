@@ -79,6 +79,10 @@ def test_it_is_a_snapshot_and_gives_copies() -> None:
     f.params["2.weight"].zero_()
     assert list(f.params) == ["2.weight", "2.bias"]
     assert torch.equal(before, f(f.params, (X, y)))
+    lin = f.linearize(f.model.theta, (X, y))
+    gradient = lin.gradient()
+    X.zero_()
+    assert torch.equal(gradient, lin.gradient())
 
 
 def test_a_subnetwork_is_one_tensor() -> None:

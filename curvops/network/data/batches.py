@@ -89,11 +89,6 @@ class Batch:
         first = (points.start or 0) if isinstance(points, slice) else 0
         return Batch((), self.any_targets[points], weights, self.start + first, self.labelled)
 
-    def copy(self) -> Batch:
-        """Return a copy of all tensors."""
-        weights = None if self.weights is None else self.weights.clone()
-        return Batch(copy(self.inputs), self.any_targets.clone(), weights, self.start, self.labelled)
-
     def named_labels(self) -> list[tuple[str, Tensor]]:
         """Return the targets and the weights of the data, those that there are, by name."""
         named = [("targets", self.any_targets)] if self.labelled else []
@@ -198,7 +193,6 @@ class Batches:
     there. Iterators share no state, so two threads may iterate at once.
 
     source, reading: a re-iterable of batches, as from `as_source`, and the way in which they are read.
-    hold: keep copies of the batches, from which later passes read instead of the source.
 
     Raises TypeError for data of another form, and ValueError for empty data, lengths that differ, NaN or Inf, negative
     weights, and a third item that was not declared to be weights.
@@ -208,9 +202,8 @@ class Batches:
     start = 0
     """The position of the first point among all points; for a shard, after those of the preceding ranks."""
 
-    def __init__(self, source: Iterable[object], reading: Reading, hold: bool = False) -> None:
+    def __init__(self, source: Iterable[object], reading: Reading) -> None:
         self._source, self._reading = source, reading
-        self._held: list[Batch] = []
         self._forms: list[object] = []
         self._sums = torch.zeros(())
         points, sizes, prints = 0, [], []
@@ -224,8 +217,6 @@ class Batches:
             points += batch.num_points
             if index == 0:
                 self._few, self.labelled = copy(first_of(batch.inputs)), batch.labelled
-            if hold:
-                self._held.append(batch.copy())
         source = source.source if isinstance(source, InputsAlone) else source
         if not sizes:
             kind = type(source.loader if isinstance(source, LoaderPasses) else source).__name__
@@ -345,9 +336,6 @@ class Batches:
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from self._held or self._again()
-
-    def _again(self) -> Iterator[Batch]:
         prints = []
         for index, item in enumerate(self._items()):
             if index == len(self):
@@ -368,7 +356,7 @@ class Batches:
 
     def verify(self) -> None:
         """Compare the data with the first pass, in one pass; raise :class:`DataChangedError` if they differ."""
-        for _ in self._again():
+        for _ in self:
             pass
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:

@@ -262,15 +262,3 @@ def test_changes_in_place_are_noticed(which: int) -> None:
         batches.verify()
     data[which].data[5] = kept
     batches.verify()
-
-
-def test_held_batches_are_copies_whose_data_are_compared_when_they_are_cast() -> None:
-    data = [(X.clone(), Y.clone())]
-    held, known = as_batches(data, 1, hold=True), as_batches(data, 1)
-    assert held.prints == known.prints and held.sizes == known.sizes
-    assert held.to(dtype=torch.float32).prints == known.prints
-    data[0][0][1, 2] += 1
-    (batch,) = held
-    assert torch.equal(batch.inputs, X) and torch.equal(batch.targets, Y)
-    with pytest.raises(DataChangedError):
-        held.to(dtype=torch.float32)
