@@ -27,6 +27,7 @@ from curvops.network.data.inputs import (
     BatchParts,
     Inputs,
     aligned_parts,
+    as_tensors,
     components,
     copy,
     cut,
@@ -42,7 +43,6 @@ from curvops.network.data.inputs import (
     rows_of,
     split_batch,
     take,
-    targets_of,
     unlabelled_source,
 )
 from curvops.network.data.layouts import Layout
@@ -297,7 +297,7 @@ class Batches:
 
         That is so if the data have weights or no labels, or if a batch is one whole.
         """
-        pairs = [(normalise(x), targets_of(y)) for x, y in batches]
+        pairs = [(normalise(x), as_tensors(y)) for x, y in batches]
         if self.weighted or not self.labelled or any(isinstance(x, WholeBatch) for x, _ in pairs):
             return 0
         others = torch.cat([point_prints([*self._reading.read(pair).rows.values()]) for pair in pairs])

@@ -46,22 +46,27 @@ def as_inputs(x: object, device: torch.device | str | None = None, dtype: torch.
 
 def normalise(x: object) -> Inputs:
     """Convert tensors or NumPy arrays to a tensor, tuple or dict of tensors. Raises TypeError for anything else."""
-    if isinstance(x, Tensor | Objects):
+    inputs = x if isinstance(x, Objects) else as_tensors(x)
+    if inputs is None:
+        raise TypeError(
+            "Inputs are a tensor, a non-empty tuple or list of tensors, or a mapping of names to tensors (or NumPy "
+            f"arrays in their place); given {_kind(x)}. {_conversion(x)}"
+        )
+    return inputs
+
+
+def as_tensors(x: object) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor] | None:
+    """Return a tensor, a tuple or a dict of them, for a user's tensors or arrays; None for anything else."""
+    if isinstance(x, Tensor):
         return x
+    if isinstance(x, Mapping):
+        named = {name: tensor_of(value) for name, value in x.items()}
+        return named if named and all(isinstance(value, Tensor) for value in named.values()) else None
     if isinstance(x, (tuple, list)):
-        inputs: object = tuple(map(tensor_of, x))
-    else:
-        inputs = {name: tensor_of(value) for name, value in x.items()} if isinstance(x, Mapping) else tensor_of(x)
-    if isinstance(inputs, Tensor):
-        return inputs
-    if isinstance(inputs, tuple) and inputs and all(isinstance(value, Tensor) for value in inputs):
-        return inputs
-    if isinstance(inputs, dict) and inputs and all(isinstance(value, Tensor) for value in inputs.values()):
-        return inputs
-    raise TypeError(
-        "Inputs are a tensor, a non-empty tuple or list of tensors, or a mapping of names to tensors (or NumPy arrays "
-        f"in their place); given {_kind(x)}. {_conversion(x)}"
-    )
+        values = tuple(map(tensor_of, x))
+        return values if values and all(isinstance(value, Tensor) for value in values) else None
+    only = tensor_of(x)
+    return only if isinstance(only, Tensor) else None
 
 
 def batch_inputs(x: object, targets: Any, whole: bool | None = None) -> Inputs:
@@ -415,7 +420,7 @@ def split_batch(item: object, weights: bool) -> tuple[object, Any, Any]:
         raise TypeError(f"A batch is (inputs, targets); this is a {type(item).__name__}. {hint}")
     if weights and not rest:
         raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
-    y, w = targets_of(targets), targets_of(rest[0]) if rest else None
+    y, w = as_tensors(targets), as_tensors(rest[0]) if rest else None
     if (y is None and targets is not None) or (rest and w is None):
         kinds = type(targets).__name__ + (f", {type(rest[0]).__name__}" if rest else "")
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
@@ -425,19 +430,6 @@ def split_batch(item: object, weights: bool) -> tuple[object, Any, Any]:
 def sizes_of(targets: Any) -> set[int]:
     """Return the leading dimensions of targets, one if all have the same number of points."""
     return {len(tensor) if tensor.ndim else 0 for tensor in tree_leaves(targets)}
-
-
-def targets_of(targets: object) -> Any:
-    """Return targets as a tensor, or several as a mapping or a tuple of tensors; None for anything else."""
-    if isinstance(targets, Tensor):
-        return targets
-    y: Any = tensor_of(targets)
-    if isinstance(y, Mapping):
-        y = {name: tensor_of(value) for name, value in y.items()}
-    elif isinstance(y, (tuple, list)):
-        y = tuple(map(tensor_of, y))
-    values = list(y.values()) if isinstance(y, dict) else y if isinstance(y, tuple) else [y]
-    return y if values and all(isinstance(value, Tensor) for value in values) else None
 
 
 def _is_named(item: Mapping[Any, Any]) -> bool:

@@ -36,6 +36,13 @@ from curvops.summary import summary
 class ByAutograd(Likelihood):
     """A likelihood whose H, C x C per point, is computed in each product; its root costs O(C^3) per point."""
 
+    function: Callable[..., Any]
+
+    @property
+    def identified_by(self) -> Any:
+        """The facts by which a checkpoint tells this apart from others."""
+        return self.function
+
     @property
     def kind(self) -> str:
         return repr(self)
@@ -125,11 +132,6 @@ class FromLoss(ByAutograd):
                 function.__dict__["reduction"] = "none"
         self.function = function
         self._target_shape: torch.Size | None = None
-
-    @property
-    def identified_by(self) -> Any:
-        """The facts by which a checkpoint tells this apart from others."""
-        return self.function
 
     def __repr__(self) -> str:
         return f"FromLoss({_describe(self.function)})"
@@ -272,11 +274,6 @@ class FromDistribution(ByAutograd):
     def __init__(self, function: Callable[[Tensor], Distribution]) -> None:
         self.function = function
         self._constant = False
-
-    @property
-    def identified_by(self) -> Any:
-        """The facts by which a checkpoint tells this apart from others."""
-        return self.function
 
     def __repr__(self) -> str:
         return f"FromDistribution({summary(self.function)})"

@@ -151,12 +151,6 @@ class Poisson(Independent):
 
     form = "counts"
 
-    def __init__(self, missing: str | None = None) -> None:
-        self.missing = checked_missing(missing)
-
-    def __repr__(self) -> str:
-        return "Poisson()" if self.missing is None else f"Poisson(missing={self.missing!r})"
-
     def log_factors(self, f: Outputs, y: Tensor) -> Tensor:
         counts = y.to(f.dtype)
         return counts * f - f.exp() - (counts + 1).lgamma()
@@ -211,12 +205,6 @@ class HeteroscedasticGaussian(Independent):
     """
 
     form = "numbers"
-
-    def __init__(self, missing: str | None = None) -> None:
-        self.missing = checked_missing(missing)
-
-    def __repr__(self) -> str:
-        return f"HeteroscedasticGaussian({'' if self.missing is None else f'missing={self.missing!r}'})"
 
     def log_factors(self, f: Outputs, y: Tensor) -> Tensor:
         z, s = _standardise(f, y)

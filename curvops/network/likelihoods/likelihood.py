@@ -244,6 +244,12 @@ class Independent(Likelihood):
     ``missing="ignore"``, may be NaN: it then has the weight zero.
     """
 
+    def __init__(self, missing: str | None = None) -> None:
+        self.missing = checked_missing(missing)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'' if self.missing is None else f'missing={self.missing!r}'})"
+
     @abstractmethod
     def log_factors(self, f: Outputs, y: Tensor) -> Float[Tensor, "n m"]:
         """Return the log-likelihood of each target."""

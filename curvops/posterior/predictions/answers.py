@@ -28,7 +28,7 @@ from curvops.checks import check_choice, refuse, shown
 from curvops.errors import NotLogitsWarning, warn
 from curvops.linalg import Estimate
 from curvops.metrics import divergences
-from curvops.network.data.inputs import move, num_points, sizes_of, targets_of
+from curvops.network.data.inputs import as_tensors, move, num_points, sizes_of
 from curvops.network.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -75,7 +75,7 @@ def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean
 
 def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
     """Return the targets of test data by position; raise TypeError or ValueError for unsuitable ones."""
-    argument, y = y, targets_of(y)
+    argument, y = y, as_tensors(y)
     if y is None or (isinstance(y, Tensor) and not y.ndim):
         raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(argument)}.")
     device, dtype = lin.theta.device, lin.theta.dtype

@@ -6,7 +6,7 @@ The channels of such a wide convolution are ordered by group, column and channel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -218,11 +218,6 @@ def _spans(layer: _ConvNd) -> tuple[int, ...]:
     )
 
 
-def _steps(layer: _ConvNd) -> Iterable[tuple[int, int, int]]:
-    """Return span, stride and dilation of each dimension."""
-    return zip(_spans(layer), _per_dimension(layer, layer.stride), _per_dimension(layer, layer.dilation))
-
-
 def _of_one(layer: Any) -> tuple[int, ...]:
     """Return the size of the output of a transposed convolution for one pixel."""
     sides = zip(_spans(layer), _padding(layer), _per_dimension(layer, layer.output_padding))
@@ -254,7 +249,8 @@ def _grouped_patches(layer: _ConvNd, inputs: Tensor, ones: bool) -> Tensor:
 def _windows(layer: _ConvNd, a: Tensor) -> Tensor:
     """Return the windows of the kernel in a padded tensor (n, channels, *size), (n, channels, *kernel, *pixels)."""
     dims = len(_kernel(layer))
-    for i, (span, stride, dilation) in enumerate(_steps(layer)):
+    steps = zip(_spans(layer), _per_dimension(layer, layer.stride), _per_dimension(layer, layer.dilation))
+    for i, (span, stride, dilation) in enumerate(steps):
         a = a.unfold(2 + i, span, stride)[..., ::dilation]
     return a.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
 
