@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from copy import copy
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ NO_LAYER = "its layer does not run as a layer"
 WRONG = "the self-check failed"
 
 
-@runtime_checkable
 class Engine(Protocol):
     """J of one batch of n points, by parameter name: the interface of both engines."""
 

@@ -62,7 +62,7 @@ LOOKED_AT = 16
 SCORED = 2**16
 """How many numbers of targets, and of outputs, show whether a function of the user's couples the points of a batch."""
 OWN = (Categorical, BradleyTerry, Gaussian, Bernoulli, Poisson, HeteroscedasticGaussian)
-"""Likelihoods that can score all targets which pass their checks."""
+"""Likelihoods of the package that can score all targets which pass their checks."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,8 +81,8 @@ class FirstPoints:
         cls, model: Model, data: Any, likelihood: Any, weights: bool, collate: Collate | None, ranks: Ranks | None
     ) -> FirstPoints:
         """Try a model and a likelihood on the first points of a user's data; fix the model's layout there."""
-        points, theta = data if collate is None else with_collate(data, collate), model.theta
-        points, few, targets, model.calls.mapping_type = first_points(points, theta, weights, ranks)
+        theta = model.theta
+        points, few, targets, model.calls.mapping_type = first_points(data, theta, weights, collate, ranks)
         interpreted, layout, outputs = likelihood_at(model, few, likelihood, targets)
         return cls(points, few, targets, interpreted.to(theta.device, theta.dtype), layout, outputs)
 
@@ -248,20 +248,25 @@ def reading_for(
     return dataclasses.replace(reading, any_target=likelihood.any_targets(layout.rows(outputs).to(theta.dtype))[0])
 
 
-def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Any, Inputs, Any, type]:
+def first_points(
+    data: Any, theta: Tensor, weights: bool, collate: Collate | None, ranks: Ranks | None = None
+) -> tuple[Any, Inputs, Any, type]:
     """Return the data, the inputs of some points, their targets in the user's form, if any, and the type of mappings.
 
-    The data are those given or, for a DataLoader whose batches are no tensors of points, its single points. These are
-    the first two points, the middle and the last of the first batch (of all data in memory). For a shard they are of
-    the first rank that has points, so that all ranks try the model on the same ones.
+    The data are those given, as points that `collate` joins if there is one; of a DataLoader whose batches are no
+    tensors of points, its single points. The points are the first two, the middle and the last of the first batch (of
+    all data in memory). For a shard they are of the first rank that has points, so that all ranks try the model on the
+    same ones.
     """
+    if collate is not None:
+        data = with_collate(data, collate)
     # Of a Dataset some points are fetched, of tensors in memory all are looked at.
     source, reading = as_source(data, sys.maxsize if holds_all(data) else LOOKED_AT, weights), Reading(weights=weights)
     sample: tuple[Inputs, Any, type] | None = None
     for index, item in enumerate(items(source, theta.device)):
         all_inputs, labels, _ = reading.parts(item, index)
         if isinstance(all_inputs, WholeBatch) and (points := LoaderOfPoints.of(data, weights)) is not None:
-            return first_points(points, theta, weights, ranks)
+            return first_points(points, theta, weights, None, ranks)
         if num_points(all_inputs):
             few = few_of(all_inputs)
             kind = getattr(source, "mapping_type", None) or type(split_batch(item, weights)[0])

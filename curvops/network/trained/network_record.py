@@ -23,22 +23,12 @@ from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, Rea
 from curvops.network.data.inputs import Inputs, as_inputs, batch_inputs, first_of, num_points
 from curvops.network.data.layouts import Layout, NamedLayout, TargetShape, layout_of
 from curvops.network.data.objects import Objects
-from curvops.network.data.point_sources import with_collate
-from curvops.network.likelihoods import (
-    Bernoulli,
-    BradleyTerry,
-    Categorical,
-    FromLoss,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Multitask,
-    Poisson,
-    Sequences,
-)
+from curvops.network.likelihoods import FromLoss, Multitask, Sequences
 from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection, quoted
 from curvops.network.trained.first_points import (
+    OWN,
     at_positions,
     checked_layout,
     first_points,
@@ -49,10 +39,7 @@ from curvops.network.trained.first_points import (
 from curvops.network.trained.trained_network import N, TrainedNetwork
 from curvops.network.walks.budget import Budget
 
-STORED: dict[str, type[Likelihood]] = {
-    kind.__name__: kind
-    for kind in (Bernoulli, BradleyTerry, Categorical, Gaussian, HeteroscedasticGaussian, Multitask, Poisson, Sequences)
-}
+STORED: dict[str, type[Likelihood]] = {kind.__name__: kind for kind in (*OWN, Multitask, Sequences)}
 """Classes that store their constructor's arguments as attributes of the same names."""
 
 
@@ -125,8 +112,8 @@ def recorded_network(
         inputs = Objects((), collate).like(inputs)
     few = targets = None
     if data is not None:
-        points = data if collate is None else with_collate(data, collate)
-        data, points, targets, network.calls.mapping_type = first_points(points, theta, saved["weighted"])
+        read = first_points(data, theta, saved["weighted"], collate)
+        data, points, targets, network.calls.mapping_type = read
         few = first_of(points)
     tried = as_inputs(_tried_points(record, few, inputs), theta.device, theta.dtype)
     layout, outputs = _try_network(network, tried, record)

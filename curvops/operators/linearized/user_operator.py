@@ -120,11 +120,10 @@ class UserOperator(LinearOperator):
         """Return the arguments of a user's call by name, after the checks that all classes share."""
         bound = cls.__signature__.bind(*args, **kwargs)
         source = bound.arguments["lin"]
-        if isinstance(source, ShardedLinearization):
-            require_no_gradient(source.likelihood, cls.__name__)
-            return bound
-        check_kind("lin", source, Linearization, "a linearised network, curvops.linearize(model, data, likelihood)")
-        if not cls.CARRIED:
+        sharded = isinstance(source, ShardedLinearization)
+        if not sharded:
+            check_kind("lin", source, Linearization, "a linearised network, curvops.linearize(model, data, likelihood)")
+        if sharded or not cls.CARRIED:
             require_no_gradient(source.likelihood, cls.__name__)
         return bound
 
