@@ -92,7 +92,7 @@ def linearize() -> Callable[[], Any]:
 
 
 CALLS = {
-    "linearize": (linearize, 31, 268),
+    "linearize": (linearize, 27, 257),
     "G @ v": (product, 13, 48),
     "P.solve(b)": (solve, 25, 169),
     "co.linalg.cg(P, B)": (block_solve, 20, 135),
