@@ -236,6 +236,10 @@ class Likelihood(ABC):
                 setattr(new, name, copied)
         return new
 
+    def snapshot(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
+        """Return the result of `to`, which later changes do not affect, except those of tensors with gradients."""
+        return self.to(device, dtype)
+
 
 class Independent(Likelihood):
     """A likelihood of targets that are independent given the outputs, with H = diag(h) and L = diag(sqrt h).
