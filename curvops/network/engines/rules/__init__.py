@@ -1,6 +1,7 @@
 """The table of layer rules; to add a layer, add a row to `RULES`."""
 
 from fnmatch import fnmatchcase
+from functools import cache
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -51,6 +52,7 @@ RULES: dict[type | str, Rule] = {
 }
 
 
+@cache
 def rule_of(kind: type) -> Rule | None:
     """Return the row of `RULES` for exactly this class, not for a base class; None if there is none."""
     kind = unsharded_class(kind)
