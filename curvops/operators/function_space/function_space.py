@@ -275,7 +275,7 @@ class DualInverse(Inverse):
 
         def walk() -> Iterator[Tensor]:
             for some in jacobian.by_points(max(together, rows // width // together * together), together):
-                with holding(jacobian, some.shape[0] * row), torch.no_grad():
+                with memory.holding(some.shape[0] * row), torch.no_grad():
                     cross = gram_matrix(some, train, precision.detach().double())
                     lifted = torch.einsum("mnc,ncr->nrm", cross.unflatten(1, L.shape[:2]), L).flatten(0, 1)
                     half = torch.linalg.solve_triangular(factor, lifted, upper=False)
