@@ -1,5 +1,6 @@
 """The table of layer rules; to add a layer, add a row to `RULES`."""
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -52,13 +53,15 @@ RULES: dict[type | str, Rule] = {
 }
 
 
-@cache
-def rule_of(kind: type) -> Rule | None:
+def _row_of(kind: type) -> Rule | None:
     """Return the row of `RULES` for exactly this class, not for a base class; None if there is none."""
     kind = unsharded_class(kind)
     name = f"{kind.__module__}.{kind.__qualname__}"
     named = (rule for known, rule in RULES.items() if isinstance(known, str) and fnmatchcase(name, known))
     return RULES.get(kind) or next(named, None)
+
+
+rule_of: Callable[[type], Rule | None] = cache(_row_of)  # each pass asks for the rules of its layers
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
