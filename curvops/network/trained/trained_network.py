@@ -288,7 +288,7 @@ class TrainedNetwork(NetworkOnData):
 
     def root_pieces(
         self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0
-    ) -> Iterator[tuple[int, Iterator[Group]]]:
+    ) -> Iterator[tuple[slice, Iterator[Group]]]:
         """Yield the root pieces of `passes`; the first walk over all data also computes the log-likelihood."""
         results, count = self.results_now(), 0
         unscored = self.data.labelled and "log likelihood" not in results

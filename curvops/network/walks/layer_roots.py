@@ -459,31 +459,35 @@ class JacobianRows(ABC):
     def as_matrix(self, count: int, groups: Iterable[Group]) -> Float[Tensor, "r D"]:
         """Return `count` rows, given by layer, as a matrix; for a subnetwork only its S columns."""
         selection, theta = self.model.selection, self.model.theta
-        positions = selection.positions()
-        rows_by_name: dict[str, list[Tensor]] = {name: [] for name in selection.names}
-        columns: dict[str, Tensor] = {}
+        if selection.index is not None:
+            return put_columns(theta.new_zeros(count, len(theta)), groups, selection.positions())
+        blocks: dict[str, list[Tensor]] = {name: [] for name in selection.names}
         for group in groups:
-            for name, places, rows in _columns(group, positions, selection.index is not None):
-                rows_by_name[name].append(rows.flatten(0, 1))
-                columns[name] = places
-        present = {name: torch.cat(blocks) for name, blocks in rows_by_name.items() if blocks}
-        if selection.index is None:
-            sizes = dict(zip(selection.names, selection.shapes))
-            zeros = (theta.new_zeros(()).expand(count, size.numel()) for size in sizes.values())
-            return torch.cat([present.get(name, zero) for name, zero in zip(sizes, zeros)], 1)
-        total = theta.new_zeros(count, len(theta))
-        if present:
-            index = torch.cat([columns[name] for name in present]).to(theta.device)
-            total = total.index_copy(1, index, torch.cat([*present.values()], 1))
-        return total
+            for name, rows in group.rows().items():
+                blocks[name].append(rows.reshape(group.num_rows, -1))
+        zero = theta.new_zeros(())
+        sizes = zip(blocks.values(), selection.sizes)
+        return torch.cat([torch.cat(some) if some else zero.expand(count, size) for some, size in sizes], 1)
 
 
-def _columns(group: Group, positions: Blocks, some: bool) -> Iterator[tuple[str, Tensor, Float[Tensor, "n r s"]]]:
-    """Yield the group's columns by tensor: their positions in the vector, and the rows there; `some` leaves some out.
+def put_columns(matrix: Float[Tensor, "r S"], groups: Iterable[Group], positions: Blocks) -> Float[Tensor, "r S"]:
+    """Put the rows of some weights into a matrix of zeros, and return it.
+
+    `positions` are the columns of each tensor's entries, negative for an entry that has none.
+    """
+    for group in groups:
+        here = matrix[group.first_row : group.first_row + group.num_rows]
+        for columns, rows in _columns(group, positions):
+            here.index_copy_(1, columns.to(here.device), rows.flatten(0, 1).to(here.dtype))
+    return matrix
+
+
+def _columns(group: Group, positions: Blocks) -> Iterator[tuple[Tensor, Float[Tensor, "n r s"]]]:
+    """Yield some columns of the group's rows, and their positions in the vector.
 
     A few entries of a layer's matrix are computed as products of its two sides, so that no others are formed.
     """
-    matrices = group.matrices() if some else None
+    matrices = group.matrices()
     if matrices is not None and all(right.is_floating_point() for _, right in matrices):
         assert group.layer is not None
         places = group.layer.to_matrix(positions)
@@ -492,12 +496,9 @@ def _columns(group: Group, positions: Blocks, some: bool) -> Iterator[tuple[str,
             device = matrices[0][0].device
             index, first, second = (indices.to(device) for indices in (g, i, j))
             pairs = ((left[:, :, index, :, first], right[:, index, :, second]) for left, right in matrices)
-            rows = torch.stack([(a * b.unsqueeze(2)).sum(-1) for a, b in pairs]).sum(0).movedim(0, -1)
-            yield group.names[0], places[g, i, j], rows
+            yield places[g, i, j], torch.stack([(a * b.unsqueeze(2)).sum(-1) for a, b in pairs]).sum(0).movedim(0, -1)
             return
     for name, rows in group.rows().items():
-        places, flat = positions[name].flatten(), rows.reshape(*rows.shape[:2], -1)
-        if some:
-            inside = (places >= 0).nonzero().squeeze(1)
-            places, flat = places[inside], flat[..., inside.to(flat.device)]
-        yield name, places, flat
+        places = positions[name].flatten()
+        inside = (places >= 0).nonzero().squeeze(1)
+        yield places[inside], rows.reshape(*rows.shape[:2], -1)[..., inside.to(rows.device)]

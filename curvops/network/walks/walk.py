@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
@@ -307,63 +307,53 @@ class Passes(Walk, JacobianRows):
         first: int = 0,
         score: Score | None = None,
         names: Container[str] | None = None,
-    ) -> Iterator[tuple[int, Iterator[Group]]]:
+    ) -> Iterator[tuple[slice, Iterator[Group]]]:
         """Yield rows of a square root of the curvature by layer: one forward pass, and one backward pass per column.
 
-        They come some points at a time, as (number of points in and before the piece, rows). Pieces take about `chunk`
-        bytes (their use takes several times that); those that end at or before point `first` are left out. `apart` is
-        for sums over columns: these may come in several groups, for more points at a time, and a last layer may come
-        with H itself (`Group.hessian`). With `names`, all columns of a point come together, and parameters without
-        layer rules only if they are among the names. `score` is called with the outputs of each piece and its batch.
+        They come some points at a time, as (these points, rows). Pieces take about `chunk` bytes (their use takes
+        several times that); those that end at or before point `first` are left out. `apart` is for sums over columns:
+        these may come in several groups, for more points at a time, and a last layer may come with H itself
+        (`Group.hessian`). With `names`, all columns of a point come together, and parameters without layer rules only
+        if they are among the names. `score` is called with the outputs of each piece and its batch.
         """
-        total, columns = 0, fisher.num_columns(self.engines.plan.num_outputs)
-        with self._steps("rows of the curvature's root", columns) as steps:
+        start, columns = 0, fisher.num_columns(self.engines.plan.num_outputs)
+        of_J = isinstance(fisher, Unit)
+        with self._steps("rows of the Jacobian" if of_J else "rows of the curvature's root", columns) as steps:
             for inputs, batch in self.source:
                 others = [n for n in self.engines.checked_others(inputs) if names is None or n in names]
-                width, most = columns, chunk if names is None else sys.maxsize
+                width, most, held = (columns, chunk, []) if names is None else (columns, sys.maxsize, others)
                 if apart and not others and not self.model.theta.is_cuda:
                     width, most = 1, min(chunk, CACHE_BYTES)
-                for points, subset in self._pieces(inputs, width, chunk):
-                    total += points.stop - points.start
-                    if total > first:
-                        arguments = self.engines, batch.labels(points), subset, fisher, others, most, score
-                        yield total, each_group(*arguments, advance=steps.advance, sums=apart)
+                for some, subset in self._pieces(inputs, width, chunk, held):
+                    points = slice(start + some.start, start + some.stop)
+                    if points.stop > first:
+                        labels = NO_LABELS if of_J else batch.labels(some)
+                        arguments = self.engines, labels, subset, fisher, others, most, score
+                        yield points, each_group(*arguments, advance=steps.advance, sums=apart)
                     else:
-                        steps.advance((points.stop - points.start) * columns)
+                        steps.advance((some.stop - some.start) * columns)
+                start += num_points(inputs)
 
     def jacobian_rows(self, least: int = 0, root: OutputFisher | None = None) -> Iterator[tuple[int, int, list[Group]]]:
         """Yield the rows of J by layer, some points at a time: (first row, how many, groups), all columns of each.
 
         Pieces whose first row is below `least` are left out. With a `root` L they are the rows of Lᵀ J.
         """
-        fisher, last, total = root or Unit(), self.features() if root is None else None, 0
+        fisher, last = root or Unit(), self.features() if root is None else None
         C = fisher.num_columns(self.engines.plan.num_outputs)
-
-        def groups_at(subset: Any, labels: Batch) -> list[Group]:
-            if last is not None:
-                return groups_of(subset, C if self.model.layout is None else self.model.layout.num_outputs)
-            return list(each_group(self.engines, labels, subset, fisher, others, sys.maxsize))
-
-        with self._steps("rows of the Jacobian") as steps:
-            for index, (inputs, batch) in enumerate(self.source):
-                if last is None:
-                    others = self.engines.checked_others(inputs)
-                    pieces = self._pieces(inputs, C, self.chunk_bytes, of_others=True)
-                else:
-                    pieces = self._pieces_of_last(last[index])
-                for points, subset in pieces:
-                    first, count = total + points.start * C, points.stop - points.start
-                    if first >= least:
-                        yield first, count * C, groups_at(subset, batch.labels(points) if root else NO_LABELS)
-                    steps.advance(count)
-                total += num_points(inputs) * C
-
-    def _pieces_of_last(self, features: Features) -> Iterator[tuple[slice, Features]]:
-        """Yield (some points, their inputs of the last layer), as many at a time as fit into a chunk."""
-        step = max(1, self.chunk_bytes // max(1, self.engines.plan.sensitivity_bytes * features.outputs))
-        for start in range(0, len(features.layer_input), step):
-            points = slice(start, min(start + step, len(features.layer_input)))
-            yield points, features.at(points)
+        if last is None:
+            names = self.model.selection.names
+            for points, groups in self.root_pieces(fisher, self.chunk_bytes, first=least // C, names=names):
+                yield points.start * C, (points.stop - points.start) * C, list(groups)
+            return
+        outputs, start = C if self.model.layout is None else self.model.layout.num_outputs, 0
+        for features in last:
+            step = max(1, self.chunk_bytes // max(1, self.engines.plan.sensitivity_bytes * features.outputs))
+            for first in range(0, count := len(features.layer_input), step):
+                if (start + first) * C >= least:
+                    some = features.at(slice(first, first + step))
+                    yield (start + first) * C, len(some.layer_input) * C, groups_of(some, outputs)
+            start += count
 
     def outputs(self) -> Float[Tensor, "n C"]:
         """Return the outputs of all points by one forward pass; for a last layer, J needs no other pass."""
@@ -392,12 +382,13 @@ class Passes(Walk, JacobianRows):
             whole = [features for features in batch_features if features is not None]
             return whole if whole and len(whole) == len(engines) else None
 
-    def _pieces(self, inputs: Any, columns: int, chunk: int, of_others: bool = False) -> Iterator[tuple[slice, Any]]:
-        """Yield (some points, their inputs), as many at a time as fit into a chunk with their graph and columns."""
+    def _pieces(self, inputs: Any, columns: int, chunk: int, others: Collection[str]) -> Iterator[tuple[slice, Any]]:
+        """Yield (some points, their inputs), as many at a time as fit into a chunk with their graph and columns.
+
+        Columns are those of δ, and of the rows of `others`.
+        """
         plan = self.engines.plan
-        a_column = plan.sensitivity_bytes
-        if of_others:
-            a_column += self.model.selection.size_of(tuple(plan.others)) * plan.itemsize
+        a_column = plan.sensitivity_bytes + self.model.selection.size_of(others) * plan.itemsize
         step = max(1, chunk // max(1, a_column * columns + plan.routes.saved_bytes))
         if not self.model.theta.is_cuda:
             step = min(max(min(step, FEW_POINTS), step // SHARE), self.engines.forward_points)

@@ -294,7 +294,7 @@ class SummedWalk:
         walk = self.lin.passes if self.saved else self.lin
         for points, groups in walk.root_pieces(self.fisher, self.chunk, apart, self.points):
             yield from groups
-            self.saved.save(lambda: {"points": points, "chunk": self.chunk, "sums": sums()})  # noqa: B023
+            self.saved.save(lambda: {"points": points.stop, "chunk": self.chunk, "sums": sums()})  # noqa: B023
         self.saved.finish(sums())
 
 

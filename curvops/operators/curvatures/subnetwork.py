@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -35,7 +36,7 @@ from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.contract import COLUMN_BLOCK
 from curvops.linalg.operators.given_matrix import DenseForm, round_with_rest
 from curvops.linalg.solvers.solve import certify_dense
-from curvops.network import Exact, Group, OutputFisher
+from curvops.network import Blocks, Exact, Group, OutputFisher, joined, put_columns
 from curvops.operators.curvatures.ggn import Curvature
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
@@ -169,9 +170,9 @@ def fisher_blocks(
     if by_rows:
         names = {name for k in by_rows for name in places[k]}
         for _, groups in lin.passes.root_pieces(root, lin.passes.chunk_bytes, names=names):
-            together = list(groups)
+            together = joined(groups)
             for k in by_rows:
-                for rows in _rows_in(together, lin, places[k]):
+                for rows in _rows_in(together, lin, places[k], len(parts[k])):
                     add_gram(totals[k], rows.mT, rows.mT, half=True)
     for k in sorted({*range(len(parts))} - {*by_rows}):
         for batch, J in lin.passes.each(len(parts[k])):
@@ -185,36 +186,28 @@ def fisher_blocks(
 
 
 def _rows_in(
-    groups: Sequence[Group], lin: Linearization, places: Mapping[str, tuple[Tensor, Tensor]]
-) -> Iterator[Float[Tensor, "m S"]]:
-    """Yield the selected columns of the rows of LᵀJ in these groups, some points at a time."""
-    size = sum(len(local) for local, _ in places.values())
-    columns, points = (groups[0].num_columns, max(g.start + g.num_points for g in groups)) if groups else (0, 0)
-    reaching = [group for group in groups if places.keys() & set(group.names)]
-    largest = max(lin.model.selection.size_of(group.names) for group in reaching) if reaching else 0
-    step = max(1, lin.passes.chunk_bytes // max(1, 8 * columns * max(size, largest)))
-    for start in range(0, points if reaching else 0, step):
-        block = lin.theta.new_zeros(min(step, points - start), columns, size, dtype=torch.float64)
-        for group in reaching:
-            first = max(start, group.start)
-            rows = group.rows(slice(first - group.start, max(first, start + step) - group.start))
-            for name in places.keys() & rows.keys():
-                local, positions = places[name]
-                columns_of_S = rows[name].flatten(2)[:, :, local]
-                block[first - start : first - start + len(columns_of_S), :, positions] = columns_of_S.double()
-        yield block.flatten(0, 1)
+    groups: Sequence[Group], lin: Linearization, places: Blocks, size: int
+) -> Iterator[Float[Tensor, "m {size}"]]:
+    """Yield the columns of the rows of LᵀJ that `places` puts into S, some points at a time."""
+    shared = [(group, [name for name in group.names if name in places]) for group in groups]
+    reaching = [group.of(names) for group, names in shared if names]
+    if not reaching:
+        return
+    columns, points = reaching[0].num_columns, max(group.start + group.num_points for group in reaching)
+    largest = max(size, *(lin.model.selection.size_of(group.names) for group in reaching))
+    step = max(1, lin.passes.chunk_bytes // max(1, 8 * columns * largest))
+    for start in range(0, points, step):
+        block = lin.theta.new_zeros(min(step, points - start) * columns, size, dtype=torch.float64)
+        some = (replace(group.take(slice(start, start + step)), start=0) for group in reaching)
+        yield put_columns(block, some, places)
 
 
-def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return, by parameter name, which of its entries are selected and the position of each in the selection."""
+def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> Blocks:
+    """Return the position of each entry among the indices, −1 for others, for the tensors that hold some of them."""
     order = torch.full((lin.num_parameters,), -1).index_copy(0, indices.cpu(), torch.arange(len(indices)))
-    places = {}
-    for name, positions in lin.model.selection.positions().items():
-        column = torch.where(positions >= 0, order[positions.clamp_min(0)], -1).flatten()
-        local = (column >= 0).nonzero().squeeze(1)
-        if len(local):
-            places[name] = local.to(indices.device), column[local].to(indices.device)
-    return places
+    positions = lin.model.selection.positions().items()
+    places = {name: torch.where(entries >= 0, order[entries.clamp_min(0)], -1) for name, entries in positions}
+    return {name: entries for name, entries in places.items() if bool((entries >= 0).any())}
 
 
 def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
