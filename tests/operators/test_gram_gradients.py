@@ -1,6 +1,6 @@
 """Gradients of the tangent kernel in its inputs and its prior, against finite differences.
 
-Tests `gram_matrix.py`, `row_products.py` and the blocks and the diagonal in `tangent_kernel.py`.
+Tests `gram_matrix.py`, and the blocks and the diagonal in `tangent_kernel.py`.
 """
 
 from __future__ import annotations
