@@ -15,8 +15,9 @@ be far larger than everything else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,11 +34,12 @@ from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, ScaledForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.given_matrix import DenseForm
-from curvops.network import Group, JacobianRows, Layer, OuterRows
+from curvops.network import Blocks, Group, JacobianRows, Layer, OuterRows
 from curvops.operators.curvatures.ggn import OutputBlocksForm
 from curvops.operators.curvatures.kfac import LayerBlocksForm
 from curvops.operators.curvatures.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
 from curvops.operators.function_space.function_space import DualInverse
+from curvops.operators.function_space.gram_matrix import matrix_of_scales, scales_by_name
 from curvops.operators.linearized.network_operator import Jacobian
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
@@ -258,7 +260,8 @@ def _sum_by_parts(
 
     With a Jacobian w = 0, and no backward pass is taken: products of J with the columns of V give the result.
     """
-    metric, like = Elementwise(walk, parts.weights), walk.model.theta
+    selection, like = walk.model.selection, walk.model.theta
+    metric = Elementwise(selection.unflatten(parts.weights))
     if parts.vectors is None:
         return _sum_over_layers(walk, metric, shape)
     total: Target | None
@@ -266,7 +269,7 @@ def _sum_by_parts(
         total, pushed = like.new_zeros(shape), jacobian._matmul(parts.vectors).mT
     else:
         pushed = like.new_zeros(parts.vectors.shape[1], shape[0] * shape[1])
-        total = _sum_over_layers(walk, metric, shape, walk.model.selection.split(parts.vectors), pushed)
+        total = _sum_over_layers(walk, metric, shape, selection.split(parts.vectors), pushed)
     added = pushed.mT if parts.mixing is None else pushed.mT @ parts.mixing
     roots = [added.unflatten(0, (-1, shape[1]))]
     return None if total is None else _with_products(total, roots, parts.sign, LEAST_LEFT[total.dtype])
@@ -274,11 +277,11 @@ def _sum_by_parts(
 
 def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, ...]) -> Target | None:
     """Return J A⁻¹ Jᵀ less what the training points explain; None if the difference would lose too many digits."""
-    explained, weights = inverse.explained(jacobian, shape[1]), inverse.base.shift.double().reciprocal()
+    explained, prior = inverse.explained(jacobian, shape[1]), inverse.base.shift.double()
     if explained is None:
         return None
-    metric = Elementwise(jacobian.passes, weights.expand(jacobian.shape[-1]))
-    total = _sum_over_layers(jacobian.passes, metric, shape, dtype=weights.dtype)
+    metric = Elementwise(scales_by_name(jacobian.passes, prior))
+    total = _sum_over_layers(jacobian.passes, metric, shape, dtype=prior.dtype)
     least = LEAST_OF_ROWS if jacobian.dtype == torch.float32 else LEAST_LEFT[torch.float64]
     blocks = None if total is None else _with_products(total, explained, -1, least)
     return None if blocks is None else blocks.to(jacobian.dtype)
@@ -297,26 +300,25 @@ def _with_products(total: Target, roots: Iterable[Tensor], sign: int, least: flo
     return blocks if bool((shares > least).all()) else None
 
 
+@dataclass(frozen=True, eq=False)
 class Elementwise(Metric):
-    """A diagonal P⁻¹ = diag(w)."""
+    """A diagonal P⁻¹, by parameter name: 0-d where it is constant, and zero outside a subnetwork."""
 
-    def __init__(self, walk: JacobianRows, weights: Float[Tensor, " D"]) -> None:
-        self.weights = walk.model.selection.unflatten(weights)
+    scales: Mapping[str, Tensor]
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """Add as `Metric.add` does; entries outside a subnetwork have weight zero."""
         matrices = group.matrices()
         if matrices is not None:
             assert group.layer is not None
-            _add(target, matrices, LayerMetric(group.layer.to_matrix(self.weights)), most_bytes)
+            _add(target, matrices, LayerMetric(matrix_of_scales(group.layer, self.scales)), most_bytes)
             return True
-        weights = torch.cat([self.weights[name].flatten() for name in group.names])
         for block, rows in _rows(target, group, most_bytes):
-            _add_products(block, rows * weights, rows)
+            weighted = {name: row * self.scales[name] for name, row in rows.items()}
+            _add_products(block, _side_by_side(weighted, group.names), _side_by_side(rows, group.names))
         return True
 
     def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
-        _add_last(target, LayerMetric(layer.to_matrix(self.weights)), inputs)
+        _add_last(target, LayerMetric(matrix_of_scales(layer, self.scales)), inputs)
         return True
 
 
@@ -350,7 +352,7 @@ class InLayerBlocks(Metric):
         if order is None or form is None:
             return False
         for target_block, rows in _rows(target, group, most_bytes):
-            block = rows[..., order.to(rows.device)]
+            block = _side_by_side(rows, group.names)[..., order.to(target.device)]
             _add_products(target_block, form.solve(block.flatten(0, 1).mT).mT.reshape(block.shape), block)
         return True
 
@@ -484,14 +486,18 @@ def _add_rows(
         target.unflatten(0, (n, blocks))[points] += products.unflatten(0, (-1, roots.shape[0], blocks)).sum(1)
 
 
-def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Target, Float[Tensor, "n R p"]]]:
-    """Yield the group's rows, a few points at a time and all tensors together, with their part of the target."""
+def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Target, Blocks]]:
+    """Yield the group's rows by name, a few points at a time, with their part of the target."""
     start = 0
     for rows in group.pieces(most_bytes, together=max(1, target.shape[1] // group.num_columns)):
-        flat = torch.cat([rows[name].reshape(*rows[name].shape[:2], -1) for name in group.names], 2)  # some are 0-d
-        count = flat.shape[0] * flat.shape[1] // target.shape[1]
-        yield target[start : start + count], flat
+        count = next(iter(rows.values())).shape[:2].numel() // target.shape[1]
+        yield target[start : start + count], rows
         start += count
+
+
+def _side_by_side(rows: Blocks, names: Sequence[str]) -> Float[Tensor, "n R p"]:
+    """Return the rows of these tensors, some of which may be 0-d, next to one another."""
+    return torch.cat([rows[name].reshape(*rows[name].shape[:2], -1) for name in names], 2)
 
 
 def _add_products(target: Target, one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"], alpha: int = 1) -> None:
