@@ -16,7 +16,7 @@ from curvops.checkpoint import current, digest
 from curvops.errors import NoFactorsWarning, warn
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
-from curvops.linalg.core.structure import mirror
+from curvops.linalg.core.structure import LEAST_HALVED, add_gram, mirror
 from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
 from curvops.linalg.operators.kronecker_factors import Details
@@ -30,12 +30,8 @@ FactorPair = tuple[Tensor, Tensor]
 MaskedInput = tuple[Tensor, Tensor | None]
 PARTS = {"weight": slice(None, -1), "bias": slice(-1, None)}
 """The columns of a layer's matrix that belong to its weight and to its bias."""
-# From this size on, a wide symmetric product is computed from blocks on and above its diagonal, in 6/10 of the time.
-LEAST_SYMMETRIC = 320
 MOST_EXACT = 513
 """The most columns, 512 inputs and a bias, whose outer products are summed in float64: for 1,025 it doubles a build."""
-ROWS_A_SUM = 2048
-"""How many rows are summed at a time in single precision: few enough to lose little."""
 
 
 @dataclass(eq=False)
@@ -147,26 +143,12 @@ def _rows(side: Float[Tensor, "*m g t p"]) -> Float[Tensor, "g m p"]:
 
 
 def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"]) -> None:
-    """Add rowsᵀ rows to total on and above the diagonal, in halves unless they are too small."""
-    p = rows.shape[-1]
-    if p < LEAST_SYMMETRIC:
-        total.copy_(_outer_sum(rows).add_(total))
+    """Add rowsᵀ rows to total, at least on and above the diagonal."""
+    if rows.shape[-1] <= LEAST_HALVED:
+        total.baddbmm_(rows.mT, rows)
         return
-    half = p // 2
-    _add_upper(total[:, :half, :half], rows[..., :half])
-    for group_total, group in zip(total, rows):
-        group_total[:half, half:].addmm_(group[:, :half].mT, group[:, half:])
-    _add_upper(total[:, half:, half:], rows[..., half:])
-
-
-def _outer_sum(rows: Float[Tensor, "g m p"]) -> Float[Tensor, "g p p"]:
-    """Return rowsᵀ rows; for single precision in float64, from sums over few rows."""
-    if rows.dtype == torch.float64:
-        return rows.mT @ rows
-    total = rows.new_zeros(len(rows), rows.shape[-1], rows.shape[-1], dtype=torch.float64)
-    for piece in rows.split(ROWS_A_SUM, 1):
-        total += piece.mT @ piece
-    return total
+    for group_total, group in zip(total, rows.mT):
+        add_gram(group_total, group, group, half=True)
 
 
 class KroneckerBlock(NamedTuple):
