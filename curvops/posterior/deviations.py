@@ -70,7 +70,7 @@ class Noise:
         """Make new noise for the posteriors of a linearisation."""
         seed = drawn_seed(generator)
         lin.passes.agree({SEED: seed})
-        return cls(seed, count, len(lin.theta), lin.num_data, lin.data.prints.order)
+        return cls(seed, count, len(lin.theta), lin.data.num_data, lin.data.prints.order)
 
     def require_of(self, lin: Linearization, k: int) -> None:
         """Raise ValueError if the noise belongs to another problem, or to fewer draws."""

@@ -212,6 +212,11 @@ class Group:
             yield self.rows(slice(start, start + step))
 
 
+def side_by_side(rows: Blocks, names: Sequence[str]) -> Float[Tensor, "n r p"]:
+    """Return the rows of these tensors, some of which may be 0-d, next to one another."""
+    return torch.cat([rows[name].reshape(*rows[name].shape[:2], -1) for name in names], 2)
+
+
 def _alike(groups: Sequence[Group]) -> Sequence[Group]:
     """Return rows of one layer with equal sizes: tables of ragged rows of one width, or else the rows themselves."""
     if len({len(group.parts) for group in groups}) == 1:

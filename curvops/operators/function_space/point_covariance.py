@@ -15,7 +15,7 @@ be far larger than everything else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,7 +34,7 @@ from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, ScaledForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.given_matrix import DenseForm
-from curvops.network import Blocks, Group, JacobianRows, Layer, OuterRows
+from curvops.network import Blocks, Group, JacobianRows, Layer, OuterRows, side_by_side
 from curvops.operators.curvatures.ggn import OutputBlocksForm
 from curvops.operators.curvatures.kfac import LayerBlocksForm
 from curvops.operators.curvatures.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
@@ -314,7 +314,7 @@ class Elementwise(Metric):
             return True
         for block, rows in _rows(target, group, most_bytes):
             weighted = {name: row * self.scales[name] for name, row in rows.items()}
-            _add_products(block, _side_by_side(weighted, group.names), _side_by_side(rows, group.names))
+            _add_products(block, side_by_side(weighted, group.names), side_by_side(rows, group.names))
         return True
 
     def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
@@ -352,7 +352,7 @@ class InLayerBlocks(Metric):
         if order is None or form is None:
             return False
         for target_block, rows in _rows(target, group, most_bytes):
-            block = _side_by_side(rows, group.names)[..., order.to(target.device)]
+            block = side_by_side(rows, group.names)[..., order.to(target.device)]
             _add_products(target_block, form.solve(block.flatten(0, 1).mT).mT.reshape(block.shape), block)
         return True
 
@@ -493,11 +493,6 @@ def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Targe
         count = next(iter(rows.values())).shape[:2].numel() // target.shape[1]
         yield target[start : start + count], rows
         start += count
-
-
-def _side_by_side(rows: Blocks, names: Sequence[str]) -> Float[Tensor, "n R p"]:
-    """Return the rows of these tensors, some of which may be 0-d, next to one another."""
-    return torch.cat([rows[name].reshape(*rows[name].shape[:2], -1) for name in names], 2)
 
 
 def _add_products(target: Target, one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"], alpha: int = 1) -> None:
