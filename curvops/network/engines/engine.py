@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from copy import copy
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -132,7 +131,7 @@ class Engines:
             if not self.plan.layers:
                 with torch.no_grad():
                     return self.model(self.model.values, inputs), [], set()
-            (outputs, calls, misfits), wrong = self._record_checked(inputs, partial(self._wrong_in, inputs), graph)
+            (outputs, calls, misfits), wrong = self._record_checked(inputs, graph)
             return outputs, calls, misfits | wrong
 
     def _record(
@@ -142,18 +141,18 @@ class Engines:
         return record(model, inputs, owners, graph, self.ragged if ragged is None else ragged, self._shared)
 
     def _record_checked(
-        self, inputs: Any, check: Callable[[Recording], Set[str]], graph: bool = False
+        self, inputs: Any, graph: bool = False, whole: bool | None = None
     ) -> tuple[Recording, Set[str]]:
-        """Return a pass and the parameters whose layers are wrong in it by a check.
+        """Return a pass and the parameters whose layers are wrong in it, as `_wrong_in` finds them.
 
         The rows of a layer may be as many as the points by chance, with two of one point and none of another: a layer
         that is wrong with a row for each point in their order may be right with the point of each row.
         """
         recording = self._record(self.model, inputs, self._served, graph)
-        wrong = check(recording)
+        wrong = self._wrong_in(inputs, recording, whole)
         if not recording[2] and not wrong <= self.ragged:
             again = self._record(self.model, inputs, self._served, graph, self.ragged | wrong)
-            if not check(again):
+            if not self._wrong_in(inputs, again, whole):
                 recording, wrong = again, frozenset()
         self.ragged |= {name for call in recording[1] if call.rows for name in call.layer.names.values()}
         return recording, wrong
@@ -277,7 +276,7 @@ class Engines:
         """Return the parameters whose layers are wrong at some points, and why; note the paths that are right."""
         for few in parts:
             ragged = self.ragged
-            recording, wrong = self._record_checked(few, partial(self._wrong_in, few, whole=whole))
+            recording, wrong = self._record_checked(few, whole=whole)
             if wrong:
                 return wrong, NO_LAYER if recording[2] else WRONG
             if ragged != self.ragged:
