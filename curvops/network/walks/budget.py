@@ -41,7 +41,6 @@ class Budget:
         self._lock = threading.RLock()
         self._held = self._kept = 0
         self._caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        """The caches that still exist, in the order in which they came."""
 
     @classmethod
     def of(cls, nbytes: int | None, device: torch.device, ranks: Ranks | None = None) -> Budget:
@@ -61,11 +60,16 @@ class Budget:
         with self._lock:
             self._caches[id(cache)] = cache
 
+    def _living(self) -> list[Any]:
+        """Return the caches that still exist, in the order in which they came."""
+        with self._lock:  # a cache that another thread registers would end the iteration
+            return list(self._caches.values())
+
     @property
     def for_engines(self) -> int:
         """The bytes that further engines may take now; negative if vectors have taken bytes from engines."""
         left = self.budget - self._held - self._kept
-        for cache in self._caches.values():
+        for cache in self._living():
             left -= cache.kept_bytes
         return left
 
@@ -75,7 +79,7 @@ class Budget:
         if self.of_ranks is not None:
             return most - half
         wanted = 0
-        for cache in self._caches.values():
+        for cache in self._living():
             wanted += max(cache.kept_bytes, cache.wanted_bytes)
         return most - self._kept - min(half, wanted)
 
@@ -97,7 +101,7 @@ class Budget:
         with self._lock:
             self._held, self._kept = self._held + held_bytes, self._kept + kept_bytes
         if held_bytes + kept_bytes > 0 and self.for_engines < 0:
-            for cache in self._caches.values():
+            for cache in self._living():
                 if (lacking := -self.for_engines) > 0:
                     cache.shrink(max(0, cache.kept_bytes - lacking))
 
