@@ -1,19 +1,17 @@
 """Work in several threads, and a number of threads of torch for a while."""
 
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
-def run_in_threads(*works: Callable[[], object]) -> None:
-    """Run these side by side, each in a thread of its own, to their ends."""
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def run_in_threads(*works: Callable[[], object]) -> list[Any]:
+    """Run these side by side in threads, to their ends, and return their results; raise what one of them raised."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [run.result() for run in [pool.submit(work) for work in works]]
 
 
 @contextmanager

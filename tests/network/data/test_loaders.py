@@ -156,9 +156,7 @@ def test_passes_within_passes_and_in_two_threads_have_workers_of_their_own(tmp_p
     batches = as_batches(DataLoader(memory_mapped(tmp_path), 8, num_workers=1, persistent_workers=True), 1)
     pairs = [(a.start + i, b.num_points) for i, a in enumerate(batches) for b in batches]
     assert len(pairs) == len(batches) ** 2
-    seen: list[int] = []
-    run_in_threads(*[lambda: seen.append(sum(b.num_points for b in batches))] * 3)
-    assert seen == [N] * 3
+    assert run_in_threads(*[lambda: sum(b.num_points for b in batches)] * 3) == [N] * 3
     next(iter(batches))  # a pass that is given up
     batches.verify()
     pickle.loads(pickle.dumps(batches)).verify()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from tests.network.products import require_curvature, softmax_hessian
+from tests.threads import run_in_threads
 from tests.zoo import dense_jacobian
 
 
@@ -110,21 +111,8 @@ def test_the_users_module_is_not_touched() -> None:
 def test_linearisations_differentiate_in_threads_of_their_own() -> None:
     """How deep dual numbers are nested is known to the process alone: products of two linearisations met in it."""
     lins = [co.linearize(network(), (X, Y), "classification", engine="streamed") for _ in range(2)]
-    v, failed = torch.randn(lins[0].num_parameters).double(), []
-
-    def multiply(lin: co.operators.Linearization) -> None:
-        try:
-            for _ in range(20):
-                _ = co.GGN(lin) @ v
-        except Exception as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=multiply, args=(lin,)) for lin in lins]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failed and not any(thread.is_alive() for thread in threads)
+    v = torch.randn(lins[0].num_parameters).double()
+    run_in_threads(*(lambda lin=lin: [co.GGN(lin) @ v for _ in range(20)] for lin in lins))  # type: ignore[misc]
 
 
 def test_what_cannot_be_copied_is_shared_and_the_rest_is_as_it_was() -> None:

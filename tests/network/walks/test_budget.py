@@ -68,6 +68,17 @@ def test_what_is_kept_counts_as_long_as_its_owner_lives():
     assert memory.room() == 100 * MIB
 
 
+def test_a_cache_may_come_while_bytes_are_counted():
+    """As from another thread, which predicts under the same posterior."""
+    memory, coming = fresh(100 * MIB), Cache(0, 0)
+
+    class Beside(Cache):
+        wanted_bytes = property(lambda _: memory.register(coming) or 0, lambda _, wanted: None)
+
+    memory.register(beside := Beside(0, 0))
+    assert memory.room() == 100 * MIB and beside.kept_bytes == 0
+
+
 def test_a_small_budget_leaves_room_for_small_vectors():
     assert fresh(0).room() == SMALL_BYTES and fresh(0).for_engines == 0
 
