@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import components, in_pieces, map_inputs, normalise, num_points, take
-from curvops.network.data.objects import Objects
+from curvops.network.data.objects import Objects, WholeBatch
 from curvops.network.engines.replay import EagerMode, Recorder, Replay, all_of, bytes_beside
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
@@ -309,6 +309,16 @@ def point_rows(
     each, once a pass of several has failed.
     """
     start, total, width = 0, num_points(inputs), 1 if outputs is None else max(1, together // max(1, len(cotangents)))
+    if isinstance(inputs, WholeBatch):  # such as the nodes of a graph, of which none runs alone
+        with model.lock:
+            whole = record_graph(model, inputs, names)
+        for n in range(total):
+            alone = torch.zeros_like(cotangents)
+            alone[:, n] = cotangents[:, n]
+            with model.lock:
+                rows = whole.pull(alone, keep=n + 1 < total, together=together, graph=graph)
+            yield rows
+        return
     while start < total:
         points = slice(start, min(total, start + width))
         some, U = take(inputs, points), cotangents[:, points]

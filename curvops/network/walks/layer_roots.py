@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -409,11 +410,11 @@ def _others(
     size = sum(model.values[name].numel() for name in names) * len(cotangents) * cotangents.element_size()
     step, total = max(1, chunk // max(1, size)), num_points(inputs)
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    together = min(engines.plan.together, step * len(cotangents))
+    each = point_rows(model, inputs, names, cotangents, together, outputs=outputs)
     for start in range(0, total, step):
-        points = slice(start, min(total, start + step))
-        some = take(inputs, points)
-        each = [*point_rows(model, some, names, cotangents[:, points], engines.plan.together, outputs=outputs[points])]
-        rows = {name: torch.stack([point[name] for point in each]) for name in names}
+        some = [*islice(each, step)]
+        rows = {name: torch.stack([point[name] for point in some]) for name in names}
         for owner in owners:
             owner_rows = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}
             yield Group(tuple(owner_rows), (), first, owner_rows, start)

@@ -304,6 +304,29 @@ def test_weights_of_points(pooled):
         close(co.GGN(other) @ vectors(other), co.GGN(reference) @ vectors(other))
 
 
+class Mixed(Pooled):
+    """A point for each row, whose outputs depend on the other rows of its batch, as those of a graph's nodes do."""
+
+    def forward(self, rows, owner, count):
+        hidden = torch.tanh(self.rows(rows))
+        return self.net(hidden + 0.5 * hidden.roll(1, 0) * hidden.sum(0))
+
+
+def test_points_that_only_run_together():
+    model, batches = Mixed(ragged=True).double(), [parts_of_points(data()[0][cut]) for cut in CUTS]
+    outputs = [model(*batch) for batch in batches]
+    lin = co.linearize(model, [(batch, f.detach() - 1) for batch, f in zip(batches, outputs)], noise())
+    J = [
+        torch.cat([p.flatten() for p in torch.autograd.grad(row, [*model.parameters()], retain_graph=True)])
+        for row in torch.cat(outputs).flatten()
+    ]
+    J = torch.stack(J).view(18, 2, -1)
+    P = torch.einsum("ncd,nce->de", J, J) / 0.3 + 2 * torch.eye(J.shape[-1], dtype=torch.float64)
+    close(co.DiagonalGGN(lin).entries, P.diagonal() - 2)
+    post = co.laplace(lin, co.GGN, 2.0, check_mode=False)
+    close(post.predict(batches[0]).covariance_matrix, J[:6] @ torch.linalg.solve(P, J[:6].mT))
+
+
 def test_a_batch_that_only_the_model_can_read_says_what_it_needs():
     rows, y = data()
     lin = of_form("batches", Pooled(ragged=True).double(), rows, y)
