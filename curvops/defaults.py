@@ -28,7 +28,7 @@ from curvops.operators import GGN, KFAC, DiagonalGGN, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior import Laplace
 from curvops.posterior.gaussians.laplace import make_laplace
-from curvops.posterior.gaussians.updating import checked_posterior, tell_choice, warn_of_noise
+from curvops.posterior.gaussians.updating import checked_posterior, tell_choice, warn_of_noise, warn_of_other_noise
 from curvops.posterior.predictions.answers import NAMED
 from curvops.posterior.terms import CurvatureCache, check_linearization
 
@@ -86,7 +86,7 @@ def laplace(
             weights are none (`log_evidence`, `evidence.maximize`, `evidence.grid`, at mode="map"). Likewise whether a
             given Gaussian noise is compared with the mean squared residual of the training data, at the cost of one
             forward pass, with a `NoiseWarning` if one is more than three times the other, and not by the chance of few
-            points. Without labels, nothing is checked.
+            points; and a noise that is estimated with that of an earlier posterior. Without labels, nothing is checked.
         validation: held-out data, (X, y), a Dataset, a DataLoader or batches, as in `co.evidence.validate`: they choose
             the prior precision, whatever training did, as the one under which they are most likely. Some hundred
             points are enough; training points, or points of one class alone, draw an `UndeterminedWarning`.
@@ -124,10 +124,13 @@ def laplace(
     chosen = default if curvature is None else curvature
     start = 1.0 if prior_precision is None else prior_precision
     post = make_laplace(lin, chosen, start, prior_mean, temperature)
+    post.cache.checks_mode = check_mode
     if prior_precision is None:
         post = choose_prior(post, validation)
     if check_mode:
         warn_of_noise(lin)
+    if check_mode and isinstance(prior_precision, Laplace):
+        warn_of_other_noise(prior_precision, post.lin)
     return checked_posterior(post, check_mode)
 
 

@@ -261,6 +261,8 @@ def test_regression_far_from_a_mode_takes_the_evidence_of_the_linear_model_witho
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "by the evidence, noise" in repr(co.laplace(unknown)) and "(estimated)" in repr(co.laplace(unknown))
+        of_loss = co.linearize(lin.model.module, (X, X[:, :2].sin()), nn.SmoothL1Loss())
+        assert "by the evidence" in repr(co.laplace(of_loss, check_mode=False))
 
 
 @pytest.mark.parametrize("unit", [1e4, 1e-4])

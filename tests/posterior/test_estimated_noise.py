@@ -198,6 +198,15 @@ def test_a_noise_that_is_near_estimated_learned_or_left_unchecked_does_not_warn(
         co.laplace(co.linearize(model, few, GAUSSIAN(noise=5.0)), co.GGN, 1.0)
 
 
+def test_a_noise_of_further_data_that_is_far_from_the_earlier_one_warns():
+    (x, y), model = data(), network()
+    post = co.laplace(co.linearize(model, (x, y), "regression"), co.GGN, 1.0)
+    further = co.linearize(model, (x[:2], model(x[:2]).detach() + 1e-3), "regression")
+    for after in (post.update, functools.partial(co.laplace, prior_precision=post)):
+        with pytest.warns(NoiseWarning, match="these 2 points alone is .*earlier posterior has"):
+            assert after(further, co.GGN).observation_noise < post.observation_noise / 3
+
+
 def test_it_is_saved_with_its_value(tmp_path):
     (x, y), model = data(outputs=3), network(3)
     post = co.laplace(co.linearize(model, (x, y), GAUSSIAN(noise="per_output")), co.KFAC, 1.0, check_mode=False)

@@ -366,11 +366,13 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         if bool(slopes.any()):
             return
     why = "the gradient of log p is zero for every target drawn at the first points. The GGN, the Fishers and KFAC"
+    cure = "or a loss that is curved"
     if of_loss:
         why = "it is linear in the outputs at the first points. The GGN and KFAC"
+        cure = "a loss that is curved, or, if outputs are log densities, co.laplace(lin, 'empirical_fisher')"
     warn(
         f"{likelihood} has no curvature: {why} will be zero, and the posterior is the prior. Use a likelihood that "
-        "changes with the outputs, or a loss that is curved.",
+        f"changes with the outputs, {cure}.",
         NoCurvatureWarning,
     )
 

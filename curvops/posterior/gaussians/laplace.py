@@ -39,6 +39,7 @@ from curvops.posterior.gaussians.updating import (
     checked_posterior,
     replace_noise,
     require_equal_on_ranks,
+    warn_of_other_noise,
     with_left_out_noise,
 )
 from curvops.posterior.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
@@ -453,7 +454,8 @@ class Laplace(GaussianWeights):
         For a model that is linear in its weights the result is the posterior of all data at once.
 
         Args:
-            lin: the network, linearised at its new weights on the new data, with the same parameters selected.
+            lin: the network, linearised at its new weights on the new data, with the same parameters selected. A noise
+                that it estimates is that of the new data alone: for few, pass Gaussian(noise=post.observation_noise).
             curvature: a name, an operator class or an operator, as in `co.laplace`; None builds it as this
                 posterior's was built, with the same options.
             rank: the rank of a low-rank form; None lets it grow to an error of 1 %. A rank alone implies
@@ -473,7 +475,10 @@ class Laplace(GaussianWeights):
             ValueError: this posterior already contains the data, other parameters are selected, no curvature is given
                 and this one does not record how it was built, or the form does not exist or does not fit.
         """
-        return checked_posterior(add_data(self, lin, curvature, rank, generator, form), check_mode)
+        after = add_data(self, lin, curvature, rank, generator, form)
+        if check_mode:
+            warn_of_other_noise(self, after.lin)
+        return checked_posterior(after, check_mode)
 
 
 def make_laplace(
