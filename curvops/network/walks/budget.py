@@ -40,7 +40,8 @@ class Budget:
         self.budget, self.device, self.of_ranks = budget, device, of_ranks
         self._lock = threading.RLock()
         self._held = self._kept = 0
-        self._caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._caches: list[weakref.ref[Any]] = []
+        """The caches, which may exist no longer, in the order in which they came."""
 
     @classmethod
     def of(cls, nbytes: int | None, device: torch.device, ranks: Ranks | None = None) -> Budget:
@@ -58,19 +59,16 @@ class Budget:
     def register(self, cache: Any) -> None:
         """Count the bytes that a walk keeps."""
         with self._lock:
-            self._caches[id(cache)] = cache
-
-    def _living(self) -> list[Any]:
-        """Return the caches that still exist, in the order in which they came."""
-        with self._lock:  # a cache that another thread registers would end the iteration
-            return list(self._caches.values())
+            others = [ref for ref in self._caches if ref() is not None and ref() is not cache]
+            self._caches = [*others, weakref.ref(cache)]  # a new list: another thread may be counting the old one
 
     @property
     def for_engines(self) -> int:
         """The bytes that further engines may take now; negative if vectors have taken bytes from engines."""
         left = self.budget - self._held - self._kept
-        for cache in self._living():
-            left -= cache.kept_bytes
+        for ref in self._caches:
+            if (cache := ref()) is not None:
+                left -= cache.kept_bytes
         return left
 
     def room(self) -> int:
@@ -79,8 +77,9 @@ class Budget:
         if self.of_ranks is not None:
             return most - half
         wanted = 0
-        for cache in self._living():
-            wanted += max(cache.kept_bytes, cache.wanted_bytes)
+        for ref in self._caches:
+            if (cache := ref()) is not None:
+                wanted += max(cache.kept_bytes, cache.wanted_bytes)
         return most - self._kept - min(half, wanted)
 
     @contextmanager
@@ -101,8 +100,8 @@ class Budget:
         with self._lock:
             self._held, self._kept = self._held + held_bytes, self._kept + kept_bytes
         if held_bytes + kept_bytes > 0 and self.for_engines < 0:
-            for cache in self._living():
-                if (lacking := -self.for_engines) > 0:
+            for ref in self._caches:
+                if (cache := ref()) is not None and (lacking := -self.for_engines) > 0:
                     cache.shrink(max(0, cache.kept_bytes - lacking))
 
 
