@@ -181,7 +181,7 @@ def warn_of_other_noise(earlier: Any, lin: Linearization) -> None:
     """Warn with `NoiseWarning` if a noise estimated from further data is far from the earlier posterior's."""
     noises = earlier.lin.likelihood.single_noise, lin.likelihood.single_noise
     before, now = (math.nan if noise is None else float(noise) for noise in noises)
-    if needs_noise(lin.likelihood) and (now > FAR_NOISE * before or FAR_NOISE * now < before):
+    if lin.likelihood.needs_noise and (now > FAR_NOISE * before or FAR_NOISE * now < before):
         warn(
             f"the noise estimated from these {lin.num_data:,} points alone is {now:.3g}, where the earlier posterior "
             f"has {before:.3g}; the new posterior has the former. Few points say little about a noise: to keep the "
