@@ -78,12 +78,12 @@ class OnShards(UnaryOperator):
     def _matmul(self, rhs: Tensor) -> Tensor:
         if isinstance(self.base, Operator) or not isinstance(rhs, Sharded):
             return self.base._matmul(rhs)
-        return rhs.multiplied(product(self.base), layout=self._kwargs["row_layout"])
+        return rhs.multiplied(product(self.base), self._kwargs["row_layout"])
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         if isinstance(self.base, Operator) or not isinstance(rhs, Sharded):
             return self.base._t_matmul(rhs)
-        return rhs.multiplied(transposed_product(self.base), layout=self._kwargs["column_layout"])
+        return rhs.multiplied(transposed_product(self.base), self._kwargs["column_layout"])
 
     def _diagonal(self) -> Tensor:
         return self.base._diagonal()

@@ -18,7 +18,6 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.ambient import SMALL_BYTES
 from curvops.linalg import Diagonal
 from curvops.network import Passes
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
@@ -43,28 +42,6 @@ def layout_of_points(passes: Passes, beside: RowLayout) -> RowLayout:
     return RowLayout(
         beside.ranks, tuple(count * passes.engines.plan.num_outputs for count in shard.counts), beside.mesh
     )
-
-
-def by_panels(
-    block: Sharded,
-    layout: RowLayout,
-    length: int,
-    multiply: Callable[[Float[Tensor, "own w"]], Float[Tensor, "rows w"]],
-) -> Sharded:
-    """Return this rank's rows of a product, computed from its rows of some columns at a time.
-
-    `length` is the length of the longest vectors that are gathered whole for each column; together they stay as small
-    as in `Sharded.multiplied`.
-    """
-    if block.ndim == 1:
-        return by_panels(block.unsqueeze(1), layout, length, multiply).squeeze(1)
-    ranks, K = layout.ranks, block.shape[1]
-    result = Sharded(block.local.new_empty(K, layout.counts[ranks.rank]).mT, layout)
-    width = max(1, -(-K // ranks.size), SMALL_BYTES // (length * block.dtype.itemsize))
-    for start in range(0, K, width):
-        panel = slice(start, start + width)
-        result.local[:, panel] = multiply(block.local[:, panel])
-    return result
 
 
 def push_own(passes: Passes, block: Float[Tensor, "D K"]) -> Float[Tensor, "own K"]:
@@ -96,22 +73,21 @@ def _(J: Jacobian, block: Sharded) -> Sharded:
     """Multiply for a rank's own points, with some columns gathered."""
     passes = J.passes
     if passes.shard is None:
-        return block.multiplied(J._product)
+        return block.multiplied(J._product, block.rows.beside(J.shape[-2]))
     points = layout_of_points(passes, block.rows)
-    point_rows = by_panels(block, points, block.shape[0], lambda V: push_own(passes, block.like(V).whole()))
+    point_rows = block.by_panels(lambda V: push_own(passes, V.whole()), points, block.shape[0])
     return point_rows.moved(block.rows.beside(points.length))
 
 
 @transposed_times_block.register
 def _(J: Jacobian, block: Sharded) -> Sharded:
     """Add up the products of the ranks' own points: one reduce-scatter for some columns."""
-    passes = J.passes
+    passes, weights, ranks = J.passes, block.rows.beside(len(J.theta)), block.rows.ranks
     if passes.shard is None:
-        return block.multiplied(J._transposed_product)
-    weights, ranks = block.rows.beside(len(J.theta)), block.rows.ranks
+        return block.multiplied(J._transposed_product, weights)
     point_rows = block.moved(layout_of_points(passes, block.rows))
-    return by_panels(
-        point_rows, weights, weights.length, lambda U: ranks.scatter_rows(pull_own(passes, U), weights.counts)
+    return point_rows.by_panels(
+        lambda U: ranks.scatter_rows(pull_own(passes, U.local), weights.counts), weights, weights.length
     )
 
 
@@ -122,21 +98,21 @@ def _is_of_ranks(kernel: TangentKernel) -> bool:
 
 @transposed_times_block.register
 def _(K: TangentKernel, block: Sharded) -> Sharded:
-    return times_block(K, block) if K.psd else block.multiplied(K._transposed_product)
+    return times_block(K, block) if K.psd else block.multiplied(K._transposed_product, block.rows.beside(K.shape[-1]))
 
 
 @times_block.register
 def _(K: TangentKernel, block: Sharded) -> Sharded:
     """Return J A⁻¹ Jᵀ U: one all-reduce for some columns."""
     if not _is_of_ranks(K):
-        return block.multiplied(K._product)
+        return block.multiplied(K._product, block.rows.beside(K.shape[-2]))
     passes, ranks = K._args[0].passes, block.rows.ranks
     points = layout_of_points(passes, block.rows)
 
-    def multiply(U: Tensor) -> Tensor:
-        return push_own(passes, K.scaled(ranks.add_up(pull_own(passes, U))))
+    def multiply(U: Sharded) -> Tensor:
+        return push_own(passes, K.scaled(ranks.add_up(pull_own(passes, U.local))))
 
-    return by_panels(block.moved(points), points, len(passes.model.theta), multiply).moved(block.rows)
+    return block.moved(points).by_panels(multiply, points, len(passes.model.theta)).moved(block.rows)
 
 
 @columns_over_ranks.register

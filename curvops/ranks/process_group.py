@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -128,7 +127,9 @@ class Ranks:
         # An all-to-all and a sum: gloo's own reduce-scatter does not report when it is done.
         sent, own_block = torch.cat([block.flatten() for block in blocks]), blocks[self.rank]
         received = sent.new_empty(self.size, *own_block.shape)
-        self._exchange(received.view(-1), sent, [own_block.numel()] * self.size, [block.numel() for block in blocks])
+        self._count(sent)
+        sizes, lengths = [own_block.numel()] * self.size, [block.numel() for block in blocks]
+        dist.all_to_all_single(received.view(-1), sent, sizes, lengths, self.group)
         return received.sum(0)
 
     def gather_rows(self, local_rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -143,31 +144,6 @@ class Ranks:
         """Return this rank's rows of the sum over ranks of a block (n, K), `counts` rows on each. One all-to-all."""
         return self.add_up_apart(block.mT.split(list(counts), 1)).mT
 
-    def move_rows(self, local_rows: Tensor, counts: Sequence[int], to: Sequence[int]) -> Tensor:
-        """Move the rows of a block (n, K), `counts` on each rank, so that each has `to`; return this rank's.
-
-        Costs one all-to-all, of the rows that change ranks.
-        """
-        old_starts, new_starts, K = [0, *accumulate(counts)], [0, *accumulate(to)], local_rows.shape[1]
-
-        def crossing(holder: int, asker: int) -> slice:
-            start = max(old_starts[holder], new_starts[asker])
-            return slice(
-                start - old_starts[holder],
-                max(start, min(old_starts[holder + 1], new_starts[asker + 1])) - old_starts[holder],
-            )
-
-        ranks = range(self.size)
-        leaving = [local_rows[crossing(self.rank, other)].mT.flatten() for other in ranks]
-        staying, leaving[self.rank] = leaving[self.rank], local_rows.new_empty(0)
-        slices = [crossing(other, self.rank) for other in ranks]
-        sizes = [0 if r == self.rank else K * (rows.stop - rows.start) for r, rows in zip(ranks, slices)]
-        sent, received = torch.cat(leaving), local_rows.new_empty(sum(sizes))
-        self._exchange(received, sent, sizes, [len(rows) for rows in leaving])
-        parts = list(received.split(sizes))
-        parts[self.rank] = staying
-        return torch.cat([rows.view(K, len(rows) // max(1, K)) for rows in parts], 1).mT
-
     def replicate(self, tensor: Tensor) -> Tensor:
         """Return the tensor; its gradient is the sum over ranks of the gradients of each rank's own terms."""
         if torch.is_grad_enabled() and tensor.requires_grad:
@@ -178,17 +154,14 @@ class Ranks:
         """Return the result of the first rank's `work` (plain values and tensors), or raise its error, on all ranks."""
         if self.size == 1:
             return work()
-        answer: tuple[Any, Exception | None] = None, None
+        answers: list[Any] = [None]
         if self.rank == 0:
             try:
-                answer = work(), None
+                answers = [(work(), None)]
             except Exception as error:
-                answer = None, error
-        data = pickle.dumps(answer) if self.rank == 0 else b""
-        length = self._reduced(torch.tensor([len(data)], device=self._device))
-        buffer = torch.frombuffer(bytearray(data or int(length)), dtype=torch.uint8).to(self._device)
-        buffer = self.broadcast(buffer, 0)
-        value, problem = answer if self.rank == 0 else pickle.loads(buffer.cpu().numpy().tobytes())
+                answers = [(None, error)]
+        dist.broadcast_object_list(answers, dist.get_global_rank(self.group, 0), self.group)
+        value, problem = answers[0]
         if problem is not None:
             raise problem
         result: R = value
@@ -224,11 +197,6 @@ class Ranks:
         self._count(total)
         dist.all_reduce(total, group=self.group)
         return total.mT if by_columns else total
-
-    def _exchange(self, received: Tensor, sent: Tensor, sizes: list[int], lengths: list[int]) -> None:
-        """Send parts of these lengths to the ranks, and receive parts of these sizes from them. One all-to-all."""
-        self._count(sent)
-        dist.all_to_all_single(received, sent, sizes, lengths, self.group)
 
     def _count(self, sent: Tensor) -> None:
         self.messages += 1

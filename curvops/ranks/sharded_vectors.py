@@ -167,7 +167,7 @@ class Sharded(_Block):
         name = function.__name__.strip("_")
         block = next(argument for argument in args if isinstance(argument, Sharded))
         if name == "matmul" and isinstance(args[0], Tensor):
-            return block.multiplied(lambda whole: args[0] @ whole)
+            return block.multiplied(lambda whole: args[0] @ whole, block.rows.beside(len(args[0])))
         if name == "to" and isinstance(args[0], Tensor):
             return args[0].to(block.local)
         if name not in ARITHMETIC:
@@ -191,46 +191,55 @@ class Sharded(_Block):
         return self.rows.ranks.gather_rows(self.local, self.rows.counts)
 
     def moved(self, layout: RowLayout) -> Sharded:
-        """Return the block with its rows in this layout over the same ranks; itself if they are. One all-to-all."""
-        if self.rows.counts == layout.counts:
-            return self
-        if self.ndim == 1:
-            return self.unsqueeze(1).moved(layout).squeeze(1)
-        if not self.shape[1]:
-            return self._placed(layout, 0)
-        return Sharded(layout.ranks.move_rows(self.local, self.rows.counts, layout.counts), layout)
+        """Return the block with its rows in this layout over the same ranks; itself if they are. One all-gather."""
+        return self if self.rows.counts == layout.counts else self.multiplied(lambda whole: whole, layout)
 
     def multiplied(
-        self, multiply: Callable[[Tensor], Tensor], partial: bool = False, layout: RowLayout | None = None
+        self, multiply: Callable[[Tensor], Tensor], layout: RowLayout | None = None, partial: bool = False
     ) -> Sharded:
         """Return A V for the map V -> A V of plain blocks, some columns at a time.
 
         A panel of columns is gathered and multiplied, and each rank keeps its rows; if the products of the ranks are
-        `partial`, they are added up on the way (reduce-scatter). The arrays of a panel, 8 in all (sent, received,
-        multiplied, the result and copies), take no more than this rank's part of the block, or than `SMALL_BYTES`, or a
-        panel is one column. The rows of A are in the given layout, by default in that of V or an even one.
+        `partial`, they are added up on the way (reduce-scatter). A panel has 8 arrays in all: sent, received,
+        multiplied, the result and copies. The rows of A are in the given layout, by default in that of V.
+        """
+        layout = self.rows if layout is None else layout
+
+        def rows_of_product(panel: Sharded) -> Tensor:
+            image = multiply(panel.whole())
+            return layout.ranks.scatter_rows(image, layout.counts) if partial else image[layout.own]
+
+        return self.by_panels(rows_of_product, layout, self.shape[0], 8)
+
+    def by_panels(
+        self,
+        multiply: Callable[[Sharded], Float[Tensor, "rows w"]],
+        layout: RowLayout,
+        length: int,
+        arrays: int = 1,
+    ) -> Sharded:
+        """Return this rank's rows of a product, in the given layout, from its rows of some columns at a time.
+
+        `length` is that of the longest vectors that a panel holds whole, in so many `arrays`. They take no more than
+        this rank's part of the block, or than `SMALL_BYTES`, or a panel is one column.
         """
         if self.ndim == 1:
-            return self.unsqueeze(1).multiplied(multiply, partial, layout).squeeze(1)
-        ranks, K, result = self.rows.ranks, self.shape[1], None
-        width = max(1, K // (8 * ranks.size), SMALL_BYTES // (self.shape[0] * self.dtype.itemsize))
-        for start in range(0, max(K, 1), width):
+            return self.unsqueeze(1).by_panels(multiply, layout, length, arrays).squeeze(1)
+        K = self.shape[1]
+        result = _empty(layout, K, self.local)
+        width = max(1, K // (arrays * layout.ranks.size), SMALL_BYTES // (length * self.dtype.itemsize))
+        for start in range(0, K, width):
             panel = slice(start, start + width)
-            image = multiply(self.like(self.local[:, panel]).whole())
-            if result is None:
-                result = self.new_empty(len(image), K) if layout is None else self._placed(layout, K)
-            rows = ranks.scatter_rows(image, result.rows.counts) if partial else image[result.rows.own]
-            result.local[:, panel] = rows
-            del image, rows
-        assert result is not None
+            result.local[:, panel] = multiply(self.like(self.local[:, panel]))
         return result
 
     def new_empty(self, rows: int, columns: int) -> Sharded:
         """Return an uninitialised block of this many rows, in this block's layout if it has as many, else even."""
-        return self._placed(self.rows.beside(rows), columns)
+        return _empty(self.rows.beside(rows), columns, self.local)
 
-    def _placed(self, layout: RowLayout, columns: int) -> Sharded:
-        return Sharded(self.local.new_empty(columns, layout.counts[layout.ranks.rank]).mT, layout)
+
+def _empty(layout: RowLayout, columns: int, like: Tensor) -> Sharded:
+    return Sharded(like.new_empty(columns, layout.counts[layout.ranks.rank]).mT, layout)
 
 
 def _arithmetic(name: str) -> Any:
@@ -460,13 +469,13 @@ def block_of(tensor: Tensor) -> Any:
 @functools.singledispatch
 def times_block(A: Any, block: Sharded) -> Sharded:
     """Return A V, some columns at a time on each rank."""
-    return block.multiplied(A._product)
+    return block.multiplied(A._product, block.rows.beside(A.shape[-2]))
 
 
 @functools.singledispatch
 def transposed_times_block(A: Any, block: Sharded) -> Sharded:
     """Return Aᵀ U, some columns at a time on each rank."""
-    return block.multiplied(A._transposed_product)
+    return block.multiplied(A._transposed_product, block.rows.beside(A.shape[-1]))
 
 
 # The doors between DTensors and blocks.
