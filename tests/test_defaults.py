@@ -18,7 +18,7 @@ import curvops as co
 from curvops import metrics
 from curvops.errors import ModeWarning, NoiseWarning, UndeterminedWarning
 from tests.network.definitions import normal
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 DOUBLE = torch.float64
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
@@ -42,8 +42,7 @@ X, HELD_OUT, NEW = normal(40, 4), normal(30, 4, seed=1), normal(5, 4, seed=2)
 @functools.cache
 def linearised(name: str) -> co.operators.Linearization:
     likelihood, outputs, targets = LIKELIHOODS[name]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    model = perceptron(4, 5, outputs)
     return co.linearize(model, (X, targets(X)), likelihood)
 
 
@@ -151,8 +150,7 @@ def test_the_variance_of_logits_is_that_of_evenly_spaced_training_points(curvatu
     x = normal(300, 4)
     y = labels(x)
     x, y = x[y.argsort()], y.sort().values
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 144), nn.Tanh(), nn.Linear(144, 3)).double()
+    model = perceptron(4, 144, 3)
     lin = co.linearize(model, (x, y), "classification")
     post = co.laplace(lin, curvature)
     assert "by the variance of the logits" in repr(post)
@@ -166,9 +164,8 @@ def test_many_numbers_choose_by_the_evidence_of_random_points() -> None:
     """Sorted by their targets, from a loader, in batches of 500; the curvature is that of all points."""
     x = normal(3000, 2)
     x = x[x[:, 0].argsort()]
-    torch.manual_seed(0)
     model, likelihood = (
-        nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double(),
+        perceptron(2, 3, 1),
         co.likelihoods.Gaussian(0.1),
     )
     data = torch.utils.data.TensorDataset(x, x[:, :1].sin())
@@ -217,8 +214,7 @@ def trained(steps: int = 300) -> tuple[co.operators.Linearization, Any, Any]:
     """A network far from any mode, trained with AdamW on 100 points, a quarter of them with another label."""
     x, new = normal(100, 4), normal(600, 4, seed=1)
     noisy = [torch.where(torch.rand(len(z), generator=seeded()) < 0.25, labels(z.flip(0)), labels(z)) for z in (x, new)]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, 3)).double()
+    model = perceptron(4, 50, 3, activation=nn.ReLU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -30,6 +30,7 @@ from curvops import linalg, metrics
 from curvops.linalg.core import vectors
 from curvops.network import likelihoods
 from tests.posterior.trained import problem
+from tests.randomness import perceptron
 from tests.zoo_modules import Applied
 
 pytestmark = pytest.mark.gpu
@@ -91,8 +92,7 @@ class World:
 
     def fresh(self) -> tuple[nn.Module, Tensor, Tensor]:
         """A classifier trained to a mode, its inputs and labels."""
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        model = perceptron(4, 6, 3, seed=3)
         model.load_state_dict(trained("classification")[0].state_dict())
         return model.to(self.device), *(t.to(self.device) for t in trained("classification")[1:])
 
@@ -292,8 +292,7 @@ LIKELIHOODS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
 
 def likelihood_row(spec: Any, targets: Callable[[Tensor], Tensor]) -> Callable[[World], Any]:
     def call(w: World) -> Any:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).double().to(w.device)
+        model = perceptron(4, 5, 4, seed=1).to(w.device)
         lin = co.linearize(model, (w.x, targets(model(w.x).detach())), spec)
         post = co.laplace(lin, co.KFAC(lin, fisher="empirical"), 1.0, check_mode=False)
         noise = lin.likelihood.form == "numbers"

@@ -15,6 +15,7 @@ import curvops as co
 from curvops import metrics
 from tests.doors.door import Door
 from tests.posterior.trained import problem
+from tests.randomness import perceptron
 
 DOUBLE = torch.float64
 
@@ -25,8 +26,7 @@ TRAINING = (torch.linspace(-1, 1, 36, dtype=DOUBLE).sin().view(12, 3), torch.ara
 @cache
 def small() -> co.operators.Linearization:
     """Of two classes, with 26 weights."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = perceptron(3, 4, 2)
     return co.linearize(model, TRAINING, "classification")
 
 
@@ -34,8 +34,7 @@ def small() -> co.operators.Linearization:
 def numbers() -> co.operators.Linearization:
     """A regression of 26 weights, far from a mode."""
     x, _ = TRAINING
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = perceptron(3, 4, 2)
     return co.linearize(model, (x, 9 * x[:, :2]), co.likelihoods.Gaussian(1.0))
 
 

@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 
 import curvops as co
 from tests.doors.door import Door, Row
+from tests.randomness import perceptron
 
 DOUBLE = torch.float64
 X = torch.linspace(-1, 1, 12, dtype=DOUBLE).view(4, 3)
@@ -18,8 +18,7 @@ X = torch.linspace(-1, 1, 12, dtype=DOUBLE).view(4, 3)
 @cache
 def lin(weight: float = 1.0, n: int = 20, **options: Any) -> co.operators.Linearization:
     """Of one output, with 31 weights."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    model = perceptron(3, 6, 1)
     x = torch.randn(n, 3, dtype=DOUBLE)
     data = [(x, x[:, :1], torch.full((n,), weight, dtype=DOUBLE))]
     return co.linearize(model, data, co.likelihoods.Gaussian(0.1), weights=True, **options)

@@ -2,19 +2,18 @@
 
 import pytest
 import torch
-from torch import nn
 
 import curvops as co
 from curvops.storage import record_of
 from tests.linalg.interrupted import equal, killed_after
+from tests.randomness import perceptron
 
 DOUBLE = torch.float64
 
 
 def setting(likelihood="classification", shift=0.0, mean=0.0, width=30, memory_budget=2**20):
     """303 weights, a new linearisation each time, as in a new process. Memory has no room for their whole spectrum."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double()
+    model = perceptron(6, width, 3)
     x = torch.randn(30, 6, dtype=DOUBLE) + shift
     y = torch.arange(30) % 3 if likelihood == "classification" else x[:, :3].sin()
     lin = co.linearize(model, (x, y), likelihood, memory_budget=memory_budget)

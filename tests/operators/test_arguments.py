@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 import curvops as co
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 
 @cache
 def linearized():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = perceptron(3, 4, 2)
     return co.linearize(model, (torch.randn(6, 3).double(), torch.arange(6) % 2), "classification")
 
 

@@ -9,17 +9,16 @@ import unittest
 import pytest
 import torch
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
-from torch import nn
 
 import curvops as co
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank
+from tests.randomness import perceptron
 
 
 @functools.cache
 def linearized(noise=None, points=6):
     """A network with 3 inputs, 2 hidden units and 2 outputs, D = 14, linearised once; Gaussian where noise is given."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    model = perceptron(3, 2, 2, dtype=torch.float32)
     x = 2 * torch.randn(points, 3)
     if noise is None:
         return co.linearize(model, (x, torch.arange(points) % 2), "classification")
@@ -30,8 +29,7 @@ def linearized(noise=None, points=6):
 @functools.cache
 def events():
     """The same network for independent events: Kronecker factors with distinct eigenvalues, none zero."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    model = perceptron(3, 2, 2, dtype=torch.float32)
     return co.linearize(model, (torch.randn(40, 3), (torch.rand(40, 2) > 0.4).float()), co.likelihoods.Bernoulli())
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 import curvops as co
+from tests.randomness import perceptron
 
 X, Y = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 3
 DTYPES = [torch.float16, torch.bfloat16]
@@ -19,8 +19,7 @@ REMEDY = r"too coarse.*\.to\(torch\.float32\)"
 
 
 def linearized(dtype, width=4):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 3)).to(dtype)
+    model = perceptron(3, width, 3, dtype=dtype)
     return co.linearize(model, (X, Y), "classification")
 
 

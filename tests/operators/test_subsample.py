@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 DOUBLE = torch.float64
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
@@ -19,8 +19,7 @@ TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 @pytest.fixture(scope="module", params=["plain", "weighted", "sequences"])
 def lin(request):
     """Five points in batches of two, with weights, or as sequences of three."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = perceptron(3, 4, 2)
     x = torch.randn(5, 3, 3, dtype=DOUBLE) if request.param == "sequences" else torch.randn(5, 3, dtype=DOUBLE)
     y = (x[..., 0] > 0).long()
     data = [(x[i : i + 2], y[i : i + 2]) for i in (0, 2, 4)]
@@ -71,8 +70,7 @@ def test_the_mean_over_all_subsets_is_the_full_quantity(lin):
 @pytest.mark.parametrize("name", DRAWN)
 def test_sums_over_drawn_targets_are_linear_in_the_weights(name):
     """Drawn targets are the same from equal seeds."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = perceptron(3, 4, 2)
     x, y, w = torch.randn(5, 3, dtype=DOUBLE), torch.arange(5) % 2, torch.tensor([1, 2, 1, 0, 2]).double()
     once, thrice = (
         DRAWN[name](co.linearize(model, (x, y, factor * w), "classification", weights=True)) for factor in (1, 3)

@@ -7,17 +7,16 @@ import time
 
 import pytest
 import torch
-from torch import nn
 
 import curvops as co
 from curvops.storage import record_of
 from tests.linalg.interrupted import equal, killed_after
+from tests.randomness import perceptron
 
 
 def setting(prior=0.05, points=40, shift=0.0, curvature=co.GGN):
     """291 weights: more than are solved for densely. A new linearisation each time, as in a new process."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 3)).double()
+    model = perceptron(8, 24, 3)
     x, y = torch.randn(points, 8, dtype=torch.float64) + shift, torch.arange(points) % 3
     return co.laplace(co.linearize(model, (x, y), "classification"), curvature, prior, check_mode=False)
 

@@ -18,7 +18,7 @@ from curvops.linalg.operators import ColumnNoise
 from curvops.network import PointNormals, Sampled
 from curvops.posterior.deviations import Noise
 from curvops.posterior.log_evidence import log_ratio
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 DOUBLE = torch.float64
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
@@ -26,8 +26,7 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-11}
 
 def network(i):
     """A network of 15 weights, and the data of a task."""
-    torch.manual_seed(i)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 3)).double()
+    model = perceptron(2, 2, 3, seed=i)
     x = torch.randn(5, 2, dtype=DOUBLE)
     return model, (x, x.cos().sum(1).long() % 3)
 

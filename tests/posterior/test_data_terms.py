@@ -16,15 +16,14 @@ from torch import nn
 
 import curvops as co
 from tests.posterior.trained import to_the_mode
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 DOUBLE = torch.float64
 
 
 def trained(x, y, prior):
     """A network at a mode of the posterior of all data."""
-    torch.manual_seed(0)
-    return to_the_mode(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), x, y, prior)
+    return to_the_mode(perceptron(3, 4, 2), x, y, prior)
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +242,7 @@ def data(n=8, shift=0.0):
 
 
 def noisy(noise=0.5, shift=0.0, dtype=DOUBLE):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    model = perceptron(3, 4, 2, dtype=dtype)
     x, y = data(shift=shift)
     likelihood = noise if isinstance(noise, co.likelihoods.Likelihood) else co.likelihoods.Gaussian(noise)
     return co.linearize(model, (x.to(dtype), y.to(dtype)), likelihood)

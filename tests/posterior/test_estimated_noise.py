@@ -10,10 +10,10 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
 import curvops as co
 from curvops.errors import NoiseWarning
+from tests.randomness import perceptron
 
 DOUBLE = torch.float64
 GAUSSIAN = co.likelihoods.Gaussian
@@ -28,8 +28,7 @@ def data(n=40, outputs=1, positions=()):
 
 
 def network(outputs=1, hidden=6):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
+    return perceptron(2, hidden, outputs)
 
 
 def trained(model, x, y, steps=300):

@@ -4,17 +4,15 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 
 import curvops as co
 from curvops.linalg import Reason
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 
 def network(hidden, n=60):
     """A network of 8·hidden + 3 weights whose curvature has at most 2·n eigenvalues that are not zero."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 3)).double()
+    model = perceptron(4, hidden, 3)
     x = torch.randn(n, 4, dtype=torch.float64)
     return co.linearize(model, (x, x[:, :3].argmax(1)), "classification")
 
@@ -98,8 +96,7 @@ def test_a_range_is_prepared_for_once(large):
 @functools.cache
 def at_scale(scale, dtype):
     """A small network and data of this scale, in either dtype of the same numbers."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    model = perceptron(4, 6, 3)
     x = torch.randn(20, 4, dtype=torch.float64) * scale
     return co.linearize(model.to(dtype), (x.to(dtype), x[:, :3].to(dtype)), co.likelihoods.Gaussian(noise=1.0))
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 STEP = 1e-5
 DOUBLE = torch.float64
@@ -13,8 +13,7 @@ DOUBLE = torch.float64
 
 @pytest.fixture(scope="module")
 def network():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = perceptron(3, 4, 2)
     x = torch.randn(12, 3, dtype=DOUBLE)
     return model, x, x[:, :2].sin()
 

@@ -7,14 +7,14 @@ from torch import nn
 import curvops as co
 from tests.posterior.test_evidence_parts import PRIORS
 from tests.posterior.test_gradients import agrees
+from tests.randomness import perceptron
 
 DOUBLE = torch.float64
 
 
 def early(likelihood="gaussian", noise=0.3):
     """A network that was never trained, so that θ* is far from a mode."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    model = perceptron(3, 5, 2)
     x = torch.randn(9, 3, dtype=DOUBLE)
     if likelihood == "gaussian":
         return co.linearize(model, (x, x[:, :2].sin()), co.likelihoods.Gaussian(noise))
@@ -99,8 +99,7 @@ def test_in_float32_the_mode_is_found_to_the_rounding_of_the_loss():
 
 def test_in_float32_a_prior_far_below_the_curvature_is_no_failure():
     """Rounding ends a solve early, and the next Newton step goes on from where it came."""
-    torch.manual_seed(18)
-    model, x = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(200, 3)
+    model, x = perceptron(3, 8, 1, seed=18, dtype=torch.float32), torch.randn(200, 3)
     y, found = x.sum(1, keepdim=True).sin() + 0.1 * torch.randn(200, 1), []
     for dtype in (torch.float32, DOUBLE):
         lin = co.linearize(model.to(dtype), (x.to(dtype), y.to(dtype)), co.likelihoods.Gaussian(0.01))

@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 import curvops as co
+from tests.randomness import perceptron
 
 CURVATURES = {
     "GGN": co.GGN,
@@ -21,8 +21,7 @@ CURVATURES = {
 
 @functools.cache
 def linearisations(likelihood="classification"):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = perceptron(4, 5, 3)
     x = torch.randn(5, 4).double()
     y = torch.arange(5) % 3 if likelihood == "classification" else torch.randn(5, 3).double()
     batched = ([(x[i : i + size], y[i : i + size]) for i in range(0, 5, size)] for size in (1, 3, 5))

@@ -15,7 +15,7 @@ from torch import Tensor, distributions, nn
 
 import curvops as co
 from tests.posterior.trained import untrained
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 FromDistribution = co.likelihoods.FromDistribution
 DOUBLE = torch.float64
@@ -190,8 +190,7 @@ def test_a_rate_that_overflows_far_out_has_no_likelihood_there() -> None:
 
 @pytest.mark.filterwarnings("error::curvops.errors.UndeterminedWarning")
 def test_prior_precisions_under_which_a_density_overflows_are_not_chosen() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2)), X.float()
+    model, x = perceptron(4, 32, 2, dtype=torch.float32), X.float()
     own, found = lambda f: distributions.Independent(counts(f), 1), []
     for likelihood in (own, co.likelihoods.Poisson()):
         lin = co.linearize(model, (x, events(x).float()), likelihood)

@@ -6,7 +6,7 @@ import torch
 import curvops as co
 from curvops.linalg.core import solve_routes as routes
 from tests.linalg.solvers.test_solve import TABLE
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 DOUBLE = torch.float64
 METHODS = {"dense": "cg", "cg with a sketch": "cg", "formed matrix": "closed form", "formed kernel": "dual"}
@@ -15,8 +15,7 @@ METHODS = {"dense": "cg", "cg with a sketch": "cg", "formed matrix": "closed for
 
 def network(width, points, outputs="classification"):
     """A network of 4 inputs and 3 classes, its GGN's kernel wide or narrow beside its weights."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)).double()
+    model = perceptron(4, width, 3)
     x = torch.randn(points, 4, dtype=DOUBLE)
     return co.linearize(model, (x, torch.arange(points) % 3), outputs)
 

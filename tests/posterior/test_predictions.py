@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import curvops as co
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 DOUBLE = torch.float64
 
@@ -38,8 +38,7 @@ LIKELIHOODS: dict[str, Any] = {
 
 @functools.cache
 def linearized(likelihood: str, parameters: str | None = None) -> co.operators.Linearization:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3 if likelihood == "classification" else 2))
+    model = perceptron(4, 6, 3 if likelihood == "classification" else 2, dtype=torch.float32)
     x = torch.randn(30, 4, dtype=DOUBLE)
     return co.linearize(model.double(), (x, TARGETS[likelihood](x)), LIKELIHOODS[likelihood], parameters)
 

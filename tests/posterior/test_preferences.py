@@ -9,7 +9,7 @@ from torch import nn
 
 import curvops as co
 from tests.posterior.test_predictive import normal_average
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 DOUBLE = torch.float64
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -28,8 +28,7 @@ class Named(nn.Module):
 
 
 def reward():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    return perceptron(3, 5, 1)
 
 
 PAIRS = torch.randn(12, 2, 3, dtype=DOUBLE, generator=seeded(1))

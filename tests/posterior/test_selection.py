@@ -10,7 +10,7 @@ from torch import nn
 import curvops as co
 from curvops.linalg import Reason
 from tests.posterior.trained import problem
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 DOUBLE = torch.float64
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
@@ -131,8 +131,7 @@ def test_no_distance_is_negative_or_more_certain_than_its_rounding(curvature, pr
     """A regression of 31 weights, where tr P⁻¹ is far above the distance; in single precision beside double."""
     found = []
     for dtype in (DOUBLE, torch.float32):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double().to(dtype)
+        model = perceptron(4, 5, 1).to(dtype)
         x = torch.randn(20, 4, dtype=DOUBLE).to(dtype)
         lin = co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0))
         post = co.laplace(lin, curvature, prior, check_mode=False)

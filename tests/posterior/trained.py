@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from tests.randomness import seeded
+from tests.randomness import perceptron, seeded
 
 DOUBLE = torch.float64
 
@@ -61,8 +61,7 @@ def to_the_mode(model, x, y, prior, steps=300):
 @functools.cache
 def trained(likelihood, n, outputs, prior, steps, width):
     """The network at its mode, the data, and the state of torch's generator afterwards."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).double()
+    model = perceptron(4, width, outputs)
     x = torch.randn(n, 4, dtype=DOUBLE)
     y = (x[:, :outputs].argmax(1)) if likelihood == "classification" else x[:, :outputs].sin()
     return to_the_mode(model, x, y, prior, steps), x, y, torch.get_rng_state()
@@ -77,8 +76,7 @@ def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300, 
 
 def untrained(likelihood, outputs, targets, **options):
     """A posterior away from a mode, which few answers need; `mc` is the Fisher that every distribution has."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    model = perceptron(4, 6, outputs)
     x = torch.randn(30, 4, dtype=DOUBLE)
     lin = co.linearize(model, (x, targets(x)), likelihood)
     G = co.GGN(lin, mc_samples=2, generator=seeded()) if options.pop("mc", False) else co.GGN(lin)

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import curvops as co
+from tests.randomness import perceptron
 from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, run_on_ranks, run_programs
 from tests.ranks.questions import data, of_labels, of_numbers, own_slice, place_of
 
@@ -42,8 +41,7 @@ def test_batches_change_nothing(expected: Any) -> None:
 def noises(group: Any) -> list[float]:
     """The noises that a regression has, and that its posterior has, of a network that almost fits its targets."""
     own = own_slice(*place_of(group))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 2)).double()
+    model = perceptron(4, 20, 2)
     x, y = data("numbers")
     y = model(x).detach() + 0.01 * y
     found: list[float] = []

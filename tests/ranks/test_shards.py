@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import curvops as co
+from tests.randomness import perceptron
 from tests.ranks.processes import alone, assert_those_of_one_process, run_on_ranks
 from tests.ranks.questions import DOUBLE, data, own_slice, place_of, seeded
 from tests.ranks.sharded_models import data as sequences
@@ -92,8 +93,7 @@ def of_targets(group: Any) -> Answers:
 
 def without_labels(group: Any) -> Answers:
     """Of one process with labels."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    model = perceptron(4, 3, 3)
     x, y = data("labels")
     points = (x, y) if group is None else x[own_slice(*place_of(group))]
     lin = co.linearize(model, points, "classification", process_group=group)
@@ -149,8 +149,7 @@ def of_a_layer_that_fails_on_one_rank(group: Any) -> Answers:
 
 def of_a_budget(group: Any, budget: int) -> Answers:
     """Predictions, which do not depend on what a rank keeps of its shard."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 60), nn.Tanh(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+    model = perceptron(4, 60, 40, 3)
     x = torch.randn(400, 4, dtype=DOUBLE, generator=seeded())
     y = torch.randint(3, (400,), generator=seeded())
     shard = own_slice(*place_of(group), {1: (400,), 2: (360, 40)})
