@@ -9,7 +9,6 @@ size, rows move between the two layouts: as many numbers as these vectors have, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
