@@ -8,6 +8,7 @@ from torch import nn
 
 import curvops as co
 from tests.posterior.trained import problem
+from tests.zoo_modules import Several
 
 DOUBLE = torch.float64
 CURVATURES = {"GGN": co.GGN, "KFAC": co.KFAC, "diagonal": co.DiagonalGGN}
@@ -170,27 +171,17 @@ def test_dead_weights_stay_and_undetermined_ones_are_named():
     assert tuned.tuning.converged and 0 < tuned.tuning.steps[-1].effective_parameters[0] < 0.1
 
 
-class Heads(nn.Module):
-    """A class, and two values of unequal noise, from one hidden layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.kind, self.values = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 2)
-
-    def forward(self, x):
-        h = self.body(x).tanh()
-        return {"kind": self.kind(h), "first": self.values(h)[:, :1], "second": self.values(h)[:, 1]}
-
-
 SEVERAL = {"kind": "classification", "first": co.likelihoods.Gaussian(1.0), "second": co.likelihoods.Gaussian(0.7)}
 
 
 def several_outputs():
+    """A class, and two values of unequal noise, from one hidden layer."""
     torch.manual_seed(0)
-    model, x = Heads().double(), torch.randn(60, 3, dtype=DOUBLE)
+    model, x = Several({"kind": 3, "first": 1, "second": 1}).double(), torch.randn(60, 4, dtype=DOUBLE)
     values = x[:, :2] + torch.tensor([0.1, 0.7]).double() * torch.randn(60, 2).double()
-    model.values.weight.data.zero_()
-    return model, x, {"kind": x.argmax(1), "first": values[:, :1], "second": values[:, 1]}
+    for name in ("first", "second"):
+        model.heads[f"head_{name}"].weight.data.zero_()
+    return model, x, {"kind": x[:, :3].argmax(1), "first": values[:, :1], "second": values[:, 1:]}
 
 
 def dense_evidence_of_several(model, data, curvature, logs):

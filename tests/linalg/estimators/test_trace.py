@@ -1,4 +1,4 @@
-"""Trace estimators against exact traces, published errors and the laws of their probes.
+"""Trace estimators against exact traces and the laws of their probes.
 
 Tests `probed.py`.
 """
@@ -10,7 +10,7 @@ import torch
 
 from curvops.linalg import Reason, trace
 from tests.linalg.known import Noted
-from tests.linalg.matrices import SPECTRA, generator, rotation, symmetric
+from tests.linalg.matrices import SPECTRA, generator, symmetric
 
 # Exact cases.
 
@@ -81,24 +81,3 @@ def test_intervals_hold_where_all_leave_one_out_samples_are_off_together(method)
             low, high = trace(A, method=method, max_matvecs=probes, generator=g).interval()
             hits += bool(low <= values.sum() <= high)
     assert hits >= 54
-
-
-# Errors as published: mean relative errors at n = 1000 and 120 products within a factor of 2: a mean of 10
-# absolute errors is known to 24 %. Fixed seeds.
-PUBLISHED = {
-    "k^-2": (6e-2, 2.8e-4, 2.2e-4, 1.8e-4),
-    "0.9^k": (2.8e-2, 9e-4, 1.9e-4, 5e-6),
-    "flat 1..3": (9e-4, 2.2e-3, 1.6e-3, 7e-4),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_errors_as_published(name):
-    k = torch.arange(1000, dtype=torch.float64)
-    values = {"k^-2": (k + 1) ** -2, "0.9^k": 0.9**k, "flat 1..3": torch.linspace(1, 3, 1000).double()}[name]
-    Q = rotation(1000)
-    A = (Q * values) @ Q.mT
-    for method, published in zip(("hutchinson", "hutch++", "xtrace", "xnystrace"), PUBLISHED[name]):
-        g = generator(1)
-        errors = [(trace(A, method=method, max_matvecs=120, generator=g).value - values.sum()).abs() for _ in range(10)]
-        assert published / 2 < torch.stack(errors).mean() / values.sum() < 2 * published

@@ -11,7 +11,7 @@ import torch
 from curvops.errors import ConvergenceError
 from curvops.linalg import Reason, cg, dual_descent, lsmr, minres, solve
 from tests.linalg.matrices import log_spaced, symmetric
-from tests.linalg.systems import Counted, right_hand_sides
+from tests.linalg.systems import Counted, right_hand_sides, true_residuals
 
 SOLVERS = {
     "cg": cg,
@@ -102,11 +102,6 @@ CASES = {
     ),
 }
 RTOL = 1e-6
-
-
-def true_residuals(A, X, B):
-    sizes = B.double().norm(dim=0)
-    return (B.double() - A.double() @ X.double()).norm(dim=0) / torch.where(sizes > 0, sizes, 1.0)
 
 
 def condition(A):
