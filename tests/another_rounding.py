@@ -4,8 +4,6 @@ Each optimiser begins at weights changed by one rounding of their dtype, in a di
 iteration of thousands makes of it is what other processors, thread counts and versions of torch make of a network.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

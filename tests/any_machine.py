@@ -9,8 +9,6 @@ The settings are the instruction sets that torch's and its libraries' kernels ta
 threads for one, and trainings of the pages that end elsewhere (`tests/another_rounding.py`).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -6,8 +6,6 @@ library's own time on small matrices, and other cases run the same code. Of a su
 one test of every class and every test of one class count as first cases.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

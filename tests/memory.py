@@ -1,7 +1,5 @@
 """What a call takes of memory, by what torch allocates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, TypeVar

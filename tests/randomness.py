@@ -1,7 +1,5 @@
 """Sources of random numbers, and networks drawn from them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -5,8 +5,6 @@ docstring says, or multiplies once more, fails here. Passes count points, in uni
 part counts as that part. Where a solver decides, the count lies between bounds.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator

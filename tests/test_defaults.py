@@ -3,8 +3,6 @@
 Tests `defaults.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from itertools import product

@@ -1,7 +1,5 @@
 """README and documentation: every example runs, and every public name has its place in the reference."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 Tests `argument_types.py`.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -3,8 +3,6 @@
 Tests `errors.py`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fingerprints see every change, on every dtype and layout, and raise no false alarm."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Metrics against scikit-learn, against brute force and against their definitions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Names that a user meets after a dot: few, and all of them meant for users."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

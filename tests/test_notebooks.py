@@ -3,8 +3,6 @@
 That the code runs is tested with the pages, whose sessions it is. Tests `benchmarks/notebooks.py`.
 """
 
-from __future__ import annotations
-
 import doctest
 import re
 

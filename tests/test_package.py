@@ -3,8 +3,6 @@
 Tests `version.py`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

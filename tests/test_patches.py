@@ -4,8 +4,6 @@ Budgets are given as `memory_budget`, or other vectors hold the rest of them (`l
 clock of the tests (`times.py`); runs end in the progress function, or in the network itself.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The checks of shapes that the test run makes: what they see, and that they end after the first calls."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import beartype

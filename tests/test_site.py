@@ -1,7 +1,5 @@
 """The built site: no formula loses its signs, and docstrings are shown as they are meant."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

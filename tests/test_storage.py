@@ -1,7 +1,5 @@
 """Trees as folders: what comes back, what is refused, and what a crash at any step leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """What objects print: one line that says what a thing is, without addresses, products or all of its numbers."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Tests `errors.py`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from enum import Enum

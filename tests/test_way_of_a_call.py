@@ -4,8 +4,6 @@ CONTRIBUTING.md tells one of these calls as a story. If a change makes a call en
 can be told more shortly before raising a number here.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +41,7 @@ def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return nn.Sequential(*layers).double(), torch.randn(200, 20).double(), torch.randint(0, 3, (200,))
 
 
-def linearized() -> co.Linearization:
+def linearized() -> co.operators.Linearization:
     model, x, y = problem()
     return co.linearize(model, (x, y), "classification")
 

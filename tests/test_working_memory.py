@@ -1,7 +1,5 @@
 """Peak memory of streams, of algorithms on two million weights, and of five thousand classes, in one process."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A clock on which runs that take milliseconds save checkpoints as those of hours do."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -5,8 +5,6 @@ the parameters that no layer rule can serve; everything else is the layerwise en
 is made where neither layers nor caches serve it.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Custom autograd functions for the networks of tests/zoo.py: what their authors write into backward passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

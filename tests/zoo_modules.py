@@ -1,7 +1,5 @@
 """The small networks of tests/zoo.py, each with one habit of real code that an engine may trip over."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

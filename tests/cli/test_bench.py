@@ -3,8 +3,6 @@
 Tests `problems.py`, `sweep.py`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache

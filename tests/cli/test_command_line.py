@@ -1,7 +1,5 @@
 """The commands themselves: versions, what they say when interrupted, and where matplotlib is missing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import version

@@ -3,8 +3,6 @@
 Tests `demo.py`.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The stage of the tests runs them by the command that has begun this process.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -7,8 +7,6 @@ operations that mix devices, generators of another device, `.numpy()` of a tenso
 nothing is put back.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.util

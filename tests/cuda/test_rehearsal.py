@@ -1,7 +1,5 @@
 """The run that is prepared for a GPU, `python -m benchmarks.gpu`: one stage after the other, even if one fails."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

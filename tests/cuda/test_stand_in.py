@@ -3,8 +3,6 @@
 So do the stages of the run that is prepared for a GPU (`rehearsal.py`): one start serves them all.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

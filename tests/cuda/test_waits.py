@@ -4,8 +4,6 @@ Counted by torch's own warnings, `torch.cuda.set_sync_debug_mode`. What a long c
 end is left out: the difference between a longer run and a shorter one, over the steps between them.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar

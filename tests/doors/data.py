@@ -1,7 +1,5 @@
 """What is refused as data: inputs, targets, sample weights and the order in which they come."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset

@@ -1,7 +1,5 @@
 """One public call with what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What the tuning of hyperparameters refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

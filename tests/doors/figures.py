@@ -1,7 +1,5 @@
 """What figures refuse, and what is no way to show progress."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What kernels, means and Laplace's approximation in function space refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """What a BoTorch model of a posterior refuses."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """What the kernels of infinitely wide networks refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gpytorch

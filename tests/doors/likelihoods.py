@@ -1,7 +1,5 @@
 """What is refused as a likelihood, as its options and as its targets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What is refused as a model, as its call and as a selection of its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

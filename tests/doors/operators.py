@@ -1,7 +1,5 @@
 """What operators of a linearised network refuse."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

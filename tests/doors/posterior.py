@@ -1,7 +1,5 @@
 """What posteriors refuse: their making, their uses and the scores of their predictions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

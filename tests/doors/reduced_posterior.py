@@ -1,7 +1,5 @@
 """What reduced posteriors refuse."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What repriorisation refuses: `reprior`, its calls, and readouts that are not linear."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What samplers, runs of chains, variational families, filters and diagnostics refuse."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

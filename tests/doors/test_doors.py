@@ -3,8 +3,6 @@
 One table, a file for each shelf. The shape checks of the test run are off, so that the errors are those that users see.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.doors import (

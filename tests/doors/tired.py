@@ -1,7 +1,5 @@
 """What a tired user writes: arguments in another's place, of another kind, or by another library's habits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Batches of several lengths, as texts have them, choose the same prior as the same texts padded to one length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

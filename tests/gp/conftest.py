@@ -1,7 +1,5 @@
 """Settings of gpytorch shared by the tests of its kernels, models and distributions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

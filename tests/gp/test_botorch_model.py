@@ -1,7 +1,5 @@
 """A Laplace posterior as a BoTorch model: its moments against dense algebra, and acquisition functions that take it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Each operation × kind of prediction × dtype and outputs, and the moments of ea
 iterations of linear_operator raising and its settings such that it would iterate whatever it can.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -3,8 +3,6 @@
 Tests `infinite_width.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -3,8 +3,6 @@
 Tests `kernel.py`, `operator_kernel.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

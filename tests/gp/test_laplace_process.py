@@ -3,8 +3,6 @@
 Tests `laplace_process.py`, `function_space.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """Reduced posteriors against the formulas of inducing points and ELLA, and against the exact posterior."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 Tests `outputs="independent"` of `kernel.py`, too.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

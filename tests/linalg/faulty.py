@@ -1,7 +1,5 @@
 """Operators that fail while they are used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Runs that end amid their products, as a process does that is killed, and go on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Matrices that the library sees through their products alone, with the promises that a test makes for them."""
 
-from __future__ import annotations
-
 import torch
 
 from curvops.linalg import Operator

@@ -1,7 +1,5 @@
 """Test matrices by prescribed spectrum, and sources of random numbers."""
 
-from __future__ import annotations
-
 import functools
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Every structured operand with its dense matrix, built apart from the library, and the shifts it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """A matrix S Sᵀ with few columns, which names its root."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Second derivatives through operators are refused by name: they would be zero without a word."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Products that round by more than their dtype, as those of deep networks do: no function takes that for asymmetry."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

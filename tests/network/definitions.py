@@ -1,7 +1,5 @@
 """Likelihoods by definition: dense Hessians, roots and second moments that products are compared with."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

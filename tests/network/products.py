@@ -1,7 +1,5 @@
 """What the tests of the engines share: walks over a network of the zoo, and products with the whole Jacobian."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

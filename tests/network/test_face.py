@@ -1,7 +1,5 @@
 """The face of the floor: what the floors above may know of the network stands in `curvops.network`, and is little."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

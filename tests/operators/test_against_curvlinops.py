@@ -3,8 +3,6 @@
 Both sum over the data (`reduction="sum"`), order parameters alike and, told so, put weight and bias in one block.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

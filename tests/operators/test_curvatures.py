@@ -6,8 +6,6 @@ network.
 Tests `ggn.py`, `subnetwork.py`, `output_fisher.py`, `row_squares.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An engine is a matter of cost: whatever multiplies with J, every answer is the same."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

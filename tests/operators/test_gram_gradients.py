@@ -3,8 +3,6 @@
 Tests `gram_matrix.py`, and the blocks and the diagonal in `tangent_kernel.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -3,8 +3,6 @@
 Tests `kfac.py`, `kfac_factors.py`, `kronecker_factors.py`, and targets that are drawn.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """A last layer, whose δ is the identity: sums over H use its own structure, at any number of outputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

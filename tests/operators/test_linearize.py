@@ -3,8 +3,6 @@
 Tests `linearization.py`, `first_points.py`, `network_on_data.py` and `trained_network.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Tests `composite.py`, `layouts.py`, and the answers by name in `answers.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """The GGN of a last layer whose outputs do not interact, against dense definitions: a block for each output."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

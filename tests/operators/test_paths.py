@@ -3,8 +3,6 @@
 What an engine knows of a network it saw at a few points (tests `path_of` and `Engines.record`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

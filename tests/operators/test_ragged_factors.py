@@ -1,7 +1,5 @@
 """Kronecker factors of layers whose rows belong to points unevenly: their formula, and those of an even network."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Networks that return (N, T, C): the GGN is a sum over the positions that count, against dense definitions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

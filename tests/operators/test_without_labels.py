@@ -3,8 +3,6 @@
 Tests the label-free parts of `batches.py`, `first_points.py` and of the likelihoods.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Tests `prediction_plots.py`, `spectrum_plots.py`, `style.py`, `tuning_plots.py`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

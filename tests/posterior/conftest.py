@@ -1,7 +1,5 @@
 """The network of most tests of posteriors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

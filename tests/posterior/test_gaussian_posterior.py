@@ -3,8 +3,6 @@
 Tests `gaussian_posterior.py`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Predictions joint within groups of points are blocks of the joint covariance, for every structure."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

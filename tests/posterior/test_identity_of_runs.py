@@ -1,7 +1,5 @@
 """A checkpoint of a long run is refused, by name, for another network or another likelihood."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Tests `by_autograd.py`, `answers.py`, `outputs.py`: equal to the built-in likeli
 averages over the same draws of the outputs.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -3,8 +3,6 @@
 Tests `predictive.py`; `tests/test_counts.py` counts what the answers cost.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

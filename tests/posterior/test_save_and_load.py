@@ -3,8 +3,6 @@
 Tests `load.py`, `network_record.py`, `operator_record.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pathlib

@@ -1,7 +1,5 @@
 """What the tables of ranks are compared with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

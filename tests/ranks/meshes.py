@@ -1,7 +1,5 @@
 """Vectors that lie whole in one process or in shards over a mesh, and tensors that are no such vectors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Processes that call functions as the ranks of a group: gloo on the CPU, found by a store of their parent."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """What can be asked of a linearisation: each answer is to be that of one process, whatever the ranks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product

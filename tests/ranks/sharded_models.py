@@ -1,7 +1,5 @@
 """Networks of several layers to be sharded over ranks, with their data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Tests `operators_over_ranks.py`, `on_shards.py`.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that were given something else: all of them refuse it, and name it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

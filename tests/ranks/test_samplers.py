@@ -3,8 +3,6 @@
 Tests `log_density.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

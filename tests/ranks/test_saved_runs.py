@@ -3,8 +3,6 @@
 Tests `checkpoint.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -3,8 +3,6 @@
 Tests `process_group.py`, `shard.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import runpy

@@ -3,8 +3,6 @@
 Tests `sharded_model.py`, `sharded_walk.py`, `sharded_linearization.py`, `operators_over_ranks.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any

@@ -3,8 +3,6 @@
 Tests `sharded_vectors.py`, `on_shards.py`, `algorithm.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 The answers are those of one process, and equal on all ranks. Tests `process_group.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Tests `split_points.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial

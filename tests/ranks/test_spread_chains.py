@@ -3,8 +3,6 @@
 Tests `process_group.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

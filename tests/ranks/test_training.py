@@ -3,8 +3,6 @@
 Tests `shard.py`.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

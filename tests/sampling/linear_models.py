@@ -1,7 +1,5 @@
 """A linear model of three inputs, whose posterior is known."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

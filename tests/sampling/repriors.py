@@ -1,7 +1,5 @@
 """Small networks with repriors of them, and derivatives of their maps by autograd alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -3,8 +3,6 @@
 Tests the draws of chains in `state.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

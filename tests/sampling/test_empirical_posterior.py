@@ -1,7 +1,5 @@
 """Posteriors known by draws: moments, labels and scores by hand, through the network and through its linearisation."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Kalman filters are recursive least squares on linear models, in any order; forms are exact where they can be."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -3,8 +3,6 @@
 Tests `running.py` and `identify`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

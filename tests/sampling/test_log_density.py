@@ -3,8 +3,6 @@
 Tests `transition.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Samplers that accept or reject: the energies, the flip of momenta, and what a state keeps from step to step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Tests `changes_of_weights.py`.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 Tests `reprior.py`.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Samplers in φ: the leapfrog's limit, laws with and without a Metropolis correction."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

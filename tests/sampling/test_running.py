@@ -1,7 +1,5 @@
 """`run`: what it keeps, that it goes on after a kill with the same bits, and that divergence is an error."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Schedules, and what becomes of a state whose log posterior, schedule or data size is wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Tests `langevin.py`, `metropolis.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The tangent-kernel form: its exact three terms, their estimates, and its inverse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Tests `state.py`, `torch_optimizer.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Variational families come to the known optimum of linear models; their parts are exact."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Tests `draws.py`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Estimates from one sketch, the same numbers as by leaving each probe out and starting over with dense matrices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 The hardest x lie along the eigenvectors of the large eigenvalues, as the gradients at training points do.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

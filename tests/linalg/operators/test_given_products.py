@@ -3,8 +3,6 @@
 Tests `given_matrix.py`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from functools import partial

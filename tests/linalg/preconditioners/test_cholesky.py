@@ -1,7 +1,5 @@
 """Pivoted Cholesky: below the matrix, exact at its pivots, honest about what is left."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

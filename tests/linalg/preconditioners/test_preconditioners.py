@@ -3,8 +3,6 @@
 Tests `factored.py`, `jacobi.py`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator

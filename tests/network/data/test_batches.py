@@ -3,8 +3,6 @@
 Tests `batches.py`, and the parts of a batch in `inputs.py`.
 """
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Callable, Iterator
 

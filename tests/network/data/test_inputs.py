@@ -1,7 +1,5 @@
 """Inputs are numbers, whatever their dtype; `test_calls` has their forms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Tests `point_sources.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import pickle
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Passes leave the user's random state and tensors as they are, whatever the model does."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The general engine: where forward mode is missing or wrong, where a replay would be, and what is left untouched."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixtures of experts, whose grouped products of matrices refuse vectors that are not stored as parameters are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The rows of J, kept where outputs are few and parameters have no layer rule, for every curvature that has a root."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Tests `convolution.py` and `layer_rules.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Tests `layerwise.py` and `layer_calls.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models that differentiate themselves: residuals of equations, forces of energies, by `torch.func` or autograd."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

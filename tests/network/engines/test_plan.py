@@ -1,7 +1,5 @@
 """The cost rule: which engine it takes, what it says of bytes and gradients, and how it prints."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -3,8 +3,6 @@
 Tests `rows_of_points.py`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Walks over Lᵀ J, few rows a point whatever the number of outputs, by every engine and within one budget."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from typing import Any

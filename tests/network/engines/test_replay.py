@@ -1,7 +1,5 @@
 """The replay of a forward-mode pass: what it keeps, and where it must not be used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

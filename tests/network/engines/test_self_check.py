@@ -1,7 +1,5 @@
 """Each way of a product proves itself: on the first points, on the batch that it serves, and after every switch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

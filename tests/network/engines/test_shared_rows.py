@@ -3,8 +3,6 @@
 Tests `rows_of_points.py`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,7 +42,7 @@ class Network(nn.Module):
 FORMS = ("no row of their own", "a row of their own", "two layers", "squeezed", *MIXED)
 
 
-def linearized(form: str, batch_size: int = N) -> co.Linearization:
+def linearized(form: str, batch_size: int = N) -> co.operators.Linearization:
     torch.manual_seed(0)
     x, y = torch.randint(TOKENS, (N, 5)), torch.randint(CLASSES, (N,))
     batches = list(zip(x.split(batch_size), y.split(batch_size)))

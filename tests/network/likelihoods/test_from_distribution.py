@@ -1,7 +1,5 @@
 """Likelihoods from `torch.distributions`: against the closed forms, and refusing what has no exact Fisher."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

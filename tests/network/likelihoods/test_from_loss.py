@@ -1,7 +1,5 @@
 """Losses of one's own: every operator against dense autograd of the loss itself, and the refusals by name."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 Tests `independent.py`, `likelihood.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

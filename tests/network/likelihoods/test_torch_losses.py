@@ -3,8 +3,6 @@
 Tests `inputs.py`, `conversions.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

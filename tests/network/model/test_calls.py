@@ -1,7 +1,5 @@
 """How a model is called with a mapping or a tuple: as its signature says, and all the same afterwards."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Complex parameters, which count as pairs of reals; the zoo has pairs that a model reads as complex numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

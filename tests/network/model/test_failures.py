@@ -1,7 +1,5 @@
 """Errors that begin inside torch say at the door what was given and what to do, and keep their cause."""
 
-from __future__ import annotations
-
 import warnings
 from operator import itemgetter
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules whose forward is not written in their class: graphs of torch.fx, exported programs and TorchScript."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import operator

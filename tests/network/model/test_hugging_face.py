@@ -1,7 +1,5 @@
 """Models of transformers, with and without adapters of peft, against Jacobians by one backward pass a row."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import os

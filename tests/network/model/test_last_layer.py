@@ -1,7 +1,5 @@
 """The last layer is the one in whose output the model's is linear, whatever the order of registration."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import re

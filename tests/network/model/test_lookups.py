@@ -1,7 +1,5 @@
 """Plain lookups: the values and first derivatives of torch's kernels, and products where those have none."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

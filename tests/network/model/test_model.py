@@ -1,7 +1,5 @@
 """The user's model as a snapshot: what is refused, and that nothing later changes it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Normalised images whose gradients come back transposed, as those of tokens do, which torch misreads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names and the flat vector: what a selection means, and the way there and back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What is done to a module after it was linearised changes nothing, by any engine, and the module is left as it was."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """Compiled and parallel modules: their products are those of the plain module, and nothing is compiled for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Tests `walk.py` and `budget.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator
