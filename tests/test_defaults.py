@@ -272,7 +272,6 @@ def test_numbers_in_another_unit_choose_the_prior_precision_of_that_unit(unit: f
 
 def test_a_noise_that_held_out_data_choose_is_not_called_far_off() -> None:
     """The network fits its training targets, so that their residuals are far below the noise."""
-    torch.manual_seed(0)
     x, model = torch.randn(24, 40).tanh(), nn.Linear(40, 1, bias=False)
     y = x[:, :1].sin() + 0.5 * torch.randn(24, 1)
     model.weight.data = torch.linalg.solve(x[:12] @ x[:12].mT + 0.001 * torch.eye(12), y[:12]).mT @ x[:12]

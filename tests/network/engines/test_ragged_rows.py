@@ -193,7 +193,6 @@ def test_curvatures_are_those_of_the_dense_jacobian(name: str, lengths: str) -> 
 
 def test_one_point_with_most_of_the_rows() -> None:
     """Its batch is taken in parts, whose tables differ in width."""
-    torch.manual_seed(0)
     model, n = _linear(masked, nn.LayerNorm).double().eval(), 18
     inputs = torch.randn(n, 60, D).double(), torch.ones(n, dtype=torch.long).index_fill(0, torch.tensor(4), 60)
     J = dense_jacobian(model, inputs)
@@ -233,7 +232,6 @@ GRAPHS = {
 
 @pytest.mark.parametrize("sizes", GRAPHS.values(), ids=GRAPHS)
 def test_batches_of_graphs_that_cannot_be_taken_apart(sizes: tuple[list[int], ...]) -> None:
-    torch.manual_seed(0)
     model, counts = Atoms().double().eval(), [torch.tensor(each) for each in sizes]
     batches = [
         Graphs(torch.randn(int(c.sum()), D).double(), torch.arange(len(c)).repeat_interleave(c), len(c)) for c in counts
@@ -250,7 +248,6 @@ def test_batches_of_graphs_that_cannot_be_taken_apart(sizes: tuple[list[int], ..
 
 def test_whole_batches_choose_a_prior() -> None:
     """The logits have a variance of a quarter at as many of them, by a fixed seed, as have 2,000 outputs."""
-    torch.manual_seed(0)
     owners = torch.arange(100)
     batches = [(Graphs(torch.randn(100, D).double(), owners, 100), owners % 2) for _ in range(12)]
     post = co.laplace(co.linearize(Atoms().double().eval(), batches, "classification"))
@@ -261,7 +258,6 @@ def test_whole_batches_choose_a_prior() -> None:
 
 def test_points_are_told_apart_in_half_precision() -> None:
     """Powers of two that tell many points apart stay in the range of float16."""
-    torch.manual_seed(0)
     model, n = _linear(masked).half().eval(), 300
     x, length, y = torch.randn(n, T, D).half(), torch.randint(0, T + 1, (n,)), torch.arange(n) % 2
     half, double = (
@@ -306,7 +302,6 @@ def common(m: Any, x: Tensor, length: Tensor) -> Tensor:
 @pytest.mark.parametrize("run", [cut, sliced, rolled, distinct, common], ids=lambda run: run.__name__)
 def test_rows_of_other_points_are_never_taken_for_those_of_a_point(run: Any) -> None:
     """The first batches have a row for each point, in order; a later one has as many rows, but of other points."""
-    torch.manual_seed(0)
     model, x = _linear(run).double().eval(), torch.randn(2 * N, T, D).double()
     length = torch.tensor([1] * N + [2, 0, 1, 1, 3, 0, 1, 0])
     length = torch.where(torch.arange(2 * N) < 2, torch.arange(2 * N), length) if run is distinct else length
