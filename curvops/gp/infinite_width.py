@@ -98,9 +98,7 @@ class InfiniteWidthKernel(OperatorKernel):
         self.activation, self.kind = activation, kind
         start = self._start("weight_variance", weight_variance)
         self._add_parameter("weight_variance", start, weight_variance_prior, weight_variance_constraint)
-        self.has_bias = (
-            isinstance(bias_variance, bool) or not isinstance(bias_variance, Real) or float(bias_variance) != 0
-        )
+        self.has_bias = isinstance(bias_variance, bool) or not isinstance(bias_variance, Real) or bias_variance != 0
         without = not self.has_bias and (bias_variance_prior or bias_variance_constraint)
         refuse(without, "a prior or a constraint for the bias variance needs biases: pass bias_variance=1.0.")
         if self.has_bias:

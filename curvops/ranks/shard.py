@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
@@ -99,16 +99,12 @@ class Shard(Batches):
 
     def gathered(self) -> Batch:
         """Return the points of all ranks as one batch."""
-        batches = list(self)
-        weights = [batch.weights for batch in batches if batch.weights is not None]
-        inputs = join([batch.inputs for batch in batches])
-        targets = torch.cat([batch.any_targets for batch in batches])
-        local_batch = Batch(inputs, targets, torch.cat(weights) if weights else None, labelled=self.labelled)
+        local_batch = joined(list(self))
         self._require_one_form(local_batch.rows.items())
         return replace(
             local_batch,
             inputs=over_ranks(self.ranks, local_batch.inputs, slice(0) if self.borrows else slice(None)),
-            any_targets=self.line_up(targets),
+            any_targets=self.line_up(local_batch.any_targets),
             weights=None if local_batch.weights is None else self.line_up(local_batch.weights),
         )
 
@@ -180,6 +176,16 @@ class Shard(Batches):
             )
         if within == 0:
             warn(f"{what}. Ignore this if the data repeat these points.", SharedPointsWarning)
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Return batches that follow one another as one batch."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    inputs, targets = join([batch.inputs for batch in batches]), torch.cat([batch.any_targets for batch in batches])
+    weights = [batch.weights for batch in batches if batch.weights is not None]
+    return replace(first, inputs=inputs, any_targets=targets, weights=torch.cat(weights) if weights else None)
 
 
 def _shared(held: list[Counter[int]], i: int, j: int) -> int:

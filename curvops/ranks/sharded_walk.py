@@ -35,7 +35,7 @@ from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, group_calls, unlike
 from curvops.network.walks.row_squares import squares_of
 from curvops.network.walks.walk import Walk
-from curvops.ranks.shard import Shard
+from curvops.ranks.shard import Shard, joined
 from curvops.ranks.sharded_model import ShardedModel
 
 KNOWN = "Linear, convolution, embedding and normalisation layers of torch, without hooks, each called by itself"
@@ -222,16 +222,6 @@ class ShardedJacobian:
             zero = total.shape[1], *self.shards.shapes[name]
             whole[name] = sum(blocks[1:], blocks[0]) if blocks else total.new_zeros(zero)
         self.shards.add_scattered(total, whole)
-
-
-def joined(batches: Sequence[Batch]) -> Batch:
-    """Return the labels of batches that follow one another as one batch."""
-    first = batches[0]
-    if len(batches) == 1:
-        return first
-    weights = [batch.weights for batch in batches if batch.weights is not None]
-    targets = torch.cat([batch.any_targets for batch in batches])
-    return replace(first, any_targets=targets, weights=torch.cat(weights) if weights else None)
 
 
 def _squares(jacobians: Sequence[Any], names: tuple[str, ...], chunk_bytes: int) -> Blocks:
