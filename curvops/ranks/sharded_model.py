@@ -41,13 +41,6 @@ class ShardedParameters:
     layout: FlatLayout
     dims: tuple[int, ...]
 
-    @classmethod
-    def of(cls, ranks: Ranks, tensors: Mapping[str, Any]) -> ShardedParameters:
-        """Return the layout of these DTensors."""
-        dims = tuple(tensor.placements[0].dim for tensor in tensors.values())
-        mesh = next(iter(tensors.values())).device_mesh
-        return cls(ranks, mesh, FlatLayout(tuple(tensors), tuple(tensor.shape for tensor in tensors.values())), dims)
-
     @cached_property
     def _dim(self) -> dict[str, int]:
         return dict(zip(self.layout.names, self.dims))
@@ -59,8 +52,7 @@ class ShardedParameters:
 
     @cached_property
     def _starts(self) -> dict[str, int]:
-        sizes = [shape.numel() for shape in self.layout.shapes]
-        return dict(zip(self.layout.names, accumulate(sizes, initial=0)))
+        return dict(zip(self.layout.names, accumulate(self.layout.sizes, initial=0)))
 
     @property
     def own(self) -> range:
@@ -198,8 +190,9 @@ class ShardedModel(Model):
         trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
         self.selection: Selection = select(tensors, trainable, _checked_spec(parameters))
         self._require_selectable(tensors)
-        chosen = {name: tensors[name] for name in self.selection.names}
-        self.shards = ShardedParameters.of(ranks, chosen)
+        chosen: list[Any] = [tensors[name] for name in self.selection.names]
+        dims = tuple(tensor.placements[0].dim for tensor in chosen)
+        self.shards = ShardedParameters(ranks, chosen[0].device_mesh, self.selection, dims)
         self._snapshot = {name: _local(tensor).clone() for name, tensor in {**tensors, **buffers}.items()}
         self.complex: set[str] = set()
         self._modes = {submodule: submodule.training for submodule in self.paths}

@@ -210,7 +210,7 @@ class ShardedJacobian:
         """Yield the parameters of each layer with the columns that are gathered at a time, of its part of K vectors."""
         itemsize = self.layers.model.theta.element_size()
         for names in self.layers.groups:
-            width = max(1, SMALL_BYTES // (sum(self.shards.shapes[name].numel() for name in names) * itemsize))
+            width = max(1, SMALL_BYTES // (self.layers.model.selection.size_of(names) * itemsize))
             for start in range(0, columns, width):
                 yield names, slice(start, min(columns, start + width))
 
@@ -290,11 +290,10 @@ class ShardedLayers:
 
     def _together(self) -> Iterator[set[str]]:
         """Yield the parameters of some layers at a time, together no larger than the largest group."""
-        sizes = dict(zip(self.model.selection.names, (shape.numel() for shape in self.model.selection.shapes)))
-        most = max(sum(sizes[name] for name in names) for names in self.groups)
-        some: set[str] = set()
+        size_of = self.model.selection.size_of
+        most, some = max(map(size_of, self.groups)), set[str]()
         for names in self.groups:
-            if some and sum(sizes[name] for name in some | set(names)) > most:
+            if some and size_of(some | set(names)) > most:
                 yield some
                 some = set()
             some = some | set(names)
@@ -321,9 +320,9 @@ def _gradients(
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
     with model.differentiating(), model.holding({}):
         gradients = torch.autograd.grad(outputs, [*edges.values()], cotangents[0], **options)
-    shapes, zero = dict(zip(model.selection.names, model.selection.shapes)), outputs.new_zeros(())
+    zero = outputs.new_zeros(())
     return {
-        name: (zero.expand(shapes[name]) if gradient is None else gradient.detach()).unsqueeze(0)
+        name: (zero.expand(model.shards.shapes[name]) if gradient is None else gradient.detach()).unsqueeze(0)
         for name, gradient in zip(edges, gradients)
     }
 
