@@ -227,7 +227,7 @@ class Sharded(_Block):
             return self.unsqueeze(1).by_panels(multiply, layout, length, arrays).squeeze(1)
         K = self.shape[1]
         result = _empty(layout, K, self.local)
-        width = max(1, K // (arrays * layout.ranks.size), SMALL_BYTES // (length * self.dtype.itemsize))
+        width = max(1, -(-K // layout.ranks.size) // arrays, SMALL_BYTES // (length * self.dtype.itemsize))
         for start in range(0, K, width):
             panel = slice(start, start + width)
             result.local[:, panel] = multiply(self.like(self.local[:, panel]))
