@@ -331,9 +331,13 @@ class Batches:
         """Copies of the inputs of the first two points, or of the only one."""
         return copy(self._few)
 
-    def __len__(self) -> int:
-        """Return the number of batches."""
+    @property
+    def num_batches(self) -> int:
+        """The number of batches."""
         return len(self.sizes)
+
+    def __len__(self) -> int:
+        return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
         prints = []

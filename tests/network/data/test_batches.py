@@ -56,7 +56,7 @@ FORMS = {
 def test_every_form_gives_the_same_batches(data: object) -> None:
     batches = as_batches(data, 4, "cpu", torch.float64, Categorical().check_targets)
     assert batches.sizes == (4, 4, 2)
-    assert (batches.num_data, len(batches)) == (N, 3)
+    assert (batches.num_data, batches.num_batches, len(batches)) == (N, 3, 3)
     for _ in range(2):
         read = list(batches)
         assert torch.equal(torch.cat([batch.inputs for batch in read]), X.double())
