@@ -19,7 +19,7 @@ from curvops.network.trained.network_record import record_of_network, recorded_n
 from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.budget import BatchMap, linear
 from curvops.network.walks.input_graphs import InputGraph
-from curvops.network.walks.layer_roots import Group, JacobianRows, joined, put_columns, side_by_side
+from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns
 from curvops.network.walks.walk import Passes, accumulate, by_points, shuffled
 
@@ -48,20 +48,17 @@ __all__ = [
     "estimated_noise",
     "gaps_and_weights",
     "gaussians_with_sums",
-    "joined",
     "likelihoods",
     "linear",
     "mean_squares",
     "move",
     "own_randomness",
-    "put_columns",
     "read_mean",
     "read_precision",
     "record_of_network",
     "recorded_network",
     "score_and_diagonal",
     "shuffled",
-    "side_by_side",
     "squared_columns",
     "tensors_of",
 ]

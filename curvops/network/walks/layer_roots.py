@@ -202,6 +202,14 @@ class Group:
         parts = tuple(_concatenated(calls) for calls in zip(*(group.parts for group in groups)))
         return cls(first.names, parts, first.first, rows_by_name)
 
+    @classmethod
+    def joined(cls, groups: Iterable[Group]) -> list[Group]:
+        """Return one group per layer from groups of consecutive points."""
+        layers: dict[tuple[str, ...], list[Group]] = {}
+        for group in groups:
+            layers.setdefault(group.names, []).append(group)
+        return [cls.concatenate(layer_groups) for layer_groups in layers.values()]
+
     def pieces(self, most_bytes: int, first: int = 0, together: int = 1) -> Iterator[Blocks]:
         """Yield `rows` of some points at a time from a point on: at least `together`, otherwise up to `most_bytes`."""
         size = sum(factors.layer.size for factors in self.parts[:1]) or sum(
@@ -212,10 +220,18 @@ class Group:
         for start in range(first, self.num_points, step):
             yield self.rows(slice(start, start + step))
 
+    def side_by_side(self, rows: Blocks) -> Float[Tensor, "n r p"]:
+        """Return rows of the group's tensors, some of which may be 0-d, next to one another."""
+        return torch.cat([rows[name].reshape(*rows[name].shape[:2], -1) for name in self.names], 2)
 
-def side_by_side(rows: Blocks, names: Sequence[str]) -> Float[Tensor, "n r p"]:
-    """Return the rows of these tensors, some of which may be 0-d, next to one another."""
-    return torch.cat([rows[name].reshape(*rows[name].shape[:2], -1) for name in names], 2)
+    def put_columns(self, matrix: Float[Tensor, "r S"], positions: Blocks) -> None:
+        """Put the rows of some weights into a matrix of zeros.
+
+        `positions` are the columns of each tensor's entries, negative for an entry that has none.
+        """
+        here = matrix[self.first_row : self.first_row + self.num_rows]
+        for columns, rows in _columns(self, positions):
+            here.index_copy_(1, columns.to(here.device), rows.flatten(0, 1).to(here.dtype))
 
 
 def _alike(groups: Sequence[Group]) -> Sequence[Group]:
@@ -227,14 +243,6 @@ def _alike(groups: Sequence[Group]) -> Sequence[Group]:
         if all(group.is_like(wide[0]) for group in wide):
             return wide
     return [replace(group, parts=(), rows_by_name=group.rows()) for group in groups]
-
-
-def joined(groups: Iterable[Group]) -> list[Group]:
-    """Return one group per layer from groups of consecutive points."""
-    layers: dict[tuple[str, ...], list[Group]] = {}
-    for group in groups:
-        layers.setdefault(group.names, []).append(group)
-    return [Group.concatenate(layer_groups) for layer_groups in layers.values()]
 
 
 def groups_of(features: Features, outputs: int) -> list[Group]:
@@ -442,7 +450,7 @@ class JacobianRows(ABC):
         """
         rest: list[Group] = []
         for first, _, pieces in self.jacobian_rows():
-            groups = joined(pieces)
+            groups = Group.joined(pieces)
             del pieces
             if rest:
                 first, groups = (
@@ -466,7 +474,10 @@ class JacobianRows(ABC):
         """Return `count` rows, given by layer, as a matrix; for a subnetwork only its S columns."""
         selection, theta = self.model.selection, self.model.theta
         if selection.index is not None:
-            return put_columns(theta.new_zeros(count, len(theta)), groups, selection.positions())
+            matrix, positions = theta.new_zeros(count, len(theta)), selection.positions()
+            for group in groups:
+                group.put_columns(matrix, positions)
+            return matrix
         blocks: dict[str, list[Tensor]] = {name: [] for name in selection.names}
         for group in groups:
             for name, rows in group.rows().items():
@@ -474,18 +485,6 @@ class JacobianRows(ABC):
         zero = theta.new_zeros(())
         sizes = zip(blocks.values(), selection.sizes)
         return torch.cat([torch.cat(some) if some else zero.expand(count, size) for some, size in sizes], 1)
-
-
-def put_columns(matrix: Float[Tensor, "r S"], groups: Iterable[Group], positions: Blocks) -> Float[Tensor, "r S"]:
-    """Put the rows of some weights into a matrix of zeros, and return it.
-
-    `positions` are the columns of each tensor's entries, negative for an entry that has none.
-    """
-    for group in groups:
-        here = matrix[group.first_row : group.first_row + group.num_rows]
-        for columns, rows in _columns(group, positions):
-            here.index_copy_(1, columns.to(here.device), rows.flatten(0, 1).to(here.dtype))
-    return matrix
 
 
 def _columns(group: Group, positions: Blocks) -> Iterator[tuple[Tensor, Float[Tensor, "n r s"]]]:

@@ -20,7 +20,7 @@ from curvops.linalg.core.structure import LEAST_HALVED, add_gram, mirror
 from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes, side_by_side
+from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes
 from curvops.operators.linearized.linearization import Linearization
 from curvops.storage import from_record
 
@@ -366,7 +366,7 @@ def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any, weights: Tensor | No
 def _add_exact(block: BlockSums, group: Group, positions: dict[str, Tensor], chunk_bytes: int) -> None:
     entries = selected_entries(positions, group.names)
     for rows in group.pieces(chunk_bytes):
-        flat = side_by_side(rows, group.names).flatten(0, 1)[:, entries]
+        flat = group.side_by_side(rows).flatten(0, 1)[:, entries]
         if flat.shape[1] <= MOST_DECOMPOSED:
             flat = flat.double()
             if block.exact is None:

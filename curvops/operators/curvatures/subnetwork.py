@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -36,7 +36,7 @@ from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.contract import COLUMN_BLOCK
 from curvops.linalg.operators.given_matrix import DenseForm, round_with_rest
 from curvops.linalg.solvers.solve import certify_dense
-from curvops.network import Blocks, Exact, Group, OutputFisher, joined, put_columns
+from curvops.network import Exact, Group, OutputFisher
 from curvops.operators.curvatures.ggn import Curvature
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
@@ -170,7 +170,7 @@ def fisher_blocks(
     if by_rows:
         names = {name for k in by_rows for name in places[k]}
         for _, groups in lin.passes.root_pieces(root, lin.passes.chunk_bytes, names=names):
-            together = joined(groups)
+            together = Group.joined(groups)
             for k in by_rows:
                 for rows in _rows_in(together, lin, places[k], len(parts[k])):
                     add_gram(totals[k], rows.mT, rows.mT, half=True)
@@ -186,7 +186,7 @@ def fisher_blocks(
 
 
 def _rows_in(
-    groups: Sequence[Group], lin: Linearization, places: Blocks, size: int
+    groups: Sequence[Group], lin: Linearization, places: Mapping[str, Tensor], size: int
 ) -> Iterator[Float[Tensor, "m {size}"]]:
     """Yield the columns of the rows of LᵀJ that `places` puts into S, some points at a time."""
     shared = [(group, [name for name in group.names if name in places]) for group in groups]
@@ -198,11 +198,12 @@ def _rows_in(
     step = max(1, lin.passes.chunk_bytes // max(1, 8 * columns * largest))
     for start in range(0, points, step):
         block = lin.theta.new_zeros(min(step, points - start) * columns, size, dtype=torch.float64)
-        some = (replace(group.take(slice(start, start + step)), start=0) for group in reaching)
-        yield put_columns(block, some, places)
+        for group in reaching:
+            replace(group.take(slice(start, start + step)), start=0).put_columns(block, places)
+        yield block
 
 
-def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> Blocks:
+def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, Tensor]:
     """Return the position of each entry among the indices, −1 for others, for the tensors that hold some of them."""
     order = torch.full((lin.num_parameters,), -1).index_copy(0, indices.cpu(), torch.arange(len(indices)))
     positions = lin.model.selection.positions().items()

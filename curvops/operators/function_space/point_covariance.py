@@ -34,7 +34,7 @@ from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, ScaledForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.given_matrix import DenseForm
-from curvops.network import Blocks, Group, JacobianRows, Layer, OuterRows, side_by_side
+from curvops.network import Group, JacobianRows, Layer, OuterRows
 from curvops.operators.curvatures.ggn import OutputBlocksForm
 from curvops.operators.curvatures.kfac import LayerBlocksForm
 from curvops.operators.curvatures.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
@@ -314,7 +314,7 @@ class Elementwise(Metric):
             return True
         for block, rows in _rows(target, group, most_bytes):
             weighted = {name: row * self.scales[name] for name, row in rows.items()}
-            _add_products(block, side_by_side(weighted, group.names), side_by_side(rows, group.names))
+            _add_products(block, group.side_by_side(weighted), group.side_by_side(rows))
         return True
 
     def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
@@ -352,7 +352,7 @@ class InLayerBlocks(Metric):
         if order is None or form is None:
             return False
         for target_block, rows in _rows(target, group, most_bytes):
-            block = side_by_side(rows, group.names)[..., order.to(target.device)]
+            block = group.side_by_side(rows)[..., order.to(target.device)]
             _add_products(target_block, form.solve(block.flatten(0, 1).mT).mT.reshape(block.shape), block)
         return True
 
@@ -486,7 +486,7 @@ def _add_rows(
         target.unflatten(0, (n, blocks))[points] += products.unflatten(0, (-1, roots.shape[0], blocks)).sum(1)
 
 
-def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Target, Blocks]]:
+def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Target, dict[str, Tensor]]]:
     """Yield the group's rows by name, a few points at a time, with their part of the target."""
     start = 0
     for rows in group.pieces(most_bytes, together=max(1, target.shape[1] // group.num_columns)):

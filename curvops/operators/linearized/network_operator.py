@@ -40,10 +40,15 @@ class NetworkOperator(Operator):
             raise TypeError(f"{cls.MADE_BY} makes the {cls.__name__} of a linearised network; its class is not called.")
         return super().__new__(cls)
 
-    def __init__(self, theta: Tensor, *hyperparameters: Tensor, **options: Any) -> None:
-        super().__init__(theta, *hyperparameters, **options)
-        self.theta = theta
-        self.lin: Any = options.get("lin")
+    @property
+    def theta(self) -> Tensor:
+        """The weights θ* of the linearisation, (D,)."""
+        return self._args[0]
+
+    @property
+    def lin(self) -> Any:
+        """The linearisation that the operator belongs to."""
+        return self._kwargs["lin"]
 
     @property
     def likelihood(self) -> likelihoods.Likelihood:
