@@ -361,7 +361,7 @@ def test_covariances_beyond_the_budget_are_refused_and_variances_are_not():
     draws, match = post.sample(3, seeded()), r"70 × 70 covariances of 430 points need 16,856,000 bytes.*samples="
     exact = torch.cat([post.predict(part).covariance_matrix for part in points.split(215)])
     torch.testing.assert_close(post.predict(points).variance, exact.diagonal(dim1=1, dim2=2), **TIGHT)
-    expected = (lin.predict(points) * answers.probit_factors(exact.diagonal(dim1=1, dim2=2))).softmax(-1)
+    expected = answers.scale_logits(lin.predict(points), exact.diagonal(dim1=1, dim2=2)).softmax(-1)
     torch.testing.assert_close(post.probabilities(points), expected, **TIGHT)
     of_draws = post.predict(points, samples=draws)
     pushed = post.functions(points, 3, samples=draws) - lin.predict(points)

@@ -339,15 +339,20 @@ def _warn_of_common_part(logits: Float[Tensor, "N C"], kappa: Float[Tensor, "N C
         )
 
 
+def scale_logits(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """Return the logits times κ each: σ(κ f) is close to E[σ(f)] (MacKay 1992; Gibbs 1997)."""
+    return mean * probit_factors(variance)
+
+
 def probit_factors(variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """Return κ = (1 + π v / 8)^-½ for the variance of each logit: σ(κ f) is near E[σ(f)] (MacKay 1992; Gibbs 1997)."""
+    """Return κ = (1 + π v / 8)^-½ for the variance of each logit."""
     return (1 + math.pi / 8 * variance).rsqrt()
 
 
 def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -> Float[Tensor, "N 2"]:
     """Return logits of each of two rewards being the larger, from their difference."""
     apart = covariance[:, 0, 0] + covariance[:, 1, 1] - covariance[:, 0, 1] - covariance[:, 1, 0]
-    first = (mean[:, 0] - mean[:, 1]) * probit_factors(apart)
+    first = scale_logits(mean[:, 0] - mean[:, 1], apart)
     return torch.stack([first, -first], -1) / 2
 
 
