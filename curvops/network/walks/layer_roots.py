@@ -224,7 +224,7 @@ class Group:
         """Return rows of the group's tensors, some of which may be 0-d, next to one another."""
         return torch.cat([rows[name].reshape(*rows[name].shape[:2], -1) for name in self.names], 2)
 
-    def put_columns(self, matrix: Float[Tensor, "r S"], positions: Blocks) -> None:
+    def put_columns(self, matrix: Float[Tensor, "r S"], positions: Mapping[str, Tensor]) -> None:
         """Put the rows of some weights into a matrix of zeros.
 
         `positions` are the columns of each tensor's entries, negative for an entry that has none.
@@ -487,7 +487,7 @@ class JacobianRows(ABC):
         return torch.cat([torch.cat(some) if some else zero.expand(count, size) for some, size in sizes], 1)
 
 
-def _columns(group: Group, positions: Blocks) -> Iterator[tuple[Tensor, Float[Tensor, "n r s"]]]:
+def _columns(group: Group, positions: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Float[Tensor, "n r s"]]]:
     """Yield some columns of the group's rows, and their positions in the vector.
 
     A few entries of a layer's matrix are computed as products of its two sides, so that no others are formed.
