@@ -134,7 +134,8 @@ def validate(
             return search.result()
         if "noise" in parts and not gaussians(post.lin.likelihood):
             _ = post.observation_noise  # raises an error that names the likelihood
-        for name in parts:
+        # Averaging may not pay under the first noise: a precision is sought again, from the start, under the best one.
+        for name in parts if len(parts) == 1 else (*parts, "scalar"):
             search.along(name, xtol, says_edge=len(parts) == 1 or name == "noise")
         if len(parts) > 1:
             search.together(xtol)
@@ -266,9 +267,13 @@ class _Search:
             raise self.refusal
         return max(self.trials, key=lambda trial: -math.inf if math.isnan(trial.score) else trial.score)
 
-    def moves(self) -> Callable[[float, float], float]:
-        """Return the score as a function of factors of the precision and the noise of the best trial so far."""
+    def moves(self, from_start: bool = False) -> Callable[[float, float], float]:
+        """Return the score as a function of factors of the precision and the noise of the best trial so far.
+
+        The precision may be that of the start instead.
+        """
         prior, noise = (self.best.prior, self.best.noise) if self.trials else (self.post.prior, 1.0)
+        prior = self.post.prior if from_start else prior
 
         def score(scale: float, of_noise: float) -> float:
             scaled = prior if scale == 1 else replace(prior, precision=prior.precision * scale)
@@ -280,7 +285,7 @@ class _Search:
         """Search around the best trial so far, in one hyperparameter; warn if it ends at an edge, where asked to."""
         from scipy.optimize import minimize_scalar  # a slow import, needed for tuning only
 
-        score_at = self.moves()
+        score_at = self.moves(from_start=name == "scalar")
 
         def score(factor: float) -> float:
             return score_at(factor, 1.0) if name == "scalar" else score_at(1.0, factor)

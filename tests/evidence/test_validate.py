@@ -165,6 +165,10 @@ def test_a_search_over_both_that_ran_out_names_the_call_that_goes_on():
     words = r"again, co.evidence.validate\(post, x, y, \('scalar', 'noise'\)\)"
     with pytest.warns(co.evidence.MaxStepsWarning, match=words):
         co.evidence.validate(post, x, y, ("scalar", "noise"), xtol=1e-14)
+    with warnings.catch_warnings():  # averaging does not pay under the second noise, 500 times the best one
+        warnings.simplefilter("error")
+        ends = [co.evidence.validate(start, x, y, ("scalar", "noise")) for start in (post, post.with_noise(10.0))]
+    assert max(ends[0].tuning.scores) == pytest.approx(max(ends[1].tuning.scores), abs=1e-6)
 
 
 def test_the_training_data_are_read_once_more_whatever_noises_are_tried():
