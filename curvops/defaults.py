@@ -72,10 +72,10 @@ def laplace(
             Or an earlier posterior, which then is the prior, with its mean and its temperature. None chooses a number,
             and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
             logits have a variance of 1/4 at the training inputs (the outputs, under a distribution of the user's);
-            otherwise by the evidence, as `co.evidence.maximize`: for Gaussian noise, and for several outputs of
-            numbers, counts and classes, that of the linearised network, mode="linear". Of more than 2,000 numbers, it
-            is that of random training points, which say as much. Held-out data also choose a noise that was not given,
-            unless there are several outputs, whose noises remain those of the residuals.
+            otherwise by the evidence, as `co.evidence.maximize`: for Gaussian noise and counts, and for several outputs
+            of numbers, counts and classes, that of the linearised network, mode="linear". Of more than 2,000 numbers,
+            it is that of random training points, which say as much. Held-out data also choose a noise that was not
+            given, unless there are several outputs, whose noises remain those of the residuals.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
@@ -104,11 +104,12 @@ def laplace(
         MissingLabelsError: the evidence is to choose the prior precision, and the data have no labels.
 
     Cost: KFAC takes about one gradient for each output. A prior precision that is chosen then costs some 20 predictions
-    of the held-out points, four of 200 training points (fewer with more than 10 classes), of tokens or pixels at some
-    positions (`co.evidence.validate`), or for numbers some six modes of the linear model of 2,000 outputs, a second or
-    two; the full GGN of more than 1,024 weights may take solves for each value tried. The same call makes the same
-    choice. A curvature that may be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients
-    for a Hessian; if they show that G + A is indefinite, the error names the prior precision that is needed.
+    of the held-out points, four of the training points that have 2,000 outputs, of tokens or pixels at some positions
+    (`co.evidence.validate`), or for numbers and counts some six modes of the linear model of 2,000 outputs, a second or
+    two (up to five for counts); the full GGN of more than 1,024 weights may take solves for each value tried. The same
+    call makes the same choice. A curvature that may be indefinite (co.Hessian, differences) is tested with 20 products,
+    about 80 gradients for a Hessian; if they show that G + A is indefinite, the error names the prior precision that is
+    needed.
 
     Under a Gaussian likelihood without a given noise, the posterior's noise is the mean squared residual of the
     training data or, if it is larger, the mean squared error on each training point of the linear model with all of the
@@ -152,11 +153,10 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
         if all(of_labels):
             return limit_variance(post)
         # That of the linearised network needs no mode of the network, and for a Gaussian likelihood a single solve.
-        # Among several outputs, classes and counts need it, too: the evidence at weights that are no mode harms
-        # classifiers. Where a variance is an output, the linear model fits more weights than targets exactly, and has
-        # no mode.
-        numbers = (Gaussian, Poisson) if len(targets) > 1 else (Gaussian,)
-        linear = all(labels or isinstance(target, numbers) for labels, target in zip(of_labels, targets))
+        # Counts, and classes among several outputs, need it, too: the evidence at weights that are no mode chooses a
+        # posterior that is too wide. Where a variance is an output, the linear model fits more weights than targets
+        # exactly, and has no mode.
+        linear = all(labels or isinstance(target, (Gaussian, Poisson)) for labels, target in zip(of_labels, targets))
         return _maximize_on_some(post) if linear else _maximize(post, "auto")
     except MissingLabelsError as error:
         remedy = "Pass prior_precision= (weight decay × N of training on a mean loss), or validation=(x, y). "

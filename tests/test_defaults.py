@@ -98,7 +98,8 @@ def test_it_is_the_posterior_of_explicit_calls(
         assert logit_variance(explicit) == pytest.approx(0.25, rel=3e-4)
     else:
         found = co.laplace(lin, **given, check_mode=False, **more)
-        explicit = co.evidence.maximize(start, generator=seeded(), mode="linear" if name == "numbers" else "auto")
+        mode = "linear" if name in ("numbers", "counts") else "auto"
+        explicit = co.evidence.maximize(start, generator=seeded(), mode=mode)
         words = " by the evidence"
     assert f"prior precision {found.prior_precision.item():.6g}{words.removesuffix(' 2')}, " in repr(found)
     for one, other in [
@@ -254,6 +255,7 @@ def test_regression_far_from_a_mode_takes_the_evidence_of_the_linear_model_witho
     unknown = co.linearize(lin.model.module, (X, X[:, :2].sin()), "regression")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert "by the evidence, " in repr(co.laplace(linearised("counts")))
         assert "by the evidence, noise" in repr(co.laplace(unknown)) and "(estimated)" in repr(co.laplace(unknown))
         of_loss = co.linearize(lin.model.module, (X, X[:, :2].sin()), nn.SmoothL1Loss())
         assert "by the evidence" in repr(co.laplace(of_loss, check_mode=False))
