@@ -3,6 +3,8 @@
 Tests `convolution.py` and `layer_rules.py`.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -199,3 +201,13 @@ NOT_SERVED: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("what", NOT_SERVED)
 def test_no_rule_for(what: str) -> None:
     assert rule_for(NOT_SERVED[what]()) is None
+
+
+def test_looking_up_the_rule_of_a_class_does_not_keep_the_class() -> None:
+    """A notebook that defines its model again lets go of the data that the methods of the earlier one refer to."""
+    kind = type("Mine", (nn.Linear,), {})
+    alive = weakref.ref(kind)
+    assert rule_of(kind) is None
+    del kind
+    gc.collect()
+    assert alive() is None

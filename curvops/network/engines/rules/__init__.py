@@ -1,6 +1,5 @@
 """The table of layer rules; to add a layer, add a row to `RULES`."""
 
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -53,15 +52,15 @@ RULES: dict[type | str, Rule] = {
 }
 
 
-def _row_of(kind: type) -> Rule | None:
+def rule_of(kind: type) -> Rule | None:
     """Return the row of `RULES` for exactly this class, not for a base class; None if there is none."""
     kind = unsharded_class(kind)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    named = (rule for known, rule in RULES.items() if isinstance(known, str) and fnmatchcase(name, known))
-    return RULES.get(kind) or next(named, None)
+    return RULES.get(kind) or _row_named(f"{kind.__module__}.{kind.__qualname__}")
 
 
-rule_of: Callable[[type], Rule | None] = cache(_row_of)  # each pass asks for the rules of its layers
+@cache  # of names, since classes in a cache would stay in memory with all that their methods refer to
+def _row_named(name: str) -> Rule | None:
+    return next((rule for known, rule in RULES.items() if isinstance(known, str) and fnmatchcase(name, known)), None)
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
