@@ -200,7 +200,9 @@ class LogPosterior:
         """
         likelihood, network, reading = self._reading(weights, batch)
         inputs, *labels = reading.parts(batch)
-        data = Batches([BatchParts(copy_of(inputs), *tree_map_only(Tensor, torch.clone, labels))], reading)
+        inputs = move(copy_of(inputs), reading.device, reading.dtype)  # once, not in each pass
+        labels = tree_map_only(Tensor, lambda tensor: tensor.clone().to(reading.device), labels)
+        data = Batches([BatchParts(inputs, *labels)], reading)
         memory = Budget(self._budget, self.model.theta.device)
         if engines is None:
             engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget)
