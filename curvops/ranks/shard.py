@@ -167,10 +167,8 @@ class Shard(Batches):
         i, j = max(pairs, key=lambda pair: _shared(held, *pair) / held[pair[0]].total())
         shared, total = _shared(held, i, j), held[i].total()
         what = f"{shared:,} of the {total:,} compared points of rank {i} are also on rank {j}, and would count twice"
-        # By chance a repeated point falls on the rank of its copy with this probability; five standard deviations.
         together = sum((count / self.num_data) ** 2 for count in self.counts)
-        too_few = repeated * together - within > 5 * math.sqrt(repeated * together * (1 - together))
-        if (within == 0 and shared == total) or too_few:
+        if (within == 0 and shared == total) or _unlikely(within, repeated, together):
             raise RanksDifferError(
                 f"ranks {min(i, j)} and {max(i, j)} hold the same data: {what}. Give each rank its own shard."
             )
@@ -191,6 +189,16 @@ def joined(batches: Sequence[Batch]) -> Batch:
 def _shared(held: list[Counter[int]], i: int, j: int) -> int:
     """Return how many points of one rank are also on another."""
     return sum(count for point, count in held[i].items() if point in held[j])
+
+
+def _unlikely(within: int, repeated: int, together: float) -> bool:
+    """Return whether so few repeated points on one rank would have a chance below 1e-6 (Chernoff's bound)."""
+    share = within / repeated
+    if share >= together:
+        return False
+    divergence = (1 - share) * math.log((1 - share) / (1 - together)) if together < 1 else math.inf
+    divergence += share * math.log(share / together) if share else 0.0
+    return repeated * divergence > -math.log(1e-6)
 
 
 def over_ranks(ranks: Ranks, inputs: Inputs, local_slice: slice = slice(None)) -> Inputs:
