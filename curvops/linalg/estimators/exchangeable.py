@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -70,29 +69,60 @@ class RangeSketch:
 
     def leave_out(self) -> LeftOut:
         """Return the projections on the range without each probe in turn."""
-        W, S = gram(self.Q, self.Omega), dual_directions(self.R, torch.finfo(self.facts.dtype).eps)
-        return LeftOut(W, S, (S * W).sum(0), self.facts.columns)
+        return LeftOut(gram(self.Q, self.Omega), self.R, torch.finfo(self.facts.dtype).eps, self.facts.columns)
 
 
-@dataclass(frozen=True, eq=False)
 class LeftOut:
-    """The projections Q(I − sᵢsᵢᵀ)Qᵀ on the range without probe i; ``W`` is QᵀΩ and ``overlap`` sᵢᵀwᵢ."""
+    """The projections Q(I − EEᵀ)Qᵀ on the range without probes i and j, for every pair: (K, K) arrays, i by rows.
 
-    W: Float[Tensor, "K K"]
-    S: Float[Tensor, "K K"]
-    overlap: Float[Tensor, " K"]
-    n: int
+    E = [sⱼ, (sᵢ − c sⱼ)/√(1 − c²)] with c = sᵢᵀsⱼ is orthonormal. On the diagonal, E is sⱼ: only probe j is left out.
+    ``W`` is QᵀΩ and A Ω = Q R.
+    """
+
+    def __init__(self, W: Float[Tensor, "K K"], R: Float[Tensor, "K K"], eps: float, n: int) -> None:
+        self.W, self.S, self.n = W, dual_directions(R, eps), n
+        self.c = self.S.mT @ self.S
+        self.cosecant = (1 - self.c.square()).clamp_min(1e-14).rsqrt().fill_diagonal_(0)
+        self.overlap = self.along(W)
 
     @property
-    def scale(self) -> Float[Tensor, " K"]:
+    def scale(self) -> Float[Tensor, "K K"]:
         """The squared length that a residual probe should have, over its actual squared length."""
-        left = self.n - self.W.square().sum(0) + self.overlap.square()
-        return (self.n - len(self.W) + 1) / left.clamp_min(torch.finfo(torch.float64).tiny)
+        first, second = self.overlap
+        left = self.n - self.W.square().sum(0) + first.square() + second.square()
+        length = torch.full_like(left, self.n - len(self.W) + 2).fill_diagonal_(self.n - len(self.W) + 1)
+        return length / left.clamp_min(torch.finfo(torch.float64).tiny)
 
-    @property
-    def residual_coefficients(self) -> Float[Tensor, "K K"]:
-        """The coefficients C with (I − Pᵢ)ωᵢ = ωᵢ − Q C eᵢ."""
-        return self.W - self.S * self.overlap
+    def along(self, V: Float[Tensor, "K K"]) -> tuple[Tensor, Tensor]:
+        """Return the components Eᵀvⱼ."""
+        SV = self.S.mT @ V
+        first = SV.diagonal().expand_as(SV)
+        return first, (SV - self.c * first) * self.cosecant
+
+    def form(self, H: Float[Tensor, "K K"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the diagonal of EᵀHE, and the sum of its off-diagonal entries."""
+        h = self.S.mT @ H @ self.S
+        first = h.diagonal().expand_as(h)
+        mixed = h + h.mT - 2 * self.c * first
+        second = h.diagonal()[:, None] - self.c * (h + h.mT) + self.c.square() * first
+        return first, second * self.cosecant.square(), mixed * self.cosecant
+
+    def quadratic(self, H: Float[Tensor, "K K"]) -> Float[Tensor, "K K"]:
+        """Return pᵀHp for p = (I − EEᵀ)wⱼ."""
+        (a, b), (x, y), (u, v) = self.overlap, self.along(H @ self.W), self.along(H.mT @ self.W)
+        first, second, mixed = self.form(H)
+        whole = (self.W * (H @ self.W)).sum(0)
+        return whole - a * (x + u) - b * (y + v) + a * a * first + b * b * second + a * b * mixed
+
+    def against(self, V: Float[Tensor, "K K"]) -> Float[Tensor, "K K"]:
+        """Return pᵀvⱼ for p = (I − EEᵀ)wⱼ."""
+        (a, b), (x, y) = self.overlap, self.along(V)
+        return (self.W * V).sum(0) - a * x - b * y
+
+    def estimates(self, H: Float[Tensor, "K K"], residual: Float[Tensor, "K K"]) -> Float[Tensor, "K K"]:
+        """Return tr (I − EEᵀ)H, plus the residual for a probe of the length that it should have."""
+        first, second, _ = self.form(H)
+        return H.trace() - first - second + self.scale * residual
 
 
 def dual_directions(R: Float[Tensor, "K K"], eps: float) -> Float[Tensor, "K K"]:
@@ -107,68 +137,18 @@ def dual_directions(R: Float[Tensor, "K K"], eps: float) -> Float[Tensor, "K K"]
     return inverse / torch.linalg.vector_norm(inverse, dim=0)
 
 
-class TwoLeftOut:
-    """The projections Q(I − EEᵀ)Qᵀ on the range without probes i and j, for every pair: (K, K) arrays, i by rows.
+def leave_one_out(estimates: Float[Tensor, "K K"], matvecs: int, bias: Tensor | float) -> Estimate:
+    """Return the mean of the estimates without one probe, the diagonal, with the jackknife's standard error.
 
-    E = [sⱼ, (sᵢ − c sⱼ)/√(1 − c²)] with c = sᵢᵀsⱼ is orthonormal. Entries with i = j are meaningless.
-    """
-
-    def __init__(self, out: LeftOut) -> None:
-        self.S, self.n, self.W = out.S, out.n, out.W
-        self.c = out.S.mT @ out.S
-        self.sine = (1 - self.c.square()).clamp_min(1e-14).sqrt()
-        self.overlap = self.along(out.W)
-
-    @property
-    def scale(self) -> Float[Tensor, "K K"]:
-        """The factor of `LeftOut.scale`, for a sketch of one probe fewer."""
-        first, second = self.overlap
-        left = self.n - self.W.square().sum(0) + first.square() + second.square()
-        return (self.n - len(self.W) + 2) / left.clamp_min(torch.finfo(torch.float64).tiny)
-
-    def along(self, V: Float[Tensor, "K K"]) -> tuple[Tensor, Tensor]:
-        """Return the components Eᵀvⱼ."""
-        SV = self.S.mT @ V
-        first = SV.diagonal().expand_as(SV)
-        return first, (SV - self.c * first) / self.sine
-
-    def form(self, H: Float[Tensor, "K K"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the diagonal of EᵀHE, and the sum of its off-diagonal entries."""
-        h = self.S.mT @ H @ self.S
-        first = h.diagonal().expand_as(h)
-        mixed = h + h.mT - 2 * self.c * first
-        second = (h.diagonal()[:, None] - self.c * (h + h.mT) + self.c.square() * first) / self.sine.square()
-        return first, second, mixed / self.sine
-
-    def quadratic(self, H: Float[Tensor, "K K"]) -> Float[Tensor, "K K"]:
-        """Return pᵀHp for p = (I − EEᵀ)wⱼ."""
-        (a, b), (x, y), (u, v) = self.overlap, self.along(H @ self.W), self.along(H.mT @ self.W)
-        first, second, mixed = self.form(H)
-        whole = (self.W * (H @ self.W)).sum(0)
-        return whole - a * (x + u) - b * (y + v) + a * a * first + b * b * second + a * b * mixed
-
-    def against(self, V: Float[Tensor, "K K"]) -> Float[Tensor, "K K"]:
-        """Return pᵀvⱼ for p = (I − EEᵀ)wⱼ."""
-        (a, b), (x, y) = self.overlap, self.along(V)
-        return (self.W * V).sum(0) - a * x - b * y
-
-
-def mean_over_pairs(pairs: Float[Tensor, "K K"]) -> Float[Tensor, " K"]:
-    """Return the whole estimate without each probe i: the mean over j ≠ i of the values without both."""
-    return (pairs.sum(1) - pairs.diagonal()) / (len(pairs) - 1)
-
-
-def leave_one_out(samples: Tensor, without: Tensor, matvecs: int, bias: Tensor | float) -> Estimate:
-    """Return the mean of exchangeable estimates, with the jackknife's standard error.
-
-    ``without`` holds the whole estimate without each probe. The samples share all but one probe, and may all be wrong
-    in the same way, which their spread does not show (a tenth of the error for a spectrum of two clusters). The
-    variance of a symmetric function of K − 1 independent probes is at most the expected sum of squared deviations of
-    ``without``.
+    They share all but one probe, and may all be wrong in the same way, which their spread does not show (a tenth of the
+    error for a spectrum of two clusters). The whole estimate without probe i is the mean over j of those without i and
+    j. The variance of a symmetric function of K − 1 independent probes is at most the expected sum of squared
+    deviations of these.
 
     Source: Efron & Stein 1981; Epperly & Tropp 2024 for matrices.
     """
-    K = len(samples)
+    samples, K = estimates.diagonal(), len(estimates)
+    without = (estimates.sum(1) - samples) / (K - 1)
     stderr = ((K - 1) / K * (without - without.mean()).square().sum()).sqrt()
     return Estimate(samples.mean(), stderr, K, matvecs, bias, Reason.BUDGET_SPENT, widening=caution(K))
 
@@ -191,30 +171,14 @@ class XTrace(LeaveOneOut):
     def __init__(self, probed: Probed) -> None:
         self.sketch: RangeSketch = RangeSketch(probed, "spherical")
 
-    def samples(self) -> Float[Tensor, " K"]:
-        """Return one estimate for each probe left out."""
-        sketch, out = self.sketch, self.sketch.leave_out()
-        W, S, d = out.W, out.S, out.overlap
-        H, T = gram(sketch.Q, sketch.Z), gram(sketch.Z, sketch.Omega)
-        HW, sHs = H @ W, (S * (H @ S)).sum(0)
-        # ωᵀ(I − P)A(I − P)ω with P = Q(I − ssᵀ)Qᵀ, A Ω = Q R and Qᵀ A = Tᵀ restricted to the probes.
-        residual = (W * HW).sum(0) - (T * W).sum(0) + ((T - H.mT @ W) * S).sum(0) * d
-        residual = residual + d.square() * sHs + d * (S * (sketch.R - HW)).sum(0)
-        return H.trace() - sHs + residual * out.scale
-
-    def without(self) -> Float[Tensor, " K"]:
-        """Return the estimate without each probe."""
-        sketch, out = self.sketch, TwoLeftOut(self.sketch.leave_out())
-        H, T, R = gram(sketch.Q, sketch.Z), gram(sketch.Z, sketch.Omega), sketch.R
-        first, second, _ = out.form(H)
-        residual = (out.W * R).sum(0) - out.against(R) - out.against(T) + out.quadratic(H)
-        return mean_over_pairs(H.trace() - first - second + out.scale * residual)
-
     def estimate(self) -> Estimate:
         """Return the mean of the samples; the bias bound is rounding."""
-        rounding = math.sqrt(self.sketch.facts.rows) * torch.finfo(self.sketch.facts.dtype).eps
-        bias = rounding * norm(self.sketch.Z).square().sum().sqrt()
-        return leave_one_out(self.samples(), self.without(), self.sketch.matvecs, bias)
+        sketch, out, eps = self.sketch, self.sketch.leave_out(), torch.finfo(self.sketch.facts.dtype).eps
+        H, T, R = gram(sketch.Q, sketch.Z), gram(sketch.Z, sketch.Omega), sketch.R
+        # ωᵀ(I − P)A(I − P)ω with (I − P)ω = ω − Q p, A Ω = Q R and T = (A Q)ᵀΩ.
+        residual = (out.W * R).sum(0) - out.against(R) - out.against(T) + out.quadratic(H)
+        bias = math.sqrt(sketch.facts.rows) * eps * norm(sketch.Z).square().sum().sqrt()
+        return leave_one_out(out.estimates(H, residual), sketch.matvecs, bias)
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks L, R with E tr LᵀXR = tr X for any X that does not depend on the probes."""
@@ -226,8 +190,8 @@ def functional(Omega: Tensor, Q: Tensor, out: LeftOut) -> Iterator[tuple[Tensor,
     K = len(out.W)
     eye = torch.eye(K, dtype=torch.float64, device=out.W.device)
     yield combine(Q, eye - out.S @ out.S.mT / K), Q
-    residual = axpy(Omega.clone(), Q, -out.residual_coefficients)
-    yield residual * (out.scale / K).to(residual), residual
+    residual = axpy(Omega.clone(), Q, out.S * out.overlap[0][0] - out.W)
+    yield residual * (out.scale.diagonal() / K).to(residual), residual
 
 
 class NystromSketch:
@@ -288,32 +252,26 @@ class XNysTrace(LeaveOneOut):
 
     def estimate(self) -> Estimate:
         """Return the mean of the samples; the bias bound is rounding: the stabilising shift's part of the trace."""
-        samples, without, bias = self.samples()
-        return leave_one_out(samples, without, self.sketch.matvecs, bias)
-
-    def samples(self) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"], float]:
-        """Return one estimate for each probe left out, the means without each probe, and the effect of the shift."""
         Y, inverse, overlap, nu = self.sketch.shift()
         n, K = self.sketch.facts.rows, len(overlap)
         if nu == 0:
-            zeros = torch.zeros(K, dtype=torch.float64, device=overlap.device)
-            return zeros, zeros, 0.0
+            return leave_one_out(torch.zeros_like(overlap), K, 0.0)
         F = tall_qr(Y, overwrite=True)[1] @ inverse  # Y is a copy
         # With H = ΩᵀAΩ: D = A^½-weighted columns of H⁻¹, so that dᵢᵀdⱼ = (H⁻¹YᵀYH⁻¹)ᵢⱼ.
         D, N = F @ inverse.mT, torch.linalg.inv(overlap)
         pivots, sizes, whole = inverse.square().sum(1), D.square().sum(0), F.square().sum() - nu * n
-        samples = whole + ((n - K + 1) * N.diagonal() - sizes) / pivots
         # Without probe i, H⁻¹, N and D lose their part along column i.
         M, cross, diagonal = inverse @ inverse.mT, D.mT @ D, N.diagonal()
         share = M / pivots[:, None]
         pivot = (pivots - M * share).clamp_min(1e-14 * pivots)
         size = sizes - 2 * cross * share + sizes[:, None] * share.square()
         length = (n - K + 2) * (diagonal - N.square() / diagonal[:, None])
-        pairs = whole - (sizes / pivots)[:, None] + (length - size) / pivot
-        return samples, mean_over_pairs(pairs), 4 * nu * n
+        estimates = whole - (sizes / pivots)[:, None] + (length - size) / pivot
+        estimates.diagonal().copy_(whole + ((n - K + 1) * diagonal - sizes) / pivots)
+        return leave_one_out(estimates, K, 4 * nu * n)
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks as `XTrace.functional` does, with the range of the sketch."""
         Q, R = tall_qr(self.sketch.Y)
-        W, S = gram(Q, self.sketch.Omega), dual_directions(R, torch.finfo(self.sketch.facts.dtype).eps)
-        yield from functional(self.sketch.Omega, Q, LeftOut(W, S, (S * W).sum(0), self.sketch.facts.rows))
+        W, eps = gram(Q, self.sketch.Omega), torch.finfo(self.sketch.facts.dtype).eps
+        yield from functional(self.sketch.Omega, Q, LeftOut(W, R, eps, self.sketch.facts.rows))

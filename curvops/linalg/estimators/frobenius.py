@@ -26,7 +26,7 @@ from curvops.linalg.core.algorithm import algorithm, working
 from curvops.linalg.core.probed import Estimator, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.vectors import Given, Matrix
-from curvops.linalg.estimators.exchangeable import LeaveOneOut, RangeSketch, TwoLeftOut, leave_one_out, mean_over_pairs
+from curvops.linalg.estimators.exchangeable import LeaveOneOut, RangeSketch, leave_one_out
 from curvops.linalg.estimators.trace import Hutchinson
 
 METHODS = ("xtrace", "hutchinson", "exact")
@@ -124,26 +124,14 @@ class XNorm(LeaveOneOut):
     def __init__(self, probed: Probed) -> None:
         self.sketch: RangeSketch = RangeSketch(probed, "spherical")
 
-    def samples(self) -> Float[Tensor, " K"]:
-        """Return one estimate of ‖A‖_F² for each probe left out."""
-        sketch, out = self.sketch, self.sketch.leave_out()
-        residual = vec.axpy(vec.combine(sketch.Q, sketch.R), sketch.Z, -out.residual_coefficients)
-        in_range = vec.norm(vec.combine(sketch.Z, out.S)).square()
-        return vec.norm(sketch.Z).square().sum() - in_range + out.scale * vec.norm(residual).square()
-
-    def without(self) -> Float[Tensor, " K"]:
-        """Return the estimate of ‖A‖_F² without each probe."""
-        sketch, out = self.sketch, TwoLeftOut(self.sketch.leave_out())
-        H, R = vec.gram(sketch.Z, sketch.Z), sketch.R
-        first, second, _ = out.form(H)
-        # A(I − P)ω = Q R eⱼ − Z p.
-        residual = R.square().sum(0) - 2 * out.against(vec.gram(sketch.Z, sketch.Q) @ R) + out.quadratic(H)
-        return mean_over_pairs(H.trace() - first - second + out.scale * residual)
-
     def estimate(self) -> Estimate:
         """Return the root of the mean of the samples."""
-        square = leave_one_out(self.samples(), self.without(), self.sketch.matvecs, 0.0)
-        return take_root(square, torch.finfo(self.sketch.facts.dtype).eps)
+        sketch, out = self.sketch, self.sketch.leave_out()
+        H, R = vec.gram(sketch.Z, sketch.Z), sketch.R
+        # A(I − P)ω = Q R eⱼ − Z p.
+        residual = R.square().sum(0) - 2 * out.against(vec.gram(sketch.Z, sketch.Q) @ R) + out.quadratic(H)
+        square = leave_one_out(out.estimates(H, residual), sketch.matvecs, 0.0)
+        return take_root(square, torch.finfo(sketch.facts.dtype).eps)
 
 
 def relative_distance(A: Matrix, B: Matrix, generator: torch.Generator | None = None) -> Estimate:
