@@ -14,10 +14,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from curvops.ambient import Progress
@@ -99,32 +100,13 @@ def lsmr(
     return solve_in_groups(solve, facts, B, x0, vectors=14)  # the working vectors of a column, temporaries included
 
 
-@dataclass(frozen=True, eq=False)
-class StackedVectors:
-    """Long vectors of [A; damp I]: a block (m, k) of A's rows and, with damping, one (n, k) of the rows below it."""
+LongVectors: TypeAlias = list[Vectors]
+"""Vectors of rows of [A; damp I]: a block (m, k) of A's rows and, with damping, one (n, k) of the rows below it."""
 
-    parts: list[Vectors]
 
-    def norm(self) -> Float[Tensor, " k"]:
-        """Return the 2-norm of each column, over both parts."""
-        return reduce(torch.hypot, map(vec.norm, self.parts))
-
-    def less(self, other: StackedVectors, weights: Float[Tensor, " k"]) -> StackedVectors:
-        """Subtract other times a number per column."""
-        return StackedVectors([mine - block * weights for mine, block in zip(self.parts, other.parts)])
-
-    def __truediv__(self, weights: Float[Tensor, " k"]) -> StackedVectors:
-        """Divide each column by a number."""
-        return StackedVectors([block / weights for block in self.parts])
-
-    def select(self, index: Int[Tensor, " j"]) -> StackedVectors:
-        """Return some of the columns."""
-        return StackedVectors([vec.columns(block, index) for block in self.parts])
-
-    def put(self, index: Int[Tensor, " j"], other: StackedVectors) -> None:
-        """Write other over some of the columns."""
-        for mine, block in zip(self.parts, other.parts):
-            vec.put_columns(mine, index, block)
+def length_of(U: LongVectors) -> Float[Tensor, " k"]:
+    """Return the 2-norm of each column, over all rows."""
+    return reduce(torch.hypot, map(vec.norm, U))
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,19 +117,19 @@ class AugmentedMatrix:
     transposed: Multiply
     damp: float
 
-    def push(self, V: Float[Vectors, "n k"]) -> StackedVectors:
+    def push(self, V: Float[Vectors, "n k"]) -> LongVectors:
         """Multiply by V."""
-        return StackedVectors([self.multiply(V), self.damp * V] if self.damp else [self.multiply(V)])
+        return [self.multiply(V), self.damp * V] if self.damp else [self.multiply(V)]
 
-    def pull(self, U: StackedVectors) -> Float[Vectors, "n k"]:
+    def pull(self, U: LongVectors) -> Float[Vectors, "n k"]:
         """Multiply the transpose by U."""
-        pulled = self.transposed(U.parts[0])
-        return pulled + self.damp * U.parts[1] if self.damp else pulled
+        pulled = self.transposed(U[0])
+        return pulled + self.damp * U[1] if self.damp else pulled
 
-    def residual(self, B: Float[Vectors, "m k"], X: Float[Vectors, "n k"]) -> StackedVectors:
+    def residual(self, B: Float[Vectors, "m k"], X: Float[Vectors, "n k"]) -> LongVectors:
         """Return [B; 0] − [A; damp I] X."""
-        top, *below = self.push(X).parts
-        return StackedVectors([B - top, *(-1.0 * block for block in below)])
+        top, *below = self.push(X)
+        return [B - top, *(-1.0 * block for block in below)]
 
 
 class Bidiagonalisation(ShortRecurrence):
@@ -163,10 +145,10 @@ class Bidiagonalisation(ShortRecurrence):
         if moved:
             r = operator.residual(records.B, self.x)
         else:
-            r = StackedVectors([vec.as_block(records.B), *([vec.zero_block(self.x, K)] if operator.damp else [])])
-        super().__init__(records, vec.norm(r.parts[0]))
+            r = [vec.as_block(records.B), *([vec.zero_block(self.x, K)] if operator.damp else [])]
+        super().__init__(records, vec.norm(r[0]))
         if moved:  # otherwise ‖A‖ is unknown before the first step
-            images, sizes = torch.stack([vec.norm(self.B - r.parts[0]), vec.norm(self.x)]).cpu().tolist()
+            images, sizes = torch.stack([vec.norm(self.B - r[0]), vec.norm(self.x)]).cpu().tolist()
             self.norm_A = raise_norm(0.0, images, sizes)
         self.u, self.v, self.scalars = self.begin(r)
         self.h, self.hbar = vec.as_block(self.v), vec.zero_block(self.x, K)
@@ -176,10 +158,10 @@ class Bidiagonalisation(ShortRecurrence):
         self.within: set[int] = set()
         """Positions whose estimates, by the recurrence, are within the tolerance."""
 
-    def begin(self, r: StackedVectors) -> tuple[StackedVectors, Vectors, Bidiagonal]:
+    def begin(self, r: LongVectors) -> tuple[LongVectors, Vectors, Bidiagonal]:
         """Compute the first pair of vectors from a residual: one transposed product."""
-        beta = r.norm()
-        u = r / self.positive(beta)
+        beta = length_of(r)
+        u = [block / self.positive(beta) for block in r]
         v = self.operator.pull(u)
         self.records.matvecs += v.shape[1]
         alpha = vec.norm(v)
@@ -204,15 +186,16 @@ class Bidiagonalisation(ShortRecurrence):
 
     def step(self) -> tuple[set[int], set[int]]:
         image = self.operator.push(self.v)
-        u = image.less(self.u, to_device(self.scalars.alpha, self.B))
+        alpha = to_device(self.scalars.alpha, self.B)
+        u = [new - old * alpha for new, old in zip(image, self.u)]
         self.records.iteration += 1
-        beta = u.norm()
-        u = u / self.positive(beta)
+        beta = length_of(u)
+        u = [block / self.positive(beta) for block in u]
         v = self.operator.pull(u) - self.v * beta.to(self.B.dtype)
         self.records.matvecs += 2 * len(self.active)
         alpha = vec.norm(v)
         v = v / self.positive(alpha)
-        packet = to_host(alpha, beta, image.norm())
+        packet = to_host(alpha, beta, length_of(image))
         broken = not_finite(packet)
         if broken:
             return set(), broken
@@ -235,7 +218,7 @@ class Bidiagonalisation(ShortRecurrence):
         r = self.operator.residual(vec.columns(self.B, torch.tensor([self.active[j] for j in positions])), x)
         gradient = self.operator.pull(r)
         self.records.matvecs += 2 * len(positions)
-        facts = torch.stack([vec.norm(r.parts[0]), r.norm(), vec.norm(gradient), vec.norm(x)]).cpu().tolist()
+        facts = torch.stack([vec.norm(r[0]), length_of(r), vec.norm(gradient), vec.norm(x)]).cpu().tolist()
         self.norm_A = raise_norm(self.norm_A, facts[2], facts[1])
         checks = []
         for i, j in enumerate(positions):
@@ -249,9 +232,9 @@ class Bidiagonalisation(ShortRecurrence):
 
         def restart(again: list[int]) -> None:
             where = torch.tensor(again)
-            u, v, scalars = self.begin(r.select(where))
-            self.u.put(index[where], u)
-            for block, value in ((self.v, v), (self.h, v), (self.hbar, vec.zero_block(v, len(again)))):
+            u, v, scalars = self.begin([vec.columns(block, where) for block in r])
+            restarted = (*u, v, v, vec.zero_block(v, len(again)))
+            for block, value in zip((*self.u, self.v, self.h, self.hbar), restarted):
                 vec.put_columns(block, index[where], value)
             self.scalars.put(index[where].tolist(), scalars)
 
@@ -308,7 +291,8 @@ class Bidiagonalisation(ShortRecurrence):
 
     def select(self, remaining: list[int]) -> None:
         where = torch.tensor(remaining, dtype=torch.long)
-        self.u, self.scalars = self.u.select(where), self.scalars.select(remaining)
+        self.scalars = self.scalars.select(remaining)
+        self.u = [vec.columns(block, where) for block in self.u]
         self.v, self.h, self.hbar, self.x = (vec.columns(block, where) for block in (self.v, self.h, self.hbar, self.x))
 
 
