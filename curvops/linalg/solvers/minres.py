@@ -118,42 +118,11 @@ def minres(
     return solve_in_groups(solve, facts, B, x0, vectors=16)  # the working vectors of a column, temporaries included
 
 
-@dataclass(eq=False)
-class LanczosVectors:
-    """The vectors of the active columns: two Lanczos residuals, M⁻¹ of the last, W, and a part of x."""
-
-    before: Float[Vectors, "n k"]
-    last: Float[Vectors, "n k"]
-    z: Float[Vectors, "n k"]
-    wl: Float[Vectors, "n k"]
-    w: Float[Vectors, "n k"]
-    x: Float[Vectors, "n k"]
-
-    def select(self, index: Tensor) -> LanczosVectors:
-        """Return the columns that remain."""
-        return LanczosVectors(*(vec.columns(block, index) for block in vars(self).values()))
-
-    def restart(self, index: Tensor, x: Vectors, r: Vectors, z: Vectors) -> None:
-        """Restart some columns from x with residual r and z = M⁻¹r."""
-        nothing = vec.zero_block(x, len(index))
-        fields = {"before": nothing, "last": r, "z": z, "wl": nothing, "w": nothing, "x": x}
-        for name, value in fields.items():
-            vec.put_columns(getattr(self, name), index, value)
-
-    def turn(self, v: Vectors, c: Float[Tensor, "7 k"]) -> None:
-        """Add a Lanczos vector by two right reflections; the part that no later step changes goes to x."""
-        cr1, sr1, cr2, sr2, ul2, _, _ = c
-        fresh = vec.axpy(self.wl * sr2, v, -cr2)
-        done = vec.axpy(self.wl * cr2, v, sr2)
-        self.wl = vec.axpy(self.w * cr1, fresh, sr1)
-        self.w = vec.axpy(self.w * sr1, fresh, -cr1)
-        done *= ul2
-        done += self.x
-        self.x = done
-
-
 class MinimalResiduals(ShortRecurrence):
-    """The iteration of MINRES-QLP."""
+    """The iteration of MINRES-QLP.
+
+    The vectors of the active columns are two Lanczos residuals, M⁻¹ of the last, W, and the part of x without W.
+    """
 
     def __init__(self, multiply: Multiply, precondition: Multiply | None, records: Records) -> None:
         self.multiply, self.precondition = multiply, precondition
@@ -167,8 +136,8 @@ class MinimalResiduals(ShortRecurrence):
         self.spoiled: dict[int, float] = {}
         """‖A z‖/(‖A‖‖z‖) of columns from which so much was removed along z that z is no longer a null vector."""
         z, beta = self.in_metric(r)
-        before, wl, w = (vec.zero_block(r, K) for _ in range(3))
-        self.vectors = LanczosVectors(before, r, vec.as_block(z), wl, w, vec.as_block(records.X))
+        self.before, self.wl, self.w = (vec.zero_block(r, K) for _ in range(3))
+        self.last, self.z, self.x = r, vec.as_block(z), vec.as_block(records.X)
         self.scalars = QLP.start(beta)
         self.parts = torch.zeros(2, K, dtype=self.B.dtype, device=self.B.device)
         """The coefficients of the solution along wl and w."""
@@ -203,16 +172,16 @@ class MinimalResiduals(ShortRecurrence):
         return {j for j, value in enumerate(estimates) if not value > self.records.trigger} | self.near
 
     def step(self) -> tuple[set[int], set[int]]:
-        V, beta = self.vectors, self.scalars.beta
+        beta = self.scalars.beta
         scale = to_device(positive(beta), self.B)
-        v = V.z / scale
+        v = self.z / scale
         p = self.multiply(v)
         self.records.iteration += 1
         self.records.matvecs += len(self.active)
         image = vec.norm(p)
-        p = vec.axpy(p.clone(), V.before, -scale)
+        p = vec.axpy(p.clone(), self.before, -scale)
         alfa = vec.inner(p, v)
-        vec.axpy(p, V.last, -alfa.to(scale.dtype) / scale)
+        vec.axpy(p, self.last, -alfa.to(scale.dtype) / scale)
         z = p if self.precondition is None else self.precondition(p)
         square = vec.norm(p) if self.precondition is None else vec.inner(p, z)
         packet = to_host(alfa, square, image, vec.norm(v))
@@ -229,8 +198,8 @@ class MinimalResiduals(ShortRecurrence):
         with np.errstate(all="ignore"):  # true residuals decide
             coefficients, ended = self.scalars.advance(a, betan, self.norm_T, self.eps)
         c = to_device(coefficients, self.B)
-        V.turn(v, c)
-        V.before, V.last, V.z, self.parts = V.last / scale, p, z, c[5:]
+        self.turn(v, c)
+        self.before, self.last, self.z, self.parts = self.last / scale, p, z, c[5:]
         # Near a null vector r, x gains errors of eps/rootl along it: earlier solutions must be checked.
         rootl, last_rootl = self.scalars.rootl, self.scalars.last_rootl
         near = (rootl <= math.sqrt(self.eps) * self.norm_T) & (rootl <= 0.1 * last_rootl)
@@ -239,11 +208,22 @@ class MinimalResiduals(ShortRecurrence):
         ended |= self.scalars.rootl <= 0.1 * self.records.level * self.norm_T
         return marked_positions(ended), set()
 
+    def turn(self, v: Vectors, c: Float[Tensor, "7 k"]) -> None:
+        """Add a Lanczos vector by two right reflections; the part that no later step changes goes to x."""
+        cr1, sr1, cr2, sr2, ul2, _, _ = c
+        fresh = vec.axpy(self.wl * sr2, v, -cr2)
+        done = vec.axpy(self.wl * cr2, v, sr2)
+        self.wl = vec.axpy(self.w * cr1, fresh, sr1)
+        self.w = vec.axpy(self.w * sr1, fresh, -cr1)
+        done *= ul2
+        done += self.x
+        self.x = done
+
     def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
-        records, V, index = self.records, self.vectors, torch.tensor(positions)
+        records, index = self.records, torch.tensor(positions)
         along = self.parts[:, index.to(self.B.device)]
-        x = vec.axpy(vec.columns(V.x, index), vec.columns(V.wl, index), along[0])
-        x = vec.axpy(x, vec.columns(V.w, index), along[1])
+        x = vec.axpy(vec.columns(self.x, index), vec.columns(self.wl, index), along[0])
+        x = vec.axpy(x, vec.columns(self.w, index), along[1])
         image = self.multiply(x)
         records.matvecs += len(positions)
         sizes, images = torch.stack([vec.norm(x), vec.norm(image)]).cpu().tolist()
@@ -266,7 +246,10 @@ class MinimalResiduals(ShortRecurrence):
 
         def restart(again: list[int]) -> None:
             which = torch.tensor(again)
-            V.restart(index[which], vec.columns(x, which), vec.columns(r, which), vec.columns(z, which))
+            for block, value in ((self.x, x), (self.last, r), (self.z, z)):
+                vec.put_columns(block, index[which], vec.columns(value, which))
+            for block in (self.before, self.wl, self.w):
+                vec.put_columns(block, index[which], vec.zero_block(x, len(again)))
             self.scalars.put(index[which].tolist(), QLP.start(measures[again]))
             self.parts[:, index[which].to(self.B.device)] = 0.0
 
@@ -353,7 +336,9 @@ class MinimalResiduals(ShortRecurrence):
 
     def select(self, remaining: list[int]) -> None:
         where = torch.tensor(remaining, dtype=torch.long)
-        self.vectors, self.scalars = self.vectors.select(where), self.scalars.select(remaining)
+        blocks = (self.before, self.last, self.z, self.wl, self.w, self.x)
+        self.before, self.last, self.z, self.wl, self.w, self.x = (vec.columns(block, where) for block in blocks)
+        self.scalars = self.scalars.select(remaining)
         self.parts = self.parts[:, where.to(self.B.device)]
         self.metric = self.metric[remaining]
 
