@@ -11,8 +11,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float, Shaped
 
@@ -89,31 +87,30 @@ def dual_descent(
     check_options(batch_size=batch_size, step_size=step_size)
     checked_number("momentum", momentum, "[0, 1)")
     noise = checked_number("noise", noise, "[0, inf)")
-    options = DescentOptions(noise, min(batch_size, n), step_size, momentum, generator)
     goal = Goal(float(rtol), 200 if maxiter is None else maxiter, callback)
 
     def solve(B: Vectors, X0: Vectors | None, *_: object) -> Solution:
-        return DualDescent(K, Records(B, X0, facts, goal), options).solve()
+        records = Records(B, X0, facts, goal)
+        return DualDescent(K, records, noise, min(batch_size, n), step_size, momentum, generator).solve()
 
     return solve_in_groups(solve, facts, B, x0, vectors=8)  # the working vectors of a column, temporaries included
-
-
-@dataclass(frozen=True)
-class DescentOptions:
-    """The options of a descent: noise, batch size, step size, momentum and generator."""
-
-    noise: float
-    batch: int
-    step_size: float | None
-    momentum: float
-    generator: torch.Generator | None
 
 
 class DualDescent:
     """The descent on K systems with right-hand sides of unit norm that share their batches; see ``records``."""
 
-    def __init__(self, K: Matrix, records: Records, options: DescentOptions) -> None:
-        self.B, self.options, self.records = records.B, options, records
+    def __init__(
+        self,
+        K: Matrix,
+        records: Records,
+        noise: float,
+        batch: int,
+        step_size: float | None,
+        momentum: float,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.B, self.records, self.noise, self.batch = records.B, records, noise, batch
+        self.step_size, self.momentum, self.generator = step_size, momentum, generator
         self.n, k = self.B.shape
         self.rows, self.plain = rows(K), vec.product(K)
         self.alpha, self.average = vec.as_block(records.X), vec.as_block(records.X)
@@ -122,16 +119,16 @@ class DualDescent:
 
     def multiply(self, V: Vectors) -> Vectors:
         """Return (K + noise I) V."""
-        return self.plain(V) + self.options.noise * V
+        return self.plain(V) + self.noise * V
 
     def solve(self) -> Solution:
         """Run epochs until every column has converged, the solutions no longer change, or the limit is reached."""
         records, k = self.records, self.B.shape[1]
         finite = self.inspect(self.alpha)
         if k and finite and not self.done():
-            self.beta = self.options.step_size or self.default_step()
+            self.beta = self.step_size or self.default_step()
         # The descent ends after so many epochs, or 400 steps, unless the residual fell by a hundredth.
-        halvings, patience = 0, max(20, 400 * self.options.batch // self.n)
+        halvings, patience = 0, max(20, 400 * self.batch // self.n)
         while k and finite and not self.done() and records.iteration < records.maxiter:
             as_step(k, self.epoch)
             records.iteration += 1
@@ -159,15 +156,15 @@ class DualDescent:
 
     def epoch(self) -> None:
         """Pass once over the rows in random batches."""
-        options, n = self.options, self.n
-        home = self.B.device if options.generator is None else options.generator.device
-        order = torch.randperm(n, generator=options.generator, device=home).to(self.B.device)
+        n, source = self.n, self.generator
+        home = self.B.device if source is None else source.device
+        order = torch.randperm(n, generator=source, device=home).to(self.B.device)
         # ᾱ ← r α + (1 − r) ᾱ with r = 100 / T, at most a tenth.
-        share = min(0.1, 100 * options.batch / (n * self.records.maxiter))
-        for index in order.split(options.batch):
-            ahead = self.alpha + options.momentum * self.velocity
-            gradient = self.rows(index) @ ahead + options.noise * vec.entries(ahead, index) - vec.entries(self.B, index)
-            self.velocity *= options.momentum
+        share = min(0.1, 100 * self.batch / (n * self.records.maxiter))
+        for index in order.split(self.batch):
+            ahead = self.alpha + self.momentum * self.velocity
+            gradient = self.rows(index) @ ahead + self.noise * vec.entries(ahead, index) - vec.entries(self.B, index)
+            self.velocity *= self.momentum
             step = self.beta * (n / len(index)) * gradient
             vec.put_entries(self.velocity, index, vec.entries(self.velocity, index) - step)
             self.alpha += self.velocity
@@ -190,8 +187,8 @@ class DualDescent:
 
     def default_step(self) -> float:
         """Return 1/L, L = λ_max + (n/b) max_i (K_ii + noise): batches of b coordinates (Richtárik & Takáč 2016)."""
-        n, b = self.n, self.options.batch
-        V = vec.random_block(self.B, 1, generator=self.options.generator)
+        n, b = self.n, self.batch
+        V = vec.random_block(self.B, 1, generator=self.generator)
         size, steps = 0.0, 12
         for _ in range(steps):
             V = self.multiply(V)
@@ -199,6 +196,6 @@ class DualDescent:
             V = V / size if size > 0 else V
         self.records.matvecs += steps + 1
         probe = torch.arange(min(n, b), device=self.B.device)
-        height = float(as_step(1, self.rows, probe).diagonal().max()) + self.options.noise
+        height = float(as_step(1, self.rows, probe).diagonal().max()) + self.noise
         share = (n - b) / max(n - 1, 1)
         return 1 / (size + n / b * share * height) if size > 0 else 1.0
