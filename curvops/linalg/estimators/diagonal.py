@@ -83,10 +83,11 @@ def diagonal(
         "bekas": Bekas,
     }
     method = "xdiag" if method is None else method
-    return estimate(A, method, families, _exact, Limits(rtol, max_matvecs), generator)[0]
+    return estimate(A, method, families, exact_diagonal, Limits(rtol, max_matvecs), generator)[0]
 
 
-def _exact(probed: Probed) -> Estimate:
+def exact_diagonal(probed: Probed) -> Estimate:
+    """Compute the diagonal by a product for each column."""
     total, sizes = None, list[Tensor]()
     for E in vec.unit_blocks(probed.facts, probed.block):
         Y = probed.multiply(E)

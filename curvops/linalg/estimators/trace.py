@@ -33,7 +33,8 @@ from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.probed import PROBES_AT_ONCE, Limits, Probed, estimate
 from curvops.linalg.core.results import Estimate, Reason, caution
-from curvops.linalg.core.vectors import ROUNDINGS, Given, Matrix
+from curvops.linalg.core.vectors import Given, Matrix
+from curvops.linalg.estimators.diagonal import exact_diagonal
 from curvops.linalg.estimators.exchangeable import RangeSketch, XNysTrace, XTrace
 
 VectorPairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
@@ -114,16 +115,12 @@ class HutchPlusPlus:
             G = vec.axpy(G, self.sketch.Q, -vec.gram(self.sketch.Q, G))
             self.G, self.AG = vec.join(self.G, G), vec.join(self.AG, self.probed.multiply(G))
 
-    def samples(self) -> Float[Tensor, " k"]:
-        """Return gᵀ(I − P)A(I − P)g for each residual probe."""
-        return vec.inner(self.G, self.AG)
-
     def estimate(self) -> Estimate:
         """Return the exact part plus the mean of the samples; the bias bound is rounding."""
         in_range = vec.inner(self.sketch.Q, self.sketch.Z).sum()
         rounding = math.sqrt(self.probed.facts.rows) * torch.finfo(self.probed.facts.dtype).eps
         bias = rounding * vec.norm(self.sketch.Z).square().sum().sqrt()
-        return sample_mean(self.samples(), self.matvecs, in_range, bias)
+        return sample_mean(vec.inner(self.G, self.AG), self.matvecs, in_range, bias)
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks L, R with E tr LᵀXR = tr X."""
@@ -201,12 +198,9 @@ def trace(
 
 
 def _exact(probed: Probed) -> Estimate:
-    total = torch.zeros(2, dtype=torch.float64, device=probed.facts.device)
-    for E in vec.unit_blocks(probed.facts, probed.block):
-        Y = probed.multiply(E)
-        total = total + torch.stack([vec.inner(E, Y).sum(), vec.norm(Y).sum()])
-    rounding = ROUNDINGS * torch.finfo(probed.facts.dtype).eps
-    return Estimate.rounded(total[0], rounding * total[1], probed.limits.rtol, probed.facts.rows)
+    entries = exact_diagonal(probed)
+    error = torch.as_tensor(entries.bias_bound).double().sum()
+    return Estimate.rounded(entries.value.double().sum(), error, probed.limits.rtol, probed.facts.rows)
 
 
 def needs_gradient(A: Matrix) -> bool:
