@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from curvops.ambient import Progress, columns_at_a_time, current_run
 from curvops.checks import check_options, check_shape
 from curvops.linalg.core import vectors as vec
-from curvops.linalg.core.algorithm import Multiply, algorithm
+from curvops.linalg.core.algorithm import algorithm
 from curvops.linalg.core.probed import ESTIMATE_VECTORS, Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
 from curvops.linalg.core.vectors import Given, Matrix, ScalarFunction, Vectors
@@ -265,20 +264,17 @@ def effective_dimension(
         check_shape("prior", precision, (n,))
     if not bool(((precision > 0) & torch.isfinite(precision)).all()):
         raise ValueError(f"prior must be positive and finite, got {float(precision.amin())}.")
-    multiply, mu = vec.product(G), float(prior) if precision.ndim == 0 else 1.0
-    if precision.ndim:
-        scale = precision.rsqrt()[:, None]
-        multiply = partial(_scaled_product, multiply, scale)
+    plain, mu = vec.product(G), float(prior) if precision.ndim == 0 else 1.0
+    scale = precision.rsqrt()[:, None] if precision.ndim else None
+
+    def multiply(V: Vectors) -> Vectors:
+        return plain(V) if scale is None else scale * plain(scale * V)
+
     exact = limits.allow_dense(n)
     current_run().expect(n if exact else max_matvecs)
     with torch.no_grad(), probing(G, generator, limits, ESTIMATE_VECTORS, multiply) as probed:
         quadrature = decompose(probed) if exact else run(probed, [mu], of_shift=share)
         return quadrature.effective_dimension(mu)
-
-
-def _scaled_product(multiply: Multiply, scale: Vectors, V: Vectors) -> Vectors:
-    """Return diag(s) G diag(s) V."""
-    return scale * multiply(scale * V)
 
 
 def decompose(probed: Probed) -> SpectralQuadrature:
