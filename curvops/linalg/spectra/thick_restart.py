@@ -90,16 +90,12 @@ class Search:
         self.history = torch.zeros(0, self.k, dtype=torch.float64)
         """Residuals of the wanted pairs, in the process's scale, a row for each check until they were found."""
         if self.saved.state is not None:
-            self.recall(self.saved.state)
+            restore(self, STATE, self.saved.state)
+            self.process.recall(self.saved.state["process"])
 
     def state(self) -> dict[str, Any]:
         """Return the state from which a run continues."""
         return state_of(self, STATE) | {"process": self.process.state()}
-
-    def recall(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        restore(self, STATE, state)
-        self.process.recall(state["process"])
 
     def run(self, random_start: bool) -> Reason:
         """Run to a reason; after NON_FINITE, fewer than k pairs may be locked."""
