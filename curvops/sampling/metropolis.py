@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -36,11 +35,12 @@ class Metropolis(Transition):
 
     state_type: ClassVar[type[State]] = MetropolisState
     metropolis: ClassVar[bool] = True
+    needs_gradient: ClassVar[bool] = True
     cold: ClassVar[str] = (
         "temperature must be positive for a sampler that accepts or rejects; for temperature 0 use an optimiser."
     )
 
-    def _refresh(self, state: MetropolisState, batch: Any) -> None:
+    def _refresh(self, state: Any, batch: Any) -> None:
         """Evaluate unless the state already has the value for this function and batch."""
         seen = [self.log_posterior, batch, _versions(batch)]
         if state.seen and all(old is new for old, new in zip(state.seen[:2], seen)) and state.seen[2] == seen[2]:
@@ -48,14 +48,13 @@ class Metropolis(Transition):
         if isinstance(self.log_posterior, LogPosterior):
             self.log_posterior.require_all_data(batch)
         state.seen.clear()
-        state.value.copy_(self._evaluate(state, batch))
+        value, gradient = self.density.gradient(state.theta, state.structure, batch, self.needs_gradient)
+        state.value.copy_(value)
+        if self.needs_gradient:
+            state.gradient.copy_(gradient)
         if not bool(state.value.isfinite().all()):
             raise self._not_finite(state.value, 0)
         state.seen[:] = seen
-
-    @abstractmethod
-    def _evaluate(self, state: Any, batch: Any) -> Tensor:
-        """Return log_posterior at the state, and write into the state what else the method needs there."""
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         return {"value": state.theta.new_full(state.theta.shape[:-1], math.nan, dtype=torch.float64)}  # unknown
@@ -103,11 +102,6 @@ class Leapfrog(Metropolis):
         (_, T), theta = self._now(state), state.theta
         m = self.metric.noise(noise, theta).mul_(self.sigma * math.sqrt(T))
         return super()._initial_tensors(state, noise) | {"momentum": m, "gradient": torch.zeros_like(theta)}
-
-    def _evaluate(self, state: LeapfrogState, batch: Any) -> Tensor:
-        value, gradient = self.density.gradient(state.theta, state.structure, batch)
-        state.gradient.copy_(gradient)
-        return value
 
     def _step(self, state: LeapfrogState, batch: Any, noise: NoiseSource) -> Info:
         self._refresh(state, batch)
@@ -231,9 +225,7 @@ class CrankNicolson(Metropolis):
 
     mean: Tensor
     largest_step: ClassVar[float] = 1.0
-
-    def _evaluate(self, state: MetropolisState, batch: Any) -> Tensor:
-        return self.density.gradient(state.theta, state.structure, batch, wanted=False)[0]
+    needs_gradient: ClassVar[bool] = False
 
     def _step(self, state: MetropolisState, batch: Any, noise: NoiseSource) -> Info:
         self._refresh(state, batch)
