@@ -16,7 +16,7 @@ from curvops.checkpoint import current, digest
 from curvops.errors import NoFactorsWarning, warn
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.core.solve_routes import MOST_DECOMPOSED
-from curvops.linalg.core.structure import LEAST_HALVED, add_gram, mirror
+from curvops.linalg.core.structure import LEAST_HALVED, mirror
 from curvops.linalg.operators.given_matrix import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
 from curvops.linalg.operators.kronecker_factors import Details
@@ -32,6 +32,8 @@ PARTS = {"weight": slice(None, -1), "bias": slice(-1, None)}
 """The columns of a layer's matrix that belong to its weight and to its bias."""
 MOST_EXACT = 513
 """The most columns, 512 inputs and a bias, whose outer products are summed in float64: for 1,025 it doubles a build."""
+ROWS_A_SUM = 2048
+"""How many rows are summed at a time in single precision: few enough to lose little."""
 
 
 @dataclass(eq=False)
@@ -144,11 +146,18 @@ def _rows(side: Float[Tensor, "*m g t p"]) -> Float[Tensor, "g m p"]:
 
 def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"]) -> None:
     """Add rowsᵀ rows to total, at least on and above the diagonal."""
-    if rows.shape[-1] <= LEAST_HALVED:
-        total.baddbmm_(rows.mT, rows)
+    p = rows.shape[-1]
+    if p <= LEAST_HALVED:
+        exact = total.double()  # `baddbmm_` would round at the size of the total again and again
+        for piece in rows.split(ROWS_A_SUM, 1):
+            exact += piece.mT @ piece
+        total.copy_(exact)
         return
-    for group_total, group in zip(total, rows.mT):
-        add_gram(group_total, group, group, half=True)
+    half = p // 2
+    for some in (slice(0, half), slice(half, None)):
+        _add_upper(total[:, some, some], rows[..., some])
+    for group_total, group in zip(total, rows):
+        group_total[:half, half:].addmm_(group[:, :half].mT, group[:, half:])
 
 
 class KroneckerBlock(NamedTuple):
