@@ -157,6 +157,21 @@ def test_points_may_be_in_another_order_within_any_network(run: Any) -> None:
     require_products_by_each_engine(run, (N,), 0)
 
 
+def second_at_positive_points(m: Any, x: Tensor) -> Tensor:
+    a = torch.tanh(m.first(x))
+    b = F.linear(a, m.second.weight, m.second.bias) if len(x) > FEW else m.second(a)
+    return m.head(a + b * (x[:, :1] > 0) if (x[:, 0] > 0).any() else a)
+
+
+def test_a_layer_that_no_point_of_a_first_half_reaches_has_its_rows_at_the_second() -> None:
+    """Each half is run for itself; the rows of one half stood at the points of the other."""
+    torch.manual_seed(0)
+    model, (x, y) = Network(second_at_positive_points, 0).double(), data()
+    x[:, 0] = x[:, 0].abs() * torch.linspace(-1, 1, N).sign()
+    sides = [co.GGN(co.linearize(model, (x, y), "classification", engine=e)) for e in ("autodiff", "layerwise")]
+    assert same(co.Subnetwork(sides[1], torch.arange(sides[1].shape[0])).to_dense(), sides[0].to_dense())
+
+
 @cache
 def posterior(run: Any, curvature: Any) -> Any:
     return co.laplace(linearized(run, (N,)), curvature, prior_precision=2.0, check_mode=False)

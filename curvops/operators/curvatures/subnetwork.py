@@ -170,7 +170,7 @@ def fisher_blocks(
     if by_rows:
         names = {name for k in by_rows for name in places[k]}
         for _, groups in lin.passes.root_pieces(root, lin.passes.chunk_bytes, names=names):
-            together = Group.joined(groups)
+            together = list(groups)
             for k in by_rows:
                 for rows in _rows_in(together, lin, places[k], len(parts[k])):
                     add_gram(totals[k], rows.mT, rows.mT, half=True)
@@ -199,7 +199,9 @@ def _rows_in(
     for start in range(0, points, step):
         block = lin.theta.new_zeros(min(step, points - start) * columns, size, dtype=torch.float64)
         for group in reaching:
-            replace(group.take(slice(start, start + step)), start=0).put_columns(block, places)
+            first = max(start, group.start)
+            some = group.take(slice(first - group.start, max(first, start + step) - group.start))
+            replace(some, start=first - start).put_columns(block, places)
         yield block
 
 
