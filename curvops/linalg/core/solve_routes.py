@@ -34,7 +34,8 @@ MOST_SOLVES = 200
 PRODUCTS_A_SOLVE = 8
 """The least number of products per column of a block solve: from rows / 8 columns on, forming the matrix is cheaper."""
 PRODUCTS_A_ROW = 64
-"""The products that a solve for a row of J takes, to more digits; what is formed serves all later rows, too."""
+"""The number of products that a solve for a row of J counts as, if there are twice as many outputs as weights: it goes
+on to more digits, products take long, and what is formed serves all later rows, too."""
 MOST_GRADIENTS = 200.0
 """The largest cost of J Jᵀ in gradients for determinants: for one prior precision (probes: 300–500), or on request."""
 MOST_OUTPUTS = 6144
@@ -236,7 +237,7 @@ def routes(system: System) -> tuple[Route, ...]:
 def _formed_matrix(s: System, p: PosteriorFacts) -> Route:
     nbytes, once = FORMED_COPIES * 8 * s.rows**2, s.rows_of_J  # for all later rows, too
     most, serves = MOST_FORMED if once else DENSE_BLOCK, once and (p.formed or s.rows <= ALWAYS_FORMED)
-    least = PRODUCTS_A_ROW if once else PRODUCTS_A_SOLVE
+    least = PRODUCTS_A_ROW if once and p.outputs >= 2 * s.rows else PRODUCTS_A_SOLVE
     few = least * s.columns < s.rows and not serves
     return _route(
         "formed matrix",

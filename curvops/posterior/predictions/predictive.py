@@ -159,12 +159,13 @@ class Predictive(ABC):
                 Without it each rank predicts at its own x, whether or not other ranks have the same points.
 
         Covariances are lazy. Exact ones solve for N·C rows of J on first use; up to 1,024 weights, and up to 8,192 for
-        D / 64 rows or more, the matrix is formed and factorised instead, and kept for later calls. Under a structured
-        curvature (KFAC, EKFAC, diagonal, low rank, dense blocks of layers or of all selected weights) they come from
-        each layer's inputs and sensitivities, at C backward passes and a few matrix products (joint ones if memory has
-        room for all rows); for a last layer they come from its inputs, without a further pass. Variances need no C × C
-        block. If x requires a gradient, the mean and the covariance have it (first derivatives, never in θ), for 2 to 3
-        times the cost of the covariance; exact solves are not repeated for it.
+        D / 8 rows or more (D / 64 if training has twice as many outputs as weights), the matrix is formed and
+        factorised instead, and kept for later calls. Under a structured curvature (KFAC, EKFAC, diagonal, low rank,
+        dense blocks of layers or of all selected weights) they come from each layer's inputs and sensitivities, at C
+        backward passes and a few matrix products (joint ones if memory has room for all rows); for a last layer they
+        come from its inputs, without a further pass. Variances need no C × C block. If x requires a gradient, the mean
+        and the covariance have it (first derivatives, never in θ), for 2 to 3 times the cost of the covariance; exact
+        solves are not repeated for it.
 
         Raises:
             ValueError: noise=True is given with another likelihood, groups do not divide N, draws have another size,

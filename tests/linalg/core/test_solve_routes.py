@@ -10,6 +10,7 @@ from curvops.linalg.core import solve_routes as routes
 LARGE = routes.System(rows=100_000, columns=8)
 NETWORK = routes.PosteriorFacts(name="GGN", root_columns=40_000, outputs=40_000, gram_cost=50.0, budget=2**40)
 FEW = replace(NETWORK, root_columns=1000, outputs=1000)
+HALF = replace(NETWORK, outputs=2 * 8192 - 1)
 
 
 def posterior(facts=NETWORK, **system):
@@ -37,6 +38,11 @@ TAKEN = {
     "a row more": (posterior(rows=2049, columns=2048), "cg with a sketch"),
     "rows enough to form it": (posterior(rows=8192, columns=128, rows_of_J=True), "formed matrix"),
     "a row of J fewer": (posterior(rows=8192, columns=127, rows_of_J=True), "cg with a sketch"),
+    "with fewer than twice as many outputs": (
+        posterior(rows=8192, columns=1023, rows_of_J=True, facts=HALF),
+        "cg with a sketch",
+    ),
+    "more of these": (posterior(rows=8192, columns=1024, rows_of_J=True, facts=HALF), "formed matrix"),
     "a single one, formed before": (
         posterior(replace(NETWORK, formed=True), rows=4096, columns=1, rows_of_J=True),
         "formed matrix",
