@@ -91,3 +91,4 @@ def test_a_class_of_ones_own_shows_its_names() -> None:
             return 2.0
 
     assert {"weight", "matmul"} <= set(dir(Twice(torch.ones(2))))
+    assert {"tensor", "indices"} <= set(dir(co.Subnetwork(torch.eye(3), [0, 2])))

@@ -71,6 +71,8 @@ class Subnetwork(Dense):
         (torch.Size([5, 5]), torch.Size([5]))
     """
 
+    _shown = ("indices",)
+
     def __init__(self, source: LinearOperator | Tensor, indices: Positions | None = None, **stored: Any) -> None:
         block: Any = source
         if "psd" not in stored:
