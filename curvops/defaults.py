@@ -173,14 +173,14 @@ def _maximize_on_some(post: Laplace) -> Laplace:
 
     The evidence of all points takes a linear mode of all of them for each value tried, and chooses much the same.
     """
-    lin, points = post.lin, None
-    if lin.num_data * lin.num_outputs > ROWS and isinstance(lin.data, Batches):
-        points = _random_points(lin, lin.data)
-    if points is None or not len(points) or not isinstance(post.curvature, UserOperator):
+    lin = post.lin
+    few = lin.num_data * lin.num_outputs <= ROWS
+    if few or not isinstance(lin.data, Batches) or not isinstance(post.curvature, UserOperator):
         return _maximize(post, "linear")
-    some = lin.restrict(points, 1.0)
-    curvature = post.curvature.of(some, _seeded(post))
-    if curvature is None:
+    points = _random_points(lin, lin.data)
+    some = lin.restrict(points, 1.0) if len(points) else None
+    curvature = None if some is None else post.curvature.of(some, _seeded(post))
+    if some is None or curvature is None:
         return _maximize(post, "linear")
     trial = replace(post, lin=some, curvature=curvature, cache=CurvatureCache(some, curvature))
     best = _maximize(trial, "linear")
