@@ -337,7 +337,7 @@ class Passes(Walk, JacobianRows):
     def jacobian_rows(self, least: int = 0, root: OutputFisher | None = None) -> Iterator[tuple[int, int, list[Group]]]:
         """Yield the rows of J by layer, some points at a time: (first row, how many, groups), all columns of each.
 
-        Pieces whose first row is below `least` are left out. With a `root` L they are the rows of Lᵀ J.
+        Pieces before the row `least`, at which a piece ends, are left out. With a `root` L they are the rows of Lᵀ J.
         """
         fisher, last = root or Unit(), self.features() if root is None else None
         C = fisher.num_columns(self.engines.plan.num_outputs)
